@@ -1,0 +1,447 @@
+/* TurboAttention: attention over very long, compressed KV caches.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Keys and values are kept as INT8/INT4/INT2 pages and attention runs on the integer codes. One decode step:
+ *
+ *     ta_context* ctx = NULL;  ta_kv_pool* pool = NULL;  ta_plan* plan = NULL;  ta_seq seq = 0;
+ *     ta_kv_pool_options po = {.struct_size = sizeof po, .layers = 32, .kv_heads = 8, .head_dim = 128,
+ *                              .bits = 4, .budget_bytes = 4ull << 30};
+ *     ta_context_create(NULL, &ctx, &err);
+ *     ta_kv_pool_create(ctx, &po, &pool, &err);
+ *     ta_plan_create(pool, NULL, &plan, &err);
+ *     ta_seq_create(pool, &seq, &err);
+ *     for (;;) {
+ *         int32_t n_new = 1;                                         // or the whole prompt at first
+ *         ta_plan_begin(plan, 1, &seq, &n_new, NULL, &err);          // reserves memory, fixes the work
+ *         for (uint32_t layer = 0; layer < 32; ++layer) {
+ *             ta_append(plan, layer, &k, &v, &err);                  // K, V of the new tokens
+ *             ta_attend(plan, layer, &q, &out, NULL, NULL, &err);    // the new tokens attend to all they may see
+ *         }
+ *         ta_plan_end(plan, &err);                                   // the tokens now belong to the sequence
+ *     }
+ *
+ * Conventions, valid for every call unless it says otherwise:
+ *  - Status. A call returns a ta_status and, when `err` is not NULL, fills it in (on success too: code TA_OK, empty text).
+ *  - A call that fails changes nothing, writes none of its outputs and leaves every object usable.
+ *  - Structs. The caller sets `struct_size = sizeof(the struct)` and zeroes the rest; a zero field means its default. A
+ *    shorter struct of an older header is accepted; a longer one is accepted when the unknown tail is zero.
+ *    Structs that the library fills in are filled in up to their struct_size.
+ *  - Ownership. Create gives the caller a handle that it passes to the matching destroy once. Handles may be destroyed in any
+ *    order, children keep their parents alive; destroy(NULL) does nothing. Strings and arrays passed in are copied.
+ *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
+ *    ta_calibrator is used by one thread at a time. No handle may be destroyed while a call on it runs.
+ *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
+ *  - Nothing here prints, exits, aborts, installs signal handlers or throws.
+ */
+#ifndef TURBOATTENTION_H
+#define TURBOATTENTION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define TA_VERSION_MAJOR 0
+#define TA_VERSION_MINOR 1
+#define TA_VERSION_PATCH 0
+#define TA_ABI_VERSION 0 /* the SONAME; grows when a program built before needs to be built again */
+
+#if defined(__GNUC__)
+#define TA_API __attribute__((visibility("default")))
+#else
+#define TA_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------ status and errors */
+
+typedef int32_t ta_status; /* TA_OK or one of TA_E_*; the family is the value >> 8 */
+enum {
+    TA_OK = 0,
+    /* 0x01xx: the arguments are wrong; the same call will fail again */
+    TA_E_INVALID = 0x0101,     /* a null pointer, a value outside its range, an unknown enum value */
+    TA_E_STRUCT = 0x0102,      /* struct_size is zero or too small, or an unknown tail is not zero */
+    TA_E_SHAPE = 0x0103,       /* a tensor's shape or strides do not fit the call */
+    TA_E_DTYPE = 0x0104,       /* a tensor's element type is not accepted here */
+    TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its element */
+    TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
+    /* 0x02xx: not now: the object is in another state */
+    TA_E_STATE = 0x0201,  /* wrong order of calls: the text says which call belongs first */
+    TA_E_BUSY = 0x0202,   /* the sequence or pool is in use by an open plan */
+    TA_E_STALE = 0x0203,  /* the id was released, or was never given out */
+    TA_E_CLOSED = 0x0204, /* the pool is closed */
+    TA_E_FORKED = 0x0205, /* the handle was made by the parent process */
+    /* 0x03xx: something ran out */
+    TA_E_MEMORY = 0x0301,    /* the allocator returned NULL */
+    TA_E_TIER_FULL = 0x0302, /* the pool's byte budget does not hold the new blocks */
+    TA_E_LIMIT = 0x0303,     /* a documented maximum: sequences, tokens, id space */
+    /* 0x04xx: the data is wrong */
+    TA_E_NONFINITE = 0x0401, /* NaN, Inf or a magnitude above 2^56 in q, k or v */
+    TA_E_CORRUPT = 0x0402,   /* a page does not match its hash */
+    /* 0x0fxx */
+    TA_E_INTERNAL = 0x0f01 /* a defect of this library; please report the text */
+};
+
+/* Where and why a call failed. Fields that do not apply are -1. Owned by the caller; may be NULL in every call. */
+typedef struct ta_error {
+    ta_status code;
+    int32_t layer;     /* model layer */
+    int32_t head;      /* kv head, or query head when the text says so */
+    int32_t argument;  /* position of the wrong argument of the call, from 0 */
+    int64_t sequence;  /* index into the call's list of sequences */
+    int64_t block;     /* index of the 64-token block within the sequence */
+    int64_t token;     /* token within the sequence, or row of the tensor */
+    char message[256]; /* one English sentence, null-terminated UTF-8 */
+} ta_error;
+
+/* The name of a status, such as "TA_E_INVALID"; "unknown" for any other value. Never NULL; static storage. */
+TA_API const char* ta_status_name(ta_status status);
+
+/* ------------------------------------------------------------------------------------------------ version, build info */
+
+/* TA_VERSION_MAJOR * 10000 + MINOR * 100 + PATCH of the library that is loaded. */
+TA_API uint32_t ta_version(void);
+/* TA_ABI_VERSION of the library that is loaded. */
+TA_API uint32_t ta_abi_version(void);
+/* One line: version, compiler, what was built in ("cpu: scalar avx2 avx512; cuda: no"). Never NULL; static storage. */
+TA_API const char* ta_build_info(void);
+
+/* ------------------------------------------------------------------------------------------------ enums */
+
+typedef int32_t ta_dtype;
+enum { TA_DTYPE_F16 = 1, TA_DTYPE_BF16 = 2, TA_DTYPE_F32 = 3 };
+
+typedef int32_t ta_device_kind;
+enum { TA_DEVICE_CPU = 0 };
+
+typedef int32_t ta_cpu_isa; /* which CPU kernels run; all give the same integers */
+enum { TA_CPU_ISA_AUTO = 0, TA_CPU_ISA_SCALAR = 1, TA_CPU_ISA_AVX2 = 2, TA_CPU_ISA_AVX_VNNI = 3, TA_CPU_ISA_AVX512 = 4 };
+
+typedef int32_t ta_log_level;
+enum { TA_LOG_ERROR = 1, TA_LOG_WARNING = 2, TA_LOG_INFO = 3, TA_LOG_DEBUG = 4 };
+
+typedef int32_t ta_switch; /* a setting that a profile decides unless it is given */
+enum { TA_DEFAULT = 0, TA_ON = 1, TA_OFF = 2 };
+
+/* Sets of numeric settings; docs/numerics.md has the table and the sources. */
+typedef int32_t ta_profile;
+enum {
+    TA_PROFILE_ACCURATE = 0, /* rotation, sink block, V token exponents, fractional zeros, V search, poly exp, 16-bit P */
+    TA_PROFILE_PAPER = 1     /* TurboAttention as published: page scales, universal buffer scale, SAS, 8-bit P */
+};
+
+/* Stage 1, float -> INT8 (DESIGN "Numerics" 2): what shares one scale. */
+typedef int32_t ta_granularity;
+enum {
+    TA_GRANULARITY_DEFAULT = 0, /* page, except in ta_attend_dense, where the variant decides */
+    TA_GRANULARITY_TOKEN = 1,   /* each token of a head (INT-FlashAttention, arXiv 2409.16997, section 3) */
+    TA_GRANULARITY_PAGE = 2,    /* the 64 tokens of a head's page, where they arrive together (TurboAttention, FlashQ) */
+    TA_GRANULARITY_TENSOR = 3   /* all tokens of a sequence's head; ta_attend_dense's V only */
+};
+
+/* The scale of tokens that join a page that is not full. */
+typedef int32_t ta_open_scale;
+enum {
+    TA_OPEN_SCALE_DEFAULT = 0,
+    TA_OPEN_SCALE_TOKEN = 1,    /* each token has its own */
+    TA_OPEN_SCALE_UNIVERSAL = 2 /* one per page from the largest magnitude seen so far; larger values are clamped (FlashQ) */
+};
+
+/* The exponential in P. The rescale of earlier pages always uses the exact one. */
+typedef int32_t ta_exp;
+enum {
+    TA_EXP_DEFAULT = 0,
+    TA_EXP_POLY = 1,  /* 2^-f as a cubic that is exact at both ends, no threshold; max. relative error 1.0e-4 */
+    TA_EXP_EXACT = 2, /* within 2 ulp */
+    TA_EXP_SAS = 3    /* TurboAttention's sparse activated softmax: table x cubic, 0 below -6 */
+};
+
+/* Precision of the probabilities that multiply V. Each (query row, page) has one scale unless it says otherwise. */
+typedef int32_t ta_p;
+enum {
+    TA_P_DEFAULT = 0,
+    TA_P_AUTO = 1,            /* U16 up to 16 query rows per kv head (rows = query tokens x GQA group), U8 beyond */
+    TA_P_U8 = 2,              /* 255 levels */
+    TA_P_U16 = 3,             /* 65535 levels */
+    TA_P_S8_127 = 4,          /* 127 levels, as INT-FlashAttention's R */
+    TA_P_S8_119 = 5,          /* 119 levels, as printed in TurboAttention */
+    TA_P_S8_127_RUNNING = 6   /* 127 levels of the running maximum, INT-FlashAttention as printed: wrong on flat contexts */
+};
+
+typedef int32_t ta_nonfinite; /* what NaN, Inf and magnitudes above 2^56 in q, k, v do */
+enum {
+    TA_NONFINITE_DEFAULT = 0,  /* reject */
+    TA_NONFINITE_REJECT = 1,   /* the call fails with TA_E_NONFINITE and names the element */
+    TA_NONFINITE_SATURATE = 2  /* NaN becomes 0, the others +-2^56 or the largest finite value of the element type; counted */
+};
+
+typedef int32_t ta_mask;
+enum {
+    TA_MASK_CAUSAL = 0, /* query i of n_q sees keys j <= i + n_k - n_q */
+    TA_MASK_FULL = 1    /* every query sees every key */
+};
+
+/* ------------------------------------------------------------------------------------------------ tensors */
+
+/* A view of [tokens, heads, head_dim] elements in the context's memory, owned by the caller. The innermost stride is 1. */
+typedef struct ta_tensor {
+    uint32_t struct_size;
+    ta_dtype dtype;
+    void* data;           /* aligned to its element; only read when passed as an input; may be NULL when tokens is 0 */
+    int64_t tokens;       /* 0 and up */
+    int64_t heads;        /* 1 and up */
+    int64_t head_dim;     /* channels */
+    int64_t stride_token; /* in elements, between tokens; default heads * head_dim; at least head_dim in magnitude */
+    int64_t stride_head;  /* in elements, between heads; default head_dim; at least head_dim in magnitude */
+} ta_tensor;
+
+/* ------------------------------------------------------------------------------------------------ context */
+
+typedef struct ta_context ta_context;
+
+/* Where host memory comes from. Both functions are called from any thread and do not unwind; NULL means out of memory. */
+typedef struct ta_allocator {
+    uint32_t struct_size;
+    void* (*allocate)(size_t bytes, size_t alignment, void* user); /* alignment: a power of two, at most 4096 */
+    void (*deallocate)(void* ptr, size_t bytes, size_t alignment, void* user);
+    void* user;
+} ta_allocator;
+
+/* Called from any thread, never while a lock of the library is held; does not unwind. `message` lives for the call. */
+typedef void (*ta_log_fn)(ta_log_level level, const char* message, void* user);
+
+typedef struct ta_context_options {
+    uint32_t struct_size;
+    ta_device_kind device;         /* TA_DEVICE_CPU */
+    int32_t threads;               /* 1..1024 including the calling one; default: CPUs this process may run on */
+    ta_cpu_isa cpu_isa;            /* default: the best this CPU has; one it lacks is TA_E_UNSUPPORTED */
+    const ta_allocator* allocator; /* default: the C library; for pages and workspaces, not small bookkeeping */
+    ta_log_fn log;                 /* default: none */
+    void* log_user;
+    ta_log_level log_level;        /* most detailed level that is delivered; default TA_LOG_WARNING */
+} ta_context_options;
+
+typedef struct ta_context_info {
+    uint32_t struct_size;
+    ta_device_kind device;
+    int32_t threads;
+    ta_cpu_isa cpu_isa;      /* the kernels in use */
+    ta_cpu_isa cpu_isa_best; /* the best this CPU has */
+    uint64_t bytes_in_use;   /* got from the allocator and not given back */
+    uint64_t bytes_peak;
+    char device_name[64];
+    char degraded[256];      /* what is missing here and why; empty when nothing is */
+} ta_context_info;
+
+/* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY, TA_E_LIMIT (threads could not be started). */
+TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
+/* Gives up the caller's handle. The context ends with its last pool, plan and calibrator. */
+TA_API void ta_context_destroy(ta_context* context);
+/* Fills in `info` up to info->struct_size. Errors: TA_E_INVALID, TA_E_STRUCT. */
+TA_API ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, ta_error* err);
+/* TA_OK while the context can serve calls, otherwise the status that every call on it returns. */
+TA_API ta_status ta_context_health(const ta_context* context, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ pool */
+
+typedef struct ta_kv_pool ta_kv_pool;
+
+/* The numeric settings. All zero: profile `accurate`. Each setting alone can be changed, for ablation. */
+typedef struct ta_numerics {
+    uint32_t struct_size;
+    ta_profile profile;          /* decides every field below that is 0 */
+    ta_granularity k_granularity;
+    ta_granularity v_granularity;
+    ta_open_scale open_scale;    /* accurate: TOKEN; paper: UNIVERSAL */
+    ta_switch v_exponents;       /* a power-of-two scale per token of V, folded into P. accurate: on */
+    ta_switch fractional_zero;   /* zero points in 1/8 (4-bit) or 1/2 (2-bit) of an INT8 step, mean-preserving. accurate: on */
+    ta_switch v_search;          /* the encoder looks for V's scale and zero of least squared error. accurate: on */
+    ta_switch hadamard;          /* randomized Hadamard rotation of Q and K; head_dim 64, 128, 256. accurate: on where possible */
+    int32_t sink_blocks;         /* blocks at the start of a sequence that stay 8 bits; -1 none. accurate: 1; paper: none */
+    ta_exp exp;                  /* accurate: POLY; paper: SAS */
+    ta_p p;                      /* accurate: AUTO; paper: S8_119 */
+    ta_nonfinite nonfinite;
+    uint64_t hadamard_seed;      /* which signs; part of the pool's fingerprint */
+    const float* k_offset;       /* [layers, kv_heads, head_dim] subtracted from K, finite; NULL: none. LSE is not affected */
+} ta_numerics;
+
+typedef struct ta_kv_pool_options {
+    uint32_t struct_size;
+    uint32_t layers;         /* 1..4096 */
+    uint32_t kv_heads;       /* 1..1024 */
+    uint32_t head_dim;       /* 64, 96, 128 or 256 */
+    uint32_t bits;           /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
+    const uint8_t* k_bits;   /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
+    const uint8_t* v_bits;   /* likewise */
+    uint64_t budget_bytes;   /* for all blocks, metadata included; required */
+    uint32_t max_sequences;  /* default 65536 */
+    const ta_numerics* numerics; /* NULL: profile accurate */
+} ta_kv_pool_options;
+
+typedef struct ta_kv_pool_stats {
+    uint32_t struct_size;
+    uint32_t sequences;            /* alive now */
+    uint64_t tokens;               /* sum of their lengths; a shared block counts once for each sequence */
+    uint64_t bytes_budget;
+    uint64_t bytes_used;           /* blocks in use */
+    uint64_t bytes_cached;         /* freed blocks kept for reuse; given back before the budget is exceeded */
+    uint64_t bytes_peak;           /* highest bytes_used */
+    uint64_t token_blocks;         /* INT8 blocks in use: open, sink, 8-bit */
+    uint64_t channel_blocks;       /* closed 4/2-bit blocks in use */
+    uint64_t shared_blocks;        /* blocks with more than one owner */
+    uint64_t token_block_bytes;    /* size of one, all layers, metadata and trailer included */
+    uint64_t channel_block_bytes;  /* likewise; 0 in an 8-bit pool */
+    double token_bits_per_element; /* true size over 64 * layers * kv_heads * head_dim * 2 */
+    double channel_bits_per_element;
+    uint64_t appended_tokens;      /* since creation, as the next ones */
+    uint64_t closed_pages;         /* pages encoded to 4/2 bits */
+    uint64_t reopened_blocks;      /* closed blocks turned back into open ones after a truncate */
+    uint64_t copied_blocks;        /* copy-on-write after a fork */
+    uint64_t saturated_values;     /* non-finite inputs replaced under TA_NONFINITE_SATURATE */
+    uint64_t clamped_values;       /* values cut off by a universal open scale */
+} ta_kv_pool_stats;
+
+/* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes.
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY. */
+TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
+/* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
+TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
+/* Gives up the caller's handle. The pool ends with its last plan. */
+TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
+/* Fills in `stats` up to stats->struct_size. */
+TA_API ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ sequences */
+
+/* A sequence of one pool: slot in the low, generation in the high 32 bits. 0 is never a sequence. */
+typedef uint64_t ta_seq;
+
+/* Creates an empty sequence. Errors: TA_E_LIMIT (max_sequences), TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err);
+/* Creates a sequence with the tokens of `source`, sharing its blocks; a block is copied when one of the two first writes to it.
+ * Errors: TA_E_STALE, TA_E_BUSY (source is in an open plan), TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err);
+/* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
+ * tokens are appended there, it is reopened at 8 bits from its stored values.
+ * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
+/* Ends the sequence; its id is stale from then on. Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
+/* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
+TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
+/* Recomputes the hash of every closed page. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
+ * TA_E_CLOSED. */
+TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ plan */
+
+/* One batch step over all layers. Keeps its pool alive. Exclusive: one thread at a time. */
+typedef struct ta_plan ta_plan;
+
+/* Creates a plan; it can be begun and ended any number of times. `options` is reserved and must be NULL.
+ * Errors: TA_E_INVALID, TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, ta_error* err);
+/* Aborts the plan if it is open, then frees it. */
+TA_API void ta_plan_destroy(ta_plan* plan);
+
+/* Opens the plan on a batch and reserves all memory that the step needs, copies of shared blocks included.
+ *   seqs      [n_seqs] distinct sequences of the pool that are in no other open plan
+ *   n_new     [n_seqs] tokens that ta_append will bring for each, 0 and up; NULL: all 0
+ *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
+ * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already), TA_E_CLOSED. */
+TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
+                               ta_error* err);
+
+/* Quantizes the new tokens of one layer and appends them; pages that fill up are closed to their 4/2 bits. Synchronous on a CPU.
+ *   k, v   [sum(n_new), kv_heads, head_dim] F16, BF16 or F32, the sequences one after the other, keys after their rotary
+ *          embedding
+ * Each layer is appended once for each begin, in any order. Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE,
+ * TA_E_ALIGNMENT, TA_E_NONFINITE, TA_E_STATE. */
+TA_API ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err);
+
+typedef struct ta_attend_options {
+    uint32_t struct_size;
+    ta_mask mask;
+    float scale;               /* multiplies q.k; default 1/sqrt(head_dim); positive and finite */
+    float softcap;             /* c: score = c * tanh(score / c), after scale, before ALiBi and masks; 0: none */
+    int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
+    const float* alibi_slopes; /* [q_heads], finite: adds slope * (j - p) for key j and query position p; NULL: none */
+    const float* sinks;        /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none */
+    ta_exp exp;                /* default: the pool's */
+    ta_p p;                    /* default: the pool's */
+} ta_attend_options;
+
+/* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
+ *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head h / (q_heads / kv_heads)
+ *   out      as q, any of the three types; must not overlap q
+ *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
+ *   options  may be NULL
+ * New tokens are read at 8 bits (stage 1), earlier closed pages at their stored bits. After an append with new tokens the plan
+ * attends to that layer only, until the next layer's append. A row that sees no key: out = 0, lse = sink or -inf.
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE, TA_E_ALIGNMENT, TA_E_NONFINITE, TA_E_STATE, TA_E_MEMORY. */
+TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
+                           const ta_attend_options* options, ta_error* err);
+
+/* Commits: the new tokens belong to their sequences. Errors: TA_E_STATE (not open, or a layer lacks its append; the plan stays
+ * open). */
+TA_API ta_status ta_plan_end(ta_plan* plan, ta_error* err);
+/* Closes the plan without committing: sequences are as before begin. Errors: TA_E_STATE (not open). */
+TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ dense attention */
+
+/* How ta_attend_dense quantizes. */
+typedef int32_t ta_dense_variant;
+enum {
+    TA_DENSE_INT8_PAGE = 0,           /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
+    TA_DENSE_INT_FLASH = 1,           /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127 */
+    TA_DENSE_INT_FLASH_HALF = 2       /* INT-FlashAttention, half INT8: Q, K as above, P and V in float */
+};
+
+typedef struct ta_dense_options {
+    uint32_t struct_size;
+    ta_dense_variant variant;
+    uint32_t batch;                  /* sequences; default 1 */
+    const int64_t* q_offsets;        /* [batch + 1] prefix sums of query tokens; NULL: q.tokens split evenly */
+    const int64_t* k_offsets;        /* [batch + 1] prefix sums of keys; NULL: k.tokens split evenly */
+    ta_granularity v_granularity;    /* PAGE, TENSOR or TOKEN; default: the variant's */
+    ta_nonfinite nonfinite;
+    const ta_attend_options* attend; /* mask, scale, softcap, window, slopes, sinks, exp, p; NULL: defaults */
+} ta_dense_options;
+
+/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way. Synchronous on a CPU.
+ *   q, out   [sum of query tokens, q_heads, head_dim]
+ *   k, v     [sum of keys, kv_heads, head_dim]; q_heads = kv_heads x 1..16; head_dim 64, 96, 128 or 256
+ *   lse      [q.tokens, q_heads] or NULL
+ * Errors: as ta_attend. */
+TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
+                                 const ta_tensor* out, float* lse, const ta_dense_options* options, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ calibration */
+
+/* Ranks the kv heads of each layer for 4 or 2 bits (TurboAttention, head-wise mixed precision): priority = (max - min over the
+ * head) * standard deviation over its channels of (max - min of the channel); the n_low lowest of a layer get 2 bits. K and V are
+ * ranked apart. Exclusive: one thread at a time. */
+typedef struct ta_calibrator ta_calibrator;
+
+/* Errors: TA_E_INVALID (as ta_kv_pool_create's geometry), TA_E_MEMORY. */
+TA_API ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim,
+                                      ta_calibrator** out, ta_error* err);
+TA_API void ta_calibrator_destroy(ta_calibrator* calibrator);
+/* Takes K and V of some tokens of a layer into account: [tokens, kv_heads, head_dim]. Errors: as ta_append. */
+TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,
+                                       ta_error* err);
+/* Writes the maps for ta_kv_pool_options and, where not NULL, the priorities behind them.
+ *   n_low                    heads of each layer that get 2 bits, for K and for V each, 0..kv_heads
+ *   k_bits, v_bits           [layers, kv_heads]
+ *   k_priority, v_priority   [layers, kv_heads], may be NULL
+ * Errors: TA_E_INVALID, TA_E_STATE (a layer was never observed). */
+TA_API ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
+                                      float* k_priority, float* v_priority, ta_error* err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* TURBOATTENTION_H */

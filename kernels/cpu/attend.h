@@ -1,0 +1,82 @@
+// The CPU attention kernels behind one function type. Each instruction set has its own folder; scalar/ is the reference. All of
+// them follow the arithmetic below to the letter, so that they agree bit for bit, integers and floats.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/format/layout.h"
+
+namespace ta::cpu {
+
+enum class ExpMode : uint8_t { kPoly, kExact, kSas };
+
+// One page of the kv head that the task works on.
+struct PageRef {
+    const uint8_t* piece;  // the head's piece, 128-byte aligned
+    PageKind kind;
+};
+
+// Attention of some query rows of one kv head over pages [page_begin, page_end) of one sequence, into a partial result.
+//
+// Per page, for each row, with j = 64 page + t:
+//  1. Integer scores. Channel page: S_t = sum_d q_d (8 step_d c_td + zero8_d), zero8 = 8 z + fraction. Token page:
+//     S_t = sum_d q_d k_td. Exact in int32.
+//  2. x_t = float(S_t) * c. Channel: c = fl(q_scale * fl(k_scale / 8)); token: c_t = fl(q_scale * k_scale_t).
+//     bias != null: x += bias[row]. softcap > 0: x = fl(softcap_log2 * tanh(fl(x * softcap_inv))) (tanh: math.h).
+//     slope != null: x = fma(slope[row], float(j - position[row]), x).
+//     j outside [key_begin[row], key_end[row]): x = -inf, by selection: unread slots may hold anything.
+//  3. m' = max(m, max_t x_t); a row with m' = -inf skips the page. alpha = exp2_exact(m - m'), 0 if m = -inf.
+//     p_t = E(fl(m' - x_t)), E by `exp` (math.h); 0 where masked.
+//  4. l = fma(l, alpha, sum p), where sum p adds lanes t, t+16, t+32, t+48 in that order, then lane k + lane k+8, +4, +2, +1.
+//  5. w_t = fl(p_t * r_t). Channel: r_t = 2^-e_t, vfac = v_scale. Token: r_t = fl(v_scale_t / vmax), vfac = vmax = the largest
+//     v_scale_t with j < n_keys (r_t = 0 beyond; vmax = 0: r_t = 0).
+//  6. a = p_running ? 1 : max_t w_t. If a < 2^-60 or vfac = 0: O_d = fl(O_d * alpha) and the page is done. Otherwise
+//     P_t = min(RNE(fl(w_t * fl(p_levels / a))), p_levels), an integer of 8 or 16 bits, and
+//     U_d = sum_t P_t (step_d c_td + z_d) (channel) or sum_t P_t v_td (token), F_d = fraction8_d * sum_t P_t (0 for token).
+//     g = fl(fl(a / p_levels) * vfac); O_d = fma(fma(float(F_d), 0.125, float(U_d)), g, fl(O_d * alpha)).
+// Half-INT8 (v_float != null): steps 5 and 6 become O_d = fl(O_d * alpha), then O_d = fma(p_t, v_td, O_d) for t = 0..63 with
+// p_t > 0, in order.
+struct AttendTask {
+    int head_dim;
+    int k_bits, v_bits;     // of channel pages
+    const PageRef* pages;   // [page_end], indexed by page number
+    int64_t page_begin, page_end;
+    int64_t n_keys;         // slots from here on are never read as values
+
+    int rows;               // query rows, any number; row = query token * group + query head within the group
+    const int8_t* q;        // [rows, head_dim] stage-1 codes, within +-127; 64-byte aligned
+    const float* q_scale;   // [rows] stage-1 scale * softmax scale (* log2 e, unless softcap is on)
+    const int64_t* key_begin;  // [rows] visible keys are [key_begin, key_end)
+    const int64_t* key_end;    // [rows] at most n_keys
+    const int64_t* position;   // [rows] for slope; may be nullptr without it
+    const float* slope;        // [rows] ALiBi slope * log2 e, or nullptr
+    const float* bias;         // [rows] added to every score, in the unit of q_scale, or nullptr
+    float softcap_log2;        // softcap * log2 e; 0: off
+    float softcap_inv;         // 1 / softcap
+
+    ExpMode exp;
+    int p_levels;           // 255, 127, 119 (one byte) or 65535 (two bytes)
+    bool p_running;         // P in units of the running maximum instead of the page's
+    const float* v_float;   // [n_keys, head_dim] with stride v_float_stride, or nullptr: V from the pages
+    int64_t v_float_stride;
+
+    float* o;  // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
+    float* m;  // [rows] running maximum in log2 units, -inf at first
+    float* l;  // [rows] running sum
+    uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
+};
+
+// Upper bound that every kernel keeps to.
+constexpr size_t workspace_bytes(int head_dim, int rows) {
+    const size_t r = size_t(rows + 15) / 16 * 16;
+    return size_t(kPageTokens) * head_dim * 4 + r * (size_t(kPageTokens) * 8 + size_t(head_dim) * 8 + 256) + 65536;
+}
+
+using AttendFn = void (*)(const AttendTask&);
+
+void attend_scalar(const AttendTask& task);
+void attend_avx2(const AttendTask& task);
+void attend_avxvnni(const AttendTask& task);
+void attend_avx512(const AttendTask& task);
+
+}  // namespace ta::cpu

@@ -1,0 +1,42 @@
+#include "kernels/cpu/kernels.h"
+
+namespace ta::cpu {
+namespace {
+
+bool runs_here(ta_cpu_isa isa) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    switch (isa) {
+        case TA_CPU_ISA_SCALAR: return true;
+        case TA_CPU_ISA_AVX2: return avx2;
+        case TA_CPU_ISA_AVX_VNNI: return avx2 && __builtin_cpu_supports("avxvnni");
+        case TA_CPU_ISA_AVX512:
+            return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                   __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+        default: return false;
+    }
+#else
+    return isa == TA_CPU_ISA_SCALAR;
+#endif
+}
+
+}  // namespace
+
+const Kernels* find_kernels(ta_cpu_isa isa) {
+    static const Kernels all[] = {
+#if defined(__x86_64__)
+        {TA_CPU_ISA_AVX512, "avx512-vnni", attend_avx512, &page_codec_avx512()},
+        {TA_CPU_ISA_AVX_VNNI, "avx-vnni", attend_avxvnni, &page_codec_avx2()},
+        {TA_CPU_ISA_AVX2, "avx2", attend_avx2, &page_codec_avx2()},
+#endif
+        {TA_CPU_ISA_SCALAR, "scalar", attend_scalar, &page_codec_scalar()},
+    };
+    for (const Kernels& k : all) {
+        if ((isa == TA_CPU_ISA_AUTO || k.isa == isa) && runs_here(k.isa)) return &k;
+    }
+    return nullptr;
+}
+
+}  // namespace ta::cpu

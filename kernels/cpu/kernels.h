@@ -1,0 +1,20 @@
+// Which CPU kernels this machine can run.
+#pragma once
+
+#include "include/turboattention.h"
+#include "kernels/cpu/attend.h"
+#include "kernels/cpu/page_codec.h"
+
+namespace ta::cpu {
+
+struct Kernels {
+    ta_cpu_isa isa;
+    const char* name;
+    AttendFn attend;
+    const PageCodec* codec;
+};
+
+// The kernels for an instruction set, the best available for TA_CPU_ISA_AUTO; nullptr when this CPU or build lacks them.
+const Kernels* find_kernels(ta_cpu_isa isa);
+
+}  // namespace ta::cpu

@@ -1,0 +1,368 @@
+// The body of page_codec.h, written as plain loops over channels that the compiler vectorises. Included by one source file per
+// instruction set and by nothing else: everything is in an unnamed namespace, so each gets its own code.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/cpu/page_codec.h"
+#include "kernels/format/rotation.h"
+
+namespace ta::cpu {
+namespace {
+
+// ----------------------------------------------------------------------------------------------------------- number formats
+
+TA_HD inline float f16_to_f32(uint16_t h) {
+    const uint32_t magnitude = uint32_t(h & 0x7fff) << 13, sign = uint32_t(h & 0x8000) << 16;
+    // Rebias by a multiplication, which also normalises denormals; Inf and NaN get the fp32 exponent.
+    const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
+    const uint32_t bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : std::bit_cast<uint32_t>(scaled);
+    return std::bit_cast<float>(bits | sign);
+}
+
+TA_HD inline uint16_t f32_to_f16(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu;
+    uint32_t h;
+    if (magnitude > 0x7f800000u) {
+        h = 0x7e00;
+    } else if (magnitude >= 0x477ff000u) {  // rounds to 65536 or more
+        h = 0x7c00;
+    } else if (magnitude < 0x38800000u) {  // denormal: adding 0.5 leaves the rounded mantissa in the low bits
+        h = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+        h = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    }
+    return uint16_t(h | (bits >> 16 & 0x8000u));
+}
+
+TA_HD inline float bf16_to_f32(uint16_t h) { return std::bit_cast<float>(uint32_t(h) << 16); }
+
+TA_HD inline uint16_t f32_to_bf16(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+}
+
+template <class Load>
+TA_HD inline int64_t find_in(int64_t n, Load load) {
+    constexpr int64_t kStep = 256;
+    int64_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+        int bad = 0;
+        for (int64_t j = i; j < i + kStep; ++j) bad |= !(std::fabs(load(j)) <= kMaxMagnitude);
+        if (bad) break;
+    }
+    for (; i < n; ++i) {
+        if (!(std::fabs(load(i)) <= kMaxMagnitude)) return i;
+    }
+    return n;
+}
+
+int64_t find_nonfinite(const void* x, DType type, int64_t n) {
+    const auto* h = static_cast<const uint16_t*>(x);
+    const auto* f = static_cast<const float*>(x);
+    switch (type) {
+        case DType::kF16: return find_in(n, [h](int64_t i) { return f16_to_f32(h[i]); });
+        case DType::kBf16: return find_in(n, [h](int64_t i) { return bf16_to_f32(h[i]); });
+        default: return find_in(n, [f](int64_t i) { return f[i]; });
+    }
+}
+
+int64_t to_float(const void* x, DType type, int64_t n, bool saturate, float* out) {
+    const auto* h = static_cast<const uint16_t*>(x);
+    if (type == DType::kF16) {
+        for (int64_t i = 0; i < n; ++i) out[i] = f16_to_f32(h[i]);
+    } else if (type == DType::kBf16) {
+        for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_f32(h[i]);
+    } else {
+        std::memcpy(out, x, size_t(n) * sizeof(float));
+    }
+    if (!saturate) return 0;
+    const float limit = type == DType::kF16 ? 65504.0f : kMaxMagnitude;
+    int64_t replaced = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const float v = out[i];
+        if (std::fabs(v) <= limit) continue;
+        out[i] = v != v ? 0.0f : v > 0.0f ? limit : -limit;
+        ++replaced;
+    }
+    return replaced;
+}
+
+void from_float(const float* x, int64_t n, DType type, void* out) {
+    auto* h = static_cast<uint16_t*>(out);
+    if (type == DType::kF16) {
+        for (int64_t i = 0; i < n; ++i) h[i] = f32_to_f16(x[i]);
+    } else if (type == DType::kBf16) {
+        for (int64_t i = 0; i < n; ++i) h[i] = f32_to_bf16(x[i]);
+    } else {
+        std::memcpy(out, x, size_t(n) * sizeof(float));
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------------- stage 1
+
+float amax(const float* x, int64_t n) {
+    float a = 0.0f;
+    for (int64_t i = 0; i < n; ++i) {
+        const float v = std::fabs(x[i]);
+        a = v > a ? v : a;
+    }
+    return a;
+}
+
+int64_t quantize(const float* x, int64_t n, float scale, int levels, int8_t* out) {
+    if (scale == 0.0f) {
+        std::memset(out, 0, size_t(n));
+        int64_t lost = 0;
+        for (int64_t i = 0; i < n; ++i) lost += std::fabs(x[i]) >= kMinAmax;
+        return lost;
+    }
+    const float limit = float(levels);
+    int32_t clamped = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        float r = rintf(x[i] / scale);
+        clamped += std::fabs(r) > limit;
+        r = r > limit ? limit : r;
+        r = r < -limit ? -limit : r;
+        out[i] = int8_t(int32_t(r));
+    }
+    return clamped;
+}
+
+void rotate_head(float* x, int d, const float* sign) {
+    for (int c = 0; c < d; ++c) x[c] *= sign[c];
+    hadamard_in_place(x, d);
+}
+
+// ------------------------------------------------------------------------------------------- code order <-> natural order
+
+// k_place and v_place are sums of a token part and a channel part; so is a code array's walk.
+struct PlaceTables {
+    uint16_t k_channel[kMaxHeadDim], v_channel[kMaxHeadDim];
+    uint8_t v_shift[kMaxHeadDim];
+    uint16_t k_token[kPageTokens], v_token[kPageTokens];
+    uint8_t k_shift[kPageTokens];
+};
+
+PlaceTables make_tables(int d, int k_bits, int v_bits) {
+    PlaceTables t;
+    for (int c = 0; c < d; ++c) {
+        t.k_channel[c] = uint16_t(k_place(d, k_bits, 0, c).byte);
+        t.v_channel[c] = uint16_t(v_place(d, v_bits, 0, c).byte);
+        t.v_shift[c] = uint8_t(v_place(d, v_bits, 0, c).shift);
+    }
+    for (int j = 0; j < kPageTokens; ++j) {
+        t.k_token[j] = uint16_t(k_place(d, k_bits, j, 0).byte);
+        t.k_shift[j] = uint8_t(k_place(d, k_bits, j, 0).shift);
+        t.v_token[j] = uint16_t(v_place(d, v_bits, j, 0).byte);
+    }
+    return t;
+}
+
+void store_token_piece(const HeadStage1& in, int d, int first, int last, uint8_t* piece) {
+    const TokenLayout layout(d);
+    const PlaceTables t = make_tables(d, 8, 8);
+    for (int j = first; j < last; ++j) {
+        uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+        uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+        for (int c = 0; c < d; ++c) k[t.k_channel[c]] = uint8_t(in.k[j * d + c]);
+        for (int c = 0; c < d; ++c) v[t.v_channel[c]] = uint8_t(in.v[j * d + c]);
+    }
+    const size_t n = size_t(last - first) * sizeof(float);
+    std::memcpy(piece + layout.k_scale() + size_t(first) * sizeof(float), in.k_scale + first, n);
+    std::memcpy(piece + layout.v_scale() + size_t(first) * sizeof(float), in.v_scale + first, n);
+}
+
+void load_token_piece(const uint8_t* piece, int d, int last, HeadStage1& out) {
+    const TokenLayout layout(d);
+    const PlaceTables t = make_tables(d, 8, 8);
+    for (int j = 0; j < last; ++j) {
+        const uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+        const uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+        for (int c = 0; c < d; ++c) out.k[j * d + c] = int8_t(k[t.k_channel[c]]);
+        for (int c = 0; c < d; ++c) out.v[j * d + c] = int8_t(v[t.v_channel[c]]);
+    }
+    std::memcpy(out.k_scale, piece + layout.k_scale(), size_t(last) * sizeof(float));
+    std::memcpy(out.v_scale, piece + layout.v_scale(), size_t(last) * sizeof(float));
+}
+
+// ----------------------------------------------------------------------------------------------------------------- stage 2
+
+struct ChannelPage {
+    alignas(64) uint8_t code[kPageTokens * kMaxHeadDim];  // [token, channel]
+    alignas(64) float x[kPageTokens * kMaxHeadDim];       // merged stage-1 codes as floats
+    float step[kMaxHeadDim], zero[kMaxHeadDim];
+    int32_t zero8[kMaxHeadDim];
+};
+
+// Squared error of the page under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a tie
+// the other way, which costs the same error.
+void search_errors(const ChannelPage& p, int d, float levels, const float* step, const float* zero, float* error) {
+    float inverse[kMaxHeadDim];
+    for (int c = 0; c < d; ++c) {
+        inverse[c] = 1.0f / step[c];
+        error[c] = 0.0f;
+    }
+    for (int j = 0; j < kPageTokens; ++j) {
+        const float* x = p.x + j * d;
+        for (int c = 0; c < d; ++c) {
+            float code = rintf((x[c] - zero[c]) * inverse[c]);
+            code = code < 0.0f ? 0.0f : code;
+            code = code > levels ? levels : code;
+            const float e = x[c] - (code * step[c] + zero[c]);
+            error[c] += e * e;
+        }
+    }
+}
+
+void search(ChannelPage& p, int d, int bits, const float* min, const float* max) {
+    const int levels = (1 << bits) - 1;
+    float best[kMaxHeadDim], error[kMaxHeadDim], step[kMaxHeadDim], zero[kMaxHeadDim];
+    search_errors(p, d, float(levels), p.step, p.zero, best);
+    for (int i = 0; i < search_steps(bits); ++i) {
+        for (int place = 0; place < search_places(bits); ++place) {
+            for (int c = 0; c < d; ++c) {
+                const StepZero sz = search_candidate(int(min[c]), int(max[c]), bits, i, place);
+                step[c] = float(sz.step);
+                zero[c] = float(sz.zero);
+            }
+            search_errors(p, d, float(levels), step, zero, error);
+            for (int c = 0; c < d; ++c) {
+                if (error[c] >= best[c]) continue;
+                best[c] = error[c];
+                p.step[c] = step[c];
+                p.zero[c] = zero[c];
+            }
+        }
+    }
+}
+
+// Encodes p.x into p.code, p.step, p.zero8: encode_channel of codec.h for all channels.
+void encode_channels(ChannelPage& p, int d, int bits, Stage2Options options) {
+    const int levels = (1 << bits) - 1;
+    float min[kMaxHeadDim], max[kMaxHeadDim], residual[kMaxHeadDim], max_code[kMaxHeadDim];
+    for (int c = 0; c < d; ++c) min[c] = max[c] = p.x[c];
+    for (int j = 1; j < kPageTokens; ++j) {
+        const float* x = p.x + j * d;
+        for (int c = 0; c < d; ++c) {
+            min[c] = x[c] < min[c] ? x[c] : min[c];
+            max[c] = x[c] > max[c] ? x[c] : max[c];
+        }
+    }
+    for (int c = 0; c < d; ++c) {
+        p.step[c] = float(stage2_step(int(min[c]), int(max[c]), levels));
+        p.zero[c] = min[c];
+        residual[c] = max_code[c] = 0.0f;
+    }
+    if (options.search) search(p, d, bits, min, max);
+    for (int j = 0; j < kPageTokens; ++j) {
+        const float* x = p.x + j * d;
+        uint8_t* code = p.code + j * d;
+        for (int c = 0; c < d; ++c) {
+            // A division: its rounded quotient is a tie only where the exact one is.
+            float r = rintf((x[c] - p.zero[c]) / p.step[c]);
+            r = r < 0.0f ? 0.0f : r;
+            r = r > float(levels) ? float(levels) : r;
+            code[c] = uint8_t(int32_t(r));
+            max_code[c] = r > max_code[c] ? r : max_code[c];
+            residual[c] += x[c] - (r * p.step[c] + p.zero[c]);
+        }
+    }
+    for (int c = 0; c < d; ++c) {
+        p.zero8[c] = options.fractional_zero
+                         ? fractional_zero8(int(p.zero[c]), int(residual[c]), int(p.step[c]), int(max_code[c]), bits)
+                         : 8 * int(p.zero[c]);
+    }
+}
+
+void store_metadata(const ChannelPage& p, int d, int bits, uint8_t* step, uint8_t* zero) {
+    for (int c = 0; c < d; ++c) {
+        step[c] = step_byte(int(p.step[c]), zero_fraction8(p.zero8[c]), bits);
+        zero[c] = uint8_t(int8_t(zero_floor(p.zero8[c])));
+    }
+}
+
+// Merged codes of one of K, V; `exponent` [64] or all zeros.
+void merge_tokens(const int8_t* q, const float* scale, const uint8_t* exponent, float max_scale, int d, float* x) {
+    for (int j = 0; j < kPageTokens; ++j) {
+        const float ratio = merge_ratio(scale[j], max_scale, exponent[j]);
+        for (int c = 0; c < d; ++c) x[j * d + c] = rintf(float(q[j * d + c]) * ratio);
+    }
+}
+
+float largest(const float* scale) {
+    float m = 0.0f;
+    for (int j = 0; j < kPageTokens; ++j) m = scale[j] > m ? scale[j] : m;
+    return m;
+}
+
+void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
+    const int d = layout.d;
+    const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
+    ChannelPage p;
+    uint8_t exponent[kPageTokens] = {};
+    std::memset(piece, 0, layout.bytes());
+
+    const float k_scale = largest(in.k_scale);
+    merge_tokens(in.k, in.k_scale, exponent, k_scale, d, p.x);
+    encode_channels(p, d, layout.k_bits, {.search = false, .fractional_zero = options.fractional_zero});
+    store_metadata(p, d, layout.k_bits, piece + layout.k_step(), piece + layout.k_zero());
+    for (int j = 0; j < kPageTokens; ++j) {
+        uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+        for (int c = 0; c < d; ++c) k[t.k_channel[c]] = uint8_t(k[t.k_channel[c]] | p.code[j * d + c] << t.k_shift[j]);
+    }
+
+    const float v_scale = largest(in.v_scale);
+    if (options.v_exponents) {
+        for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], v_scale));
+    }
+    merge_tokens(in.v, in.v_scale, exponent, v_scale, d, p.x);
+    encode_channels(p, d, layout.v_bits, {.search = options.v_search, .fractional_zero = options.fractional_zero});
+    store_metadata(p, d, layout.v_bits, piece + layout.v_step(), piece + layout.v_zero());
+    for (int j = 0; j < kPageTokens; ++j) {
+        uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+        for (int c = 0; c < d; ++c) v[t.v_channel[c]] = uint8_t(v[t.v_channel[c]] | p.code[j * d + c] << t.v_shift[c]);
+        piece[layout.v_exponents() + j / 2] |= uint8_t(exponent[j] << (j % 2 * 4));
+    }
+    std::memcpy(piece + layout.k_scale(), &k_scale, sizeof k_scale);
+    std::memcpy(piece + layout.v_scale(), &v_scale, sizeof v_scale);
+}
+
+void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out) {
+    const int d = layout.d;
+    const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
+    const int k_mask = (1 << layout.k_bits) - 1, v_mask = (1 << layout.v_bits) - 1;
+    float k_scale, v_scale;
+    std::memcpy(&k_scale, piece + layout.k_scale(), sizeof k_scale);
+    std::memcpy(&v_scale, piece + layout.v_scale(), sizeof v_scale);
+    // Integer zero points: fractions are rounded to the nearest, halves up. What was encoded lay within +-119; cutting the
+    // rounding off there comes closer to it, and keeps the bounds of stage 2 when the page is closed again.
+    const auto value = [](int code, uint8_t step, uint8_t zero, int bits) {
+        const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);
+        const int v = code * step_of(step, bits) + ((zero8 + 4) >> 3);
+        return int8_t(v > kStage1Levels ? kStage1Levels : v < -kStage1Levels ? -kStage1Levels : v);
+    };
+    for (int j = 0; j < last; ++j) {
+        const uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+        const uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+        for (int c = 0; c < d; ++c) {
+            out.k[j * d + c] = value(k[t.k_channel[c]] >> t.k_shift[j] & k_mask, piece[layout.k_step() + c],
+                                     piece[layout.k_zero() + c], layout.k_bits);
+            out.v[j * d + c] = value(v[t.v_channel[c]] >> t.v_shift[c] & v_mask, piece[layout.v_step() + c],
+                                     piece[layout.v_zero() + c], layout.v_bits);
+        }
+        const int exponent = piece[layout.v_exponents() + j / 2] >> (j % 2 * 4) & 15;
+        out.k_scale[j] = k_scale;
+        out.v_scale[j] = times_pow2(v_scale, -exponent);
+    }
+}
+
+constexpr PageCodec kPageCodec = {find_nonfinite,    to_float,          from_float,           amax,
+                                  quantize,          rotate_head,       store_token_piece,    load_token_piece,
+                                  encode_channel_piece, decode_channel_piece};
+
+}  // namespace
+}  // namespace ta::cpu

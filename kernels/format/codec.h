@@ -1,0 +1,169 @@
+// The numeric codec: float -> INT8 (stage 1) -> 4/2 bits (stage 2), one value or one channel at a time, the same on CPU and GPU.
+// docs/numerics.md gives the source of each step. All functions round to nearest even and need IEEE division and no
+// contraction (-ffp-contract=off, nvcc -fmad=false where they are inlined).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/format/layout.h"
+
+namespace ta {
+
+inline constexpr int kStage1Levels = 119;       // pages; leaves room for stage 2's rounding within INT8
+inline constexpr int kIntFlashLevels = 127;     // INT-FlashAttention's R
+inline constexpr float kMinAmax = 0x1p-118f;    // below it a scale could be denormal: everything is zero
+inline constexpr float kMaxMagnitude = 0x1p56f;  // inputs above it are treated as non-finite, so that no score overflows
+inline constexpr int kMaxExponent = 15;         // of a V token
+
+// ---------------------------------------------------------------------------------------------------------------- stage 1
+
+TA_HD inline float stage1_scale(float amax, int levels) { return amax < kMinAmax ? 0.0f : amax / float(levels); }
+
+TA_HD inline int8_t stage1_code(float x, float scale, int levels) {
+    if (scale == 0.0f) return 0;
+    const float r = rintf(x / scale);
+    const float limit = float(levels);
+    return int8_t(r > limit ? limit : r < -limit ? -limit : r);
+}
+
+// The power-of-two scale of a V token: the largest e <= 15 with s_t 2^e <= s_max, where s_t is the token's own scale. A token of
+// zeros takes 0.
+TA_HD inline int v_exponent(float token_scale, float max_scale) {
+    if (!(token_scale > 0.0f)) return 0;
+    int e = 0;
+    float scaled = token_scale;
+    while (e < kMaxExponent && scaled * 2.0f <= max_scale) {
+        scaled *= 2.0f;
+        ++e;
+    }
+    return e;
+}
+
+// Multiplies by 2^n exactly while the result is normal.
+TA_HD inline float times_pow2(float x, int n) { return n < 0 ? x / float(1 << -n) : x * float(1 << n); }
+
+// ------------------------------------------------------------------------------------------------------- stage 1 -> stage 2
+
+// Factor that brings a token's INT8 codes to the page's common scale: fl(s_t 2^e / s_max), at most 1.
+TA_HD inline float merge_ratio(float token_scale, float max_scale, int exponent) {
+    return max_scale > 0.0f ? times_pow2(token_scale, exponent) / max_scale : 0.0f;
+}
+TA_HD inline int8_t merge_code(int8_t q1, float ratio) { return int8_t(rintf(float(q1) * ratio)); }
+
+// ---------------------------------------------------------------------------------------------------------------- stage 2
+
+struct ChannelCode {
+    int step;   // s, 1..16 at 4 bits, 1..34 at 3, 1..80 at 2
+    int zero8;  // zero point in eighths of an INT8 step
+};
+
+// RNE((q - z) / s) for q >= z, in integers.
+TA_HD inline int stage2_code(int q, int z, int s) {
+    const int t = 2 * (q - z) + s;
+    int c = t / (2 * s);
+    if (t % (2 * s) == 0 && (c & 1)) --c;
+    return c;
+}
+
+// The same for any q, limited to 0..levels: what the searching encoder needs.
+TA_HD inline int stage2_code_clamped(int q, int z, int s, int levels) {
+    if (q <= z) return 0;
+    const int c = stage2_code(q, z, s);
+    return c > levels ? levels : c;
+}
+
+TA_HD inline int stage2_step(int min, int max, int levels) {
+    const int s = (max - min + levels - 1) / levels;
+    return s < 1 ? 1 : s;
+}
+
+// Candidates of the encoder search: three steps from the full one down at 4 bits; five at 2 bits, 12/16 to 8/16 of the full one.
+// Each has its covered interval placed at several parts, in sixteenths, of the slack. The full range at its minimum comes before
+// them and wins ties, as does the earlier candidate. docs/numerics.md has the figures.
+TA_HD constexpr int search_steps(int bits) { return bits == 2 ? 5 : 3; }
+TA_HD constexpr int search_places(int bits) { return bits == 2 ? 5 : 4; }
+TA_HD constexpr int search_sixteenths(int bits, int place) { return bits == 2 ? 2 * place + 4 : 3 * place + 3 + (place > 1); }
+
+struct StepZero {
+    int step, zero;
+};
+TA_HD inline StepZero search_candidate(int min, int max, int bits, int i, int place) {
+    const int levels = (1 << bits) - 1;
+    const int s0 = stage2_step(min, max, levels);
+    const int narrow = bits == 2 ? (s0 * (12 - i) + 15) >> 4 : s0 - i;
+    const int s = narrow < 1 ? 1 : narrow;
+    const int slack = (max - min) - levels * s;
+    int z = min + ((slack * search_sixteenths(bits, place)) >> 4);  // arithmetic shift: floor
+    if (z + levels * s > 127) z = 127 - levels * s;
+    if (z < -128) z = -128;
+    return {s, z};
+}
+
+// Mean-preserving zero point: moves z by the mean of the residuals q - (c s + z) over the page, in steps of 1/8 (4 bits) or 1/2
+// (2 bits) of an INT8 step, while c s + floor(z) stays within INT8.
+// `max_code` is the largest code of the channel.
+TA_HD inline int fractional_zero8(int zero, int residual_sum, int step, int max_code, int bits) {
+    const int unit = bits == 4 ? 1 : 4;               // eighths
+    const int divisor = kPageTokens / 8 * unit;       // residual_sum / 64 in units
+    const int floor_div = residual_sum >= 0 ? residual_sum / divisor : -((-residual_sum + divisor - 1) / divisor);
+    const int rest2 = 2 * (residual_sum - floor_div * divisor);
+    const int moved = floor_div + (rest2 > divisor || (rest2 == divisor && (floor_div & 1)) ? 1 : 0);
+    int zero8 = 8 * zero + unit * moved;
+    const int highest = 8 * (127 - max_code * step) + 8 - unit;
+    if (zero8 > highest) zero8 = highest;
+    if (zero8 < 8 * -128) zero8 = 8 * -128;
+    return zero8;
+}
+
+struct Stage2Options {
+    bool search = false;
+    bool fractional_zero = false;
+};
+
+// Encodes one channel of a page: q [64] with stride `stride`, codes [64] with the same stride. The definition; the CPU encoder
+// does the same for many channels at once.
+TA_HD inline ChannelCode encode_channel(const int8_t* q, uint8_t* codes, int stride, int bits, Stage2Options options) {
+    const int levels = (1 << bits) - 1;
+    int min = q[0], max = q[0];
+    for (int t = 1; t < kPageTokens; ++t) {
+        const int v = q[t * stride];
+        min = v < min ? v : min;
+        max = v > max ? v : max;
+    }
+    StepZero best{stage2_step(min, max, levels), min};
+    if (options.search) {
+        int best_error = -1;
+        const int places = search_places(bits);
+        const StepZero full = best;
+        for (int n = -1; n < search_steps(bits) * places; ++n) {
+            const StepZero sz = n < 0 ? full : search_candidate(min, max, bits, n / places, n % places);
+            int error = 0;
+            for (int t = 0; t < kPageTokens; ++t) {
+                const int v = q[t * stride];
+                const int e = v - (stage2_code_clamped(v, sz.zero, sz.step, levels) * sz.step + sz.zero);
+                error += e * e;
+            }
+            if (best_error < 0 || error < best_error) {
+                best_error = error;
+                best = sz;
+            }
+        }
+    }
+    int residual_sum = 0, max_code = 0;
+    for (int t = 0; t < kPageTokens; ++t) {
+        const int v = q[t * stride];
+        const int c = stage2_code_clamped(v, best.zero, best.step, levels);
+        max_code = c > max_code ? c : max_code;
+        codes[t * stride] = uint8_t(c);
+        residual_sum += v - (c * best.step + best.zero);
+    }
+    if (!options.fractional_zero) return {best.step, 8 * best.zero};
+    return {best.step, fractional_zero8(best.zero, residual_sum, best.step, max_code, bits)};
+}
+
+// Splits a zero point in eighths into the stored integer and the stored fraction.
+TA_HD inline int zero_floor(int zero8) { return zero8 >> 3; }
+TA_HD inline int zero_fraction8(int zero8) { return zero8 & 7; }
+
+}  // namespace ta

@@ -1,0 +1,110 @@
+// What every ABI function shares: handles, the exception barrier, structs of unknown age, status to ta_error.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "include/turboattention.h"
+#include "src/attend/plan.h"
+#include "src/core/context.h"
+#include "src/core/status.h"
+#include "src/kv/calibrator.h"
+#include "src/kv/pool.h"
+
+struct ta_context {
+    std::shared_ptr<ta::Context> impl;
+};
+struct ta_kv_pool {
+    std::shared_ptr<ta::Pool> impl;
+};
+struct ta_plan {
+    std::unique_ptr<ta::Plan> impl;
+};
+struct ta_calibrator {
+    std::unique_ptr<ta::Calibrator> impl;
+};
+
+namespace ta::api {
+
+// Fills in *err, also on success.
+ta_status report(const Status& status, ta_error* err) noexcept;
+
+// Runs the body of an ABI function: a Status comes out as ta_status + ta_error, an exception as TA_E_MEMORY or TA_E_INTERNAL.
+template <class Body>
+ta_status guard(ta_error* err, Body&& body) noexcept {
+    try {
+        return report(body(), err);
+    } catch (const std::bad_alloc&) {
+        return report(fail(TA_E_MEMORY, "the C++ library has no memory"), err);
+    } catch (const std::exception& e) {
+        return report(fail(TA_E_INTERNAL, "unexpected exception: %s", e.what()), err);
+    } catch (...) {
+        return report(fail(TA_E_INTERNAL, "unexpected exception"), err);
+    }
+}
+
+inline Status check_pointer(const void* p, const char* name, int argument) {
+    if (p) return {};
+    return fail(TA_E_INVALID, "%s is null", name).argument(argument);
+}
+
+inline Status check_process(const Context& context) {
+    if (context.owned_by_this_process()) return {};
+    return fail(TA_E_FORKED, "the handle was made before fork(); create a context in the child process");
+}
+
+inline constexpr uint32_t kMaxStructBytes = 1 << 16;
+
+// The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.
+template <class T>
+Result<T> read_struct(const T* given, const char* name, int argument) {
+    uint32_t size;
+    std::memcpy(&size, given, sizeof size);
+    if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
+        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T)).argument(argument);
+    }
+    const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+    for (size_t i = sizeof(T); i < size; ++i) {
+        if (bytes[i] == 0) continue;
+        return fail(TA_E_STRUCT, "%s has a field at byte %zu that this version (%u bytes) does not know; it must be zero", name, i,
+                    unsigned(sizeof(T)))
+            .argument(argument);
+    }
+    T known{};
+    std::memcpy(&known, given, size < sizeof(T) ? size : sizeof(T));
+    return known;
+}
+
+// Writes a filled-in struct to the caller, as much of it as fits its struct_size, and zeros beyond.
+template <class T>
+Status write_struct(const T& filled, T* out, const char* name, int argument) {
+    uint32_t size;
+    std::memcpy(&size, out, sizeof size);
+    if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
+        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T)).argument(argument);
+    }
+    auto* bytes = reinterpret_cast<unsigned char*>(out);
+    const size_t known = size < sizeof(T) ? size : sizeof(T);
+    std::memcpy(bytes + sizeof size, reinterpret_cast<const unsigned char*>(&filled) + sizeof size, known - sizeof size);
+    if (size > known) std::memset(bytes + known, 0, size - known);
+    return {};
+}
+
+// A tensor argument: pointer, struct, then the checks of view_tensor.
+Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int argument);
+
+// ta_attend_options behind a pointer that may be null. `storage` keeps the copy.
+Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, int argument, ta_attend_options* storage);
+
+// The pool behind a handle, once it may be used here.
+inline Status check_pool(const ta_kv_pool* pool) {
+    TA_RETURN_IF_ERROR(check_pointer(pool, "pool", 0));
+    return check_process(pool->impl->context());
+}
+
+}  // namespace ta::api

@@ -1,0 +1,59 @@
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+Status check_calibrator(const ta_calibrator* calibrator) {
+    TA_RETURN_IF_ERROR(check_pointer(calibrator, "calibrator", 0));
+    return check_process(calibrator->impl->context());
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, ta_calibrator** out,
+                               ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
+        TA_RETURN_IF_ERROR(check_process(*context->impl));
+        TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
+        *out = new ta_calibrator{std::make_unique<Calibrator>(context->impl, layers, kv_heads, head_dim)};
+        return {};
+    });
+}
+
+void ta_calibrator_destroy(ta_calibrator* calibrator) {
+    if (calibrator && calibrator->impl->context().owned_by_this_process()) delete calibrator;
+}
+
+ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_calibrator(calibrator));
+        Calibrator& c = *calibrator->impl;
+        if (layer >= c.layers()) return fail(TA_E_INVALID, "layer is %u; the calibrator has %u", layer, c.layers()).argument(1);
+        Result<TensorView> k_view = read_tensor(k, "k", 2);
+        if (!k_view.ok()) return std::move(k_view).status();
+        Result<TensorView> v_view = read_tensor(v, "v", 3);
+        if (!v_view.ok()) return std::move(v_view).status();
+        const TensorView &kt = k_view.value(), &vt = v_view.value();
+        if (Status s = check_tensor_shape(kt, "k", kt.tokens, c.kv_heads(), c.head_dim()); !s.ok()) return std::move(s).argument(2);
+        if (Status s = check_tensor_shape(vt, "v", kt.tokens, c.kv_heads(), c.head_dim()); !s.ok()) return std::move(s).argument(3);
+        return c.observe(layer, kt, vt);
+    });
+}
+
+ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority,
+                               float* v_priority, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_calibrator(calibrator));
+        TA_RETURN_IF_ERROR(check_pointer(k_bits, "k_bits", 2));
+        TA_RETURN_IF_ERROR(check_pointer(v_bits, "v_bits", 3));
+        return calibrator->impl->finish(n_low, k_bits, v_bits, k_priority, v_priority);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,93 @@
+#include <cstdio>
+#include <cstring>
+
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+Result<Context::Options> resolve_options(const ta_context_options& o) {
+    Context::Options r;
+    if (o.device != TA_DEVICE_CPU) return fail(TA_E_UNSUPPORTED, "options.device is %d; this build has TA_DEVICE_CPU", o.device);
+    if (o.threads < 0 || o.threads > 1024) return fail(TA_E_INVALID, "options.threads is %d; it takes 1..1024, or 0", o.threads);
+    if (o.cpu_isa < TA_CPU_ISA_AUTO || o.cpu_isa > TA_CPU_ISA_AVX512) {
+        return fail(TA_E_INVALID, "options.cpu_isa is %d; it takes a ta_cpu_isa", o.cpu_isa);
+    }
+    if (o.log_level < 0 || o.log_level > TA_LOG_DEBUG) {
+        return fail(TA_E_INVALID, "options.log_level is %d; it takes a ta_log_level", o.log_level);
+    }
+    if (o.allocator) {
+        Result<ta_allocator> allocator = read_struct(o.allocator, "options.allocator", 0);
+        if (!allocator.ok()) return std::move(allocator).status();
+        if (!allocator.value().allocate || !allocator.value().deallocate) {
+            return fail(TA_E_INVALID, "options.allocator lacks allocate or deallocate");
+        }
+        r.allocator = allocator.value();
+    }
+    r.threads = o.threads;
+    r.isa = o.cpu_isa;
+    r.log = o.log;
+    r.log_user = o.log_user;
+    r.log_level = o.log_level ? o.log_level : TA_LOG_WARNING;
+    return r;
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        ta_context_options known{};
+        if (options) {
+            Result<ta_context_options> read = read_struct(options, "options", 0);
+            if (!read.ok()) return std::move(read).status();
+            known = read.value();
+        }
+        Result<Context::Options> resolved = resolve_options(known);
+        if (!resolved.ok()) return std::move(resolved).status().argument(0);
+        Result<std::shared_ptr<Context>> context = Context::create(resolved.value());
+        if (!context.ok()) return std::move(context).status().argument(0);
+        *out = new ta_context{context.take()};
+        return {};
+    });
+}
+
+void ta_context_destroy(ta_context* context) {
+    // In a forked child the threads and locks of the parent do not exist: the memory is left alone.
+    if (context && context->impl->owned_by_this_process()) delete context;
+}
+
+ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
+        TA_RETURN_IF_ERROR(check_pointer(info, "info", 1));
+        const Context& c = *context->impl;
+        TA_RETURN_IF_ERROR(check_process(c));
+        const cpu::Kernels& best = *cpu::find_kernels(TA_CPU_ISA_AUTO);
+        ta_context_info r{};
+        r.device = TA_DEVICE_CPU;
+        r.threads = c.thread_count();
+        r.cpu_isa = c.kernels().isa;
+        r.cpu_isa_best = best.isa;
+        r.bytes_in_use = c.allocator().bytes_in_use();
+        r.bytes_peak = c.allocator().bytes_peak();
+        std::snprintf(r.device_name, sizeof r.device_name, "cpu (%s)", c.kernels().name);
+        if (best.isa == TA_CPU_ISA_SCALAR) {
+            std::snprintf(r.degraded, sizeof r.degraded, "this CPU has neither AVX2 nor AVX-512 VNNI; scalar kernels are very slow");
+        }
+        return write_struct(r, info, "info", 1);
+    });
+}
+
+ta_status ta_context_health(const ta_context* context, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
+        return check_process(*context->impl);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,118 @@
+#include "src/attend/dense.h"
+
+#include <vector>
+
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+// Prefix sums given by the caller, or rows split evenly.
+Result<std::vector<int64_t>> read_offsets(const int64_t* given, uint32_t batch, int64_t rows, const char* name) {
+    std::vector<int64_t> offsets(size_t(batch) + 1);
+    if (!given) {
+        if (rows % batch != 0) return fail(TA_E_INVALID, "%lld rows do not split into %u; give options.%s", (long long)rows, batch, name);
+        for (uint32_t b = 0; b <= batch; ++b) offsets[b] = rows / batch * b;
+        return offsets;
+    }
+    for (uint32_t b = 0; b <= batch; ++b) {
+        offsets[b] = given[b];
+        if (offsets[b] < 0 || offsets[b] > rows || (b > 0 && offsets[b] < offsets[b - 1])) {
+            return fail(TA_E_INVALID, "options.%s[%u] is %lld; prefix sums grow from 0 to %lld", name, b, (long long)offsets[b],
+                        (long long)rows);
+        }
+    }
+    if (offsets.front() != 0 || offsets.back() != rows) {
+        return fail(TA_E_INVALID, "options.%s runs from %lld to %lld; it must run from 0 to %lld", name, (long long)offsets.front(),
+                    (long long)offsets.back(), (long long)rows);
+    }
+    return offsets;
+}
+
+Status check_dense_shapes(const DenseCall& c) {
+    const int64_t d = c.k.head_dim, kv_heads = c.k.heads;
+    if (!is_supported_head_dim(int(std::min<int64_t>(d, 1 << 20)))) {
+        return fail(TA_E_UNSUPPORTED, "head_dim is %lld; it takes 64, 96, 128 or 256", (long long)d).argument(2);
+    }
+    if (c.q.heads % kv_heads != 0 || c.q.heads / kv_heads > kMaxGroup) {
+        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %lld kv heads", (long long)c.q.heads, kMaxGroup,
+                    (long long)kv_heads).argument(1);
+    }
+    if (Status s = check_tensor_shape(c.q, "q", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(1);
+    if (Status s = check_tensor_shape(c.v, "v", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(3);
+    if (Status s = check_tensor_shape(c.out, "out", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(4);
+    const TensorView* inputs[] = {&c.q, &c.k, &c.v};
+    const char* names[] = {"q", "k", "v"};
+    for (int i = 0; i < 3; ++i) {
+        if (may_overlap(*inputs[i], c.out)) return fail(TA_E_INVALID, "out overlaps %s", names[i]).argument(4);
+    }
+    return {};
+}
+
+Status check_dense_options(const ta_dense_options& o) {
+    if (o.variant < TA_DENSE_INT8_PAGE || o.variant > TA_DENSE_INT_FLASH_HALF) {
+        return fail(TA_E_INVALID, "options.variant is %d; it takes a ta_dense_variant", o.variant);
+    }
+    if (o.v_granularity < TA_GRANULARITY_DEFAULT || o.v_granularity > TA_GRANULARITY_TENSOR) {
+        return fail(TA_E_INVALID, "options.v_granularity is %d; it takes a ta_granularity", o.v_granularity);
+    }
+    if (o.nonfinite < TA_NONFINITE_DEFAULT || o.nonfinite > TA_NONFINITE_SATURATE) {
+        return fail(TA_E_INVALID, "options.nonfinite is %d; it takes a ta_nonfinite", o.nonfinite);
+    }
+    if (o.batch > (1u << 24)) return fail(TA_E_INVALID, "options.batch is %u; it takes up to 2^24", o.batch);
+    return {};
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v, const ta_tensor* out,
+                          float* lse, const ta_dense_options* options, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
+        TA_RETURN_IF_ERROR(check_process(*context->impl));
+        DenseCall call;
+        const ta_tensor* given[] = {q, k, v, out};
+        TensorView* views[] = {&call.q, &call.k, &call.v, &call.out};
+        const char* names[] = {"q", "k", "v", "out"};
+        for (int i = 0; i < 4; ++i) {
+            Result<TensorView> view = read_tensor(given[i], names[i], i + 1);
+            if (!view.ok()) return std::move(view).status();
+            *views[i] = view.value();
+        }
+        TA_RETURN_IF_ERROR(check_dense_shapes(call));
+        ta_dense_options o{};
+        if (options) {
+            Result<ta_dense_options> known = read_struct(options, "options", 6);
+            if (!known.ok()) return std::move(known).status();
+            o = known.value();
+        }
+        if (Status s = check_dense_options(o); !s.ok()) return std::move(s).argument(6);
+        const uint32_t batch = o.batch ? o.batch : 1;
+        Result<std::vector<int64_t>> q_offsets = read_offsets(o.q_offsets, batch, call.q.tokens, "q_offsets");
+        if (!q_offsets.ok()) return std::move(q_offsets).status().argument(6);
+        Result<std::vector<int64_t>> k_offsets = read_offsets(o.k_offsets, batch, call.k.tokens, "k_offsets");
+        if (!k_offsets.ok()) return std::move(k_offsets).status().argument(6);
+        ta_attend_options storage;
+        Result<const ta_attend_options*> attend = read_attend_options(o.attend, 6, &storage);
+        if (!attend.ok()) return std::move(attend).status();
+        const bool page = o.variant == TA_DENSE_INT8_PAGE;
+        Result<AttendSettings> settings =
+            resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? cpu::ExpMode::kPoly : cpu::ExpMode::kExact,
+                           page ? TA_P_U8 : TA_P_S8_127);
+        if (!settings.ok()) return std::move(settings).status().argument(6);
+        call.lse = lse;
+        call.q_offsets = q_offsets.value();
+        call.k_offsets = k_offsets.value();
+        call.variant = o.variant;
+        call.v_granularity = o.v_granularity;
+        call.saturate = o.nonfinite == TA_NONFINITE_SATURATE;
+        call.settings = settings.value();
+        return attend_dense(*context->impl, call);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,123 @@
+#include "include/turboattention_experimental.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/format/rotation.h"
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+uint32_t highest_bits(const Geometry& g) {
+    const uint8_t k = *std::max_element(g.k_bits.begin(), g.k_bits.end());
+    return std::max(k, *std::max_element(g.v_bits.begin(), g.v_bits.end()));
+}
+
+// Dequantizes tokens [first, last) of one block's head into rows of `stride` floats.
+void dequantize_head(const Pool& pool, const Block& block, uint32_t layer, uint32_t head, int first, int last, int64_t stride,
+                     float* k, float* v) {
+    const Geometry& g = pool.geometry();
+    const Numerics& n = pool.numerics();
+    const int d = int(g.head_dim);
+    const uint8_t* piece = block.slot() + g.page_offset(block.kind(), layer) + g.head_offset(block.kind(), layer, head);
+    const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, head) * g.head_dim;
+    const auto scale_at = [piece](size_t at) {
+        float x;
+        std::memcpy(&x, piece + at, sizeof x);
+        return x;
+    };
+    for (int t = first; t < last; ++t) {
+        float row_k[kMaxHeadDim], row_v[kMaxHeadDim];
+        for (int c = 0; c < d; ++c) {
+            if (block.kind() == PageKind::kToken) {
+                const TokenLayout layout(d);
+                row_k[c] = float(int8_t(piece[layout.k_codes() + k_place(d, 8, t, c).byte])) * scale_at(layout.k_scale() + size_t(t) * 4);
+                row_v[c] = float(int8_t(piece[layout.v_codes() + v_place(d, 8, t, c).byte])) * scale_at(layout.v_scale() + size_t(t) * 4);
+                continue;
+            }
+            const ChannelLayout layout = g.channel_layout(layer, head);
+            const auto value = [&](size_t codes, CodePlace place, size_t step, size_t zero, int bits) {
+                const int code = piece[codes + place.byte] >> place.shift & ((1 << bits) - 1);
+                const uint8_t byte = piece[step + size_t(c)];
+                const int zero8 = 8 * int8_t(piece[zero + size_t(c)]) + fraction_eighths_of(byte, bits);
+                return float(8 * code * step_of(byte, bits) + zero8) * 0.125f;
+            };
+            const int exponent = piece[layout.v_exponents() + size_t(t) / 2] >> (t % 2 * 4) & 15;
+            row_k[c] = value(layout.k_codes(), k_place(d, layout.k_bits, t, c), layout.k_step(), layout.k_zero(), layout.k_bits) *
+                       scale_at(layout.k_scale());
+            row_v[c] = value(layout.v_codes(), v_place(d, layout.v_bits, t, c), layout.v_step(), layout.v_zero(), layout.v_bits) *
+                       times_pow2(scale_at(layout.v_scale()), -exponent);
+        }
+        if (n.hadamard) rotate_back(row_k, d, n.hadamard_seed);
+        for (int c = 0; c < d; ++c) {
+            if (k) k[int64_t(t - first) * stride + c] = row_k[c] + (offset ? offset[c] : 0.0f);
+            if (v) v[int64_t(t - first) * stride + c] = row_v[c];
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_x_block_info* info, void* buffer,
+                         uint64_t buffer_bytes, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
+        const Pool& p = *pool->impl;
+        return p.inspect(seq, [&](const Sequence& s) -> Status {
+            if (block >= s.blocks.size()) {
+                return fail(TA_E_INVALID, "block is %llu; the sequence has %zu", (unsigned long long)block, s.blocks.size()).argument(2);
+            }
+            const BlockPtr& b = s.blocks[size_t(block)];
+            const Geometry& g = p.geometry();
+            ta_x_block_info r{};
+            r.bits = b->kind() == PageKind::kToken ? 8 : highest_bits(g);
+            r.tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(block) * kPageTokens));
+            r.owners = uint32_t(b.use_count());
+            r.bytes = g.slot_bytes(b->kind());
+            r.content_id = b->content_id();
+            r.trailer_offset = g.payload_bytes(b->kind());
+            if (buffer && buffer_bytes < r.bytes) {
+                return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)buffer_bytes,
+                            (unsigned long long)r.bytes).argument(5);
+            }
+            TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
+            if (buffer) std::memcpy(buffer, b->slot(), r.bytes);
+            return {};
+        });
+    });
+}
+
+ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens, float* k, float* v,
+                              ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        const Pool& p = *pool->impl;
+        const Geometry& g = p.geometry();
+        if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
+        return p.inspect(seq, [&](const Sequence& s) -> Status {
+            if (first < 0 || tokens < 0 || first > s.length || tokens > s.length - first) {
+                return fail(TA_E_INVALID, "tokens %lld + %lld do not lie in a sequence of %lld", (long long)first, (long long)tokens,
+                            (long long)s.length).argument(3);
+            }
+            const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
+            for (int64_t at = first; at < first + tokens;) {
+                const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
+                for (uint32_t head = 0; head < g.kv_heads; ++head) {
+                    const int64_t to = (at - first) * stride + int64_t(head) * g.head_dim;
+                    dequantize_head(p, *s.blocks[size_t(b)], layer, head, int(at - b * kPageTokens), int(last - b * kPageTokens), stride,
+                                    k ? k + to : nullptr, v ? v + to : nullptr);
+                }
+                at = last;
+            }
+            return {};
+        });
+    });
+}
+
+}  // extern "C"

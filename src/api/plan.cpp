@@ -1,0 +1,83 @@
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+Status check_plan(const ta_plan* plan) {
+    TA_RETURN_IF_ERROR(check_pointer(plan, "plan", 0));
+    TA_RETURN_IF_ERROR(check_process(plan->impl->pool().context()));
+    return plan->impl->pool().check_open();
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        if (options) return fail(TA_E_INVALID, "options is reserved and must be null").argument(1);
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        TA_RETURN_IF_ERROR(pool->impl->check_open());
+        *out = new ta_plan{std::make_unique<Plan>(pool->impl)};
+        return {};
+    });
+}
+
+void ta_plan_destroy(ta_plan* plan) {
+    if (plan && plan->impl->pool().context().owned_by_this_process()) delete plan;
+}
+
+ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
+                        ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_plan(plan));
+        if (n_seqs == 0) return fail(TA_E_INVALID, "n_seqs is 0").argument(1);
+        TA_RETURN_IF_ERROR(check_pointer(seqs, "seqs", 2));
+        return plan->impl->begin({seqs, n_seqs}, n_new, n_query);
+    });
+}
+
+ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_plan(plan));
+        Result<TensorView> k_view = read_tensor(k, "k", 2);
+        if (!k_view.ok()) return std::move(k_view).status();
+        Result<TensorView> v_view = read_tensor(v, "v", 3);
+        if (!v_view.ok()) return std::move(v_view).status();
+        return plan->impl->append(layer, k_view.value(), v_view.value());
+    });
+}
+
+ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
+                    const ta_attend_options* options, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_plan(plan));
+        Result<TensorView> q_view = read_tensor(q, "q", 2);
+        if (!q_view.ok()) return std::move(q_view).status();
+        Result<TensorView> out_view = read_tensor(out, "out", 3);
+        if (!out_view.ok()) return std::move(out_view).status();
+        ta_attend_options storage;
+        Result<const ta_attend_options*> known = read_attend_options(options, 5, &storage);
+        if (!known.ok()) return std::move(known).status();
+        return plan->impl->attend(layer, q_view.value(), out_view.value(), lse, known.value());
+    });
+}
+
+ta_status ta_plan_end(ta_plan* plan, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_plan(plan));
+        return plan->impl->end();
+    });
+}
+
+ta_status ta_plan_abort(ta_plan* plan, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_plan(plan));
+        return plan->impl->abort();
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,94 @@
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+constexpr uint32_t kDefaultMaxSequences = 65536;
+
+Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o) {
+    Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits);
+    if (!geometry.ok()) return std::move(geometry).status();
+    ta_numerics numerics{};
+    if (o.numerics) {
+        Result<ta_numerics> read = read_struct(o.numerics, "options.numerics", 1);
+        if (!read.ok()) return std::move(read).status();
+        numerics = read.value();
+    }
+    Result<Numerics> resolved = resolve_numerics(&numerics, o.layers, o.kv_heads, o.head_dim);
+    if (!resolved.ok()) return std::move(resolved).status();
+    const uint64_t least = geometry.value().token_slot_bytes;
+    if (o.budget_bytes < least) {
+        return fail(TA_E_INVALID, "options.budget_bytes is %llu; a single block of this pool takes %llu",
+                    (unsigned long long)o.budget_bytes, (unsigned long long)least);
+    }
+    const uint32_t max_sequences = o.max_sequences ? o.max_sequences : kDefaultMaxSequences;
+    return Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences);
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
+        TA_RETURN_IF_ERROR(check_pointer(options, "options", 1));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        TA_RETURN_IF_ERROR(check_process(*context->impl));
+        Result<ta_kv_pool_options> known = read_struct(options, "options", 1);
+        if (!known.ok()) return std::move(known).status();
+        Result<std::shared_ptr<Pool>> pool = make_pool(context->impl, known.value());
+        if (!pool.ok()) return std::move(pool).status().argument(1);
+        *out = new ta_kv_pool{pool.take()};
+        return {};
+    });
+}
+
+ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->close();
+    });
+}
+
+void ta_kv_pool_destroy(ta_kv_pool* pool) {
+    if (pool && pool->impl->context().owned_by_this_process()) delete pool;
+}
+
+ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(stats, "stats", 1));
+        const Pool& p = *pool->impl;
+        TA_RETURN_IF_ERROR(p.check_open());
+        const Pool::SequenceStats sequences = p.sequence_stats();
+        const BlockStore::Usage usage = p.blocks().usage();
+        const Geometry& g = p.geometry();
+        const Pool::Counters& c = p.counters();
+        ta_kv_pool_stats r{};
+        r.sequences = sequences.sequences;
+        r.tokens = sequences.tokens;
+        r.shared_blocks = sequences.shared_blocks;
+        r.bytes_budget = p.blocks().budget();
+        r.bytes_used = usage.used;
+        r.bytes_cached = usage.cached;
+        r.bytes_peak = usage.peak;
+        r.token_blocks = usage.token_blocks;
+        r.channel_blocks = usage.channel_blocks;
+        r.token_block_bytes = g.token_slot_bytes;
+        r.channel_block_bytes = g.channel_slot_bytes;
+        r.token_bits_per_element = g.bits_per_element(PageKind::kToken);
+        r.channel_bits_per_element = g.bits_per_element(PageKind::kChannel);
+        r.appended_tokens = c.appended_tokens;
+        r.closed_pages = c.closed_pages;
+        r.reopened_blocks = c.reopened_blocks;
+        r.copied_blocks = c.copied_blocks;
+        r.saturated_values = c.saturated_values;
+        r.clamped_values = c.clamped_values;
+        return write_struct(r, stats, "stats", 1);
+    });
+}
+
+}  // extern "C"

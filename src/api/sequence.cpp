@@ -1,0 +1,62 @@
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+extern "C" {
+
+ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        Result<ta_seq> seq = pool->impl->create_sequence();
+        if (!seq.ok()) return std::move(seq).status();
+        *out = seq.value();
+        return {};
+    });
+}
+
+ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        Result<ta_seq> seq = pool->impl->fork_sequence(source);
+        if (!seq.ok()) return std::move(seq).status();
+        *out = seq.value();
+        return {};
+    });
+}
+
+ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->truncate(seq, length);
+    });
+}
+
+ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->release(seq);
+    });
+}
+
+ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        Result<int64_t> length = pool->impl->length(seq);
+        if (!length.ok()) return std::move(length).status();
+        *out = length.value();
+        return {};
+    });
+}
+
+ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->verify(seq);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,49 @@
+#include "src/api/api.h"
+
+#define TA_STRING_(x) #x
+#define TA_STRING(x) TA_STRING_(x)
+
+extern "C" {
+
+const char* ta_status_name(ta_status status) {
+    switch (status) {
+#define TA_CASE(name) \
+    case name: return #name
+        TA_CASE(TA_OK);
+        TA_CASE(TA_E_INVALID);
+        TA_CASE(TA_E_STRUCT);
+        TA_CASE(TA_E_SHAPE);
+        TA_CASE(TA_E_DTYPE);
+        TA_CASE(TA_E_ALIGNMENT);
+        TA_CASE(TA_E_UNSUPPORTED);
+        TA_CASE(TA_E_STATE);
+        TA_CASE(TA_E_BUSY);
+        TA_CASE(TA_E_STALE);
+        TA_CASE(TA_E_CLOSED);
+        TA_CASE(TA_E_FORKED);
+        TA_CASE(TA_E_MEMORY);
+        TA_CASE(TA_E_TIER_FULL);
+        TA_CASE(TA_E_LIMIT);
+        TA_CASE(TA_E_NONFINITE);
+        TA_CASE(TA_E_CORRUPT);
+        TA_CASE(TA_E_INTERNAL);
+#undef TA_CASE
+        default: return "unknown";
+    }
+}
+
+uint32_t ta_version(void) { return TA_VERSION_MAJOR * 10000 + TA_VERSION_MINOR * 100 + TA_VERSION_PATCH; }
+
+uint32_t ta_abi_version(void) { return TA_ABI_VERSION; }
+
+const char* ta_build_info(void) {
+    return "turboattention " TA_STRING(TA_VERSION_MAJOR) "." TA_STRING(TA_VERSION_MINOR) "." TA_STRING(TA_VERSION_PATCH)
+           "; compiler: " __VERSION__
+           "; cpu: scalar"
+#if defined(__x86_64__)
+           " avx2 avx-vnni avx512-vnni"
+#endif
+           "; cuda: no";
+}
+
+}  // extern "C"

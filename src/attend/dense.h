@@ -1,0 +1,24 @@
+// ta_attend_dense: quantizes K and V tensors to INT8 token pages in a workspace and attends to them.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "src/attend/executor.h"
+
+namespace ta {
+
+struct DenseCall {
+    TensorView q, k, v, out;
+    float* lse = nullptr;
+    std::span<const int64_t> q_offsets, k_offsets;  // [batch + 1]
+    ta_dense_variant variant = TA_DENSE_INT8_PAGE;
+    ta_granularity v_granularity = TA_GRANULARITY_DEFAULT;
+    bool saturate = false;
+    AttendSettings settings;
+};
+
+// Inputs are checked already, but for finiteness.
+Status attend_dense(Context& context, const DenseCall& call);
+
+}  // namespace ta

@@ -1,0 +1,91 @@
+// Runs attention over pages on the CPU: cuts a call into jobs (kv head, query rows, page range), runs them on all threads and
+// merges the parts. The cut depends on shapes alone, so results do not change with the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kernels/cpu/attend.h"
+#include "src/kv/tensor.h"
+#include "src/core/context.h"
+#include "src/kv/numerics.h"
+
+namespace ta {
+
+struct PageBase {
+    const uint8_t* page;  // all kv heads of one layer
+    PageKind kind;
+};
+
+struct AttendSequence {
+    const PageBase* pages;   // [ceil(n_keys / 64)]
+    int64_t n_keys;
+    int64_t n_query;         // the last of the n_keys positions, or any number under a full mask
+    int64_t query_row;       // of q, out, lse
+    const float* v_float = nullptr;  // [n_keys, kv_heads, head_dim]: V for half INT8
+};
+
+// ta_attend_options with defaults applied.
+struct AttendSettings {
+    ta_mask mask = TA_MASK_CAUSAL;
+    float scale = 0.0f;
+    float softcap = 0.0f;
+    int64_t window = 0;
+    const float* alibi_slopes = nullptr;
+    const float* sinks = nullptr;
+    cpu::ExpMode exp = cpu::ExpMode::kPoly;
+    ta_p p = TA_P_AUTO;
+};
+Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p);
+
+struct AttendCall {
+    int head_dim = 0, kv_heads = 0, group = 0;
+    const uint8_t* k_bits = nullptr;               // [kv_heads] of channel pages; nullptr when there are none
+    const uint8_t* v_bits = nullptr;
+    const size_t* channel_head_offset = nullptr;   // [kv_heads]
+    std::span<const AttendSequence> sequences;
+    TensorView q, out;
+    float* lse = nullptr;
+    AttendSettings settings;
+    const float* rotation_signs = nullptr;         // nullptr: no rotation
+    const float* k_offset = nullptr;               // [kv_heads, head_dim] or nullptr
+    int q_levels = kStage1Levels;
+    bool saturate = false;
+};
+
+// Keeps its workspaces from call to call. One call at a time.
+class AttendExecutor {
+  public:
+    explicit AttendExecutor(Context& context) : context_(context), scratch_(context.allocator()), partials_(context.allocator()) {}
+
+    // Inputs are checked already. TA_E_MEMORY when there is no workspace; nothing is written then.
+    // `saturated` grows by the number of query values that were replaced.
+    Status run(const AttendCall& call, uint64_t* saturated);
+
+  private:
+    struct Job {
+        int32_t sequence, head;
+        int64_t row_begin, row_end;    // of n_query * group
+        int64_t page_begin, page_end;
+        int64_t partial_row;           // first row of its part in partials_, -1: writes the result itself
+    };
+    struct Group {  // the jobs [first, last) whose parts make one result
+        size_t first, last;
+    };
+    class Scratch;
+
+    void make_jobs(const AttendCall& call);
+    void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) const;
+    void merge_group(const AttendCall& call, const Group& group, Scratch& scratch) const;
+    void finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o, Scratch& scratch) const;
+    Scratch scratch_of(const AttendCall& call, int worker);
+
+    Context& context_;
+    std::vector<Job> jobs_;
+    std::vector<Group> groups_;
+    int64_t partial_rows_ = 0, max_pages_ = 0, max_rows_ = 0;
+    Buffer scratch_, partials_;
+};
+
+}  // namespace ta

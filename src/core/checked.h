@@ -1,0 +1,26 @@
+// Size arithmetic that cannot wrap.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+namespace ta {
+
+// a * b, or nothing when it does not fit.
+template <class T>
+constexpr std::optional<T> checked_mul(T a, T b) {
+    T r;
+    if (__builtin_mul_overflow(a, b, &r)) return std::nullopt;
+    return r;
+}
+
+// a + b, or nothing when it does not fit.
+template <class T>
+constexpr std::optional<T> checked_add(T a, T b) {
+    T r;
+    if (__builtin_add_overflow(a, b, &r)) return std::nullopt;
+    return r;
+}
+
+}  // namespace ta

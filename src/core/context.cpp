@@ -1,0 +1,51 @@
+#include "src/core/context.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <thread>
+
+namespace ta {
+namespace {
+
+int available_cpus() {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+    return int(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+Context::Context(const Options& options)
+    : pid_(getpid()), allocator_(options.allocator), log_(options.log), log_user_(options.log_user), log_level_(options.log_level) {}
+
+Result<std::shared_ptr<Context>> Context::create(const Options& options) {
+    std::shared_ptr<Context> context(new Context(options));
+    context->kernels_ = cpu::find_kernels(options.isa);
+    if (!context->kernels_) {
+        return fail(TA_E_UNSUPPORTED, "this CPU lacks the instruction set asked for; its best is %s",
+                    cpu::find_kernels(TA_CPU_ISA_AUTO)->name);
+    }
+    const int threads = options.threads > 0 ? options.threads : std::min(available_cpus(), 1024);
+    TA_RETURN_IF_ERROR(context->threads_.start(threads));
+    context->log(TA_LOG_INFO, "context: cpu %s, %d threads", context->kernels_->name, threads);
+    return context;
+}
+
+bool Context::owned_by_this_process() const { return getpid() == pid_; }
+
+void Context::log(ta_log_level level, const char* format, ...) const {
+    if (!log_ || level > log_level_) return;
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    std::vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    log_(level, text, log_user_);
+}
+
+}  // namespace ta

@@ -1,0 +1,44 @@
+#include "src/core/memory.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace ta {
+
+void* Allocator::allocate(size_t bytes, size_t alignment) {
+    void* ptr = nullptr;
+    if (hooks_.allocate) {
+        ptr = hooks_.allocate(bytes, alignment, hooks_.user);
+    } else if (posix_memalign(&ptr, alignment, bytes) != 0) {
+        ptr = nullptr;
+    }
+    if (!ptr) return nullptr;
+    const uint64_t now = in_use_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+    uint64_t peak = peak_.load(std::memory_order_relaxed);
+    while (now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+    }
+    return ptr;
+}
+
+void Allocator::deallocate(void* ptr, size_t bytes, size_t alignment) {
+    if (!ptr) return;
+    in_use_.fetch_sub(bytes, std::memory_order_relaxed);
+    if (hooks_.allocate) {
+        hooks_.deallocate(ptr, bytes, alignment, hooks_.user);
+    } else {
+        std::free(ptr);
+    }
+}
+
+bool Buffer::reserve(size_t bytes) {
+    if (bytes <= bytes_) return true;
+    const size_t wanted = std::max(bytes, bytes_ + bytes_ / 2);
+    void* fresh = allocator_->allocate(wanted, kAlignment);
+    if (!fresh) return false;
+    allocator_->deallocate(data_, bytes_, kAlignment);
+    data_ = static_cast<uint8_t*>(fresh);
+    bytes_ = wanted;
+    return true;
+}
+
+}  // namespace ta

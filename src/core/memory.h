@@ -1,0 +1,54 @@
+// Memory from the embedder's allocator, with accounting.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "include/turboattention.h"
+
+namespace ta {
+
+// The seam to the allocator hooks. Thread-safe as far as the hooks are, which the ABI asks for.
+class Allocator {
+  public:
+    // `hooks` with null functions: the C library.
+    explicit Allocator(const ta_allocator& hooks) : hooks_(hooks) {}
+    Allocator(const Allocator&) = delete;
+    Allocator& operator=(const Allocator&) = delete;
+
+    // nullptr when there is none. `alignment`: a power of two up to 4096.
+    void* allocate(size_t bytes, size_t alignment);
+    void deallocate(void* ptr, size_t bytes, size_t alignment);
+
+    uint64_t bytes_in_use() const { return in_use_.load(std::memory_order_relaxed); }
+    uint64_t bytes_peak() const { return peak_.load(std::memory_order_relaxed); }
+
+  private:
+    ta_allocator hooks_;
+    std::atomic<uint64_t> in_use_{0}, peak_{0};
+};
+
+// An aligned array that grows, never shrinks, and loses its contents when it grows: a workspace.
+class Buffer {
+  public:
+    explicit Buffer(Allocator& allocator) : allocator_(&allocator) {}
+    Buffer(Buffer&& other) noexcept
+        : allocator_(other.allocator_), data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    Buffer& operator=(Buffer&&) = delete;
+    ~Buffer() { allocator_->deallocate(data_, bytes_, kAlignment); }
+
+    // False when there is no memory; the old array is kept then.
+    bool reserve(size_t bytes);
+    uint8_t* data() { return data_; }
+    const uint8_t* data() const { return data_; }
+
+  private:
+    static constexpr size_t kAlignment = 128;
+    Allocator* allocator_;
+    uint8_t* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+}  // namespace ta

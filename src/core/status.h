@@ -1,0 +1,68 @@
+// How errors travel inside the library. Turned into ta_status + ta_error in src/api alone.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "include/turboattention.h"
+
+namespace ta {
+
+// OK, or a status with its text and place. Cheap to move when OK.
+class [[nodiscard]] Status {
+  public:
+    Status() = default;
+
+    ta_status code() const { return code_; }
+    bool ok() const { return code_ == TA_OK; }
+    // The details; nullptr when OK, or when there was no memory for them.
+    const ta_error* detail() const { return detail_.get(); }
+
+    Status&& layer(int64_t v) && { return set(&ta_error::layer, int32_t(v)); }
+    Status&& head(int64_t v) && { return set(&ta_error::head, int32_t(v)); }
+    Status&& argument(int v) && { return set(&ta_error::argument, v); }
+    Status&& sequence(int64_t v) && { return set(&ta_error::sequence, v); }
+    Status&& block(int64_t v) && { return set(&ta_error::block, v); }
+    Status&& token(int64_t v) && { return set(&ta_error::token, v); }
+
+  private:
+    friend Status fail(ta_status code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+    template <class T>
+    Status&& set(T ta_error::* field, T value) {
+        if (detail_) (*detail_).*field = value;
+        return std::move(*this);
+    }
+
+    ta_status code_ = TA_OK;
+    std::unique_ptr<ta_error> detail_;
+};
+
+// A failure with a printf-style text: one sentence that says what is wrong and what would be right.
+Status fail(ta_status code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// A value or a failure.
+template <class T>
+class [[nodiscard]] Result {
+  public:
+    Result(T value) : value_(std::move(value)) {}          // NOLINT(google-explicit-constructor): reads as a return value
+    Result(Status status) : status_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
+
+    bool ok() const { return status_.ok(); }
+    Status&& status() && { return std::move(status_); }
+    T& value() { return *value_; }
+    T&& take() { return std::move(*value_); }
+
+  private:
+    Status status_;
+    std::optional<T> value_;
+};
+
+}  // namespace ta
+
+// Returns from the enclosing function when the expression fails.
+#define TA_RETURN_IF_ERROR(expression)                          \
+    do {                                                        \
+        if (::ta::Status ta_status_ = (expression); !ta_status_.ok()) return ta_status_; \
+    } while (false)

@@ -1,0 +1,85 @@
+// Blocks: reference-counted slots under a byte budget.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "src/core/memory.h"
+#include "src/kv/geometry.h"
+
+namespace ta {
+
+class BlockStore;
+
+// One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
+// Shared between sequences by shared_ptr; the last owner gives the slot back.
+class Block {
+  public:
+    Block(BlockStore& store, PageKind kind, uint8_t* slot, uint64_t content_id)
+        : store_(store), slot_(slot), content_id_(content_id), kind_(kind) {}
+    ~Block();
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    PageKind kind() const { return kind_; }
+    uint8_t* slot() const { return slot_; }
+    uint64_t content_id() const { return content_id_; }
+    // True when the trailer holds the hashes of all pages.
+    bool sealed() const { return sealed_; }
+
+    // Writes the trailer: identity, and one hash per page when `tokens` is 64.
+    void seal(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens);
+    // The block will be written again: its hashes no longer hold, and it becomes new content.
+    void unseal(uint64_t content_id);
+    // Recomputes the hashes of a sealed block. TA_E_CORRUPT names the layer.
+    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index) const;
+
+  private:
+    BlockStore& store_;
+    uint8_t* slot_;
+    uint64_t content_id_;
+    PageKind kind_;
+    bool sealed_ = false;
+};
+
+using BlockPtr = std::shared_ptr<Block>;
+
+// Hands out slots of both kinds and keeps freed ones for reuse. All bytes it holds, in use or cached, stay within the budget.
+class BlockStore {
+  public:
+    BlockStore(Allocator& allocator, const Geometry& geometry, uint64_t budget)
+        : allocator_(allocator), geometry_(geometry), budget_(budget) {}
+    ~BlockStore();
+    BlockStore(const BlockStore&) = delete;
+    BlockStore& operator=(const BlockStore&) = delete;
+
+    // A block whose bytes are zero. TA_E_TIER_FULL beyond the budget, TA_E_MEMORY when the allocator has none.
+    Result<BlockPtr> acquire(PageKind kind);
+    uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
+
+    struct Usage {
+        uint64_t used = 0, cached = 0, peak = 0, token_blocks = 0, channel_blocks = 0;
+    };
+    Usage usage() const;
+    uint64_t budget() const { return budget_; }
+
+  private:
+    friend class Block;
+    void release(PageKind kind, uint8_t* slot);
+    void free_cached(PageKind kind);
+
+    Allocator& allocator_;
+    const Geometry& geometry_;
+    const uint64_t budget_;
+    std::atomic<uint64_t> content_ids_{1};
+    mutable std::mutex mutex_;
+    std::vector<uint8_t*> cached_[2];  // by PageKind
+    uint64_t in_use_[2] = {0, 0};      // slots
+    uint64_t held_ = 0;                // bytes, in use and cached
+    uint64_t peak_ = 0;                // bytes in use
+};
+
+}  // namespace ta

@@ -1,0 +1,80 @@
+#include "src/kv/calibrator.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace ta {
+
+Calibrator::Calibrator(std::shared_ptr<Context> context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
+    : context_(std::move(context)), layers_(layers), kv_heads_(kv_heads), head_dim_(head_dim), tokens_(layers, 0), row_(head_dim) {
+    const size_t n = size_t(layers) * kv_heads * head_dim;
+    for (Ranges* r : {&k_, &v_}) {
+        r->min.assign(n, std::numeric_limits<float>::infinity());
+        r->max.assign(n, -std::numeric_limits<float>::infinity());
+    }
+}
+
+void Calibrator::widen(Ranges& ranges, uint32_t layer, const TensorView& x) {
+    const cpu::PageCodec& codec = *context_->kernels().codec;
+    for (int64_t t = 0; t < x.tokens; ++t) {
+        for (uint32_t h = 0; h < kv_heads_; ++h) {
+            const size_t first = (size_t(layer) * kv_heads_ + h) * head_dim_;
+            codec.to_float(x.at(t, h), x.dtype, head_dim_, false, row_.data());
+            for (size_t c = 0; c < head_dim_; ++c) {
+                ranges.min[first + c] = std::min(ranges.min[first + c], row_[c]);
+                ranges.max[first + c] = std::max(ranges.max[first + c], row_[c]);
+            }
+        }
+    }
+}
+
+Status Calibrator::observe(uint32_t layer, const TensorView& k, const TensorView& v) {
+    const cpu::PageCodec& codec = *context_->kernels().codec;
+    if (Status s = check_finite(codec, k, "k"); !s.ok()) return std::move(s).argument(2).layer(layer);
+    if (Status s = check_finite(codec, v, "v"); !s.ok()) return std::move(s).argument(3).layer(layer);
+    widen(k_, layer, k);
+    widen(v_, layer, v);
+    tokens_[layer] += uint64_t(k.tokens);
+    return {};
+}
+
+void Calibrator::rank(const Ranges& ranges, uint32_t n_low, uint8_t* bits, float* priority) const {
+    std::vector<double> score(kv_heads_);
+    std::vector<uint32_t> order(kv_heads_);
+    for (uint32_t layer = 0; layer < layers_; ++layer) {
+        for (uint32_t h = 0; h < kv_heads_; ++h) {
+            const float* min = ranges.min.data() + (size_t(layer) * kv_heads_ + h) * head_dim_;
+            const float* max = ranges.max.data() + (size_t(layer) * kv_heads_ + h) * head_dim_;
+            double mean = 0.0, variance = 0.0;
+            for (uint32_t c = 0; c < head_dim_; ++c) mean += (double(max[c]) - double(min[c])) / head_dim_;
+            for (uint32_t c = 0; c < head_dim_; ++c) {
+                const double off = double(max[c]) - double(min[c]) - mean;
+                variance += off * off / head_dim_;
+            }
+            const double range = double(*std::max_element(max, max + head_dim_)) - double(*std::min_element(min, min + head_dim_));
+            score[h] = range * std::sqrt(variance);
+        }
+        std::iota(order.begin(), order.end(), 0u);
+        std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return score[a] < score[b]; });
+        for (uint32_t i = 0; i < kv_heads_; ++i) bits[size_t(layer) * kv_heads_ + order[i]] = i < n_low ? 2 : 4;
+        for (uint32_t h = 0; priority && h < kv_heads_; ++h) priority[size_t(layer) * kv_heads_ + h] = float(score[h]);
+    }
+}
+
+Status Calibrator::finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const {
+    if (n_low > kv_heads_) return fail(TA_E_INVALID, "n_low is %u; it takes 0..%u, the kv heads", n_low, kv_heads_).argument(1);
+    for (uint32_t layer = 0; layer < layers_; ++layer) {
+        if (tokens_[layer] == 0) return fail(TA_E_STATE, "layer %u was never observed", layer).layer(layer);
+    }
+    // Memory for the ranking is taken before the first output is written.
+    std::vector<uint8_t> k(size_t(layers_) * kv_heads_), v(k.size());
+    rank(k_, n_low, k.data(), k_priority);
+    rank(v_, n_low, v.data(), v_priority);
+    std::copy(k.begin(), k.end(), k_bits);
+    std::copy(v.begin(), v.end(), v_bits);
+    return {};
+}
+
+}  // namespace ta

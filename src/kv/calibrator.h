@@ -1,0 +1,40 @@
+// Ranks kv heads for 4 or 2 bits from the ranges of their channels (TurboAttention, head-wise mixed precision).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "src/kv/tensor.h"
+#include "src/core/context.h"
+
+namespace ta {
+
+class Calibrator {
+  public:
+    Calibrator(std::shared_ptr<Context> context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim);
+
+    Context& context() const { return *context_; }
+    uint32_t layers() const { return layers_; }
+    uint32_t kv_heads() const { return kv_heads_; }
+    uint32_t head_dim() const { return head_dim_; }
+
+    Status observe(uint32_t layer, const TensorView& k, const TensorView& v);
+    // Outputs [layers, kv_heads]; the priorities may be nullptr.
+    Status finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const;
+
+  private:
+    struct Ranges {  // [layers, kv_heads, head_dim]
+        std::vector<float> min, max;
+    };
+    void widen(Ranges& ranges, uint32_t layer, const TensorView& x);
+    void rank(const Ranges& ranges, uint32_t n_low, uint8_t* bits, float* priority) const;
+
+    std::shared_ptr<Context> context_;
+    uint32_t layers_, kv_heads_, head_dim_;
+    Ranges k_, v_;
+    std::vector<uint64_t> tokens_;  // [layers]
+    std::vector<float> row_;
+};
+
+}  // namespace ta

@@ -1,0 +1,51 @@
+// Shapes of a pool and where each head's piece lies in a slot.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/format/layout.h"
+#include "src/core/status.h"
+
+namespace ta {
+
+struct Geometry {
+    uint32_t layers = 0, kv_heads = 0, head_dim = 0;
+    bool all_8_bits = false;       // every block stays a token block
+    std::vector<uint8_t> k_bits;   // [layers, kv_heads]
+    std::vector<uint8_t> v_bits;
+
+    size_t token_page_bytes = 0;              // one layer, the same for all
+    std::vector<size_t> channel_page_offset;  // [layers + 1] within a channel slot
+    std::vector<size_t> channel_head_offset;  // [layers, kv_heads] within a channel page
+    size_t token_payload_bytes = 0, channel_payload_bytes = 0;
+    size_t token_slot_bytes = 0, channel_slot_bytes = 0;  // with trailer; channel 0 where all_8_bits
+
+    // Checks the shape and lays everything out; empty bit maps mean `bits` everywhere.
+    static Result<Geometry> make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
+                                 const uint8_t* v_bits);
+
+    size_t index(uint32_t layer, uint32_t head) const { return size_t(layer) * kv_heads + head; }
+    ChannelLayout channel_layout(uint32_t layer, uint32_t head) const {
+        return {int(head_dim), k_bits[index(layer, head)], v_bits[index(layer, head)]};
+    }
+    size_t page_offset(PageKind kind, uint32_t layer) const {
+        return kind == PageKind::kToken ? layer * token_page_bytes : channel_page_offset[layer];
+    }
+    size_t page_bytes(PageKind kind, uint32_t layer) const {
+        return kind == PageKind::kToken ? token_page_bytes : channel_page_offset[layer + 1] - channel_page_offset[layer];
+    }
+    // Of a head's piece within its page.
+    size_t head_offset(PageKind kind, uint32_t layer, uint32_t head) const {
+        return kind == PageKind::kToken ? head * TokenLayout(int(head_dim)).bytes() : channel_head_offset[index(layer, head)];
+    }
+    size_t payload_bytes(PageKind kind) const { return kind == PageKind::kToken ? token_payload_bytes : channel_payload_bytes; }
+    size_t slot_bytes(PageKind kind) const { return kind == PageKind::kToken ? token_slot_bytes : channel_slot_bytes; }
+    double bits_per_element(PageKind kind) const;
+};
+
+// Layers, heads and head_dim that a pool or calibrator accepts.
+Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim);
+
+}  // namespace ta

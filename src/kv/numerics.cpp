@@ -1,0 +1,91 @@
+#include "src/kv/numerics.h"
+
+#include <cmath>
+
+#include "kernels/format/codec.h"
+#include "kernels/format/rotation.h"
+
+namespace ta {
+namespace {
+
+Status check_range(const char* field, int64_t value, int64_t low, int64_t high) {
+    if (value >= low && value <= high) return {};
+    return fail(TA_E_INVALID, "numerics.%s is %lld; it takes %lld..%lld", field, (long long)value, (long long)low, (long long)high);
+}
+
+bool pick(ta_switch given, bool by_profile) { return given == TA_DEFAULT ? by_profile : given == TA_ON; }
+
+}  // namespace
+
+Result<cpu::ExpMode> resolve_exp(ta_exp exp, cpu::ExpMode fallback) {
+    switch (exp) {
+        case TA_EXP_DEFAULT: return fallback;
+        case TA_EXP_POLY: return cpu::ExpMode::kPoly;
+        case TA_EXP_EXACT: return cpu::ExpMode::kExact;
+        case TA_EXP_SAS: return cpu::ExpMode::kSas;
+        default: return fail(TA_E_INVALID, "exp is %d; it takes a ta_exp", exp);
+    }
+}
+
+Status check_p(ta_p p) {
+    if (p >= TA_P_DEFAULT && p <= TA_P_S8_127_RUNNING) return {};
+    return fail(TA_E_INVALID, "p is %d; it takes a ta_p", p);
+}
+
+PFormat p_format(ta_p p, int64_t rows) {
+    switch (p) {
+        case TA_P_U8: return {255, false};
+        case TA_P_U16: return {65535, false};
+        case TA_P_S8_127: return {kIntFlashLevels, false};
+        case TA_P_S8_119: return {kStage1Levels, false};
+        case TA_P_S8_127_RUNNING: return {kIntFlashLevels, true};
+        default: return {rows <= kP16Rows ? 65535 : 255, false};
+    }
+}
+
+Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_t kv_heads, size_t head_dim) {
+    const ta_numerics n = given ? *given : ta_numerics{};
+    TA_RETURN_IF_ERROR(check_range("profile", n.profile, TA_PROFILE_ACCURATE, TA_PROFILE_PAPER));
+    TA_RETURN_IF_ERROR(check_range("k_granularity", n.k_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
+    TA_RETURN_IF_ERROR(check_range("v_granularity", n.v_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
+    TA_RETURN_IF_ERROR(check_range("open_scale", n.open_scale, TA_OPEN_SCALE_DEFAULT, TA_OPEN_SCALE_UNIVERSAL));
+    TA_RETURN_IF_ERROR(check_range("v_exponents", n.v_exponents, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("fractional_zero", n.fractional_zero, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("v_search", n.v_search, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("hadamard", n.hadamard, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("sink_blocks", n.sink_blocks, -1, 1 << 20));
+    TA_RETURN_IF_ERROR(check_range("nonfinite", n.nonfinite, TA_NONFINITE_DEFAULT, TA_NONFINITE_SATURATE));
+    TA_RETURN_IF_ERROR(check_p(n.p));
+
+    const bool accurate = n.profile == TA_PROFILE_ACCURATE;
+    const bool rotatable = can_rotate(int(head_dim));
+    if (n.hadamard == TA_ON && !rotatable) {
+        return fail(TA_E_UNSUPPORTED, "numerics.hadamard is on, but head_dim %zu is not a power of two", head_dim);
+    }
+    Numerics r;
+    r.k_page_scale = n.k_granularity != TA_GRANULARITY_TOKEN;
+    r.v_page_scale = n.v_granularity != TA_GRANULARITY_TOKEN;
+    r.page_scale_at_8_bits = !accurate || n.k_granularity == TA_GRANULARITY_PAGE || n.v_granularity == TA_GRANULARITY_PAGE;
+    r.universal_open_scale = n.open_scale == TA_OPEN_SCALE_DEFAULT ? !accurate : n.open_scale == TA_OPEN_SCALE_UNIVERSAL;
+    r.v_exponents = pick(n.v_exponents, accurate);
+    r.fractional_zero = pick(n.fractional_zero, accurate);
+    r.v_search = pick(n.v_search, accurate);
+    r.hadamard = pick(n.hadamard, accurate && rotatable);
+    r.saturate = n.nonfinite == TA_NONFINITE_SATURATE;
+    r.hadamard_seed = n.hadamard_seed;
+    r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
+    r.p = n.p != TA_P_DEFAULT ? n.p : accurate ? TA_P_AUTO : TA_P_S8_119;
+    Result<cpu::ExpMode> exp = resolve_exp(n.exp, accurate ? cpu::ExpMode::kPoly : cpu::ExpMode::kSas);
+    if (!exp.ok()) return std::move(exp).status();
+    r.exp = exp.value();
+    if (n.k_offset) {
+        r.k_offset.assign(n.k_offset, n.k_offset + layers * kv_heads * head_dim);
+        for (size_t i = 0; i < r.k_offset.size(); ++i) {
+            if (std::fabs(r.k_offset[i]) <= kMaxMagnitude) continue;
+            return fail(TA_E_INVALID, "numerics.k_offset[%zu] is not finite or above 2^56", i);
+        }
+    }
+    return r;
+}
+
+}  // namespace ta

@@ -1,0 +1,45 @@
+// The numeric settings of a pool after profile and defaults are applied. docs/numerics.md has the table.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "include/turboattention.h"
+#include "kernels/cpu/attend.h"
+#include "src/core/status.h"
+
+namespace ta {
+
+struct Numerics {
+    bool k_page_scale = true;      // one stage-1 scale for 64 tokens of K that arrive together
+    bool v_page_scale = true;
+    bool page_scale_at_8_bits = false;  // also on pages that stay at 8 bits
+    bool universal_open_scale = false;
+    bool v_exponents = true;
+    bool fractional_zero = true;
+    bool v_search = true;
+    bool hadamard = true;
+    bool saturate = false;
+    uint64_t hadamard_seed = 0;
+    uint32_t sink_blocks = 1;
+    cpu::ExpMode exp = cpu::ExpMode::kPoly;
+    ta_p p = TA_P_AUTO;
+    std::vector<float> k_offset;  // [layers, kv_heads, head_dim] or empty
+};
+
+// `n` may be nullptr: profile accurate. Layers x heads x head_dim is the shape of k_offset.
+Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t head_dim);
+
+Result<cpu::ExpMode> resolve_exp(ta_exp exp, cpu::ExpMode fallback);
+Status check_p(ta_p p);
+
+// Rows of one kv head up to which TA_P_AUTO takes 16 bits.
+inline constexpr int kP16Rows = 16;
+
+struct PFormat {
+    int levels;
+    bool running;
+};
+PFormat p_format(ta_p p, int64_t rows);
+
+}  // namespace ta

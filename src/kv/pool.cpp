@@ -1,0 +1,236 @@
+#include "src/kv/pool.h"
+
+#include <algorithm>
+
+#include "kernels/format/hash.h"
+#include "kernels/format/rotation.h"
+#include "kernels/format/slot.h"
+
+namespace ta {
+namespace {
+
+// What decides the meaning of a page's bytes. Equal fingerprints: pages can be exchanged.
+uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
+    std::vector<uint8_t> bytes;
+    const auto add = [&bytes](const auto& value) {
+        const auto* p = reinterpret_cast<const uint8_t*>(&value);
+        bytes.insert(bytes.end(), p, p + sizeof value);
+    };
+    add(uint32_t(kFormatVersion));
+    add(g.layers);
+    add(g.kv_heads);
+    add(g.head_dim);
+    bytes.insert(bytes.end(), g.k_bits.begin(), g.k_bits.end());
+    bytes.insert(bytes.end(), g.v_bits.begin(), g.v_bits.end());
+    add(uint32_t(n.hadamard));
+    add(n.hadamard ? n.hadamard_seed : uint64_t{0});
+    add(n.sink_blocks);
+    for (const float x : n.k_offset) add(x);
+    return hash_bytes(bytes.data(), bytes.size());
+}
+
+}  // namespace
+
+Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences)
+    : context_(std::move(context)),
+      geometry_(std::move(geometry)),
+      numerics_(std::move(numerics)),
+      max_sequences_(max_sequences),
+      fingerprint_(fingerprint_of(geometry_, numerics_)),
+      blocks_(std::make_unique<BlockStore>(context_->allocator(), geometry_, budget)) {
+    for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
+}
+
+Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget,
+                                           uint32_t max_sequences) {
+    return std::shared_ptr<Pool>(
+        new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
+}
+
+Status Pool::check_open_locked() const {
+    if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
+    return {};
+}
+
+Status Pool::check_open() const {
+    std::lock_guard lock(mutex_);
+    return check_open_locked();
+}
+
+Status Pool::busy(ta_seq seq) { return fail(TA_E_BUSY, "sequence 0x%llx is in an open plan", (unsigned long long)seq); }
+
+Result<Sequence*> Pool::find(ta_seq seq) const {
+    const uint32_t slot = uint32_t(seq), generation = uint32_t(seq >> 32);
+    if (slot < sequences_.size() && sequences_[slot]->alive && sequences_[slot]->generation == generation) {
+        return sequences_[slot].get();
+    }
+    return fail(TA_E_STALE, "0x%llx is no living sequence of this pool", (unsigned long long)seq);
+}
+
+// A slot whose sequence is empty and has a fresh generation, not yet alive.
+Result<uint32_t> Pool::take_slot() {
+    if (free_slots_.empty()) {
+        if (sequences_.size() >= max_sequences_) {
+            return fail(TA_E_LIMIT, "the pool has its maximum of %u sequences", max_sequences_);
+        }
+        sequences_.reserve(sequences_.size() + 1);
+        free_slots_.reserve(sequences_.size() + 1);  // so that release never allocates
+        sequences_.push_back(std::make_unique<Sequence>());
+        free_slots_.push_back(uint32_t(sequences_.size() - 1));
+    }
+    const uint32_t slot = free_slots_.back();
+    Sequence& s = *sequences_[slot];
+    if (numerics_.universal_open_scale) s.open_amax.assign(size_t(geometry_.layers) * geometry_.kv_heads * 2, 0.0f);
+    free_slots_.pop_back();
+    ++s.generation;
+    return slot;
+}
+
+Status Pool::close() {
+    std::vector<std::unique_ptr<Sequence>> ended;
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    for (const auto& s : sequences_) {
+        if (s->in_plan) return fail(TA_E_BUSY, "a plan is open on the pool; end or abort it first");
+    }
+    closed_ = true;
+    sequences_.swap(ended);
+    free_slots_.clear();
+    return {};
+}
+
+Result<ta_seq> Pool::create_sequence() {
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<uint32_t> slot = take_slot();
+    if (!slot.ok()) return std::move(slot).status();
+    Sequence& s = *sequences_[slot.value()];
+    s.alive = true;
+    s.length = 0;
+    return id_of(slot.value());
+}
+
+Result<ta_seq> Pool::fork_sequence(ta_seq source) {
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<Sequence*> from = find(source);
+    if (!from.ok()) return std::move(from).status();
+    if (from.value()->in_plan) return busy(source);
+    // Copies first: nothing after them can fail but take_slot, which changes nothing when it does.
+    std::vector<BlockPtr> blocks = from.value()->blocks;
+    std::vector<float> amax = from.value()->open_amax;
+    const int64_t length = from.value()->length;
+    Result<uint32_t> slot = take_slot();
+    if (!slot.ok()) return std::move(slot).status();
+    Sequence& s = *sequences_[slot.value()];
+    s.alive = true;
+    s.length = length;
+    s.blocks = std::move(blocks);
+    s.open_amax = std::move(amax);
+    return id_of(slot.value());
+}
+
+Status Pool::truncate(ta_seq seq, int64_t length) {
+    std::vector<BlockPtr> dropped;
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<Sequence*> found = find(seq);
+    if (!found.ok()) return std::move(found).status();
+    Sequence& s = *found.value();
+    if (s.in_plan) return busy(seq);
+    if (length < 0 || length > s.length) {
+        return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length);
+    }
+    s.blocks.resize(size_t((length + kPageTokens - 1) / kPageTokens));
+    s.length = length;
+    return {};
+}
+
+Status Pool::release(ta_seq seq) {
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<Sequence*> found = find(seq);
+    if (!found.ok()) return std::move(found).status();
+    Sequence& s = *found.value();
+    if (s.in_plan) return busy(seq);
+    s.alive = false;
+    s.length = 0;
+    s.blocks.clear();
+    // A slot whose generations are used up is retired, so that an old id can never name a new sequence.
+    if (s.generation != UINT32_MAX) free_slots_.push_back(uint32_t(seq));
+    return {};
+}
+
+Result<int64_t> Pool::length(ta_seq seq) const {
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<Sequence*> found = find(seq);
+    if (!found.ok()) return std::move(found).status();
+    return found.value()->length;
+}
+
+Status Pool::verify(ta_seq seq) const {
+    // The blocks are held, so that hashing them needs no lock.
+    std::vector<BlockPtr> blocks;
+    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
+        blocks = s.blocks;
+        // A block that is not full may be reopened by the next plan while its hashes are computed.
+        if (!blocks.empty() && s.length % kPageTokens != 0 && !blocks.back()->sealed()) blocks.pop_back();
+        return Status();
+    }));
+    for (size_t b = 0; b < blocks.size(); ++b) {
+        if (blocks[b]->sealed()) TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b));
+    }
+    return {};
+}
+
+Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs) {
+    std::vector<Sequence*> taken;
+    taken.reserve(seqs.size());
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Status status;
+    for (size_t i = 0; i < seqs.size(); ++i) {
+        Result<Sequence*> found = find(seqs[i]);
+        if (!found.ok()) {
+            status = std::move(found).status().sequence(int64_t(i));
+            break;
+        }
+        if (found.value()->in_plan) {
+            status = std::find(taken.begin(), taken.end(), found.value()) != taken.end()
+                         ? fail(TA_E_INVALID, "the sequence stands twice in the list").sequence(int64_t(i))
+                         : busy(seqs[i]).sequence(int64_t(i));
+            break;
+        }
+        found.value()->in_plan = true;
+        taken.push_back(found.value());
+    }
+    if (status.ok()) return taken;
+    for (Sequence* s : taken) s->in_plan = false;
+    return status;
+}
+
+void Pool::unlock_for_plan(std::span<Sequence* const> seqs) {
+    std::lock_guard lock(mutex_);
+    for (Sequence* s : seqs) s->in_plan = false;
+}
+
+Pool::SequenceStats Pool::sequence_stats() const {
+    std::lock_guard lock(mutex_);
+    SequenceStats r;
+    std::vector<const Block*> shared;
+    for (const auto& s : sequences_) {
+        if (!s->alive) continue;
+        ++r.sequences;
+        r.tokens += uint64_t(s->length);
+        if (s->in_plan) continue;
+        for (const BlockPtr& b : s->blocks) {
+            if (b.use_count() > 1) shared.push_back(b.get());
+        }
+    }
+    std::sort(shared.begin(), shared.end());
+    r.shared_blocks = uint64_t(std::unique(shared.begin(), shared.end()) - shared.begin());
+    return r;
+}
+
+}  // namespace ta

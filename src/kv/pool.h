@@ -1,0 +1,108 @@
+// A pool: geometry, settings, blocks and the table of sequences. Internally synchronised.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "src/core/context.h"
+#include "src/kv/blocks.h"
+#include "src/kv/geometry.h"
+#include "src/kv/numerics.h"
+
+namespace ta {
+
+// Tokens [0, length) in blocks of 64. While `in_plan`, only that plan touches it.
+struct Sequence {
+    uint32_t generation = 0;
+    bool alive = false;
+    bool in_plan = false;
+    int64_t length = 0;
+    std::vector<BlockPtr> blocks;   // ceil(length / 64)
+    std::vector<float> open_amax;   // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale
+};
+
+class Pool {
+  public:
+    // Counters since creation, for the statistics.
+    struct Counters {
+        std::atomic<uint64_t> appended_tokens{0}, closed_pages{0}, reopened_blocks{0}, copied_blocks{0}, saturated_values{0},
+            clamped_values{0};
+    };
+
+    static Result<std::shared_ptr<Pool>> create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
+                                                uint64_t budget, uint32_t max_sequences);
+
+    Context& context() const { return *context_; }
+    const Geometry& geometry() const { return geometry_; }
+    const Numerics& numerics() const { return numerics_; }
+    uint64_t fingerprint() const { return fingerprint_; }
+    BlockStore& blocks() { return *blocks_; }
+    const BlockStore& blocks() const { return *blocks_; }
+    Counters& counters() { return counters_; }
+    const Counters& counters() const { return counters_; }
+    const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
+
+    Status close();
+    Status check_open() const;
+    Result<ta_seq> create_sequence();
+    Result<ta_seq> fork_sequence(ta_seq source);
+    Status truncate(ta_seq seq, int64_t length);
+    Status release(ta_seq seq);
+    Result<int64_t> length(ta_seq seq) const;
+    Status verify(ta_seq seq) const;
+
+    // Takes all sequences for a plan, or none. They stay where they are until unlock_for_plan.
+    Result<std::vector<Sequence*>> lock_for_plan(std::span<const ta_seq> seqs);
+    void unlock_for_plan(std::span<Sequence* const> seqs);
+    // Runs `change` on sequences that a plan holds, while nobody reads their lengths. It does not fail.
+    template <class Change>
+    void commit_plan(Change&& change) {
+        std::lock_guard lock(mutex_);
+        change();
+    }
+
+    struct SequenceStats {
+        uint32_t sequences = 0;
+        uint64_t tokens = 0, shared_blocks = 0;
+    };
+    SequenceStats sequence_stats() const;
+
+    // Calls body(const Sequence&) on a sequence that is in no plan; it stays unchanged for the duration.
+    template <class Body>
+    Status inspect(ta_seq seq, Body&& body) const {
+        std::lock_guard lock(mutex_);
+        TA_RETURN_IF_ERROR(check_open_locked());
+        Result<Sequence*> s = find(seq);
+        if (!s.ok()) return std::move(s).status();
+        if (s.value()->in_plan) return busy(seq);
+        return body(static_cast<const Sequence&>(*s.value()));
+    }
+
+  private:
+    Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences);
+    Result<Sequence*> find(ta_seq seq) const;
+    Result<uint32_t> take_slot();
+    Status check_open_locked() const;
+    static Status busy(ta_seq seq);
+    ta_seq id_of(uint32_t slot) const { return uint64_t(sequences_[slot]->generation) << 32 | slot; }
+
+    std::shared_ptr<Context> context_;
+    const Geometry geometry_;
+    const Numerics numerics_;
+    const uint32_t max_sequences_;
+    uint64_t fingerprint_ = 0;
+    float signs_[kMaxHeadDim];
+    std::unique_ptr<BlockStore> blocks_;
+    Counters counters_;
+
+    mutable std::mutex mutex_;
+    bool closed_ = false;
+    std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
+    std::vector<uint32_t> free_slots_;
+};
+
+}  // namespace ta

@@ -1,0 +1,105 @@
+#include "src/kv/tensor.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "src/core/checked.h"
+
+namespace ta {
+namespace {
+
+// Byte range [low, high) that the elements span, relative to data. Nothing when it does not fit 62 bits.
+struct Extent {
+    int64_t low, high;
+};
+std::optional<Extent> extent_of(const TensorView& v) {
+    if (v.tokens == 0) return Extent{0, 0};
+    Extent e{0, v.head_dim};
+    const int64_t counts[] = {v.tokens, v.heads}, strides[] = {v.stride_token, v.stride_head};
+    for (int i = 0; i < 2; ++i) {
+        const std::optional<int64_t> reach = checked_mul(counts[i] - 1, strides[i]);
+        if (!reach) return std::nullopt;
+        const std::optional<int64_t> moved = checked_add(*reach < 0 ? e.low : e.high, *reach);
+        if (!moved) return std::nullopt;
+        (*reach < 0 ? e.low : e.high) = *moved;
+    }
+    constexpr int64_t kLimit = int64_t{1} << 60;
+    if (e.low < -kLimit || e.high > kLimit) return std::nullopt;
+    const int64_t size = int64_t(cpu::dtype_bytes(v.dtype));
+    return Extent{e.low * size, e.high * size};
+}
+
+}  // namespace
+
+Result<TensorView> view_tensor(const ta_tensor& t, const char* name) {
+    if (t.dtype < TA_DTYPE_F16 || t.dtype > TA_DTYPE_F32) {
+        return fail(TA_E_DTYPE, "%s.dtype is %d; it takes F16, BF16 or F32", name, t.dtype);
+    }
+    if (t.tokens < 0 || t.heads < 1 || t.head_dim < 1) {
+        return fail(TA_E_SHAPE, "%s is [%lld, %lld, %lld]; tokens from 0, heads and head_dim from 1", name, (long long)t.tokens,
+                    (long long)t.heads, (long long)t.head_dim);
+    }
+    TensorView v;
+    v.data = static_cast<uint8_t*>(t.data);
+    v.dtype = cpu::DType(t.dtype);
+    v.tokens = t.tokens;
+    v.heads = t.heads;
+    v.head_dim = t.head_dim;
+    const std::optional<int64_t> row = checked_mul(t.heads, t.head_dim);
+    if (!row) return fail(TA_E_SHAPE, "%s: heads x head_dim does not fit 64 bits", name);
+    v.stride_token = t.stride_token ? t.stride_token : *row;
+    v.stride_head = t.stride_head ? t.stride_head : t.head_dim;
+    if ((v.tokens > 1 && v.stride_token > -v.head_dim && v.stride_token < v.head_dim) ||
+        (v.heads > 1 && v.stride_head > -v.head_dim && v.stride_head < v.head_dim)) {
+        return fail(TA_E_SHAPE, "%s: a stride is shorter than head_dim %lld", name, (long long)t.head_dim);
+    }
+    if (!extent_of(v)) return fail(TA_E_SHAPE, "%s: its extent does not fit 64 bits", name);
+    if (v.tokens == 0) return v;
+    if (!v.data) return fail(TA_E_INVALID, "%s.data is null", name);
+    if (reinterpret_cast<uintptr_t>(v.data) % cpu::dtype_bytes(v.dtype) != 0) {
+        return fail(TA_E_ALIGNMENT, "%s.data is not aligned to its %zu-byte elements", name, cpu::dtype_bytes(v.dtype));
+    }
+    return v;
+}
+
+Status check_tensor_shape(const TensorView& v, const char* name, int64_t tokens, int64_t heads, int64_t head_dim) {
+    if (v.tokens == tokens && v.heads == heads && v.head_dim == head_dim) return {};
+    return fail(TA_E_SHAPE, "%s is [%lld, %lld, %lld]; this call takes [%lld, %lld, %lld]", name, (long long)v.tokens,
+                (long long)v.heads, (long long)v.head_dim, (long long)tokens, (long long)heads, (long long)head_dim);
+}
+
+Status check_finite(const cpu::PageCodec& codec, const TensorView& v, const char* name) {
+    int64_t bad_token = -1, bad_head = 0, bad_channel = 0;
+    if (v.contiguous()) {
+        const int64_t n = v.tokens * v.heads * v.head_dim;
+        const int64_t i = codec.find_nonfinite(v.data, v.dtype, n);
+        if (i == n) return {};
+        bad_token = i / (v.heads * v.head_dim);
+        bad_head = i / v.head_dim % v.heads;
+        bad_channel = i % v.head_dim;
+    } else {
+        for (int64_t t = 0; t < v.tokens && bad_token < 0; ++t) {
+            for (int64_t h = 0; h < v.heads && bad_token < 0; ++h) {
+                const int64_t i = codec.find_nonfinite(v.at(t, h), v.dtype, v.head_dim);
+                if (i == v.head_dim) continue;
+                bad_token = t;
+                bad_head = h;
+                bad_channel = i;
+            }
+        }
+        if (bad_token < 0) return {};
+    }
+    return fail(TA_E_NONFINITE, "%s[%lld, %lld, %lld] is NaN, infinite or above 2^56 in magnitude", name, (long long)bad_token,
+                (long long)bad_head, (long long)bad_channel)
+        .token(bad_token)
+        .head(bad_head);
+}
+
+bool may_overlap(const TensorView& a, const TensorView& b) {
+    const Extent ea = *extent_of(a), eb = *extent_of(b);
+    const auto begin = [](const TensorView& v, const Extent& e) { return intptr_t(v.data) + e.low; };
+    const auto end = [](const TensorView& v, const Extent& e) { return intptr_t(v.data) + e.high; };
+    return ea.high > ea.low && eb.high > eb.low && begin(a, ea) < end(b, eb) && begin(b, eb) < end(a, ea);
+}
+
+}  // namespace ta

@@ -1,0 +1,38 @@
+// Tensors of a call after their checks: rows of head_dim elements at (token, head).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "include/turboattention.h"
+#include "kernels/cpu/page_codec.h"
+#include "src/core/status.h"
+
+namespace ta {
+
+struct TensorView {
+    uint8_t* data = nullptr;
+    cpu::DType dtype = cpu::DType::kF32;
+    int64_t tokens = 0, heads = 0, head_dim = 0;
+    int64_t stride_token = 0, stride_head = 0;  // in elements
+
+    uint8_t* at(int64_t token, int64_t head) const {
+        return data + (token * stride_token + head * stride_head) * int64_t(cpu::dtype_bytes(dtype));
+    }
+    // All elements without gaps, token by token.
+    bool contiguous() const { return stride_head == head_dim && stride_token == heads * head_dim; }
+};
+
+// Checks dtype, pointer, alignment and strides; `name` is for the texts. Does not look at the shape beyond its signs.
+Result<TensorView> view_tensor(const ta_tensor& tensor, const char* name);
+
+// TA_E_SHAPE unless the view is [tokens, heads, head_dim].
+Status check_tensor_shape(const TensorView& v, const char* name, int64_t tokens, int64_t heads, int64_t head_dim);
+
+// TA_E_NONFINITE with token and head of the first value that is NaN, Inf or above 2^56.
+Status check_finite(const cpu::PageCodec& codec, const TensorView& v, const char* name);
+
+// True when some element of one may share memory with the other.
+bool may_overlap(const TensorView& a, const TensorView& b);
+
+}  // namespace ta
