@@ -200,7 +200,8 @@ typedef struct ta_tensor {
 
 typedef struct ta_context ta_context;
 
-/* Where host memory comes from. Both functions are called from any thread and do not unwind; NULL means out of memory. */
+/* Where host memory comes from. Both functions are called from any thread, do not unwind and do not call this library; NULL means
+ * out of memory. */
 typedef struct ta_allocator {
     uint32_t struct_size;
     void* (*allocate)(size_t bytes, size_t alignment, void* user); /* alignment: a power of two, at most 4096 */

@@ -20,7 +20,8 @@ typedef struct ta_x_block_info {
     uint64_t trailer_offset;
 } ta_x_block_info;
 
-/* Describes the block and, where `buffer` is not NULL, copies the slot byte for byte as docs/FORMAT.md specifies it.
+/* Describes the block and, where `buffer` is not NULL, copies the slot byte for byte as docs/FORMAT.md specifies it. In a block
+ * of fewer than 64 tokens the bytes of the missing ones are unspecified.
  * Errors: TA_E_STALE, TA_E_INVALID (block beyond the sequence, buffer smaller than info->bytes), TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_x_block_info* info, void* buffer,
                                 uint64_t buffer_bytes, ta_error* err);

@@ -25,10 +25,15 @@ bool runs_here(ta_cpu_isa isa) {
 }  // namespace
 
 const Kernels* find_kernels(ta_cpu_isa isa) {
+    // TA_HAVE_*: the build has the kernels (kernels/CMakeLists.txt).
     static const Kernels all[] = {
-#if defined(__x86_64__)
+#if TA_HAVE_AVX512
         {TA_CPU_ISA_AVX512, "avx512-vnni", attend_avx512, &page_codec_avx512()},
+#endif
+#if TA_HAVE_AVXVNNI
         {TA_CPU_ISA_AVX_VNNI, "avx-vnni", attend_avxvnni, &page_codec_avx2()},
+#endif
+#if TA_HAVE_AVX2
         {TA_CPU_ISA_AVX2, "avx2", attend_avx2, &page_codec_avx2()},
 #endif
         {TA_CPU_ISA_SCALAR, "scalar", attend_scalar, &page_codec_scalar()},

@@ -40,8 +40,14 @@ const char* ta_build_info(void) {
     return "turboattention " TA_STRING(TA_VERSION_MAJOR) "." TA_STRING(TA_VERSION_MINOR) "." TA_STRING(TA_VERSION_PATCH)
            "; compiler: " __VERSION__
            "; cpu: scalar"
-#if defined(__x86_64__)
-           " avx2 avx-vnni avx512-vnni"
+#if TA_HAVE_AVX2
+           " avx2"
+#endif
+#if TA_HAVE_AVXVNNI
+           " avx-vnni"
+#endif
+#if TA_HAVE_AVX512
+           " avx512-vnni"
 #endif
            "; cuda: no";
 }

@@ -50,6 +50,8 @@ void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, 
     t->layers = g.layers;
     auto* hashes = reinterpret_cast<uint64_t*>(t + 1);
     sealed_ = tokens == kPageTokens;
+    const size_t used = size_t(reinterpret_cast<uint8_t*>(hashes + g.layers) - slot_);
+    std::memset(slot_ + used, 0, g.slot_bytes(kind_) - used);
     for (uint32_t layer = 0; layer < g.layers; ++layer) hashes[layer] = sealed_ ? hash_of(g, kind_, *t, slot_, layer) : 0;
 }
 
@@ -112,7 +114,6 @@ Result<BlockPtr> BlockStore::acquire(PageKind kind) {
         const uint64_t used = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
         peak_ = std::max(peak_, used);
     }
-    std::memset(slot, 0, bytes);
     try {
         return std::make_shared<Block>(*this, kind, slot, next_content_id());
     } catch (const std::bad_alloc&) {

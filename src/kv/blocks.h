@@ -56,7 +56,7 @@ class BlockStore {
     BlockStore(const BlockStore&) = delete;
     BlockStore& operator=(const BlockStore&) = delete;
 
-    // A block whose bytes are zero. TA_E_TIER_FULL beyond the budget, TA_E_MEMORY when the allocator has none.
+    // A block with unspecified bytes: kernels never read slots of tokens that were not written. TA_E_TIER_FULL beyond the budget, TA_E_MEMORY when the allocator has none.
     Result<BlockPtr> acquire(PageKind kind);
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
 
