@@ -1,0 +1,139 @@
+// Attention on a CPU through the public ABI: decode over a long context, its growth with the context, chunked prefill against
+// float attention, and the overhead of a call. Every row checks its output and prints the error beside the time.
+//
+//   bench_attend [--benchmark_filter=...]
+//
+// Threads: TA_BENCH_THREADS, default all. `bandwidth` is the read bandwidth of this machine in this run.
+#include <benchmark/benchmark.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bench/float_attention.h"
+#include "bench/support.h"
+
+namespace ta::bench {
+namespace {
+
+int thread_count() {
+    const char* given = std::getenv("TA_BENCH_THREADS");
+    return given ? std::atoi(given) : int(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+double bandwidth() {
+    static const double value = read_bandwidth(thread_count());
+    return value;
+}
+
+// Layers are visited in turn, so that a step finds nothing of its layer in the caches.
+constexpr uint64_t kColdBytes = uint64_t{256} << 20;
+int cold_layers(int64_t tokens, int bits) {
+    const uint64_t layer_bytes = uint64_t(tokens) * 8 * 128 * 2 * uint64_t(bits) / 8;
+    return int(std::min<uint64_t>(16, kColdBytes / layer_bytes + 1));
+}
+
+// One query token over args (bits, tokens): 32 query heads, 8 kv heads, head_dim 128.
+void decode(benchmark::State& state) {
+    const int bits = int(state.range(0));
+    const int64_t tokens = state.range(1);
+    const Shape shape{cold_layers(tokens, bits), 32, 8, 128, tokens};
+    const FilledPool pool(shape, uint32_t(bits), thread_count());
+    const std::vector<float> q = normal_values(32 * 128, 3);
+    std::vector<float> out(q.size());
+    pool.begin(0, 1);
+    uint32_t layer = 0;
+    for (auto _ : state) {
+        pool.attend(layer, q.data(), out.data(), 1);
+        layer = (layer + 1) % uint32_t(shape.layers);
+    }
+    pool.abort();
+    const double bytes = double(pool.kv_bytes_per_layer());
+    state.counters["GB/s"] = benchmark::Counter(bytes * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
+    state.counters["of_bandwidth"] = benchmark::Counter(bytes / bandwidth(), benchmark::Counter::kIsIterationInvariantRate);
+    state.counters["bandwidth_GB/s"] = bandwidth() * 1e-9;
+    std::vector<float> k(pool.keys().size()), v(k.size());
+    ta_error err;
+    check(ta_x_seq_dequantize(pool.pool(), pool.sequence(), 0, 0, tokens, k.data(), v.data(), &err), err, "dequantize");
+    state.counters["rel_l2_stored"] = error_against_float64(shape, q.data(), 1, k.data(), v.data(), tokens, out.data(), 0);
+    state.counters["rel_l2_exact"] =
+        error_against_float64(shape, q.data(), 1, pool.keys().data(), pool.values().data(), tokens, out.data(), 0);
+}
+BENCHMARK(decode)
+    ->ArgNames({"bits", "tokens"})
+    ->ArgsProduct({{8, 4, 2}, {32768}})
+    ->ArgsProduct({{4}, {1024, 4096, 16384, 65536, 131072}})
+    ->Unit(benchmark::kMicrosecond)
+    ->UseRealTime()
+    ->MinTime(0.5);
+
+constexpr int64_t kPrefillCached = 2048, kPrefillNew = 256;
+
+// 256 new tokens over 2048 cached ones, attention alone; args (bits).
+void prefill(benchmark::State& state) {
+    const Shape shape{1, 32, 8, 128, kPrefillCached};
+    const FilledPool pool(shape, uint32_t(state.range(0)), thread_count());
+    const std::vector<float> q = normal_values(kPrefillNew * 32 * 128, 3), k = normal_values(kPrefillNew * 8 * 128, 4),
+                             v = normal_values(kPrefillNew * 8 * 128, 5);
+    std::vector<float> out(q.size());
+    pool.begin(int32_t(kPrefillNew), int32_t(kPrefillNew));
+    pool.append(0, k.data(), v.data(), kPrefillNew);
+    for (auto _ : state) pool.attend(0, q.data(), out.data(), kPrefillNew);
+    pool.abort();
+    std::vector<float> all_k = pool.keys(), all_v = pool.values();
+    all_k.insert(all_k.end(), k.begin(), k.end());
+    all_v.insert(all_v.end(), v.begin(), v.end());
+    state.counters["rel_l2_exact"] = error_against_float64(shape, q.data(), kPrefillNew, all_k.data(), all_v.data(),
+                                                           kPrefillCached + kPrefillNew, out.data(), 0);
+}
+BENCHMARK(prefill)->ArgNames({"bits"})->Arg(8)->Arg(4)->Arg(2)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+
+// The peer: the same rows and keys in FP32 with AVX-512 FMA, K and V as plain floats.
+void prefill_float(benchmark::State& state) {
+    const Shape shape{1, 32, 8, 128, kPrefillCached + kPrefillNew};
+    const std::vector<float> q = normal_values(kPrefillNew * 32 * 128, 3);
+    const std::vector<float> k = normal_values(size_t(shape.tokens) * 8 * 128, 1), v = normal_values(k.size(), 2);
+    std::vector<float> out(q.size());
+    FloatAttention attention(shape.q_heads, shape.kv_heads, shape.head_dim, thread_count());
+    for (auto _ : state) attention.run(q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, out.data());
+    state.counters["rel_l2_exact"] =
+        error_against_float64(shape, q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, out.data(), 0);
+}
+BENCHMARK(prefill_float)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+
+// ta_plan_begin, one attend and ta_plan_abort on a sequence of 64 tokens, 8 query heads on 2 kv heads.
+void call_overhead(benchmark::State& state) {
+    const Shape shape{1, 8, 2, 128, 64};
+    const FilledPool pool(shape, 4, thread_count());
+    const std::vector<float> q = normal_values(8 * 128, 3);
+    std::vector<float> out(q.size());
+    for (auto _ : state) {
+        pool.begin(0, 1);
+        pool.attend(0, q.data(), out.data(), 1);
+        pool.abort();
+    }
+    state.counters["rel_l2_exact"] =
+        error_against_float64(shape, q.data(), 1, pool.keys().data(), pool.values().data(), 64, out.data(), 0);
+}
+BENCHMARK(call_overhead)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+
+// Quantizing and closing pages: 64 tokens, 8 kv heads, head_dim 128; args (bits).
+void append_page(benchmark::State& state) {
+    const Shape shape{1, 32, 8, 128, 64};
+    const FilledPool pool(shape, uint32_t(state.range(0)), thread_count());
+    const std::vector<float> k = normal_values(64 * 8 * 128, 4), v = normal_values(64 * 8 * 128, 5);
+    for (auto _ : state) {
+        pool.begin(64, 0);
+        pool.append(0, k.data(), v.data(), 64);
+        pool.abort();
+    }
+    state.counters["tokens/s"] = benchmark::Counter(64.0, benchmark::Counter::kIsIterationInvariantRate);
+}
+BENCHMARK(append_page)->ArgNames({"bits"})->Arg(8)->Arg(4)->Arg(2)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.2);
+
+}  // namespace
+}  // namespace ta::bench
+
+BENCHMARK_MAIN();

@@ -1,0 +1,47 @@
+# cmake --install: libraries, headers, the CMake package TurboAttention and turboattention.pc.
+include(CMakePackageConfigHelpers)
+
+set(_ta_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/TurboAttention")
+
+set(_ta_libraries turboattention_static)
+if(TA_BUILD_SHARED)
+    list(APPEND _ta_libraries turboattention)
+endif()
+install(TARGETS ${_ta_libraries} EXPORT TurboAttentionTargets
+    LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+    ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+)
+install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(EXPORT TurboAttentionTargets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}")
+
+configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
+    INSTALL_DESTINATION "${_ta_package_dir}"
+)
+# Before 1.0 a minor version may change the ABI.
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+install(FILES "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake" "${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake"
+    DESTINATION "${_ta_package_dir}"
+)
+
+# The .pc file names its prefix relative to itself, so an installed tree can be moved.
+if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
+    set(_ta_pc_prefix "${CMAKE_INSTALL_PREFIX}")
+else()
+    file(RELATIVE_PATH _ta_up "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+    string(REGEX REPLACE "/$" "" _ta_up "${_ta_up}")
+    set(_ta_pc_prefix "\${pcfiledir}/${_ta_up}")
+endif()
+foreach(_ta_dir IN ITEMS LIBDIR INCLUDEDIR)
+    if(IS_ABSOLUTE "${CMAKE_INSTALL_${_ta_dir}}")
+        set(_ta_pc_${_ta_dir} "${CMAKE_INSTALL_${_ta_dir}}")
+    else()
+        set(_ta_pc_${_ta_dir} "\${prefix}/${CMAKE_INSTALL_${_ta_dir}}")
+    endif()
+endforeach()
+set(_ta_pc_libs "-L\${libdir} -lturboattention")
+set(_ta_pc_private "-lstdc++ -lpthread -ldl -lm")
+if(NOT TA_BUILD_SHARED)
+    string(APPEND _ta_pc_libs " ${_ta_pc_private}")
+endif()
+configure_file(cmake/turboattention.pc.in "${PROJECT_BINARY_DIR}/turboattention.pc" @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/turboattention.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")

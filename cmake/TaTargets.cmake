@@ -1,0 +1,102 @@
+# How code is compiled and how the libraries are put together.
+
+get_property(_ta_multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
+if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT _ta_multi_config)
+    set(CMAKE_BUILD_TYPE Release CACHE STRING "Debug, Release or RelWithDebInfo" FORCE)
+endif()
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+# ta_target_defaults(<target> [RELAXED])
+# Language, numerics, warnings and sanitizers of everything compiled here. RELAXED leaves out -Wconversion.
+function(ta_target_defaults target)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "RELAXED" "" "")
+    set_target_properties(${target} PROPERTIES
+        C_STANDARD 99 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF
+        CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF
+    )
+    set(host "$<COMPILE_LANGUAGE:C,CXX>")
+    set(options
+        # Results are bit-exact across instruction sets: no contraction to FMA unless written, never -ffast-math.
+        -ffp-contract=off -fno-math-errno -fno-trapping-math
+        "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=" # __FILE__ does not name the machine
+        -Wall -Wextra -Wpedantic -Wshadow -Wvla
+        $<$<COMPILE_LANGUAGE:CXX>:-Wnon-virtual-dtor>
+    )
+    if(NOT arg_RELAXED)
+        list(APPEND options -Wconversion -Wno-sign-conversion)
+    endif()
+    if(TA_WARNINGS_AS_ERRORS)
+        list(APPEND options -Werror)
+        if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+            # These come from the optimiser and change with every GCC release and -f flag: shown, not fatal.
+            list(APPEND options -Wno-error=array-bounds -Wno-error=maybe-uninitialized -Wno-error=restrict
+                -Wno-error=stringop-overflow -Wno-error=stringop-overread)
+        endif()
+    endif()
+    if(TA_SANITIZE)
+        list(APPEND options -fsanitize=${TA_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+        target_link_options(${target} PRIVATE -fsanitize=${TA_SANITIZE})
+    endif()
+    target_compile_options(${target} PRIVATE "$<${host}:${options}>")
+endfunction()
+
+# ta_add_library(<target> STATIC|SHARED)
+# libturboattention.a or .so from turboattention_objects, with the alias TurboAttention::<target>.
+function(ta_add_library target kind)
+    add_library(${target} ${kind} $<TARGET_OBJECTS:turboattention_objects>)
+    add_library(TurboAttention::${target} ALIAS ${target})
+    set_target_properties(${target} PROPERTIES OUTPUT_NAME turboattention LINKER_LANGUAGE CXX)
+    target_include_directories(${target} INTERFACE
+        "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+        "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>"
+    )
+    target_link_libraries(${target} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+    if(kind STREQUAL "STATIC")
+        # CMake links a C program that uses this library with the C compiler unless C++ is enabled there.
+        target_link_libraries(${target} INTERFACE "$<$<LINK_LANGUAGE:C>:stdc++;m>")
+        return()
+    endif()
+
+    set(map "${PROJECT_SOURCE_DIR}/cmake/turboattention.map")
+    set_target_properties(${target} PROPERTIES VERSION ${TA_VERSION} SOVERSION ${TA_ABI_VERSION} LINK_DEPENDS "${map}")
+    target_link_options(${target} PRIVATE "LINKER:--version-script=${map}" LINKER:-z,relro LINKER:-z,now)
+    if(TA_SANITIZE)
+        target_link_options(${target} PRIVATE -fsanitize=${TA_SANITIZE})
+    endif()
+    if(NOT (TA_SANITIZE AND CMAKE_CXX_COMPILER_ID MATCHES "Clang")) # there the program, not the library, brings the runtime
+        target_link_options(${target} PRIVATE LINKER:--no-undefined)
+    endif()
+endfunction()
+
+# ta_kernel_sources(portable|avx2|avxvnni|avx512 <file>...)
+# Adds kernel sources to the library with the flags of their instruction set, and defines TA_HAVE_<SET> (the library and
+# its tests see it) if there are any and this compiler can build them for this processor family.
+set(TA_FLAGS_portable)
+set(TA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
+set(TA_FLAGS_avxvnni ${TA_FLAGS_avx2} -mavxvnni)
+set(TA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512vbmi -mfma)
+function(ta_kernel_sources isa)
+    if(NOT ARGN)
+        return()
+    endif()
+    if(NOT isa STREQUAL "portable")
+        string(TOUPPER "${isa}" ISA)
+        string(JOIN " " flags ${TA_FLAGS_${isa}})
+        check_cxx_compiler_flag("${flags}" TA_COMPILER_HAS_${ISA})
+        if(NOT TA_COMPILER_HAS_${ISA})
+            message(STATUS "TurboAttention: no ${isa} kernels: ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} "
+                "for ${CMAKE_SYSTEM_PROCESSOR} does not take ${flags}")
+            return()
+        endif()
+        target_compile_definitions(turboattention_objects PUBLIC TA_HAVE_${ISA}=1)
+    endif()
+    set(warnings -Wno-conversion)
+    if(isa STREQUAL "avx512" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+        list(APPEND warnings -Wno-uninitialized -Wno-maybe-uninitialized) # in its own intrinsics, GCC bug 105593
+    endif()
+    list(TRANSFORM ARGN PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/" OUTPUT_VARIABLE files)
+    target_sources(turboattention_objects PRIVATE ${files})
+    set_property(SOURCE ${files} TARGET_DIRECTORY turboattention_objects
+        APPEND PROPERTY COMPILE_OPTIONS ${warnings} ${TA_FLAGS_${isa}}
+    )
+endfunction()
