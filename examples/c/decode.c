@@ -15,8 +15,8 @@ int main(void) {
     CHECK(ta_kv_pool_create(ctx, &options, &pool, &err));
     CHECK(ta_plan_create(pool, NULL, &plan, &err));
     CHECK(ta_seq_create(pool, &seq, &err));
-    for (int i = 0; i < PROMPT * KV_HEADS * DIM; ++i) k[i] = (float)(i * 7919 % 2003) / 1001 - 1, v[i] = (float)(i % 1009) / 1009;
-    for (int i = 0; i < PROMPT * Q_HEADS * DIM; ++i) q[i] = (float)(i * 104729 % 1999) / 999 - 1;
+    for (int i = 0; i < PROMPT * KV_HEADS * DIM; ++i) k[i] = (float)(i * 79 % 2003) / 1001 - 1, v[i] = (float)(i % 1009) / 1009;
+    for (int i = 0; i < PROMPT * Q_HEADS * DIM; ++i) q[i] = (float)(i * 97 % 1999) / 999 - 1;
     for (int step = 0; step < 10; ++step) { /* the prompt first, then one token at a time */
         int32_t n = step ? 1 : PROMPT;
         ta_tensor tq = {.struct_size = sizeof tq, .dtype = TA_DTYPE_F32, .data = q, .tokens = n, .heads = Q_HEADS, .head_dim = DIM};

@@ -1,0 +1,293 @@
+#include "attention_turbo.h"
+
+#include <turboattention.h>
+
+#include <algorithm>
+#include <charconv>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <stdexcept>
+
+#include "model.h"
+#include "parallel.h"
+#include "safetensors.h"
+
+namespace tinylm {
+namespace {
+
+using json = nlohmann::json;
+
+void check(const char* call, ta_status status, const ta_error& err) {
+    if (status == TA_OK) return;
+    std::string text = std::string(call) + ": " + ta_status_name(status) + ": " + err.message;
+    if (err.layer >= 0) text += ", layer " + std::to_string(err.layer);
+    if (err.head >= 0) text += ", head " + std::to_string(err.head);
+    if (err.token >= 0) text += ", token " + std::to_string(err.token);
+    throw std::runtime_error(text);
+}
+
+// The library's handles, destroyed in any order.
+struct Destroy {
+    void operator()(ta_context* p) const { ta_context_destroy(p); }
+    void operator()(ta_kv_pool* p) const { ta_kv_pool_destroy(p); }
+    void operator()(ta_plan* p) const { ta_plan_destroy(p); }
+    void operator()(ta_calibrator* p) const { ta_calibrator_destroy(p); }
+};
+template <typename T>
+using Handle = std::unique_ptr<T, Destroy>;
+
+Handle<ta_context> make_context(int threads) {
+    ta_context_options options{};
+    options.struct_size = sizeof options;
+    options.threads = threads;
+    ta_context* context = nullptr;
+    ta_error err{};
+    check("ta_context_create", ta_context_create(&options, &context, &err), err);
+    return Handle<ta_context>(context);
+}
+
+ta_tensor tensor(const float* data, int tokens, int heads, int head_dim) {
+    ta_tensor t{};
+    t.struct_size = sizeof t;
+    t.dtype = TA_DTYPE_F32;
+    t.data = const_cast<float*>(data);  // the library only reads its inputs
+    t.tokens = tokens;
+    t.heads = heads;
+    t.head_dim = head_dim;
+    return t;
+}
+
+// Room for the sequence even if every block stayed at 8 bits: twice its codes, and more for the padding of small blocks.
+uint64_t pool_budget(const AttentionShape& shape) {
+    const uint64_t blocks = static_cast<uint64_t>(shape.max_tokens) / 64 + 3;
+    return blocks * (2ull * 64 * 2 * shape.layers * shape.kv_heads * shape.head_dim + 65536);
+}
+
+class TurboAttention final : public AttentionBackend {
+  public:
+    TurboAttention(const AttentionShape& shape, const TurboOptions& options)
+        : shape_(shape), description_(describe(options)), context_(make_context(options.threads)) {
+        create_pool(options);
+        ta_plan* plan = nullptr;
+        ta_error err{};
+        check("ta_plan_create", ta_plan_create(pool_.get(), nullptr, &plan, &err), err);
+        plan_.reset(plan);
+        check("ta_seq_create", ta_seq_create(pool_.get(), &seq_, &err), err);
+    }
+
+    void reset() override {
+        ta_error err{};
+        check("ta_seq_truncate", ta_seq_truncate(pool_.get(), seq_, 0, &err), err);
+    }
+
+    void begin(int n_new) override {
+        ta_error err{};
+        n_new_ = n_new;
+        check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, &err), err);
+    }
+
+    void attend(int layer, const float* q, const float* k, const float* v, float* out) override {
+        const ta_tensor k_new = tensor(k, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor v_new = tensor(v, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor query = tensor(q, n_new_, shape_.heads, shape_.head_dim);
+        const ta_tensor result = tensor(out, n_new_, shape_.heads, shape_.head_dim);
+        ta_error err{};
+        check("ta_append", ta_append(plan_.get(), layer, &k_new, &v_new, &err), err);
+        check("ta_attend", ta_attend(plan_.get(), layer, &query, &result, nullptr, nullptr, &err), err);
+    }
+
+    void end() override {
+        ta_error err{};
+        check("ta_plan_end", ta_plan_end(plan_.get(), &err), err);
+    }
+
+    KvStats stats() const override {
+        ta_kv_pool_stats s{};
+        s.struct_size = sizeof s;
+        ta_error err{};
+        check("ta_kv_pool_get_stats", ta_kv_pool_get_stats(pool_.get(), &s, &err), err);
+        return {description_, s.bytes_used, s.tokens};
+    }
+
+  private:
+    static std::string describe(const TurboOptions& options) {
+        const std::string bits = options.head_map.empty() ? std::to_string(options.bits) + " bits" : "mixed 4/2 bits";
+        return "turbo, " + options.profile + ", " + bits;
+    }
+
+    void create_pool(const TurboOptions& options) {
+        ta_numerics numerics{};
+        numerics.struct_size = sizeof numerics;
+        numerics.profile = options.profile == "paper" ? TA_PROFILE_PAPER : TA_PROFILE_ACCURATE;
+        ta_kv_pool_options po{};
+        po.struct_size = sizeof po;
+        po.layers = shape_.layers;
+        po.kv_heads = shape_.kv_heads;
+        po.head_dim = shape_.head_dim;
+        po.bits = options.bits;
+        if (!options.head_map.empty()) {
+            po.k_bits = options.head_map.k_bits.data();
+            po.v_bits = options.head_map.v_bits.data();
+        }
+        po.budget_bytes = pool_budget(shape_);
+        po.numerics = &numerics;
+        ta_kv_pool* pool = nullptr;
+        ta_error err{};
+        check("ta_kv_pool_create", ta_kv_pool_create(context_.get(), &po, &pool, &err), err);
+        pool_.reset(pool);
+    }
+
+    AttentionShape shape_;
+    std::string description_;
+    Handle<ta_context> context_;
+    Handle<ta_kv_pool> pool_;
+    Handle<ta_plan> plan_;
+    ta_seq seq_ = 0;
+    int32_t n_new_ = 0;
+};
+
+// Exact attention that shows what passes through it to a calibrator.
+class ObservedAttention final : public AttentionBackend {
+  public:
+    ObservedAttention(const AttentionShape& shape, Workers& workers)
+        : shape_(shape), exact_(make_exact_attention(shape, workers)), context_(make_context(workers.count())) {
+        ta_calibrator* calibrator = nullptr;
+        ta_error err{};
+        const ta_status status =
+            ta_calibrator_create(context_.get(), shape.layers, shape.kv_heads, shape.head_dim, &calibrator, &err);
+        check("ta_calibrator_create", status, err);
+        calibrator_.reset(calibrator);
+    }
+
+    void reset() override { exact_->reset(); }
+    void begin(int n_new) override {
+        n_new_ = n_new;
+        exact_->begin(n_new);
+    }
+    void attend(int layer, const float* q, const float* k, const float* v, float* out) override {
+        const ta_tensor k_new = tensor(k, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor v_new = tensor(v, n_new_, shape_.kv_heads, shape_.head_dim);
+        ta_error err{};
+        check("ta_calibrator_observe", ta_calibrator_observe(calibrator_.get(), layer, &k_new, &v_new, &err), err);
+        exact_->attend(layer, q, k, v, out);
+    }
+    void end() override { exact_->end(); }
+    KvStats stats() const override { return exact_->stats(); }
+
+    HeadMap finish(int low_heads) const {
+        HeadMap map = empty_map();
+        ta_error err{};
+        const ta_status status = ta_calibrator_finish(calibrator_.get(), low_heads, map.k_bits.data(),
+                                                      map.v_bits.data(), nullptr, nullptr, &err);
+        check("ta_calibrator_finish", status, err);
+        return map;
+    }
+
+    // The heads that a calibration with all the others low would leave at 4 bits get 2: a map of the same size.
+    HeadMap finish_complement(int low_heads) const {
+        HeadMap map = finish(shape_.kv_heads - low_heads);
+        for (uint8_t& b : map.k_bits) b = b == 4 ? 2 : 4;
+        for (uint8_t& b : map.v_bits) b = b == 4 ? 2 : 4;
+        return map;
+    }
+
+  private:
+    HeadMap empty_map() const {
+        const std::size_t heads = static_cast<std::size_t>(shape_.layers) * shape_.kv_heads;
+        return {std::vector<uint8_t>(heads), std::vector<uint8_t>(heads)};
+    }
+
+    AttentionShape shape_;
+    std::unique_ptr<AttentionBackend> exact_;
+    Handle<ta_context> context_;
+    Handle<ta_calibrator> calibrator_;
+    int n_new_ = 0;
+};
+
+std::vector<uint8_t> random_bits(const AttentionShape& shape, int low_heads, std::mt19937_64& rng) {
+    std::vector<uint8_t> bits;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        std::vector<uint8_t> row(shape.kv_heads, 4);
+        std::fill_n(row.begin(), low_heads, uint8_t{2});
+        for (std::size_t i = row.size(); i > 1; --i) std::swap(row[i - 1], row[rng() % i]);  // the same on every system
+        bits.insert(bits.end(), row.begin(), row.end());
+    }
+    return bits;
+}
+
+void check_low_heads(const AttentionShape& shape, int low_heads) {
+    if (low_heads >= 0 && low_heads <= shape.kv_heads) return;
+    throw std::runtime_error("--low-heads must be from 0 to " + std::to_string(shape.kv_heads));
+}
+
+std::vector<uint8_t> parse_bits(const json& rows, const AttentionShape& shape) {
+    std::vector<uint8_t> bits;
+    if (rows.size() != static_cast<std::size_t>(shape.layers))
+        throw std::runtime_error("one row for each layer is expected");
+    for (const json& row : rows) {
+        if (row.size() != static_cast<std::size_t>(shape.kv_heads)) {
+            throw std::runtime_error("one entry for each kv head is expected");
+        }
+        for (const json& b : row) {
+            if (b != 4 && b != 2) throw std::runtime_error("an entry must be 4 or 2");
+            bits.push_back(b.get<uint8_t>());
+        }
+    }
+    return bits;
+}
+
+json bits_json(const std::vector<uint8_t>& bits, int kv_heads) {
+    json rows = json::array();
+    for (auto row = bits.begin(); row != bits.end(); row += kv_heads)
+        rows.push_back(std::vector<int>(row, row + kv_heads));
+    return rows;
+}
+
+}  // namespace
+
+std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& shape, const TurboOptions& options) {
+    return std::make_unique<TurboAttention>(shape, options);
+}
+
+HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads,
+                           bool complement) {
+    constexpr std::size_t kChunk = 512;
+    const AttentionShape shape = model.attention_shape(static_cast<int>(text.size()));
+    check_low_heads(shape, low_heads);
+    ObservedAttention attention(shape, workers);
+    for (std::size_t at = 0; at < text.size(); at += kChunk) {
+        model.forward(text.subspan(at, std::min(kChunk, text.size() - at)), static_cast<int>(at), attention);
+    }
+    return complement ? attention.finish_complement(low_heads) : attention.finish(low_heads);
+}
+
+HeadMap random_head_map(const AttentionShape& shape, int low_heads, const std::string& seed_text) {
+    check_low_heads(shape, low_heads);
+    uint64_t seed = 0;
+    const char* end = seed_text.data() + seed_text.size();
+    if (seed_text.empty() || std::from_chars(seed_text.data(), end, seed).ptr != end) {
+        throw std::runtime_error("random:" + seed_text + ": the seed must be a whole number");
+    }
+    std::mt19937_64 rng(seed);
+    HeadMap map;
+    map.k_bits = random_bits(shape, low_heads, rng);
+    map.v_bits = random_bits(shape, low_heads, rng);
+    return map;
+}
+
+HeadMap read_head_map(const std::filesystem::path& path, const AttentionShape& shape) {
+    constexpr std::size_t kMaxBytes = 1 << 24;
+    try {
+        const json map = json::parse(read_file(path, kMaxBytes));
+        return {parse_bits(map.at("k_bits"), shape), parse_bits(map.at("v_bits"), shape)};
+    } catch (const std::exception& e) {
+        throw std::runtime_error("head map " + path.string() + ": " + e.what());
+    }
+}
+
+std::string head_map_json(const HeadMap& map, const AttentionShape& shape) {
+    return json{{"k_bits", bits_json(map.k_bits, shape.kv_heads)}, {"v_bits", bits_json(map.v_bits, shape.kv_heads)}}
+        .dump();
+}
+
+}  // namespace tinylm

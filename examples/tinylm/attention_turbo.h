@@ -1,0 +1,44 @@
+// Attention by the TurboAttention library, through its C ABI alone, and the choice of a bit width for each head.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace tinylm {
+
+class Model;
+
+// Bits of K and of V for each [layer, kv head], 4 or 2. Empty: the same bits everywhere.
+struct HeadMap {
+    std::vector<uint8_t> k_bits, v_bits;
+    bool empty() const { return k_bits.empty(); }
+};
+
+struct TurboOptions {
+    std::string profile = "accurate";  // or "paper"
+    int bits = 4;                      // 8, 4 or 2; ignored where head_map is given
+    HeadMap head_map;
+    int threads = 1;
+};
+
+std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& shape, const TurboOptions& options);
+
+// Runs text through the model with exact attention and shows every K and V to a ta_calibrator: the low_heads heads of
+// each layer with the lowest priority get 2 bits, the others 4. complement: those with the highest priority get 2 bits
+// instead, which should be the worst choice of the same size.
+HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads,
+                           bool complement);
+
+// A choice of the same size without looking at any data; seed_text is a whole number.
+HeadMap random_head_map(const AttentionShape& shape, int low_heads, const std::string& seed_text);
+
+// {"k_bits": [[4, 2], ...], "v_bits": [[2, 4], ...]}, one row for each layer.
+HeadMap read_head_map(const std::filesystem::path& path, const AttentionShape& shape);
+std::string head_map_json(const HeadMap& map, const AttentionShape& shape);
+
+}  // namespace tinylm

@@ -1,0 +1,453 @@
+// tinylm: run a small language model over bytes, with exact attention or with the library's compressed cache, and
+// measure what the compression costs. This file: the command line, the three commands, what they print.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "attention_turbo.h"
+#include "model.h"
+#include "parallel.h"
+#include "safetensors.h"
+#include "vector_math.h"
+
+namespace tinylm {
+namespace {
+
+using json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+using Bytes = std::span<const uint8_t>;
+
+constexpr std::size_t kMaxTextBytes = 1 << 30;
+constexpr int kWindow = 4096;
+
+struct Options {
+    std::string model;
+    std::string prompt, prompt_file, text, prompts;
+    int bytes = 64;
+    int windows = 0;  // 0: all
+    int limit = 0;    // 0: all
+    bool exact = false;
+    TurboOptions turbo;
+    std::string head_map, map_variant = "calibrated", calibration_text, save_head_map;
+    int low_heads = 1;
+    int chunk = 0;  // 0: default_chunk
+    int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    bool json = false;
+    bool logits = false;
+};
+
+Bytes as_bytes(const std::string& text) {
+    return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
+}
+
+double seconds_since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// A line that rewrites itself, for people only.
+class Progress {
+  public:
+    void show(const std::string& text) {
+        if (terminal_) std::fprintf(stderr, "\r%s\033[K", text.c_str());
+    }
+    ~Progress() {
+        if (terminal_) std::fprintf(stderr, "\r\033[K");
+    }
+
+  private:
+    bool terminal_ = ::isatty(STDERR_FILENO) != 0;
+};
+
+// The size of a chunk does not change what exact attention computes, and large ones are faster.
+int default_chunk(const Options& options) {
+    return options.exact ? 512 : 64;
+}
+
+// The model, its attention, and what was fed so far.
+class Session {
+  public:
+    explicit Session(const Options& options)
+        : options_(options),
+          chunk_(options.chunk > 0 ? options.chunk : default_chunk(options)),
+          workers_(options.threads),
+          model_(options.model, workers_) {}
+
+    const ModelConfig& config() const { return model_.config(); }
+
+    // Call once, before feeding: makes the attention for sequences of up to max_tokens.
+    void prepare(int max_tokens) {
+        if (max_tokens > config().max_positions) {
+            throw std::runtime_error(std::to_string(max_tokens) + " bytes are more than the model's context of " +
+                                     std::to_string(config().max_positions));
+        }
+        const AttentionShape shape = model_.attention_shape(max_tokens);
+        if (options_.exact) {
+            attention_ = make_exact_attention(shape, workers_);
+            return;
+        }
+        TurboOptions turbo = options_.turbo;
+        turbo.threads = options_.threads;
+        turbo.head_map = head_map(shape);
+        attention_ = make_turbo_attention(shape, turbo);
+    }
+
+    void reset() { attention_->reset(); }
+
+    // Feeds bytes behind the `first` bytes that were fed, in chunks; seen(i, hidden) gets the hidden states [n, hidden]
+    // of bytes i, ..., i + n - 1 of the span.
+    template <typename Seen>
+    void feed(Bytes bytes, int first, Seen seen) {
+        const Clock::time_point start = Clock::now();
+        for (std::size_t at = 0; at < bytes.size(); at += chunk_) {
+            const Bytes part = bytes.subspan(at, std::min(chunk_, bytes.size() - at));
+            seen(at, model_.forward(part, first + static_cast<int>(at), *attention_));
+        }
+        seconds_ += seconds_since(start);
+        fed_ += bytes.size();
+    }
+
+    std::span<float> logits(std::span<const float> hidden) {
+        logits_.resize(hidden.size() / config().hidden * kVocab);
+        model_.logits(hidden, logits_.data());
+        return logits_;
+    }
+
+    // Call at the end of each sequence, so that the sizes reported are an average over all of them.
+    void count_cache() {
+        const KvStats stats = attention_->stats();
+        cache_bytes_ += static_cast<double>(stats.bytes);
+        cache_tokens_ += static_cast<double>(stats.tokens);
+    }
+
+    json report() const {
+        const ModelConfig& c = config();
+        const double per_token = cache_bytes_ / cache_tokens_;
+        const double elements = 2.0 * c.layers * c.kv_heads * c.head_dim;
+        json out;
+        out["attention"] = attention_->stats().description;
+        out["kv_bytes_per_token"] = per_token;
+        out["compression_vs_fp16"] = 2.0 * elements / per_token;
+        out["bits_per_element"] = 8.0 * per_token / elements;
+        out["chunk"] = chunk_;
+        out["threads"] = options_.threads;
+        out["tokens"] = fed_;
+        out["tokens_per_second"] = static_cast<double>(fed_) / seconds_;
+        return out;
+    }
+
+  private:
+    HeadMap head_map(const AttentionShape& shape) {
+        if (options_.head_map.empty()) return {};
+        HeadMap map;
+        if (options_.head_map != "calibrate") {
+            map = read_head_map(options_.head_map, shape);
+        } else if (options_.map_variant.starts_with("random:")) {
+            map = random_head_map(shape, options_.low_heads, options_.map_variant.substr(7));
+        } else {
+            map = calibrated_head_map();
+        }
+        if (!options_.save_head_map.empty()) {
+            std::ofstream file(options_.save_head_map);
+            file << head_map_json(map, shape) << '\n';
+            if (!file.flush()) throw std::runtime_error(options_.save_head_map + ": cannot be written");
+        }
+        return map;
+    }
+
+    HeadMap calibrated_head_map() {
+        std::filesystem::path path = options_.calibration_text;
+        if (path.empty()) path = std::filesystem::path(options_.model) / "sample.txt";
+        const std::string text = read_file(path, kMaxTextBytes);
+        const int window = std::min({kWindow, config().max_positions, static_cast<int>(text.size())});
+        return calibrate_head_map(model_, workers_, as_bytes(text).first(window), options_.low_heads,
+                                  options_.map_variant == "complement");
+    }
+
+    const Options& options_;
+    std::size_t chunk_;
+    Workers workers_;
+    Model model_;
+    std::unique_ptr<AttentionBackend> attention_;
+    std::vector<float> logits_;
+    double cache_bytes_ = 0, cache_tokens_ = 0;
+    double seconds_ = 0;
+    uint64_t fed_ = 0;
+};
+
+int argmax(std::span<const float> logits) {
+    return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+struct Score {
+    double bits;    // -log2 p of the byte that came
+    bool expected;  // it was the likeliest one
+};
+
+Score score_byte(std::span<float> logits, uint8_t byte) {
+    const int best = argmax(logits);
+    const double behind = logits[best] - logits[byte];
+    return {(std::log(exp_minus_max(logits.data(), logits.size())) + behind) / std::log(2.0), best == byte};
+}
+
+// Feeds text into an empty cache; the scores of bytes from, from + 1, ..., each given all bytes before it. from >= 1.
+std::vector<Score> score_text(Session& session, Bytes text, std::size_t from) {
+    std::vector<Score> scores;
+    session.reset();
+    session.feed(text, 0, [&](std::size_t at, std::span<const float> hidden) {
+        const std::size_t width = session.config().hidden;
+        const std::size_t end =
+            std::min(at + hidden.size() / width, text.size() - 1);  // the last byte predicts nothing here
+        const std::size_t begin = std::max(at, from - 1);
+        if (begin >= end) return;
+        const std::span<float> logits = session.logits(hidden.subspan((begin - at) * width, (end - begin) * width));
+        for (std::size_t i = begin; i < end; ++i) {
+            scores.push_back(score_byte(logits.subspan((i - begin) * kVocab, kVocab), text[i + 1]));
+        }
+    });
+    session.count_cache();
+    return scores;
+}
+
+double total_bits(const std::vector<Score>& scores) {
+    double bits = 0;
+    for (const Score& s : scores) bits += s.bits;
+    return bits;
+}
+
+json run_eval(const Options& options) {
+    const std::string text = read_file(options.text, kMaxTextBytes);
+    if (text.size() < 2) throw std::runtime_error(options.text + ": too short to score");
+    Session session(options);
+    const std::size_t window =
+        std::min<std::size_t>({kWindow, text.size(), static_cast<std::size_t>(session.config().max_positions)});
+    std::size_t windows = text.size() / window;
+    if (options.windows > 0) windows = std::min<std::size_t>(windows, options.windows);
+    session.prepare(static_cast<int>(window));
+
+    Progress progress;
+    std::vector<double> per_window;
+    double bits = 0;
+    for (std::size_t w = 0; w < windows; ++w) {
+        const double window_bits = total_bits(score_text(session, as_bytes(text).subspan(w * window, window), 1));
+        bits += window_bits;
+        per_window.push_back(window_bits / static_cast<double>(window - 1));
+        progress.show("window " + std::to_string(w + 1) + " of " + std::to_string(windows) + ": " +
+                      std::to_string(bits / static_cast<double>((w + 1) * (window - 1))) + " bits per byte");
+    }
+    json out{{"bits_per_byte", bits / static_cast<double>(windows * (window - 1))}, {"windows", windows}};
+    out["scored_bytes"] = windows * (window - 1);
+    out["bits_per_byte_of_window"] = per_window;
+    out.update(session.report());
+    return out;
+}
+
+struct RetrievalCase {
+    std::string prompt, answer, bucket;
+    json id;
+};
+
+std::vector<RetrievalCase> read_cases(const std::string& path, int limit) {
+    std::vector<RetrievalCase> cases;
+    std::istringstream lines(read_file(path, kMaxTextBytes));
+    for (std::string line; std::getline(lines, line) && (limit == 0 || static_cast<int>(cases.size()) < limit);) {
+        try {
+            const json entry = json::parse(line);
+            const json& bucket = entry.at("bucket");
+            cases.push_back({entry.at("prompt"), entry.at("answer"),
+                             bucket.is_string() ? std::string(bucket) : bucket.dump(),
+                             entry.value("id", json(cases.size()))});
+            if (cases.back().prompt.empty() || cases.back().answer.empty())
+                throw std::runtime_error("empty prompt or answer");
+        } catch (const std::exception& e) {
+            throw std::runtime_error(path + ", line " + std::to_string(cases.size() + 1) + ": " + e.what());
+        }
+    }
+    if (cases.empty()) throw std::runtime_error(path + ": no prompts");
+    return cases;
+}
+
+struct Tally {
+    int prompts = 0, correct = 0;
+    double bits = 0;
+    std::size_t answer_bytes = 0;
+
+    void add(const std::vector<Score>& scores) {
+        ++prompts;
+        correct += std::all_of(scores.begin(), scores.end(), [](const Score& s) { return s.expected; });
+        bits += total_bits(scores);
+        answer_bytes += scores.size();
+    }
+    json report() const {
+        return {{"prompts", prompts},
+                {"accuracy", static_cast<double>(correct) / prompts},
+                {"bits_per_answer_byte", bits / static_cast<double>(answer_bytes)}};
+    }
+};
+
+json run_retrieval(const Options& options) {
+    const std::vector<RetrievalCase> cases = read_cases(options.prompts, options.limit);
+    Session session(options);
+    std::size_t longest = 0;
+    for (const RetrievalCase& c : cases) longest = std::max(longest, c.prompt.size() + c.answer.size());
+    session.prepare(static_cast<int>(std::min<std::size_t>(longest, INT32_MAX)));
+
+    Progress progress;
+    Tally all;
+    std::map<std::pair<std::size_t, std::string>, Tally> buckets;  // by length first: 250 before 1000
+    json wrong = json::array();
+    for (const RetrievalCase& c : cases) {
+        // Feeding the right answer and looking at each best guess is the same as decoding: up to the first wrong byte
+        // the sequences agree, and after it the case is lost.
+        const std::vector<Score> scores = score_text(session, as_bytes(c.prompt + c.answer), c.prompt.size());
+        const int correct_before = all.correct;
+        all.add(scores);
+        buckets[{c.bucket.size(), c.bucket}].add(scores);
+        if (all.correct == correct_before) wrong.push_back(c.id);
+        progress.show(std::to_string(all.correct) + " of " + std::to_string(all.prompts) + " correct");
+    }
+    json out = all.report();
+    for (const auto& [key, tally] : buckets) out["buckets"][key.second] = tally.report();
+    out["wrong_ids"] = wrong;
+    out.update(session.report());
+    return out;
+}
+
+json run_generate(const Options& options) {
+    const std::string prompt =
+        options.prompt_file.empty() ? options.prompt : read_file(options.prompt_file, kMaxTextBytes);
+    if (prompt.empty()) throw std::runtime_error("the prompt is empty");
+    Session session(options);
+    session.prepare(static_cast<int>(std::min<std::size_t>(prompt.size() + options.bytes, INT32_MAX)));
+
+    std::vector<float> logits;
+    const auto keep_last = [&](std::size_t, std::span<const float> hidden) {
+        const std::span<const float> row = session.logits(hidden.last(session.config().hidden));
+        logits.assign(row.begin(), row.end());
+    };
+    const Clock::time_point start = Clock::now();
+    session.feed(as_bytes(prompt), 0, keep_last);
+    const double prompt_seconds = seconds_since(start);
+    const std::vector<float> prompt_logits = logits;
+
+    const Clock::time_point decode_start = Clock::now();
+    std::string text;
+    while (static_cast<int>(text.size()) < options.bytes) {
+        const auto byte = static_cast<uint8_t>(argmax(logits));
+        text.push_back(static_cast<char>(byte));
+        if (!options.json) std::cout << text.back() << std::flush;
+        session.feed({&byte, 1}, static_cast<int>(prompt.size() + text.size()) - 1, keep_last);
+    }
+    const double decode_seconds = seconds_since(decode_start);
+    if (!options.json) std::cout << '\n';
+
+    session.count_cache();
+    json out;
+    if (options.json) out = {{"text", text}, {"bytes", std::vector<int>(as_bytes(text).begin(), as_bytes(text).end())}};
+    if (options.logits) out["prompt_logits"] = prompt_logits;
+    out["prompt_tokens_per_second"] = static_cast<double>(prompt.size()) / prompt_seconds;
+    out["decode_tokens_per_second"] = static_cast<double>(text.size()) / decode_seconds;
+    out.update(session.report());
+    return out;
+}
+
+// One "name: value" line for each value; a nested object's names are joined with dots.
+void print_lines(std::ostream& out, const json& object, const std::string& prefix) {
+    for (const auto& [name, value] : object.items()) {
+        if (value.is_object()) {
+            print_lines(out, value, prefix + name + ".");
+        } else if (value.is_number_float()) {
+            char text[32];
+            std::snprintf(text, sizeof text, "%.6g", value.get<double>());
+            out << prefix << name << ": " << text << '\n';
+        } else {
+            out << prefix << name << ": " << (value.is_string() ? std::string(value) : value.dump()) << '\n';
+        }
+    }
+}
+
+void add_common_options(CLI::App* command, Options& o) {
+    command->add_option("--model", o.model, "folder with config.json and model.safetensors")->required();
+    auto* exact = command->add_flag("--exact", o.exact, "plain fp32 attention, the reference");
+    command->add_option("--profile", o.turbo.profile, "numeric settings of the library")
+        ->check(CLI::IsMember({"accurate", "paper"}))
+        ->capture_default_str()
+        ->excludes(exact);
+    auto* bits = command->add_option("--bits", o.turbo.bits, "bits of K and V in every head")
+                     ->check(CLI::IsMember({8, 4, 2}))
+                     ->capture_default_str()
+                     ->excludes(exact);
+    auto* map = command->add_option("--head-map", o.head_map, "bits head by head: a file, or 'calibrate'");
+    map->excludes(exact)->excludes(bits);
+    command
+        ->add_option("--low-heads", o.low_heads, "with calibrate: kv heads of each layer that get 2 bits, the rest 4")
+        ->capture_default_str()
+        ->needs(map);
+    command->add_option("--map-variant", o.map_variant, "with calibrate: calibrated, complement or random:SEED")
+        ->check(
+            CLI::IsMember({"calibrated", "complement"}) |
+            CLI::Validator([](std::string& s) { return s.starts_with("random:") ? std::string() : "or random:SEED"; },
+                           "random:SEED"))
+        ->capture_default_str()
+        ->needs(map);
+    command->add_option("--calibration-text", o.calibration_text, "with calibrate: default MODEL/sample.txt")
+        ->needs(map);
+    command->add_option("--save-head-map", o.save_head_map, "write the map that is used to this file")->needs(map);
+    command->add_option("--chunk", o.chunk, "bytes fed at once; 1: token by token; default 64, with --exact 512")
+        ->check(CLI::Range(1, 65536));
+    command->add_option("--threads", o.threads)->check(CLI::Range(1, 256))->capture_default_str();
+    command->add_flag("--json", o.json, "print one JSON object");
+}
+
+int run(int argc, char** argv) {
+    CLI::App app{"A small byte-level language model on a compressed KV cache"};
+    Options o;
+    app.require_subcommand(1);
+    auto* generate = app.add_subcommand("generate", "continue a text, always with the likeliest byte");
+    auto* prompt = generate->add_option("--prompt", o.prompt, "the text");
+    auto* prompt_file = generate->add_option("--prompt-file", o.prompt_file, "a file with the text")->excludes(prompt);
+    generate->add_option("--bytes", o.bytes, "how many to add")->check(CLI::Range(0, 1 << 24))->capture_default_str();
+    generate->add_flag("--logits", o.logits, "report the 256 logits after the prompt");
+    auto* eval =
+        app.add_subcommand("eval", "bits per byte of a text, in windows of 4096 bytes, each from an empty cache");
+    eval->add_option("--text", o.text, "the text")->required();
+    eval->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
+    auto* retrieval = app.add_subcommand("retrieval", "how many answers are found in long prompts");
+    retrieval->add_option("--prompts", o.prompts, "JSON lines with prompt, answer and bucket")->required();
+    retrieval->add_option("--limit", o.limit, "only the first N prompts")->check(CLI::Range(1, 1 << 24));
+    for (CLI::App* command : {generate, eval, retrieval}) add_common_options(command, o);
+
+    try {
+        app.parse(argc, argv);
+        if (*generate && !*prompt && !*prompt_file) throw CLI::RequiredError("--prompt or --prompt-file");
+    } catch (const CLI::ParseError& e) {
+        return app.exit(e);
+    }
+    const json report = *generate ? run_generate(o) : *eval ? run_eval(o) : run_retrieval(o);
+    if (o.json) {
+        std::cout << report.dump(2, ' ', false, json::error_handler_t::replace) << '\n';
+    } else {
+        print_lines(*generate ? std::cerr : std::cout, report, "");  // stdout of generate is the text alone
+    }
+    return std::cout.flush() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tinylm
+
+int main(int argc, char** argv) {
+    try {
+        return tinylm::run(argc, argv);
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "tinylm: %s\n", e.what());
+        return 1;
+    }
+}
