@@ -155,7 +155,7 @@ void Model::load_layer(const TensorFolder& tensors, int index) {
     const auto q_width = static_cast<uint64_t>(config_.heads) * config_.head_dim;
     const auto kv_width = static_cast<uint64_t>(config_.kv_heads) * config_.head_dim;
     const std::string prefix = "model.layers." + std::to_string(index) + ".";
-    const auto read = [&](const char* name, std::vector<uint64_t> shape) {
+    const auto read = [&](const char* name, const std::vector<uint64_t>& shape) {
         return tensors.read(prefix + name + ".weight", shape);
     };
     Layer layer;
