@@ -183,14 +183,6 @@ class ObservedAttention final : public AttentionBackend {
         return map;
     }
 
-    // The heads that a calibration with all the others low would leave at 4 bits get 2: a map of the same size.
-    HeadMap finish_complement(int low_heads) const {
-        HeadMap map = finish(shape_.kv_heads - low_heads);
-        for (uint8_t& b : map.k_bits) b = b == 4 ? 2 : 4;
-        for (uint8_t& b : map.v_bits) b = b == 4 ? 2 : 4;
-        return map;
-    }
-
   private:
     HeadMap empty_map() const {
         const std::size_t heads = static_cast<std::size_t>(shape_.layers) * shape_.kv_heads;
@@ -249,8 +241,7 @@ std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& sha
     return std::make_unique<TurboAttention>(shape, options);
 }
 
-HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads,
-                           bool complement) {
+HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads) {
     constexpr std::size_t kChunk = 512;
     const AttentionShape shape = model.attention_shape(static_cast<int>(text.size()));
     check_low_heads(shape, low_heads);
@@ -258,7 +249,14 @@ HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8
     for (std::size_t at = 0; at < text.size(); at += kChunk) {
         model.forward(text.subspan(at, std::min(kChunk, text.size() - at)), static_cast<int>(at), attention);
     }
-    return complement ? attention.finish_complement(low_heads) : attention.finish(low_heads);
+    return attention.finish(low_heads);
+}
+
+HeadMap complement_of(HeadMap map) {
+    for (std::vector<uint8_t>* bits : {&map.k_bits, &map.v_bits}) {
+        for (uint8_t& b : *bits) b = b == 4 ? 2 : 4;
+    }
+    return map;
 }
 
 HeadMap random_head_map(const AttentionShape& shape, int low_heads, const std::string& seed_text) {

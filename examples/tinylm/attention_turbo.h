@@ -29,10 +29,11 @@ struct TurboOptions {
 std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& shape, const TurboOptions& options);
 
 // Runs text through the model with exact attention and shows every K and V to a ta_calibrator: the low_heads heads of
-// each layer with the lowest priority get 2 bits, the others 4. complement: those with the highest priority get 2 bits
-// instead, which should be the worst choice of the same size.
-HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads,
-                           bool complement);
+// each layer with the lowest priority get 2 bits, the others 4.
+HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads);
+
+// 2 bits for 4 and 4 for 2.
+HeadMap complement_of(HeadMap map);
 
 // A choice of the same size without looking at any data; seed_text is a whole number.
 HeadMap random_head_map(const AttentionShape& shape, int low_heads, const std::string& seed_text);

@@ -37,7 +37,8 @@ struct Options {
     int limit = 0;    // 0: all
     bool exact = false;
     TurboOptions turbo;
-    std::string head_map, map_variant = "calibrated", calibration_text, save_head_map;
+    std::string head_map, calibration_text, save_head_map;
+    bool complement = false;
     int low_heads = 1;
     int chunk = 0;  // 0: default_chunk
     int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -82,6 +83,7 @@ class Session {
           model_(options.model, workers_) {}
 
     const ModelConfig& config() const { return model_.config(); }
+    AttentionShape shape(int max_tokens) const { return model_.attention_shape(max_tokens); }
 
     // Call once, before feeding: makes the attention for sequences of up to max_tokens.
     void prepare(int max_tokens) {
@@ -98,6 +100,23 @@ class Session {
         turbo.threads = options_.threads;
         turbo.head_map = head_map(shape);
         attention_ = make_turbo_attention(shape, turbo);
+    }
+
+    // The same with a given map.
+    void prepare(int max_tokens, const HeadMap& map) {
+        TurboOptions turbo = options_.turbo;
+        turbo.threads = options_.threads;
+        turbo.head_map = map;
+        attention_ = make_turbo_attention(model_.attention_shape(max_tokens), turbo);
+    }
+
+    // The library's ranking of the heads on the calibration text.
+    HeadMap ranked_head_map() {
+        std::filesystem::path path = options_.calibration_text;
+        if (path.empty()) path = std::filesystem::path(options_.model) / "sample.txt";
+        const std::string text = read_file(path, kMaxTextBytes);
+        const int window = std::min({kWindow, config().max_positions, static_cast<int>(text.size())});
+        return calibrate_head_map(model_, workers_, as_bytes(text).first(window), options_.low_heads);
     }
 
     void reset() { attention_->reset(); }
@@ -148,28 +167,14 @@ class Session {
     HeadMap head_map(const AttentionShape& shape) {
         if (options_.head_map.empty()) return {};
         HeadMap map;
-        if (options_.head_map != "calibrate") {
-            map = read_head_map(options_.head_map, shape);
-        } else if (options_.map_variant.starts_with("random:")) {
-            map = random_head_map(shape, options_.low_heads, options_.map_variant.substr(7));
+        if (options_.head_map == "rank") {
+            map = ranked_head_map();
+        } else if (options_.head_map.starts_with("random:")) {
+            map = random_head_map(shape, options_.low_heads, options_.head_map.substr(7));
         } else {
-            map = calibrated_head_map();
+            map = read_head_map(options_.head_map, shape);
         }
-        if (!options_.save_head_map.empty()) {
-            std::ofstream file(options_.save_head_map);
-            file << head_map_json(map, shape) << '\n';
-            if (!file.flush()) throw std::runtime_error(options_.save_head_map + ": cannot be written");
-        }
-        return map;
-    }
-
-    HeadMap calibrated_head_map() {
-        std::filesystem::path path = options_.calibration_text;
-        if (path.empty()) path = std::filesystem::path(options_.model) / "sample.txt";
-        const std::string text = read_file(path, kMaxTextBytes);
-        const int window = std::min({kWindow, config().max_positions, static_cast<int>(text.size())});
-        return calibrate_head_map(model_, workers_, as_bytes(text).first(window), options_.low_heads,
-                                  options_.map_variant == "complement");
+        return options_.complement ? complement_of(std::move(map)) : map;
     }
 
     const Options& options_;
@@ -223,31 +228,80 @@ double total_bits(const std::vector<Score>& scores) {
     return bits;
 }
 
+// Windows of a text and their loss.
+struct Windows {
+    std::string text;
+    std::size_t size, count;
+
+    Windows(const Options& options, const Session& session) : text(read_file(options.text, kMaxTextBytes)) {
+        if (text.size() < 2) throw std::runtime_error(options.text + ": too short to score");
+        size = std::min<std::size_t>({kWindow, text.size(), static_cast<std::size_t>(session.config().max_positions)});
+        count = text.size() / size;
+        if (options.windows > 0) count = std::min<std::size_t>(count, options.windows);
+    }
+    Bytes window(std::size_t w) const { return as_bytes(text).subspan(w * size, size); }
+    std::size_t scored_bytes() const { return count * (size - 1); }
+};
+
 json run_eval(const Options& options) {
-    const std::string text = read_file(options.text, kMaxTextBytes);
-    if (text.size() < 2) throw std::runtime_error(options.text + ": too short to score");
     Session session(options);
-    const std::size_t window =
-        std::min<std::size_t>({kWindow, text.size(), static_cast<std::size_t>(session.config().max_positions)});
-    std::size_t windows = text.size() / window;
-    if (options.windows > 0) windows = std::min<std::size_t>(windows, options.windows);
-    session.prepare(static_cast<int>(window));
+    const Windows windows(options, session);
+    session.prepare(static_cast<int>(windows.size));
 
     Progress progress;
     std::vector<double> per_window;
     double bits = 0;
-    for (std::size_t w = 0; w < windows; ++w) {
-        const double window_bits = total_bits(score_text(session, as_bytes(text).subspan(w * window, window), 1));
+    for (std::size_t w = 0; w < windows.count; ++w) {
+        const double window_bits = total_bits(score_text(session, windows.window(w), 1));
         bits += window_bits;
-        per_window.push_back(window_bits / static_cast<double>(window - 1));
-        progress.show("window " + std::to_string(w + 1) + " of " + std::to_string(windows) + ": " +
-                      std::to_string(bits / static_cast<double>((w + 1) * (window - 1))) + " bits per byte");
+        per_window.push_back(window_bits / static_cast<double>(windows.size - 1));
+        progress.show("window " + std::to_string(w + 1) + " of " + std::to_string(windows.count) + ": " +
+                      std::to_string(bits / static_cast<double>((w + 1) * (windows.size - 1))) + " bits per byte");
     }
-    json out{{"bits_per_byte", bits / static_cast<double>(windows * (window - 1))}, {"windows", windows}};
-    out["scored_bytes"] = windows * (window - 1);
+    json out{{"bits_per_byte", bits / static_cast<double>(windows.scored_bytes())}, {"windows", windows.count}};
+    out["scored_bytes"] = windows.scored_bytes();
     out["bits_per_byte_of_window"] = per_window;
     out.update(session.report());
     return out;
+}
+
+// Finds out which heads bear 2 bits by trying: starts from the library's ranking and, layer by layer, exchanges a 2-bit head
+// with a 4-bit one where the text's loss falls. K first, which matters more.
+json run_calibrate(const Options& options) {
+    Session session(options);
+    const Windows windows(options, session);
+    const auto loss_of = [&](const HeadMap& map) {
+        session.prepare(static_cast<int>(windows.size), map);
+        double bits = 0;
+        for (std::size_t w = 0; w < windows.count; ++w) bits += total_bits(score_text(session, windows.window(w), 1));
+        return bits / static_cast<double>(windows.scored_bytes());
+    };
+    Progress progress;
+    HeadMap map = session.ranked_head_map();
+    const double ranked = loss_of(map);
+    double best = ranked;
+    const int layers = session.config().layers, heads = session.config().kv_heads;
+    for (std::vector<uint8_t> HeadMap::*which : {&HeadMap::k_bits, &HeadMap::v_bits}) {
+        for (int layer = 0; layer < layers; ++layer) {
+            progress.show("layer " + std::to_string(layer) + ": " + std::to_string(best) + " bits per byte");
+            for (int a = layer * heads; a < (layer + 1) * heads; ++a) {
+                for (int b = a + 1; b < (layer + 1) * heads; ++b) {
+                    HeadMap tried = map;
+                    std::swap((tried.*which)[a], (tried.*which)[b]);
+                    if ((tried.*which)[a] == (map.*which)[a]) continue;
+                    const double loss = loss_of(tried);
+                    if (loss >= best) continue;
+                    best = loss;
+                    map = std::move(tried);
+                }
+            }
+        }
+    }
+    const std::string text = head_map_json(map, session.shape(static_cast<int>(windows.size)));
+    std::ofstream file(options.save_head_map);
+    file << text << '\n';
+    if (!file.flush()) throw std::runtime_error(options.save_head_map + ": cannot be written");
+    return {{"bits_per_byte", best}, {"bits_per_byte_of_ranking", ranked}, {"head_map", json::parse(text)}};
 }
 
 struct RetrievalCase {
@@ -374,37 +428,33 @@ void print_lines(std::ostream& out, const json& object, const std::string& prefi
     }
 }
 
-void add_common_options(CLI::App* command, Options& o) {
+void add_map_options(CLI::App* command, Options& o) {
+    command->add_option("--low-heads", o.low_heads, "kv heads of each layer that get 2 bits, the rest 4")->capture_default_str();
+    command->add_option("--calibration-text", o.calibration_text, "what the ranking looks at; default MODEL/sample.txt");
+}
+
+void add_run_options(CLI::App* command, Options& o) {
     command->add_option("--model", o.model, "folder with config.json and model.safetensors")->required();
-    auto* exact = command->add_flag("--exact", o.exact, "plain fp32 attention, the reference");
+    command->add_option("--threads", o.threads)->check(CLI::Range(1, 256))->capture_default_str();
+    command->add_flag("--json", o.json, "print one JSON object");
+    command->add_option("--chunk", o.chunk, "bytes fed at once; 1: token by token; default 64, with --exact 512")
+        ->check(CLI::Range(1, 65536));
     command->add_option("--profile", o.turbo.profile, "numeric settings of the library")
         ->check(CLI::IsMember({"accurate", "paper"}))
-        ->capture_default_str()
-        ->excludes(exact);
+        ->capture_default_str();
+}
+
+void add_attention_options(CLI::App* command, Options& o) {
+    auto* exact = command->add_flag("--exact", o.exact, "plain fp32 attention, the reference");
     auto* bits = command->add_option("--bits", o.turbo.bits, "bits of K and V in every head")
                      ->check(CLI::IsMember({8, 4, 2}))
                      ->capture_default_str()
                      ->excludes(exact);
-    auto* map = command->add_option("--head-map", o.head_map, "bits head by head: a file, or 'calibrate'");
+    auto* map = command->add_option("--head-map", o.head_map,
+                                    "4 or 2 bits head by head: a file, 'rank' (the library's ranking) or 'random:SEED'");
     map->excludes(exact)->excludes(bits);
-    command
-        ->add_option("--low-heads", o.low_heads, "with calibrate: kv heads of each layer that get 2 bits, the rest 4")
-        ->capture_default_str()
-        ->needs(map);
-    command->add_option("--map-variant", o.map_variant, "with calibrate: calibrated, complement or random:SEED")
-        ->check(
-            CLI::IsMember({"calibrated", "complement"}) |
-            CLI::Validator([](std::string& s) { return s.starts_with("random:") ? std::string() : "or random:SEED"; },
-                           "random:SEED"))
-        ->capture_default_str()
-        ->needs(map);
-    command->add_option("--calibration-text", o.calibration_text, "with calibrate: default MODEL/sample.txt")
-        ->needs(map);
-    command->add_option("--save-head-map", o.save_head_map, "write the map that is used to this file")->needs(map);
-    command->add_option("--chunk", o.chunk, "bytes fed at once; 1: token by token; default 64, with --exact 512")
-        ->check(CLI::Range(1, 65536));
-    command->add_option("--threads", o.threads)->check(CLI::Range(1, 256))->capture_default_str();
-    command->add_flag("--json", o.json, "print one JSON object");
+    command->add_flag("--complement", o.complement, "2 bits where the map has 4 and the reverse")->needs(map);
+    add_map_options(command, o);
 }
 
 int run(int argc, char** argv) {
@@ -423,7 +473,13 @@ int run(int argc, char** argv) {
     auto* retrieval = app.add_subcommand("retrieval", "how many answers are found in long prompts");
     retrieval->add_option("--prompts", o.prompts, "JSON lines with prompt, answer and bucket")->required();
     retrieval->add_option("--limit", o.limit, "only the first N prompts")->check(CLI::Range(1, 1 << 24));
-    for (CLI::App* command : {generate, eval, retrieval}) add_common_options(command, o);
+    auto* calibrate = app.add_subcommand("calibrate", "find the heads that bear 2 bits by the loss of a text");
+    calibrate->add_option("--text", o.text, "the text")->required();
+    calibrate->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
+    calibrate->add_option("--save-head-map", o.save_head_map, "where the map is written")->required();
+    add_map_options(calibrate, o);
+    for (CLI::App* command : {generate, eval, retrieval, calibrate}) add_run_options(command, o);
+    for (CLI::App* command : {generate, eval, retrieval}) add_attention_options(command, o);
 
     try {
         app.parse(argc, argv);
@@ -431,7 +487,10 @@ int run(int argc, char** argv) {
     } catch (const CLI::ParseError& e) {
         return app.exit(e);
     }
-    const json report = *generate ? run_generate(o) : *eval ? run_eval(o) : run_retrieval(o);
+    const json report = *generate    ? run_generate(o)
+                        : *eval      ? run_eval(o)
+                        : *retrieval ? run_retrieval(o)
+                                     : run_calibrate(o);
     if (o.json) {
         std::cout << report.dump(2, ' ', false, json::error_handler_t::replace) << '\n';
     } else {
