@@ -1,0 +1,337 @@
+// The wrong order of calls, ids that name no sequence, closed pools and documented limits.
+#include "abi/wrong_calls.h"
+
+namespace ta::testing {
+namespace {
+
+class BadOrder : public WrongCalls {
+protected:
+    BadOrder() {
+        Random random(13);
+        k = Tensor(random.normals(kRow), 1, kHeads, kDim);
+        q = Tensor(random.normals(kQHeads * kDim), 1, kQHeads, kDim);
+    }
+    std::function<ta_status(ta_error*)> do_append(uint32_t layer) {
+        return [this, layer](ta_error* err) { return ta_append(plan.get(), layer, k.view(), k.view(), err); };
+    }
+    std::function<ta_status(ta_error*)> do_attend(uint32_t layer) {
+        return [this, layer](ta_error* err) { return ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, err); };
+    }
+    std::function<ta_status(ta_error*)> do_end() {
+        return [this](ta_error* err) { return ta_plan_end(plan.get(), err); };
+    }
+    std::function<ta_status(ta_error*)> do_abort() {
+        return [this](ta_error* err) { return ta_plan_abort(plan.get(), err); };
+    }
+    std::function<ta_status(ta_error*)> do_begin(ta_seq seq) {
+        return [this, seq](ta_error* err) {
+            const int32_t one = 1;
+            return ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, err);
+        };
+    }
+
+    Tensor k{1, 1, 1}, q{1, 1, 1}, out{1, kQHeads, kDim};
+};
+
+TEST_F(BadOrder, APlanThatIsNotOpenRefusesItsCalls) {
+    const auto all = [&] {
+        expect_failures({
+            {"append", do_append(0), TA_E_STATE, -1, "ta_plan_begin belongs first"},
+            {"attend", do_attend(0), TA_E_STATE, -1, "ta_plan_begin belongs first"},
+            {"end", do_end(), TA_E_STATE, -1, "ta_plan_begin belongs first"},
+            {"abort", do_abort(), TA_E_STATE, -1, "ta_plan_begin belongs first"},
+        });
+    };
+    all();
+    step(plan, {short_seq}, {1});
+    all();  // after an end
+    begin(plan, {short_seq}, {1});
+    ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+    all();  // after an abort
+    EXPECT_TRUE(out.all_poison());
+}
+
+TEST_F(BadOrder, LayersAreAppendedOnceAndAttendedToRightAfter) {
+    begin(plan, {short_seq}, {1});
+    expect_failures(
+        {
+            {"begin again", do_begin(long_seq), TA_E_STATE, -1, "end or abort it first"},
+            {"attend before append", do_attend(0), TA_E_STATE, -1, "ta_append belongs first"},
+            {"end without appends", do_end(), TA_E_STATE, -1, "layer 0 lacks its ta_append"},
+        },
+        true);
+    append(plan, 1, k, k);  // any order of layers
+    expect_failures(
+        {
+            {"second append", do_append(1), TA_E_STATE, -1, "layer 1 was appended already"},
+            {"attend to the other", do_attend(0), TA_E_STATE, -1, "ta_append belongs first"},
+            {"end too early", do_end(), TA_E_STATE, -1, "layer 0 lacks its ta_append"},
+        },
+        true);
+    EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
+    EXPECT_EQ(do_attend(1)(nullptr), TA_OK) << "attending twice is allowed";
+    append(plan, 0, k, k);
+    out = Tensor(1, kQHeads, kDim);
+    expect_failures({{"attend to an earlier layer", do_attend(1), TA_E_STATE, -1, "layer 0 was appended after layer 1"}}, true);
+    EXPECT_TRUE(out.all_poison());
+    ta_error err;
+    EXPECT_EQ(do_attend(1)(&err), TA_E_STATE);
+    EXPECT_EQ(err.layer, 1);
+    EXPECT_EQ(do_attend(0)(nullptr), TA_OK);
+    EXPECT_EQ(length(pool, short_seq), 10);
+    end(plan);
+    EXPECT_EQ(length(pool, short_seq), 11);
+}
+
+TEST_F(BadOrder, AStepWithoutNewTokensNeedsNoAppends) {
+    begin(plan, {short_seq, long_seq}, {0, 0}, {1, 0});
+    EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
+    EXPECT_EQ(do_attend(0)(nullptr), TA_OK);
+    Tensor none(0, kHeads, kDim);
+    append(plan, 0, none, none);
+    expect_failures({{"second empty append", [&](ta_error* err) { return ta_append(plan.get(), 0, none.view(), none.view(), err); }, TA_E_STATE,
+                      -1, "layer 0 was appended already"}},
+                    true);
+    EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
+    end(plan);
+    expect_unchanged(before);
+}
+
+TEST_F(BadOrder, SequencesInAnOpenPlanAreBusy) {
+    const Plan other = make_plan(pool);
+    begin(plan, {short_seq}, {1});
+    ta_seq fork = 5;
+    auto block = sized<ta_x_block_info>();
+    float value[kRow];
+    const ta_seq both[] = {long_seq, short_seq};
+    expect_failures(
+        {
+            {"begin of another plan", [&](ta_error* err) { return ta_plan_begin(other.get(), 2, both, nullptr, nullptr, err); }, TA_E_BUSY, -1,
+             "is in an open plan"},
+            {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), short_seq, &fork, err); }, TA_E_BUSY, -1, "is in an open plan"},
+            {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), short_seq, 0, err); }, TA_E_BUSY, -1, "is in an open plan"},
+            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), short_seq, err); }, TA_E_BUSY, -1, "is in an open plan"},
+            {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), short_seq, err); }, TA_E_BUSY, -1, "is in an open plan"},
+            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), short_seq, 0, &block, nullptr, 0, err); }, TA_E_BUSY, -1,
+             "is in an open plan"},
+            {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), short_seq, 0, 0, 1, value, value, err); }, TA_E_BUSY, -1,
+             "is in an open plan"},
+            {"close", [&](ta_error* err) { return ta_kv_pool_close(pool.get(), err); }, TA_E_BUSY, -1, "a plan is open"},
+        },
+        true);
+    EXPECT_EQ(fork, 5u);
+    EXPECT_EQ(length(pool, short_seq), 10) << "the length may be asked for";
+    // The refused begin did not keep the other sequence.
+    EXPECT_EQ(ta_seq_truncate(pool.get(), long_seq, 130, nullptr), TA_OK);
+    run_open_plan(plan, {1});
+    end(plan);
+    EXPECT_EQ(ta_plan_begin(other.get(), 2, both, nullptr, nullptr, nullptr), TA_OK);
+    EXPECT_EQ(ta_plan_end(other.get(), nullptr), TA_OK);
+}
+
+TEST_F(BadOrder, AbortUndoesTheStep) {
+    const std::vector<float> expected = [&] {
+        const KvPool twin = make_pool(context, pool_options(kLayers, kHeads, kDim));
+        const ta_seq a = make_sequence(twin), b = make_sequence(twin);
+        const Plan p = make_plan(twin);
+        step(p, {a, b}, {130, 10});
+        return step(p, {a, b}, {70, 2}, 99);
+    }();
+    for (int appended = 0; appended <= 2; ++appended) {
+        begin(plan, {long_seq, short_seq}, {70, 60});
+        Random random(17);
+        for (int layer = 0; layer < appended; ++layer) {
+            Tensor kt(random.normals(130 * kRow), 130, kHeads, kDim), vt(random.normals(130 * kRow), 130, kHeads, kDim);
+            append(plan, uint32_t(layer), kt, vt);
+        }
+        ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+        expect_unchanged(before);
+        EXPECT_EQ(ta_seq_verify(pool.get(), long_seq, nullptr), TA_OK);
+    }
+    EXPECT_EQ(step(plan, {long_seq, short_seq}, {70, 2}, 99), expected) << "an aborted step has left traces";
+}
+
+TEST_F(BadOrder, AbortUndoesTheFirstScaleOfAUniversalPage) {
+    auto numerics = sized<ta_numerics>();
+    numerics.profile = TA_PROFILE_PAPER;
+    const auto stored_after = [&](bool with_aborted_step) {
+        const KvPool paper = make_pool(context, pool_options(kLayers, kHeads, kDim, 4, &numerics));
+        const ta_seq seq = make_sequence(paper);
+        const Plan p = make_plan(paper);
+        const auto add = [&](float x) {
+            begin(p, {seq}, {1});
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                Tensor t(std::vector<float>(kRow, x), 1, kHeads, kDim);
+                append(p, layer, t, t);
+            }
+        };
+        add(0.0f);
+        end(p);
+        if (with_aborted_step) {
+            add(1e-3f);
+            EXPECT_EQ(ta_plan_abort(p.get(), nullptr), TA_OK);
+        }
+        add(5.0f);
+        end(p);
+        EXPECT_EQ(stats(paper).clamped_values, 0u) << "with_aborted_step = " << with_aborted_step;
+        return dequantize(paper, seq, 0, 0, 2, kRow);
+    };
+    EXPECT_EQ(stored_after(true), stored_after(false));
+}
+
+TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
+    const ta_seq released = make_sequence(pool);
+    ASSERT_EQ(ta_seq_release(pool.get(), released, nullptr), TA_OK);
+    const ta_seq reused = make_sequence(pool);
+    ASSERT_EQ(uint32_t(reused), uint32_t(released)) << "the slot was expected to be reused";
+    ASSERT_NE(reused, released);
+    const KvPool other_pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq foreign = make_sequence(other_pool);
+    std::vector<ta_seq> stale = {0, released, foreign, UINT64_MAX, long_seq + (uint64_t{1} << 32), long_seq - (uint64_t{1} << 32), long_seq + 7,
+                                 uint64_t{1} << 32, uint32_t(long_seq)};
+    Random random(23);
+    for (int i = 0; i < 200; ++i) stale.push_back(random.bits());
+    before = snapshot();
+    for (const ta_seq seq : stale) {
+        SCOPED_TRACE(::testing::Message() << std::hex << seq);
+        ta_seq fork = 5;
+        int64_t n = -7;
+        auto block = sized<ta_x_block_info>();
+        float value[kRow];
+        const ta_seq list[] = {long_seq, seq};
+        const char* text = "no living sequence";
+        const Wrong calls[] = {
+            {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), seq, &fork, err); }, TA_E_STALE, -1, text},
+            {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), seq, 0, err); }, TA_E_STALE, -1, text},
+            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), seq, err); }, TA_E_STALE, -1, text},
+            {"length", [&](ta_error* err) { return ta_seq_length(pool.get(), seq, &n, err); }, TA_E_STALE, -1, text},
+            {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), seq, err); }, TA_E_STALE, -1, text},
+            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), seq, 0, &block, nullptr, 0, err); }, TA_E_STALE, -1, text},
+            {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), seq, 0, 0, 0, value, value, err); }, TA_E_STALE, -1, text},
+            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, -1, text},
+        };
+        for (const Wrong& wrong : calls) expect_failure(wrong);
+        EXPECT_EQ(fork, 5u);
+        EXPECT_EQ(n, -7);
+    }
+    expect_unchanged(before);
+    EXPECT_EQ(step(plan, {reused}, {3}).size(), size_t(2 * 3 * kQHeads * kDim));
+}
+
+TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
+    const Plan other = make_plan(pool);
+    expect_success([](ta_error* err) {  // close cannot succeed twice, so on its own pool each time
+        const Context c = make_context(1);
+        const KvPool p = make_pool(c, pool_options(1, 1, 64));
+        make_sequence(p);
+        return ta_kv_pool_close(p.get(), err);
+    });
+    ASSERT_EQ(ta_kv_pool_close(pool.get(), nullptr), TA_OK);
+    ta_seq out_seq = 5;
+    int64_t n = 5;
+    auto block = sized<ta_x_block_info>();
+    auto s = sized<ta_kv_pool_stats>();
+    auto* out_plan = untouched<ta_plan>();
+    float value[kRow];
+    const Wrong calls[] = {
+        {"close", [&](ta_error* err) { return ta_kv_pool_close(pool.get(), err); }, TA_E_CLOSED, -1, "closed"},
+        {"stats", [&](ta_error* err) { return ta_kv_pool_get_stats(pool.get(), &s, err); }, TA_E_CLOSED, -1, "closed"},
+        {"create", [&](ta_error* err) { return ta_seq_create(pool.get(), &out_seq, err); }, TA_E_CLOSED, -1, "closed"},
+        {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, &out_seq, err); }, TA_E_CLOSED, -1, "closed"},
+        {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, 0, err); }, TA_E_CLOSED, -1, "closed"},
+        {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), long_seq, err); }, TA_E_CLOSED, -1, "closed"},
+        {"length", [&](ta_error* err) { return ta_seq_length(pool.get(), long_seq, &n, err); }, TA_E_CLOSED, -1, "closed"},
+        {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), long_seq, err); }, TA_E_CLOSED, -1, "closed"},
+        {"plan", [&](ta_error* err) { return ta_plan_create(pool.get(), nullptr, &out_plan, err); }, TA_E_CLOSED, -1, "closed"},
+        {"begin", do_begin(long_seq), TA_E_CLOSED, -1, "closed"},
+        {"append", do_append(0), TA_E_CLOSED, -1, "closed"},
+        {"attend", do_attend(0), TA_E_CLOSED, -1, "closed"},
+        {"end", do_end(), TA_E_CLOSED, -1, "closed"},
+        {"abort", do_abort(), TA_E_CLOSED, -1, "closed"},
+        {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 0, &block, nullptr, 0, err); }, TA_E_CLOSED, -1, "closed"},
+        {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), long_seq, 0, 0, 1, value, value, err); }, TA_E_CLOSED, -1, "closed"},
+    };
+    for (const Wrong& wrong : calls) expect_failure(wrong);
+    EXPECT_EQ(out_seq, 5u);
+    EXPECT_EQ(n, 5);
+    EXPECT_EQ(out_plan, untouched<ta_plan>());
+    EXPECT_TRUE(out.all_poison());
+    expect_success([&](ta_error* err) { return ta_context_health(context.get(), err); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------- limits
+
+TEST_F(BadOrder, MaxSequencesIsALimitOnLivingOnes) {
+    std::vector<ta_seq> all;
+    for (int i = 2; i < 8; ++i) all.push_back(make_sequence(pool));
+    before = snapshot();
+    ta_seq seq = 5;
+    expect_failures({
+        {"create", [&](ta_error* err) { return ta_seq_create(pool.get(), &seq, err); }, TA_E_LIMIT, -1, "maximum of 8 sequences"},
+        {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, &seq, err); }, TA_E_LIMIT, -1, "maximum of 8 sequences"},
+    });
+    EXPECT_EQ(seq, 5u);
+    for (int i = 0; i < 3; ++i) {
+        ASSERT_EQ(ta_seq_release(pool.get(), all.back(), nullptr), TA_OK);
+        all.back() = fork_sequence(pool, long_seq);
+    }
+    EXPECT_EQ(stats(pool).sequences, 8u);
+    EXPECT_GT(stats(pool).shared_blocks, 0u);
+}
+
+TEST_F(BadOrder, AFullTierRefusesBeginAndRecovers) {
+    auto options = pool_options(kLayers, kHeads, kDim);
+    options.budget_bytes = stats(pool).token_block_bytes * 4;
+    const KvPool small = make_pool(context, options);
+    const Plan p = make_plan(small);
+    const ta_seq a = make_sequence(small), b = make_sequence(small);
+    step(p, {a}, {100});
+    const auto was = stats(small);
+    const Stored stored = dequantize(small, a, 1, 0, 100, kRow);
+    const ta_seq both[] = {b, a};
+    for (int32_t n : {200, 1000, 1 << 20, INT32_MAX}) {
+        const int32_t n_new[] = {1, n};
+        expect_failure({"begin", [&](ta_error* err) { return ta_plan_begin(p.get(), 2, both, n_new, nullptr, err); }, TA_E_TIER_FULL, -1, "needs"});
+        const auto now = stats(small);
+        EXPECT_EQ(now.bytes_used, was.bytes_used);
+        EXPECT_EQ(now.token_blocks, was.token_blocks);
+        EXPECT_EQ(now.channel_blocks, was.channel_blocks);
+        EXPECT_EQ(now.tokens, 100u);
+        EXPECT_LE(now.bytes_used + now.bytes_cached, now.bytes_budget);
+        EXPECT_LE(now.bytes_peak, now.bytes_budget);
+    }
+    EXPECT_EQ(dequantize(small, a, 1, 0, 100, kRow), stored);
+    step(p, {b}, {64});
+    const int32_t many = 300;
+    ASSERT_EQ(ta_plan_begin(p.get(), 1, &b, &many, nullptr, nullptr), TA_E_TIER_FULL);
+    ASSERT_EQ(ta_seq_release(small.get(), a, nullptr), TA_OK);
+    step(p, {b}, {60});
+    EXPECT_EQ(stats(small).tokens, 124u);
+    // Use and release again and again: neither budget nor memory leaks away.
+    for (int i = 0; i < 50; ++i) {
+        const ta_seq c = make_sequence(small);
+        step(p, {c}, {70 + i % 40});
+        ASSERT_EQ(ta_seq_release(small.get(), c, nullptr), TA_OK);
+    }
+    ASSERT_EQ(ta_seq_release(small.get(), b, nullptr), TA_OK);
+    EXPECT_EQ(stats(small).bytes_used, 0u);
+    EXPECT_EQ(stats(small).sequences, 0u);
+}
+
+TEST_F(BadOrder, TheBudgetCanBeUsedToTheLastByte) {
+    auto options = pool_options(kLayers, kHeads, kDim);
+    const auto shape = stats(pool);
+    options.budget_bytes = shape.token_block_bytes + 2 * shape.channel_block_bytes;  // the sink and two closed blocks
+    const KvPool tight = make_pool(context, options);
+    const Plan p = make_plan(tight);
+    const ta_seq seq = make_sequence(tight);
+    step(p, {seq}, {192});
+    EXPECT_EQ(stats(tight).bytes_used, options.budget_bytes);
+    const int32_t one = 1;
+    EXPECT_EQ(ta_plan_begin(p.get(), 1, &seq, &one, nullptr, nullptr), TA_E_TIER_FULL);
+    EXPECT_EQ(length(tight, seq), 192);
+    EXPECT_EQ(ta_seq_verify(tight.get(), seq, nullptr), TA_OK);
+}
+
+}  // namespace
+}  // namespace ta::testing

@@ -1,0 +1,189 @@
+// struct_size: what programs built with an older or a younger header may pass, for every struct of the ABI.
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+
+#include "abi/wrong_calls.h"
+
+namespace ta::testing {
+namespace {
+
+// A copy of `bytes` bytes of a struct, in memory of exactly that size, with the tail filled with `fill`: a sanitizer sees reads
+// and writes beyond it.
+template <class T>
+class Resized {
+public:
+    Resized(const T& from, size_t bytes, uint8_t fill, uint32_t struct_size) : memory_(std::malloc(bytes), std::free) {
+        std::memset(memory_.get(), fill, bytes);
+        std::memcpy(memory_.get(), &from, std::min(bytes, sizeof(T)));
+        std::memcpy(memory_.get(), &struct_size, sizeof struct_size);
+    }
+    T* get() const { return static_cast<T*>(memory_.get()); }
+    uint8_t* bytes() const { return static_cast<uint8_t*>(memory_.get()); }
+
+private:
+    std::unique_ptr<void, void (*)(void*)> memory_;
+};
+
+constexpr uint32_t kImpossible[] = {0, 1, 4, 7, (1 << 16) + 1, UINT32_MAX};
+
+class BadStructs : public WrongCalls {
+protected:
+    // `call` takes the struct and an error. `shortest`: bytes of an older header's struct that the call can do with.
+    template <class T, class Call>
+    void check_input(const T& good, size_t shortest, int argument, Call call) {
+        const auto pass = [&](size_t bytes, uint8_t fill, uint32_t size, ta_error* err) {
+            const Resized<T> given(good, bytes, fill, size);
+            return call(given.get(), err);
+        };
+        ta_error err;
+        const auto size = uint32_t(sizeof(T));
+        EXPECT_EQ(pass(size, 0, size, &err), TA_OK) << err.message;
+        EXPECT_EQ(pass(shortest, 0, uint32_t(shortest), &err), TA_OK) << "of an older header: " << err.message;
+        for (size_t more : {1, 8, 256}) {
+            EXPECT_EQ(pass(size + more, 0, uint32_t(size + more), &err), TA_OK) << "with a zero tail: " << err.message;
+            const auto with_tail = [&, more](ta_error* e) { return pass(size + more, 0x01, uint32_t(size + more), e); };
+            expect_failures({{"unknown field", with_tail, TA_E_STRUCT, argument, "does not know"}});
+        }
+        for (uint32_t impossible : kImpossible) {
+            const auto with_size = [&, impossible](ta_error* e) { return pass(size, 0, impossible, e); };
+            expect_failures({{"impossible size", with_size, TA_E_STRUCT, argument, "struct_size is"}});
+        }
+    }
+
+    template <class T, class Call>
+    void check_output(int argument, Call call) {
+        const T empty{};
+        const auto size = uint32_t(sizeof(T));
+        T whole{};
+        whole.struct_size = size;
+        ASSERT_EQ(call(&whole, nullptr), TA_OK);
+        const auto* expected = reinterpret_cast<const uint8_t*>(&whole);
+        for (size_t shorter : {size_t{8}, size_t{17}, sizeof(T) - 8}) {
+            const Resized<T> given(empty, shorter, 0, uint32_t(shorter));
+            ASSERT_EQ(call(given.get(), nullptr), TA_OK);
+            EXPECT_EQ(std::memcmp(given.bytes() + 4, expected + 4, shorter - 4), 0);
+        }
+        const Resized<T> longer(empty, size + 64, 0x77, size + 64);
+        ASSERT_EQ(call(longer.get(), nullptr), TA_OK);
+        EXPECT_EQ(longer.get()->struct_size, size + 64) << "the caller's struct_size was changed";
+        EXPECT_EQ(std::memcmp(longer.bytes() + 4, expected + 4, size - 4), 0);
+        for (size_t i = size; i < size + 64; ++i) ASSERT_EQ(longer.bytes()[i], 0) << "fields unknown here must read as zero";
+        for (uint32_t impossible : kImpossible) {
+            const Resized<T> given(empty, size, 0, impossible);
+            const std::vector<uint8_t> was(given.bytes(), given.bytes() + size);
+            const auto with_size = [&](ta_error* e) { return call(given.get(), e); };
+            expect_failures({{"impossible size", with_size, TA_E_STRUCT, argument, "struct_size is"}});
+            EXPECT_EQ(was, std::vector<uint8_t>(given.bytes(), given.bytes() + size));
+        }
+    }
+};
+
+TEST_F(BadStructs, ContextOptions) {
+    auto good = sized<ta_context_options>();
+    good.threads = 1;
+    check_input(good, offsetof(ta_context_options, cpu_isa), 0, [](const ta_context_options* o, ta_error* err) {
+        ta_context* out = nullptr;
+        const ta_status status = ta_context_create(o, &out, err);
+        ta_context_destroy(out);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, Allocator) {
+    auto good = sized<ta_allocator>();
+    good.allocate = [](size_t bytes, size_t alignment, void*) { return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment); };
+    good.deallocate = [](void* p, size_t, size_t, void*) { std::free(p); };
+    check_input(good, offsetof(ta_allocator, user), 0, [](const ta_allocator* a, ta_error* err) {
+        auto options = sized<ta_context_options>();
+        options.threads = 1;
+        options.allocator = a;
+        ta_context* out = nullptr;
+        const ta_status status = ta_context_create(&options, &out, err);
+        ta_context_destroy(out);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, PoolOptions) {
+    check_input(pool_options(1, 1, 64), offsetof(ta_kv_pool_options, max_sequences), 1, [&](const ta_kv_pool_options* o, ta_error* err) {
+        ta_kv_pool* out = nullptr;
+        const ta_status status = ta_kv_pool_create(context.get(), o, &out, err);
+        ta_kv_pool_destroy(out);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, Numerics) {
+    check_input(sized<ta_numerics>(), 8, 1, [&](const ta_numerics* n, ta_error* err) {
+        const auto options = pool_options(1, 1, 64, 4, n);
+        ta_kv_pool* out = nullptr;
+        const ta_status status = ta_kv_pool_create(context.get(), &options, &out, err);
+        ta_kv_pool_destroy(out);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, Tensors) {
+    Random random(3);
+    Tensor k(random.normals(kRow), 1, kHeads, kDim), q(random.normals(kQHeads * kDim), 1, kQHeads, kDim), out(1, kQHeads, kDim);
+    const size_t without_strides = offsetof(ta_tensor, stride_token);
+    const auto append_with = [&](const ta_tensor* kt, const ta_tensor* vt, ta_error* err) {
+        begin(plan, {short_seq}, {1});
+        const ta_status status = ta_append(plan.get(), 0, kt, vt, err);
+        ta_plan_abort(plan.get(), nullptr);
+        return status;
+    };
+    const auto attend_with = [&](const ta_tensor* qt, const ta_tensor* ot, ta_error* err) {
+        begin(plan, {short_seq}, {0}, {1});
+        const ta_status status = ta_attend(plan.get(), 0, qt, ot, nullptr, nullptr, err);
+        ta_plan_abort(plan.get(), nullptr);
+        return status;
+    };
+    const ta_tensor good_k = *k.view(), good_q = *q.view(), good_out = *out.view();
+    check_input(good_k, without_strides, 2, [&](const ta_tensor* t, ta_error* err) { return append_with(t, k.view(), err); });
+    check_input(good_k, without_strides, 3, [&](const ta_tensor* t, ta_error* err) { return append_with(k.view(), t, err); });
+    check_input(good_q, without_strides, 2, [&](const ta_tensor* t, ta_error* err) { return attend_with(t, out.view(), err); });
+    check_input(good_out, without_strides, 3, [&](const ta_tensor* t, ta_error* err) { return attend_with(q.view(), t, err); });
+    for (int i = 0; i < 4; ++i) {
+        check_input(i == 0 ? good_q : i == 3 ? good_out : good_k, without_strides, i + 1, [&](const ta_tensor* t, ta_error* err) {
+            return ta_attend_dense(context.get(), i == 0 ? t : q.view(), i == 1 ? t : k.view(), i == 2 ? t : k.view(), i == 3 ? t : out.view(),
+                                   nullptr, nullptr, err);
+        });
+    }
+}
+
+TEST_F(BadStructs, AttendOptions) {
+    Random random(3);
+    Tensor q(random.normals(kQHeads * kDim), 1, kQHeads, kDim), out(1, kQHeads, kDim);
+    check_input(sized<ta_attend_options>(), 8, 5, [&](const ta_attend_options* o, ta_error* err) {
+        begin(plan, {short_seq}, {0}, {1});
+        const ta_status status = ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, o, err);
+        ta_plan_abort(plan.get(), nullptr);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, DenseOptions) {
+    Random random(3);
+    Tensor k(random.normals(kRow), 1, kHeads, kDim), q(random.normals(kQHeads * kDim), 1, kQHeads, kDim), out(1, kQHeads, kDim);
+    check_input(sized<ta_dense_options>(), 8, 6, [&](const ta_dense_options* o, ta_error* err) {
+        return ta_attend_dense(context.get(), q.view(), k.view(), k.view(), out.view(), nullptr, o, err);
+    });
+    check_input(sized<ta_attend_options>(), 8, 6, [&](const ta_attend_options* o, ta_error* err) {
+        auto options = sized<ta_dense_options>();
+        options.attend = o;
+        return ta_attend_dense(context.get(), q.view(), k.view(), k.view(), out.view(), nullptr, &options, err);
+    });
+}
+
+TEST_F(BadStructs, StructsThatTheLibraryFillsIn) {
+    check_output<ta_context_info>(1, [&](ta_context_info* i, ta_error* err) { return ta_context_get_info(context.get(), i, err); });
+    check_output<ta_kv_pool_stats>(1, [&](ta_kv_pool_stats* s, ta_error* err) { return ta_kv_pool_get_stats(pool.get(), s, err); });
+    check_output<ta_x_block_info>(3, [&](ta_x_block_info* i, ta_error* err) {
+        return ta_x_seq_block(pool.get(), long_seq, 1, i, nullptr, 0, err);
+    });
+}
+
+}  // namespace
+}  // namespace ta::testing

@@ -1,0 +1,313 @@
+// Tensors with wrong shapes, strides, types, addresses and values, in every place of the ABI that takes one.
+#include <cmath>
+#include <limits>
+
+#include "abi/wrong_calls.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
+
+class BadTensors : public WrongCalls {
+protected:
+    static constexpr int64_t kTokens = 3;
+
+    BadTensors() {
+        Random random(11);
+        k = Tensor(random.normals(kTokens * kRow), kTokens, kHeads, kDim);
+        v = Tensor(random.normals(kTokens * kRow), kTokens, kHeads, kDim);
+        q = Tensor(random.normals(kTokens * kQHeads * kDim), kTokens, kQHeads, kDim);
+    }
+
+    // One tensor argument of one call: `call` passes it, with all others right.
+    struct Place {
+        const char* name;
+        int argument;
+        const ta_tensor* good;
+        std::function<ta_status(const ta_tensor*, ta_error*)> call;
+    };
+
+    // The plan must be open on 3 new tokens of one sequence, layer 0 appended.
+    std::vector<Place> places() {
+        const auto append_at = [this](int which, const ta_tensor* t, ta_error* err) {
+            return ta_append(plan.get(), 1, which == 2 ? t : k.view(), which == 3 ? t : v.view(), err);
+        };
+        const auto attend_at = [this](int which, const ta_tensor* t, ta_error* err) {
+            return ta_attend(plan.get(), 0, which == 2 ? t : q.view(), which == 3 ? t : out.view(), nullptr, nullptr, err);
+        };
+        const auto dense_at = [this](int which, const ta_tensor* t, ta_error* err) {
+            return ta_attend_dense(context.get(), which == 1 ? t : q.view(), which == 2 ? t : k.view(), which == 3 ? t : v.view(),
+                                   which == 4 ? t : out.view(), nullptr, nullptr, err);
+        };
+        const auto bound = [](auto call, int which) { return [=](const ta_tensor* t, ta_error* err) { return call(which, t, err); }; };
+        return {
+            {"append k", 2, k.view(), bound(append_at, 2)}, {"append v", 3, v.view(), bound(append_at, 3)},
+            {"attend q", 2, q.view(), bound(attend_at, 2)}, {"attend out", 3, out.view(), bound(attend_at, 3)},
+            {"dense q", 1, q.view(), bound(dense_at, 1)},   {"dense k", 2, k.view(), bound(dense_at, 2)},
+            {"dense v", 3, v.view(), bound(dense_at, 3)},   {"dense out", 4, out.view(), bound(dense_at, 4)},
+        };
+    }
+
+    void open_plan() {
+        begin(plan, {short_seq}, {kTokens});
+        append(plan, 0, k, v);
+    }
+
+    Tensor k{1, 1, 1}, v{1, 1, 1}, q{1, 1, 1}, out{kTokens, kQHeads, kDim};
+};
+
+TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
+    struct Change {
+        const char* what;
+        void (*change)(ta_tensor&);
+        ta_status status;
+    };
+    const Change changes[] = {
+        {"dtype 0", [](ta_tensor& t) { t.dtype = 0; }, TA_E_DTYPE},
+        {"dtype 4", [](ta_tensor& t) { t.dtype = 4; }, TA_E_DTYPE},
+        {"dtype -1", [](ta_tensor& t) { t.dtype = -1; }, TA_E_DTYPE},
+        {"no data", [](ta_tensor& t) { t.data = nullptr; }, TA_E_INVALID},
+        {"odd address", [](ta_tensor& t) { t.data = static_cast<char*>(t.data) + 1; }, TA_E_ALIGNMENT},
+        {"f32 at an f16's address", [](ta_tensor& t) { t.data = static_cast<char*>(t.data) + 2; }, TA_E_ALIGNMENT},
+        {"f16 at an odd address",
+         [](ta_tensor& t) {
+             t.dtype = TA_DTYPE_F16;
+             t.data = static_cast<char*>(t.data) + 3;
+         },
+         TA_E_ALIGNMENT},
+        {"-1 tokens", [](ta_tensor& t) { t.tokens = -1; }, TA_E_SHAPE},
+        {"no heads", [](ta_tensor& t) { t.heads = 0; }, TA_E_SHAPE},
+        {"-2 heads", [](ta_tensor& t) { t.heads = -2; }, TA_E_SHAPE},
+        {"3 heads", [](ta_tensor& t) { t.heads = 3; }, TA_E_SHAPE},
+        {"34 heads", [](ta_tensor& t) { t.heads = 34; }, TA_E_SHAPE},
+        {"no channels", [](ta_tensor& t) { t.head_dim = 0; }, TA_E_SHAPE},
+        {"-64 channels", [](ta_tensor& t) { t.head_dim = -64; }, TA_E_SHAPE},
+        {"INT64_MAX tokens", [](ta_tensor& t) { t.tokens = INT64_MAX; }, TA_E_SHAPE},
+        {"INT64_MIN tokens", [](ta_tensor& t) { t.tokens = INT64_MIN; }, TA_E_SHAPE},
+        {"INT64_MAX heads", [](ta_tensor& t) { t.heads = INT64_MAX; }, TA_E_SHAPE},
+        {"INT64_MAX channels", [](ta_tensor& t) { t.head_dim = INT64_MAX; }, TA_E_SHAPE},
+        {"2^60 tokens", [](ta_tensor& t) { t.tokens = int64_t{1} << 60; }, TA_E_SHAPE},
+        {"2^32 heads", [](ta_tensor& t) { t.heads = (int64_t{1} << 32) + t.heads; }, TA_E_SHAPE},
+        {"rows upon rows, 2^52 of them",
+         [](ta_tensor& t) {
+             t.tokens = int64_t{1} << 26;
+             t.heads = int64_t{1} << 37;
+             t.stride_token = t.stride_head = t.head_dim;
+         },
+         TA_E_SHAPE},
+        {"token stride 1", [](ta_tensor& t) { t.stride_token = 1; }, TA_E_SHAPE},
+        {"token stride 63", [](ta_tensor& t) { t.stride_token = 63; }, TA_E_SHAPE},
+        {"token stride -63", [](ta_tensor& t) { t.stride_token = -63; }, TA_E_SHAPE},
+        {"head stride 63", [](ta_tensor& t) { t.stride_head = 63; }, TA_E_SHAPE},
+        {"head stride -1", [](ta_tensor& t) { t.stride_head = -1; }, TA_E_SHAPE},
+        {"token stride INT64_MAX", [](ta_tensor& t) { t.stride_token = INT64_MAX; }, TA_E_SHAPE},
+        {"token stride INT64_MIN", [](ta_tensor& t) { t.stride_token = INT64_MIN; }, TA_E_SHAPE},
+        {"head stride INT64_MIN", [](ta_tensor& t) { t.stride_head = INT64_MIN; }, TA_E_SHAPE},
+        {"strides whose sum wraps",
+         [](ta_tensor& t) {
+             t.stride_token = INT64_MAX / 2 - 10;
+             t.stride_head = INT64_MAX / 2 + 10;
+         },
+         TA_E_SHAPE},
+    };
+    open_plan();
+    for (const Place& place : places()) {
+        SCOPED_TRACE(place.name);
+        const bool takes_any_heads = place.name == std::string_view("dense k");
+        for (const Change& c : changes) {
+            if (takes_any_heads && c.what == std::string_view("34 heads")) continue;  // then q is the one that does not fit
+            ta_tensor t = *place.good;
+            c.change(t);
+            const auto call = [&](ta_error* err) { return place.call(&t, err); };
+            // Which tensor of a dense call does not fit the others is a matter of taste, unless it is wrong by itself.
+            const bool by_taste = place.argument == 2 && place.name == std::string_view("dense k") && c.what == std::string_view("3 heads");
+            expect_failures({{c.what, call, c.status, by_taste ? 1 : place.argument, by_taste ? "q has" : ""}}, true);
+        }
+    }
+    EXPECT_TRUE(out.all_poison());
+    attend(plan, 0, q, out);
+    append(plan, 1, k, v);
+    attend(plan, 1, q, out);
+    EXPECT_EQ(ta_attend_dense(context.get(), q.view(), k.view(), v.view(), out.view(), nullptr, nullptr, nullptr), TA_OK);
+    end(plan);
+}
+
+TEST_F(BadTensors, TokenAndChannelCountsMustBeThoseOfTheCall) {
+    open_plan();
+    for (const Place& place : places()) {
+        SCOPED_TRACE(place.name);
+        for (int64_t tokens : {0, 2, 4}) {
+            if (place.argument <= 2 && place.name[0] == 'd') continue;  // the others have to follow q and k there
+            ta_tensor t = *place.good;
+            t.tokens = tokens;
+            expect_failures({{"tokens", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "takes [3, "}}, true);
+        }
+        ta_tensor t = *place.good;
+        t.head_dim = 32;
+        if (place.name == std::string_view("dense k")) continue;
+        expect_failures({{"channels", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "64]"}}, true);
+    }
+    ta_tensor narrow = *k.view();
+    narrow.head_dim = 32;
+    expect_failures({{"dense head_dim 32",
+                      [&](ta_error* err) {
+                          return ta_attend_dense(context.get(), q.view(), &narrow, v.view(), out.view(), nullptr, nullptr, err);
+                      },
+                      TA_E_UNSUPPORTED, 2, "64, 96, 128 or 256"}},
+                    true);
+    EXPECT_TRUE(out.all_poison());
+    ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+}
+
+TEST_F(BadTensors, TheOutputMustNotOverlapInputs) {
+    open_plan();
+    Tensor both(kTokens + 1, kQHeads, kDim);
+    std::vector<float> zeros(size_t(kTokens + 1) * kQHeads * kDim, 0.0f);
+    const ta_tensor first = view_of(zeros.data(), kTokens, kQHeads, kDim);
+    const ta_tensor second = view_of(zeros.data() + kQHeads * kDim, kTokens, kQHeads, kDim);
+    ta_tensor backwards = view_of(zeros.data() + kTokens * kQHeads * kDim, kTokens, kQHeads, kDim);
+    backwards.stride_token = -int64_t(kQHeads) * kDim;
+    for (const ta_tensor* o : {&first, &second, static_cast<const ta_tensor*>(&backwards)}) {
+        expect_failures(
+            {
+                {"attend", [&](ta_error* err) { return ta_attend(plan.get(), 0, &first, o, nullptr, nullptr, err); }, TA_E_INVALID, 3, "overlaps q"},
+                {"dense", [&](ta_error* err) { return ta_attend_dense(context.get(), &first, k.view(), v.view(), o, nullptr, nullptr, err); },
+                 TA_E_INVALID, 4, "overlaps q"},
+            },
+            true);
+    }
+    const ta_tensor values = view_of(zeros.data() + 64, kTokens, kHeads, kDim);
+    expect_failures(
+        {
+            {"dense k", [&](ta_error* err) { return ta_attend_dense(context.get(), q.view(), &values, v.view(), &first, nullptr, nullptr, err); },
+             TA_E_INVALID, 4, "overlaps k"},
+            {"dense v", [&](ta_error* err) { return ta_attend_dense(context.get(), q.view(), k.view(), &values, &first, nullptr, nullptr, err); },
+             TA_E_INVALID, 4, "overlaps v"},
+        },
+        true);
+    EXPECT_EQ(zeros, std::vector<float>(zeros.size(), 0.0f));
+    // Directly behind one another is fine.
+    std::vector<float> room(size_t(2 * kTokens) * kQHeads * kDim, 0.0f);
+    const ta_tensor low = view_of(room.data(), kTokens, kQHeads, kDim), high = view_of(room.data() + room.size() / 2, kTokens, kQHeads, kDim);
+    EXPECT_EQ(ta_attend(plan.get(), 0, &low, &high, nullptr, nullptr, nullptr), TA_OK);
+    EXPECT_EQ(ta_attend(plan.get(), 0, &high, &low, nullptr, nullptr, nullptr), TA_OK);
+    ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+}
+
+// ------------------------------------------------------------------------------------------------------------- NaN and Inf
+
+struct Where {
+    int64_t token, head, channel;
+};
+
+class NonFinite : public BadTensors, public ::testing::WithParamInterface<std::tuple<ta_dtype, Layout>> {};
+
+TEST_P(NonFinite, IsRefusedWhereverItStands) {
+    const auto [dtype, layout] = GetParam();
+    const std::vector<float> k_values = k.values(), v_values = v.values(), q_values = q.values();
+    std::vector<float> bad = {kNan, -kNan, kInf, -kInf};
+    if (dtype != TA_DTYPE_F16) bad.insert(bad.end(), {0x1.02p56f, -0x1p57f, 3e38f});
+    open_plan();
+    for (const float x : bad) {
+        for (const Where w : {Where{0, 0, 0}, Where{1, 1, 31}, Where{kTokens - 1, kHeads - 1, kDim - 1}}) {
+            SCOPED_TRACE(::testing::Message() << x << " at [" << w.token << ", " << w.head << ", " << w.channel << "]");
+            Tensor bad_k(k_values, kTokens, kHeads, kDim, dtype, layout), bad_v(v_values, kTokens, kHeads, kDim, dtype, layout);
+            Tensor bad_q(q_values, kTokens, kQHeads, kDim, dtype, layout);
+            const Where in_q{w.token, w.head == 0 ? 0 : kQHeads - 1, w.channel};
+            bad_k.set(w.token, w.head, w.channel, x);
+            bad_v.set(w.token, w.head, w.channel, x);
+            bad_q.set(in_q.token, in_q.head, in_q.channel, x);
+            const auto text = [](const char* name, Where p) {
+                return std::string(name) + "[" + std::to_string(p.token) + ", " + std::to_string(p.head) + ", " + std::to_string(p.channel) + "]";
+            };
+            const std::string in_k = text("k", w), in_v = text("v", w), at_q = text("q", in_q);
+            const auto dense = [&](Tensor& qt, Tensor& kt, Tensor& vt) {
+                return [&](ta_error* err) {
+                    return ta_attend_dense(context.get(), qt.view(), kt.view(), vt.view(), out.view(), nullptr, nullptr, err);
+                };
+            };
+            expect_failures(
+                {
+                    {"append k", [&](ta_error* err) { return ta_append(plan.get(), 1, bad_k.view(), v.view(), err); }, TA_E_NONFINITE, 2, in_k.c_str()},
+                    {"append v", [&](ta_error* err) { return ta_append(plan.get(), 1, k.view(), bad_v.view(), err); }, TA_E_NONFINITE, 3, in_v.c_str()},
+                    {"attend q", [&](ta_error* err) { return ta_attend(plan.get(), 0, bad_q.view(), out.view(), nullptr, nullptr, err); },
+                     TA_E_NONFINITE, 2, at_q.c_str()},
+                    {"dense q", dense(bad_q, k, v), TA_E_NONFINITE, 1, at_q.c_str()},
+                    {"dense k", dense(q, bad_k, v), TA_E_NONFINITE, 2, in_k.c_str()},
+                    {"dense v", dense(q, k, bad_v), TA_E_NONFINITE, 3, in_v.c_str()},
+                },
+                true);
+            ta_error err;
+            ASSERT_EQ(ta_append(plan.get(), 1, bad_k.view(), v.view(), &err), TA_E_NONFINITE);
+            EXPECT_EQ(err.layer, 1);
+            EXPECT_EQ(err.token, w.token);
+            EXPECT_EQ(err.head, w.head);
+        }
+    }
+    EXPECT_TRUE(out.all_poison());
+    append(plan, 1, k, v);
+    end(plan);
+
+    // What was refused left no trace: a pool that never saw it has the same bits.
+    const KvPool twin = make_pool(context, [] {
+        auto options = pool_options(kLayers, kHeads, kDim);
+        options.budget_bytes = 1 << 20;
+        return options;
+    }());
+    const ta_seq a = make_sequence(twin), b = make_sequence(twin);
+    const Plan twin_plan = make_plan(twin);
+    step(twin_plan, {a, b}, {130, 10});
+    begin(twin_plan, {b}, {kTokens});
+    append(twin_plan, 0, k, v);
+    append(twin_plan, 1, k, v);
+    end(twin_plan);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        EXPECT_EQ(dequantize(pool, short_seq, layer, 0, 13, kRow), dequantize(twin, b, layer, 0, 13, kRow));
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, NonFinite, ::testing::Combine(::testing::ValuesIn(kDtypes), ::testing::ValuesIn(kLayouts)));
+
+TEST_F(BadTensors, TheLargestMagnitudeIsAccepted) {
+    k.set(0, 0, 0, 0x1p56f);
+    v.set(2, 1, 63, -0x1p56f);
+    q.set(1, 3, 7, 0x1p56f);
+    open_plan();
+    attend(plan, 0, q, out);
+    for (float x : out.values()) ASSERT_TRUE(std::isfinite(x));
+    ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+}
+
+TEST_F(BadTensors, SaturateReplacesAndCounts) {
+    auto numerics = sized<ta_numerics>();
+    numerics.nonfinite = TA_NONFINITE_SATURATE;
+    for (ta_dtype dtype : kDtypes) {
+        SCOPED_TRACE(dtype);
+        const KvPool saturating = make_pool(context, pool_options(kLayers, kHeads, kDim, 8, &numerics));
+        const ta_seq seq = make_sequence(saturating);
+        const Plan p = make_plan(saturating);
+        Tensor bad_k(k.values(), kTokens, kHeads, kDim, dtype), bad_v(v.values(), kTokens, kHeads, kDim, dtype);
+        Tensor bad_q(q.values(), kTokens, kQHeads, kDim, dtype);
+        bad_k.set(0, 0, 0, kNan);
+        bad_v.set(1, 1, 1, kInf);
+        bad_v.set(2, 1, 1, -kInf);
+        bad_q.set(0, 0, 0, kNan);
+        begin(p, {seq}, {kTokens});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(p, layer, bad_k, bad_v);
+            attend(p, layer, bad_q, out);
+            for (float x : out.values()) ASSERT_TRUE(std::isfinite(x));
+        }
+        end(p);
+        EXPECT_EQ(stats(saturating).saturated_values, 2u * (3 + 1));
+        const Stored s = dequantize(saturating, seq, 0, 0, kTokens, kRow);
+        const float largest = dtype == TA_DTYPE_F16 ? 65504.0f : 0x1p56f;
+        EXPECT_NEAR(s.v[1 * kRow + kDim + 1] / largest, 1.0f, 1e-6f);
+        EXPECT_NEAR(s.v[2 * kRow + kDim + 1] / largest, -1.0f, 1e-6f);
+        for (float x : s.k) ASSERT_TRUE(std::isfinite(x));
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing

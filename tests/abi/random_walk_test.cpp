@@ -1,0 +1,590 @@
+// A random walk through the API beside a simple model: which blocks each sequence has and shares, and what their tokens read as.
+// After every move the library must agree: lengths, statistics to the last block, stored values, attention, hashes.
+//
+// TA_WALK_SECONDS (10) is the time of all walks together, TA_WALK_SEED (1) where they begin. A failure prints the seed and the
+// moves that led to it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <set>
+#include <sstream>
+
+#include "support/exact_attention.h"
+#include "support/handles.h"
+
+namespace ta::testing {
+namespace {
+
+struct Config {
+    const char* name;
+    uint32_t layers, kv_heads, q_heads, head_dim, bits;
+    std::vector<uint8_t> map = {};  // [layers, kv_heads] for K, backwards for V; empty: bits
+    ta_profile profile = TA_PROFILE_ACCURATE;
+    int32_t sink_blocks = 0;
+    bool k_offset = false;
+    ta_switch hadamard = TA_DEFAULT;
+    ta_granularity granularity = TA_GRANULARITY_DEFAULT;
+    ta_dtype dtype = TA_DTYPE_F32;
+    int threads = 1;
+    uint32_t budget_blocks = 40;  // token blocks that the budget holds
+
+    bool universal() const { return profile == TA_PROFILE_PAPER; }
+    bool all_8_bits() const { return bits == 8; }
+    int64_t sinks() const { return sink_blocks < 0 ? 0 : sink_blocks > 0 ? sink_blocks : profile == TA_PROFILE_ACCURATE ? 1 : 0; }
+    int64_t row() const { return int64_t(kv_heads) * head_dim; }
+    int64_t q_row() const { return int64_t(q_heads) * head_dim; }
+    uint32_t k_bits(uint32_t layer, uint32_t head) const { return map.empty() ? bits : map[layer * kv_heads + head]; }
+    uint32_t v_bits(uint32_t layer, uint32_t head) const { return map.empty() ? bits : map[map.size() - 1 - (layer * kv_heads + head)]; }
+};
+
+std::ostream& operator<<(std::ostream& out, const Config& c) { return out << c.name; }
+
+std::vector<Config> configs() {
+    std::vector<Config> all = {
+        {"accurate4_d64", 2, 2, 4, 64, 4},
+        {"accurate2_d128", 1, 2, 2, 128, 2},
+        {"accurate8_d96", 2, 1, 3, 96, 8},
+        {"mixed_d128", 2, 3, 6, 128, 4, {4, 2, 4, 2, 2, 4}},
+        {"paper4_d64", 1, 2, 8, 64, 4},
+        {"paper2_d96", 2, 2, 2, 96, 2},
+        {"no_sink_tokens_d96", 2, 2, 4, 96, 4},
+        {"two_sinks_offset_d64", 1, 3, 3, 64, 4},
+    };
+    all[1].dtype = TA_DTYPE_F16;
+    all[3].threads = 3;
+    all[3].dtype = TA_DTYPE_BF16;
+    all[4].profile = all[5].profile = TA_PROFILE_PAPER;
+    all[5].sink_blocks = 1;
+    all[6].sink_blocks = -1;
+    all[6].granularity = TA_GRANULARITY_TOKEN;
+    all[7].sink_blocks = 2;
+    all[7].k_offset = true;
+    all[7].threads = 2;
+    all[7].budget_blocks = 12;  // often full
+    return all;
+}
+
+// One block: sequences that share it share the pointer.
+struct ModelBlock {
+    bool channel = false;
+    bool sealed = false;
+};
+
+struct ModelSequence {
+    ta_seq id = 0;
+    int64_t length = 0;
+    std::vector<std::shared_ptr<ModelBlock>> blocks;
+    std::vector<Stored> stored;  // [layers] what the library says is stored
+};
+
+class Walk {
+public:
+    Walk(const Config& config, uint64_t seed) : c_(config), random_(seed), context_(make_context(config.threads)) {
+        auto numerics = sized<ta_numerics>();
+        numerics.profile = c_.profile;
+        numerics.sink_blocks = c_.sink_blocks;
+        numerics.hadamard = c_.hadamard;
+        numerics.k_granularity = numerics.v_granularity = c_.granularity;
+        const std::vector<float> offset = random_.normals(int64_t(c_.layers) * c_.row(), 2.0f);
+        if (c_.k_offset) numerics.k_offset = offset.data();
+        auto options = pool_options(c_.layers, c_.kv_heads, c_.head_dim, c_.bits, &numerics);
+        std::vector<uint8_t> v_map(c_.map.rbegin(), c_.map.rend());
+        if (!c_.map.empty()) {
+            options.k_bits = c_.map.data();
+            options.v_bits = v_map.data();
+        }
+        options.max_sequences = kMaxSequences;
+        block_bytes_ = stats(make_pool(context_, options)).token_block_bytes;
+        options.budget_bytes = c_.budget_blocks * block_bytes_ + 1000;
+        pool_ = make_pool(context_, options);
+        plan_ = make_plan(pool_);
+        other_plan_ = make_plan(pool_);
+        mean_ = random_.normals(2 * c_.row(), 0.5f);
+    }
+
+    void move() {
+        const int64_t n = random_.below(100);
+        if (n < 12) {
+            create();
+        } else if (n < 24) {
+            fork();
+        } else if (n < 34) {
+            truncate();
+        } else if (n < 41) {
+            release();
+        } else if (n < 50) {
+            wrong_call();
+        } else {
+            step();
+        }
+        check_statistics();
+        if (!sequences_.empty()) check_sequence(*random_.pick(sequences_));
+    }
+    void check_all() {
+        for (const auto& s : sequences_) check_sequence(*s);
+    }
+    std::string history() const { return history_.str(); }
+
+private:
+    static constexpr uint32_t kMaxSequences = 9;
+    using Sequence = std::shared_ptr<ModelSequence>;
+
+    std::ostringstream& note() {
+        history_ << "\n";
+        return history_;
+    }
+    Sequence any() { return sequences_.empty() ? nullptr : random_.pick(sequences_); }
+
+    // ------------------------------------------------------------------------------------------------------ sequence calls
+
+    void create() {
+        ta_seq seq = 0;
+        const ta_status status = ta_seq_create(pool_.get(), &seq, nullptr);
+        note() << "create: " << ta_status_name(status);
+        if (sequences_.size() == kMaxSequences) {
+            EXPECT_EQ(status, TA_E_LIMIT);
+            return;
+        }
+        ASSERT_EQ(status, TA_OK);
+        EXPECT_TRUE(ids_.insert(seq).second) << "an id was given out twice";
+        auto s = std::make_shared<ModelSequence>();
+        s->id = seq;
+        s->stored.resize(c_.layers);
+        sequences_.push_back(s);
+    }
+
+    void fork() {
+        const Sequence from = any();
+        if (!from) return;
+        ta_seq seq = 0;
+        const ta_status status = ta_seq_fork(pool_.get(), from->id, &seq, nullptr);
+        note() << "fork of " << from->length << ": " << ta_status_name(status);
+        if (sequences_.size() == kMaxSequences) {
+            EXPECT_EQ(status, TA_E_LIMIT);
+            return;
+        }
+        ASSERT_EQ(status, TA_OK);
+        EXPECT_TRUE(ids_.insert(seq).second) << "an id was given out twice";
+        auto s = std::make_shared<ModelSequence>(*from);
+        s->id = seq;
+        sequences_.push_back(s);
+    }
+
+    void truncate() {
+        const Sequence s = any();
+        if (!s) return;
+        int64_t n = random_.between(0, s->length);
+        if (random_.chance(25)) n = n / 64 * 64;
+        if (random_.chance(25)) n = std::max<int64_t>(0, s->length - random_.between(0, 3));
+        note() << "truncate " << s->length << " to " << n;
+        ASSERT_EQ(ta_seq_truncate(pool_.get(), s->id, n, nullptr), TA_OK);
+        s->length = n;
+        s->blocks.resize(size_t((n + 63) / 64));
+        for (Stored& stored : s->stored) {
+            stored.k.resize(size_t(n * c_.row()));
+            stored.v.resize(size_t(n * c_.row()));
+        }
+    }
+
+    void release() {
+        if (sequences_.empty()) return;
+        const auto i = size_t(random_.below(int64_t(sequences_.size())));
+        note() << "release " << sequences_[i]->length;
+        ASSERT_EQ(ta_seq_release(pool_.get(), sequences_[i]->id, nullptr), TA_OK);
+        dead_.push_back(sequences_[i]->id);
+        sequences_.erase(sequences_.begin() + int64_t(i));
+    }
+
+    void wrong_call() {
+        const Sequence s = any();
+        const ta_seq stale = dead_.empty() || random_.chance(20) ? random_.bits() : random_.pick(dead_);
+        ta_seq out = 0;
+        int64_t n = 0;
+        const int64_t which = random_.below(9);
+        note() << "wrong call " << which;
+        switch (which) {
+            case 0: EXPECT_EQ(ta_seq_release(pool_.get(), stale, nullptr), TA_E_STALE); break;
+            case 1: EXPECT_EQ(ta_seq_fork(pool_.get(), stale, &out, nullptr), TA_E_STALE); break;
+            case 2: EXPECT_EQ(ta_seq_length(pool_.get(), stale, &n, nullptr), TA_E_STALE); break;
+            case 3: EXPECT_EQ(ta_plan_end(plan_.get(), nullptr), TA_E_STATE); break;
+            case 4: EXPECT_EQ(ta_plan_abort(plan_.get(), nullptr), TA_E_STATE); break;
+            case 5:
+                if (s) {
+                    EXPECT_EQ(ta_seq_truncate(pool_.get(), s->id, s->length + random_.between(1, 100), nullptr), TA_E_INVALID);
+                }
+                break;
+            case 6:
+                if (s) {
+                    const ta_seq twice[] = {s->id, s->id};
+                    const int32_t ones[] = {1, 1};
+                    EXPECT_EQ(ta_plan_begin(plan_.get(), 2, twice, ones, nullptr, nullptr), TA_E_INVALID);
+                }
+                break;
+            case 7:
+                if (s) {
+                    const ta_seq two[] = {s->id, stale};
+                    const int32_t ones[] = {1, 1};
+                    EXPECT_EQ(ta_plan_begin(plan_.get(), 2, two, ones, nullptr, nullptr), TA_E_STALE);
+                }
+                break;
+            default:
+                if (s) {
+                    const int32_t many = INT32_MAX, queries = int32_t(s->length) + 1, none = 0;
+                    EXPECT_EQ(ta_plan_begin(plan_.get(), 1, &s->id, &many, nullptr, nullptr), TA_E_TIER_FULL);
+                    EXPECT_EQ(ta_plan_begin(plan_.get(), 1, &s->id, &none, &queries, nullptr), TA_E_INVALID);
+                }
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------------------- a step
+
+    struct Member {
+        Sequence sequence;
+        int32_t n_new, n_query;
+        int64_t new_row, query_row;
+        std::vector<std::shared_ptr<ModelBlock>> blocks;  // afterwards
+    };
+
+    // Blocks of a member after the step, and what begin has to take for them.
+    void plan_blocks(Member& m) {
+        const ModelSequence& s = *m.sequence;
+        m.blocks = s.blocks;
+        if (m.n_new == 0) return;
+        const int64_t total = s.length + m.n_new;
+        for (int64_t b = s.length / 64; b < (total + 63) / 64; ++b) {
+            const int64_t have = std::clamp<int64_t>(s.length - b * 64, 0, 64), end = std::min<int64_t>(64, total - b * 64);
+            const bool stays_8_bits = c_.all_8_bits() || b < c_.sinks(), closes = end == 64 && !stays_8_bits;
+            auto block = std::make_shared<ModelBlock>();
+            block->channel = closes;
+            block->sealed = end == 64;
+            if (have > 0) {
+                const auto& present = s.blocks[size_t(b)];
+                const bool shared = present.use_count() > 2;  // beside the sequence's list and the member's copy of it
+                if (present->sealed || shared) {
+                    ++need_token_;
+                    ++(present->sealed ? reopened_now_ : copied_now_);
+                } else if (!closes) {
+                    in_place_.push_back({present.get(), block->sealed});
+                    block = present;
+                }
+            } else if (!closes) {
+                ++need_token_;
+            }
+            if (closes) {
+                ++need_channel_;
+                closed_now_ += c_.layers;
+            }
+            if (size_t(b) < m.blocks.size()) {
+                m.blocks[size_t(b)] = block;
+            } else {
+                m.blocks.push_back(block);
+            }
+        }
+    }
+
+    void step() {
+        if (sequences_.empty()) return create();
+        std::vector<Sequence> chosen = sequences_;
+        for (size_t i = chosen.size(); i > 1; --i) std::swap(chosen[i - 1], chosen[size_t(random_.below(int64_t(i)))]);
+        chosen.resize(size_t(random_.between(1, std::min<int64_t>(4, int64_t(chosen.size())))));
+        std::vector<Member> members;
+        std::vector<ta_seq> seqs;
+        std::vector<int32_t> n_new, n_query;
+        int64_t total_new = 0, total_query = 0;
+        need_token_ = need_channel_ = reopened_now_ = copied_now_ = closed_now_ = 0;
+        in_place_.clear();
+        note() << "step:";
+        for (const Sequence& s : chosen) {
+            Member m{s, 0, 0, total_new, total_query, {}};
+            const int64_t to_full = 64 - s->length % 64;
+            m.n_new = int32_t(random_.chance(15)   ? 0
+                              : random_.chance(30) ? 1
+                              : random_.chance(30) ? to_full + random_.between(-1, 1)
+                              : random_.chance(70) ? random_.between(2, 90)
+                                                   : random_.between(90, 200));
+            if (s->length + m.n_new > 700) m.n_new = int32_t(std::max<int64_t>(0, 700 - s->length));
+            const int64_t most = std::min<int64_t>(s->length + m.n_new, 90);
+            m.n_query = int32_t(random_.chance(20) ? 0 : random_.chance(50) ? std::min<int64_t>(most, m.n_new) : random_.between(0, most));
+            total_new += m.n_new;
+            total_query += m.n_query;
+            plan_blocks(m);
+            seqs.push_back(s->id);
+            n_new.push_back(m.n_new);
+            n_query.push_back(m.n_query);
+            history_ << " " << s->length << "+" << m.n_new << " q" << m.n_query;
+            members.push_back(std::move(m));
+        }
+        const auto before = stats(pool_);
+        const uint64_t need = need_token_ * before.token_block_bytes + need_channel_ * before.channel_block_bytes;
+        const bool fits = before.bytes_used + need <= before.bytes_budget;
+        ta_error err;
+        const ta_status status = ta_plan_begin(plan_.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), n_query.data(), &err);
+        ASSERT_EQ(status, fits ? TA_OK : TA_E_TIER_FULL) << err.message;
+        if (!fits) {
+            history_ << " (full)";
+            return;
+        }
+        const bool aborts = random_.chance(15);
+        std::vector<uint32_t> order(c_.layers);
+        std::iota(order.begin(), order.end(), 0u);
+        if (random_.chance(30)) std::reverse(order.begin(), order.end());
+        std::vector<std::vector<float>> new_k(c_.layers), new_v(c_.layers);
+        for (uint32_t layer : order) {
+            if (aborts && random_.chance(50)) break;
+            new_k[layer] = values(total_new, 0);
+            new_v[layer] = values(total_new, size_t(c_.row()));
+            const Layout layout = kLayouts[random_.below(4)];
+            Tensor k(new_k[layer], total_new, c_.kv_heads, c_.head_dim, c_.dtype, layout), v(new_v[layer], total_new, c_.kv_heads, c_.head_dim, c_.dtype);
+            new_k[layer] = k.values();
+            new_v[layer] = v.values();
+            if (random_.chance(20)) wrong_calls_within(layer, total_new, total_query, k, v, members);
+            append(plan_, layer, k, v);
+            if (random_.chance(70)) check_attention(layer, total_query, members, new_k[layer], new_v[layer]);
+        }
+        if (::testing::Test::HasFailure()) return;
+        if (aborts) {
+            history_ << " (aborted)";
+            ASSERT_EQ(ta_plan_abort(plan_.get(), &err), TA_OK) << err.message;
+            check_sequences(members);
+            return;
+        }
+        ASSERT_EQ(ta_plan_end(plan_.get(), &err), TA_OK) << err.message;
+        appended_ += uint64_t(total_new);
+        closed_ += closed_now_;
+        reopened_ += reopened_now_;
+        copied_ += copied_now_;
+        for (auto& [block, sealed] : in_place_) block->sealed = sealed;
+        for (Member& m : members) commit(m, new_k, new_v);
+    }
+
+    void wrong_calls_within(uint32_t layer, int64_t total_new, int64_t total_query, Tensor& k, Tensor& v, const std::vector<Member>& members) {
+        const ta_seq busy = members[size_t(random_.below(int64_t(members.size())))].sequence->id;
+        ta_seq out = 0;
+        EXPECT_EQ(ta_seq_truncate(pool_.get(), busy, 0, nullptr), TA_E_BUSY);
+        EXPECT_EQ(ta_seq_release(pool_.get(), busy, nullptr), TA_E_BUSY);
+        EXPECT_EQ(ta_seq_fork(pool_.get(), busy, &out, nullptr), TA_E_BUSY);
+        EXPECT_EQ(ta_plan_begin(other_plan_.get(), 1, &busy, nullptr, nullptr, nullptr), TA_E_BUSY);
+        EXPECT_EQ(ta_kv_pool_close(pool_.get(), nullptr), TA_E_BUSY);
+        EXPECT_EQ(ta_append(plan_.get(), c_.layers, k.view(), v.view(), nullptr), TA_E_INVALID);
+        if (total_new > 0) {
+            EXPECT_EQ(ta_plan_end(plan_.get(), nullptr), TA_E_STATE);
+            Tensor bad(new_values_with_nan(total_new), total_new, c_.kv_heads, c_.head_dim, c_.dtype);
+            EXPECT_EQ(ta_append(plan_.get(), layer, bad.view(), v.view(), nullptr), TA_E_NONFINITE);
+            EXPECT_EQ(ta_append(plan_.get(), layer, k.view(), bad.view(), nullptr), TA_E_NONFINITE);
+            Tensor q(total_query, c_.q_heads, c_.head_dim), o(total_query, c_.q_heads, c_.head_dim);
+            EXPECT_EQ(ta_attend(plan_.get(), layer, q.view(), o.view(), nullptr, nullptr, nullptr), TA_E_STATE);
+        }
+    }
+    std::vector<float> new_values_with_nan(int64_t n) {
+        std::vector<float> x = random_.normals(n * c_.row());
+        x[size_t(random_.below(int64_t(x.size())))] = std::numeric_limits<float>::quiet_NaN();
+        return x;
+    }
+
+    std::vector<float> values(int64_t tokens, size_t mean_at) {
+        std::vector<float> x = random_.normals(tokens * c_.row());
+        for (size_t i = 0; i < x.size(); ++i) x[i] += mean_[mean_at + i % size_t(c_.row())];
+        return x;
+    }
+
+    // -------------------------------------------------------------------------------------------------------------- checks
+
+    void check_attention(uint32_t layer, int64_t total_query, const std::vector<Member>& members, const std::vector<float>& new_k,
+                         const std::vector<float>& new_v) {
+        AttentionRules rules;
+        rules.causal = random_.chance(70);
+        rules.window = random_.chance(20) ? random_.between(1, 300) : 0;
+        rules.softcap = random_.chance(15) ? 20.0 : 0.0;
+        const std::vector<float> slopes = random_.normals(c_.q_heads, 0.01f), sinks = random_.normals(c_.q_heads);
+        if (random_.chance(15)) rules.alibi_slopes = slopes.data();
+        if (random_.chance(15)) rules.sinks = sinks.data();
+        auto options = sized<ta_attend_options>();
+        options.mask = rules.causal ? TA_MASK_CAUSAL : TA_MASK_FULL;
+        options.window = rules.window;
+        options.softcap = float(rules.softcap);
+        options.alibi_slopes = rules.alibi_slopes;
+        options.sinks = rules.sinks;
+        Tensor q(random_.normals(total_query * c_.q_row()), total_query, c_.q_heads, c_.head_dim, c_.dtype), out(total_query, c_.q_heads, c_.head_dim);
+        std::vector<float> lse(size_t(total_query * c_.q_heads));
+        attend(plan_, layer, q, out, lse.data(), &options);
+        const std::vector<float> q_values = q.values(), got = out.values();
+        const double tolerance = c_.universal() ? 0.2 : 0.04;
+        for (const Member& m : members) {
+            const ModelSequence& s = *m.sequence;
+            std::vector<float> k = s.stored[layer].k, v = s.stored[layer].v;
+            k.insert(k.end(), new_k.begin() + m.new_row * c_.row(), new_k.begin() + (m.new_row + m.n_new) * c_.row());
+            v.insert(v.end(), new_v.begin() + m.new_row * c_.row(), new_v.begin() + (m.new_row + m.n_new) * c_.row());
+            const AttentionShape shape{m.n_query, s.length + m.n_new, c_.q_heads, c_.kv_heads, c_.head_dim};
+            const Attention exact = exact_attention(shape, rules, q_values.data() + m.query_row * c_.q_row(), k.data(), v.data());
+            for (size_t i = 0; i < exact.out.size(); ++i) {
+                const double x = got[size_t(m.query_row * c_.q_row()) + i];
+                if (std::fabs(x - exact.out[i]) <= tolerance * 4.0) continue;  // 4: the largest |V|, or so
+                FAIL() << "attention of layer " << layer << ", " << s.length << "+" << m.n_new << " tokens, query " << int64_t(i) / c_.q_row()
+                       << " of " << m.n_query << ", channel " << int64_t(i) % c_.q_row() << ": " << x << ", not " << exact.out[i];
+            }
+            for (size_t i = 0; i < exact.lse.size(); ++i) {
+                ASSERT_NEAR(lse[size_t(m.query_row * c_.q_heads) + i], exact.lse[i], c_.universal() ? 1.0 : 0.2) << "lse " << i;
+            }
+        }
+    }
+
+    // Takes over what is stored now: new and changed blocks within the quantization error of what they came from, all others bit
+    // for bit.
+    void commit(Member& m, const std::vector<std::vector<float>>& new_k, const std::vector<std::vector<float>>& new_v) {
+        ModelSequence& s = *m.sequence;
+        const int64_t old_length = s.length, row = c_.row();
+        s.length += m.n_new;
+        s.blocks = std::move(m.blocks);
+        ASSERT_EQ(length(pool_, s.id), s.length);
+        const int64_t unchanged = m.n_new > 0 ? old_length / 64 * 64 : old_length;
+        for (uint32_t layer = 0; layer < c_.layers; ++layer) {
+            Stored now = dequantize(pool_, s.id, layer, 0, s.length, row);
+            Stored& was = s.stored[layer];
+            ASSERT_TRUE(std::equal(was.k.begin(), was.k.begin() + unchanged * row, now.k.begin())) << "blocks before the step's have changed";
+            ASSERT_TRUE(std::equal(was.v.begin(), was.v.begin() + unchanged * row, now.v.begin())) << "blocks before the step's have changed";
+            if (m.n_new > 0) {
+                was.k.insert(was.k.end(), new_k[layer].begin() + m.new_row * row, new_k[layer].begin() + (m.new_row + m.n_new) * row);
+                was.v.insert(was.v.end(), new_v[layer].begin() + m.new_row * row, new_v[layer].begin() + (m.new_row + m.n_new) * row);
+                for (int64_t b = unchanged / 64; b < int64_t(s.blocks.size()); ++b) {
+                    for (uint32_t h = 0; h < c_.kv_heads; ++h) {
+                        const bool channel = s.blocks[size_t(b)]->channel;
+                        check_block(was.k, now.k, s.length, b, h, channel ? c_.k_bits(layer, h) : 8, "K");
+                        check_block(was.v, now.v, s.length, b, h, channel ? c_.v_bits(layer, h) : 8, "V");
+                        if (::testing::Test::HasFatalFailure()) return;
+                    }
+                }
+            }
+            was = std::move(now);
+        }
+    }
+
+    void check_block(const std::vector<float>& was, const std::vector<float>& now, int64_t tokens, int64_t b, uint32_t head, uint32_t bits,
+                     const char* name) {
+        double error = 0.0, norm = 0.0, worst = 0.0, largest = 0.0;
+        for (int64_t t = b * 64; t < std::min<int64_t>(tokens, b * 64 + 64); ++t) {
+            for (uint32_t ch = 0; ch < c_.head_dim; ++ch) {
+                const auto i = size_t(t * c_.row() + head * c_.head_dim + ch);
+                const double e = double(now[i]) - double(was[i]);
+                error += e * e;
+                norm += double(was[i]) * double(was[i]);
+                worst = std::isnan(e) ? 1e30 : std::max(worst, std::fabs(e));
+                largest = std::max(largest, std::fabs(double(was[i])));
+            }
+        }
+        const double bound = (c_.universal() ? 0.4 : 0.0) + (bits == 8 ? 0.02 : bits == 4 ? 0.17 : 0.75) * (c_.k_offset ? 2.0 : 1.0);
+        ASSERT_LE(std::sqrt(error / norm), bound) << name << " of block " << b << ", head " << head << " at " << bits << " bits";
+        ASSERT_LE(worst, 2.0 * largest) << name << " of block " << b << ", head " << head << " at " << bits << " bits";
+    }
+
+    void check_sequence(const ModelSequence& s) {
+        ASSERT_EQ(length(pool_, s.id), s.length);
+        for (uint32_t layer = 0; layer < c_.layers; ++layer) {
+            ASSERT_EQ(dequantize(pool_, s.id, layer, 0, s.length, c_.row()) == s.stored[layer], true)
+                << "stored values of a sequence of " << s.length << " have changed";
+        }
+        ta_error err;
+        ASSERT_EQ(ta_seq_verify(pool_.get(), s.id, &err), TA_OK) << err.message;
+        for (size_t b = 0; b < s.blocks.size(); ++b) {
+            auto block = sized<ta_x_block_info>();
+            ASSERT_EQ(ta_x_seq_block(pool_.get(), s.id, b, &block, nullptr, 0, &err), TA_OK) << err.message;
+            ASSERT_EQ(block.bits == 8, !s.blocks[b]->channel) << "block " << b << " of " << s.length;
+            ASSERT_EQ(block.tokens, uint32_t(std::min<int64_t>(64, s.length - int64_t(b) * 64)));
+            ASSERT_EQ(long(block.owners), s.blocks[b].use_count()) << "block " << b << " of " << s.length;
+        }
+    }
+    void check_sequences(const std::vector<Member>& members) {
+        for (const Member& m : members) check_sequence_values(*m.sequence);
+    }
+    void check_sequence_values(const ModelSequence& s) {
+        ASSERT_EQ(length(pool_, s.id), s.length);
+        for (uint32_t layer = 0; layer < c_.layers; ++layer) {
+            ASSERT_EQ(dequantize(pool_, s.id, layer, 0, s.length, c_.row()) == s.stored[layer], true) << "an aborted step has changed a sequence";
+        }
+    }
+
+    void check_statistics() {
+        const auto s = stats(pool_);
+        std::set<const ModelBlock*> token, channel, shared;
+        uint64_t tokens = 0;
+        for (const auto& sequence : sequences_) {
+            tokens += uint64_t(sequence->length);
+            for (const auto& b : sequence->blocks) {
+                (b->channel ? channel : token).insert(b.get());
+                if (b.use_count() > 1) shared.insert(b.get());
+            }
+        }
+        ASSERT_EQ(s.sequences, sequences_.size());
+        ASSERT_EQ(s.tokens, tokens);
+        ASSERT_EQ(s.token_blocks, token.size());
+        ASSERT_EQ(s.channel_blocks, channel.size());
+        ASSERT_EQ(s.shared_blocks, shared.size());
+        ASSERT_EQ(s.bytes_used, s.token_blocks * s.token_block_bytes + s.channel_blocks * s.channel_block_bytes);
+        ASSERT_LE(s.bytes_used + s.bytes_cached, s.bytes_budget);
+        ASSERT_LE(s.bytes_used, s.bytes_peak);
+        ASSERT_LE(s.bytes_peak, s.bytes_budget);
+        ASSERT_EQ(s.appended_tokens, appended_);
+        ASSERT_EQ(s.closed_pages, closed_);
+        ASSERT_EQ(s.reopened_blocks, reopened_);
+        ASSERT_EQ(s.copied_blocks, copied_);
+        ASSERT_EQ(s.saturated_values, 0u);
+        if (!c_.universal()) {
+            ASSERT_EQ(s.clamped_values, 0u);
+        }
+    }
+
+    const Config c_;
+    Random random_;
+    Context context_;
+    KvPool pool_;
+    Plan plan_, other_plan_;
+    uint64_t block_bytes_ = 0;
+    std::vector<float> mean_;
+    std::vector<Sequence> sequences_;
+    std::vector<ta_seq> dead_;
+    std::set<ta_seq> ids_;
+    uint64_t appended_ = 0, closed_ = 0, reopened_ = 0, copied_ = 0;
+    uint64_t need_token_ = 0, need_channel_ = 0, reopened_now_ = 0, copied_now_ = 0, closed_now_ = 0;
+    std::vector<std::pair<ModelBlock*, bool>> in_place_;
+    std::ostringstream history_;
+};
+
+uint64_t number_from(const char* variable, uint64_t otherwise) {
+    const char* text = std::getenv(variable);
+    return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+class RandomWalk : public ::testing::TestWithParam<Config> {};
+
+TEST_P(RandomWalk, AgreesWithTheModel) {
+    constexpr int kMoves = 60;
+    const uint64_t milliseconds = number_from("TA_WALK_SECONDS", 10) * 1000 / configs().size();
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+    uint64_t seed = number_from("TA_WALK_SEED", 1), walks = 0;
+    const uint64_t first = seed;
+    for (; walks == 0 || std::chrono::steady_clock::now() < deadline; ++walks, ++seed) {
+        Walk walk(GetParam(), seed);
+        for (int i = 0; i < kMoves; ++i) {
+            try {
+                walk.move();
+            } catch (const std::exception& e) {
+                ADD_FAILURE() << "a correct call failed: " << e.what();
+            }
+            if (HasFailure()) {
+                FAIL() << "TA_WALK_SEED=" << seed << " --gtest_filter='*" << GetParam().name << "', move " << i << walk.history();
+            }
+        }
+        walk.check_all();
+        if (HasFailure()) FAIL() << "TA_WALK_SEED=" << seed << walk.history();
+    }
+    std::printf("%s: %llu walks of %d moves, seeds from %llu\n", GetParam().name, (unsigned long long)walks, kMoves, (unsigned long long)first);
+}
+
+INSTANTIATE_TEST_SUITE_P(Pools, RandomWalk, ::testing::ValuesIn(configs()), [](const auto& i) { return std::string(i.param.name); });
+
+}  // namespace
+}  // namespace ta::testing

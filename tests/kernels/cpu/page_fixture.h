@@ -1,0 +1,285 @@
+// Random pages of one kv head, written byte by byte in the stored format, and an attention problem over them. Shared
+// by the tests and benchmarks of kernels/cpu. Everything that a kernel must not read as a value is poisoned: slots
+// beyond n_keys, padding, codes of channels that do not exist. Every piece is its own allocation, so that a sanitizer
+// sees reads beyond it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <random>
+#include <vector>
+
+#include "kernels/cpu/attend.h"
+#include "kernels/format/layout.h"
+
+namespace ta::cpu::testing {
+
+// std::vector's storage at the alignment that AttendTask asks for.
+template <class T>
+struct AlignedAllocator {
+    using value_type = T;
+    AlignedAllocator() = default;
+    template <class U>
+    AlignedAllocator(const AlignedAllocator<U>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(kPieceAlignment))); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(kPieceAlignment)); }
+    bool operator==(const AlignedAllocator&) const { return true; }
+};
+template <class T>
+using AlignedVector = std::vector<T, AlignedAllocator<T>>;
+
+class Random {
+  public:
+    explicit Random(uint64_t seed) : engine_(seed * 0x9E3779B97F4A7C15u + 1) {}
+    int integer(int first, int last) { return std::uniform_int_distribution<int>(first, last)(engine_); }
+    float normal() { return std::normal_distribution<float>()(engine_); }
+    float lognormal(float median, float sigma) { return median * std::exp(sigma * normal()); }
+    bool chance(int percent) { return integer(0, 99) < percent; }
+    uint64_t bits() { return engine_(); }
+
+  private:
+    std::mt19937_64 engine_;
+};
+
+inline void store_f32(uint8_t* p, float x) {
+    std::memcpy(p, &x, sizeof x);
+}
+inline float load_f32(const uint8_t* p) {
+    float x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// How the numbers of a page are drawn. kLargest drives every integer to the end of its range, where 16-bit sums would
+// overflow.
+enum class PageValuesKind { kRandom, kLargest, kSmallest };
+
+struct Piece {
+    AlignedVector<uint8_t> bytes;
+    PageKind kind;
+};
+
+inline Piece make_channel_piece(int d, int k_bits, int v_bits, PageValuesKind values, Random& random) {
+    const ChannelLayout layout(d, k_bits, v_bits);
+    Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kChannel};
+    uint8_t* p = piece.bytes.data();
+    for (size_t i = 0; i < layout.k_step(); ++i) {  // both code arrays, with those of channels that do not exist
+        p[i] = values == PageValuesKind::kLargest    ? 0xFF
+               : values == PageValuesKind::kSmallest ? 0
+                                                     : uint8_t(random.bits());
+    }
+    const auto draw_channel = [&](int bits, uint8_t& step_out, uint8_t& zero_out) {
+        const int levels = (1 << bits) - 1, max_step = bits == 4 ? 16 : 80;
+        const int step = values != PageValuesKind::kRandom ? max_step : random.integer(1, max_step);
+        const int highest = 127 - levels * step;
+        const int zero = values == PageValuesKind::kLargest    ? highest
+                         : values == PageValuesKind::kSmallest ? -128
+                                                               : random.integer(-128, highest);
+        const int fraction = bits == 4 ? random.integer(0, 7) : 4 * random.integer(0, 1);
+        step_out = step_byte(step, fraction, bits);
+        zero_out = uint8_t(zero);
+    };
+    for (int c = 0; c < d; ++c) {
+        draw_channel(k_bits, p[layout.k_step() + c], p[layout.k_zero() + c]);
+        draw_channel(v_bits, p[layout.v_step() + c], p[layout.v_zero() + c]);
+    }
+    for (int j = 0; j < kPageTokens / 2; ++j) {
+        p[layout.v_exponents() + j] = values == PageValuesKind::kRandom ? uint8_t(random.bits()) : 0;
+    }
+    store_f32(p + layout.k_scale(), random.lognormal(0.02f, 0.5f));
+    store_f32(p + layout.v_scale(), random.chance(3) ? 0.0f : random.lognormal(0.02f, 0.5f));
+    return piece;
+}
+
+// Slots from `valid` on are poisoned.
+inline Piece make_token_piece(int d, int valid, PageValuesKind values, Random& random) {
+    const TokenLayout layout(d);
+    Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kToken};
+    uint8_t* p = piece.bytes.data();
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    const bool no_values = random.chance(2);  // V scales of zero
+    for (int j = 0; j < kPageTokens; ++j) {
+        store_f32(p + layout.k_scale() + 4 * j, j < valid ? random.lognormal(0.02f, 0.7f) : nan);
+        store_f32(p + layout.v_scale() + 4 * j, j >= valid                      ? nan
+                                                : no_values || random.chance(5) ? 0.0f
+                                                                                : random.lognormal(0.02f, 1.0f));
+        for (int c = 0; c < d; ++c) {
+            const int largest = values == PageValuesKind::kLargest ? 127 : -127;
+            const bool random_values = values == PageValuesKind::kRandom;
+            const int k = random_values ? random.integer(-127, 127) : largest;
+            const int v = random_values ? random.integer(-127, 127) : largest;
+            const uint8_t poison = random.chance(50) ? 0xFF : 0x80;
+            p[layout.k_codes() + k_place(d, 8, j, c).byte] = j < valid ? uint8_t(k) : poison;
+            p[layout.v_codes() + v_place(d, 8, j, c).byte] = j < valid ? uint8_t(v) : poison;
+        }
+    }
+    return piece;
+}
+
+// Which pages a sequence is made of.
+enum class PageMix { kChannel, kToken, kSinkChannelOpen, kRandom };
+
+struct ProblemSpec {
+    int head_dim = 128, k_bits = 4, v_bits = 4;
+    int64_t n_keys = 129;
+    int64_t page_begin = 0;
+    int rows = 4, group = 4;
+    PageMix mix = PageMix::kSinkChannelOpen;
+    PageValuesKind values = PageValuesKind::kRandom;
+    ExpMode exp = ExpMode::kPoly;
+    int p_levels = 65535;
+    bool p_running = false;
+    bool softcap = false, alibi = false, bias = false, v_float = false;
+    int64_t window = 0;         // keys that a row sees at most; 0: all up to its own position
+    bool causal = true;         // rows / group query tokens at the end of the sequence
+    int hidden_percent = 0;     // rows that see nothing
+    bool continued = false;     // o, m, l hold an earlier partial result
+    float logit_spread = 4.0f;  // standard deviation of the logits in log2 units, about
+    uint64_t seed = 1;
+};
+
+// The accumulators of a task, or a copy of them.
+struct State {
+    AlignedVector<float> o;
+    std::vector<float> m, l;
+};
+
+// One task with everything that it points at.
+class Problem {
+  public:
+    explicit Problem(const ProblemSpec& spec) : spec_(spec) {
+        Random random(spec.seed);
+        make_pages(random);
+        make_rows(random);
+        make_state(random);
+    }
+    Problem(const Problem&) = delete;
+
+    const ProblemSpec& spec() const { return spec_; }
+    const State& start() const { return start_; }
+    const Piece& piece(int64_t page) const { return pieces_[size_t(page)]; }
+    float v_at(int64_t key, int channel) const { return v_float_[size_t(key * v_stride() + channel)]; }
+
+    // A task that works on `state`, which must live as long.
+    AttendTask task(State& state, AlignedVector<uint8_t>& workspace) const {
+        workspace.assign(workspace_bytes(spec_.head_dim, spec_.rows), 0xA5);
+        AttendTask t{};
+        t.head_dim = spec_.head_dim;
+        t.k_bits = spec_.k_bits;
+        t.v_bits = spec_.v_bits;
+        t.pages = refs_.data();
+        t.page_begin = spec_.page_begin;
+        t.page_end = int64_t(refs_.size());
+        t.n_keys = spec_.n_keys;
+        t.rows = spec_.rows;
+        t.q = q_.data();
+        t.q_scale = q_scale_.data();
+        t.key_begin = key_begin_.data();
+        t.key_end = key_end_.data();
+        t.position = spec_.alibi ? position_.data() : nullptr;
+        t.slope = spec_.alibi ? slope_.data() : nullptr;
+        t.bias = spec_.bias ? bias_.data() : nullptr;
+        t.softcap_log2 = spec_.softcap ? 20.0f : 0.0f;
+        t.softcap_inv = spec_.softcap ? 1.0f / 20.0f : 0.0f;
+        t.exp = spec_.exp;
+        t.p_levels = spec_.p_levels;
+        t.p_running = spec_.p_running;
+        t.v_float = spec_.v_float ? v_float_.data() : nullptr;
+        t.v_float_stride = v_stride();
+        t.o = state.o.data();
+        t.m = state.m.data();
+        t.l = state.l.data();
+        t.workspace = workspace.data();
+        return t;
+    }
+
+    State run(AttendFn attend) const { return run(attend, start_); }
+    State run(AttendFn attend, State state) const {
+        AlignedVector<uint8_t> workspace;
+        attend(task(state, workspace));
+        return state;
+    }
+
+  private:
+    int64_t v_stride() const { return spec_.head_dim + 8; }
+
+    void make_pages(Random& random) {
+        const int64_t n_pages = (spec_.n_keys + kPageTokens - 1) / kPageTokens;
+        for (int64_t n = 0; n < n_pages; ++n) {
+            const int valid = int(std::min<int64_t>(kPageTokens, spec_.n_keys - n * kPageTokens));
+            const bool token = spec_.mix == PageMix::kToken || (spec_.mix == PageMix::kRandom && random.chance(50)) ||
+                               (spec_.mix == PageMix::kSinkChannelOpen && (n == 0 || n == n_pages - 1));
+            pieces_.push_back(
+                token ? make_token_piece(spec_.head_dim, valid, spec_.values, random)
+                      : make_channel_piece(spec_.head_dim, spec_.k_bits, spec_.v_bits, spec_.values, random));
+        }
+        for (int64_t n = 0; n < n_pages; ++n) {
+            // Pages before page_begin are not the task's: their address is not even valid.
+            refs_.push_back(
+                {n < spec_.page_begin ? nullptr : pieces_[size_t(n)].bytes.data(), pieces_[size_t(n)].kind});
+        }
+        if (!spec_.v_float) return;
+        v_float_.resize(size_t(spec_.n_keys * v_stride()));
+        for (float& v : v_float_) v = random.normal();
+    }
+
+    void make_rows(Random& random) {
+        const int d = spec_.head_dim, rows = spec_.rows;
+        q_.resize(size_t(rows) * d);
+        for (int row = 0; row < rows; ++row) {
+            // The extremes: a row of zeros makes every P the largest, a row of +-127 every score.
+            const int shape =
+                spec_.values == PageValuesKind::kRandom ? (random.chance(4) ? random.integer(0, 2) : 3) : row % 4;
+            for (int c = 0; c < d; ++c) {
+                const int any = std::clamp(int(random.normal() * 45.0f), -127, 127);
+                q_[size_t(row) * d + c] = int8_t(shape == 0 ? 0 : shape == 1 ? 127 : shape == 2 ? -127 : any);
+            }
+            // A score is about 45 * 75 * sqrt(d), its scale about 0.02.
+            const float scale = spec_.logit_spread / (45.0f * 75.0f * 0.02f * std::sqrt(float(d)));
+            q_scale_.push_back(shape == 0 ? 0.0f : random.lognormal(scale, 0.2f));
+            const int64_t token = row / spec_.group, tokens = (rows + spec_.group - 1) / spec_.group;
+            const int64_t position = spec_.n_keys - tokens + token;
+            const bool hidden = random.chance(spec_.hidden_percent);
+            const int64_t end = std::clamp<int64_t>(spec_.causal ? position + 1 : spec_.n_keys, 0, spec_.n_keys);
+            const int64_t begin = spec_.window > 0 ? std::max<int64_t>(0, end - spec_.window) : 0;
+            position_.push_back(position);
+            key_end_.push_back(hidden && random.chance(50) ? 0 : end);
+            key_begin_.push_back(hidden ? key_end_.back() : begin);
+            slope_.push_back(0.02f * float(1 + row % spec_.group));
+            bias_.push_back(random.normal());
+        }
+    }
+
+    void make_state(Random& random) {
+        start_.o.assign(size_t(spec_.rows) * spec_.head_dim, 0.0f);
+        start_.m.assign(size_t(spec_.rows), -std::numeric_limits<float>::infinity());
+        start_.l.assign(size_t(spec_.rows), 0.0f);
+        if (!spec_.continued) return;
+        for (int row = 0; row < spec_.rows; ++row) {
+            if (random.chance(20)) continue;
+            // Far below, near and far above what is to come.
+            start_.m[size_t(row)] = random.normal() * (random.chance(30) ? 200.0f : 5.0f);
+            start_.l[size_t(row)] = random.lognormal(10.0f, 1.0f);
+            for (int c = 0; c < spec_.head_dim; ++c) {
+                start_.o[size_t(row) * spec_.head_dim + c] = random.chance(5) ? -0.0f : random.normal();
+            }
+        }
+    }
+
+    ProblemSpec spec_;
+    std::vector<Piece> pieces_;
+    std::vector<PageRef> refs_;
+    AlignedVector<int8_t> q_;
+    std::vector<float> q_scale_, slope_, bias_;
+    std::vector<int64_t> key_begin_, key_end_, position_;
+    std::vector<float> v_float_;
+    State start_;
+};
+
+}  // namespace ta::cpu::testing
