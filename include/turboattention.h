@@ -152,7 +152,7 @@ enum {
 typedef int32_t ta_exp;
 enum {
     TA_EXP_DEFAULT = 0,
-    TA_EXP_POLY = 1,  /* 2^-f as a cubic that is exact at both ends, no threshold; max. relative error 1.0e-4 */
+    TA_EXP_POLY = 1,  /* 2^-f as a cubic that is exact at both ends, no threshold; max. relative error 1.03e-4 */
     TA_EXP_EXACT = 2, /* within 2 ulp */
     TA_EXP_SAS = 3    /* TurboAttention's sparse activated softmax: table x cubic, 0 below -6 */
 };
@@ -366,7 +366,7 @@ typedef struct ta_attend_options {
     uint32_t struct_size;
     ta_mask mask;
     float scale;               /* multiplies q.k; default 1/sqrt(head_dim); positive and finite */
-    float softcap;             /* c: score = c * tanh(score / c), after scale, before ALiBi and masks; 0: none */
+    float softcap;             /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
     int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
     const float* alibi_slopes; /* [q_heads], finite: adds slope * (j - p) for key j and query position p; NULL: none */
     const float* sinks;        /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none */

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "kernels/cpu/page_codec.h"
@@ -317,7 +318,14 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
 
     const float v_scale = largest(in.v_scale);
     if (options.v_exponents) {
-        for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], v_scale));
+        float magnitude[kPageTokens];
+        for (int j = 0; j < kPageTokens; ++j) {
+            int sum = 0;
+            for (int c = 0; c < d; ++c) sum += std::abs(int(in.v[j * d + c]));
+            magnitude[j] = token_magnitude(sum, in.v_scale[j]);
+        }
+        const float most = largest(magnitude);
+        for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], v_scale, magnitude[j], most));
     }
     merge_tokens(in.v, in.v_scale, exponent, v_scale, d, p.x);
     encode_channels(p, d, layout.v_bits, {.search = options.v_search, .fractional_zero = options.fractional_zero});

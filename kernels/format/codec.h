@@ -27,17 +27,27 @@ TA_HD inline int8_t stage1_code(float x, float scale, int levels) {
     return int8_t(r > limit ? limit : r < -limit ? -limit : r);
 }
 
-// The power-of-two scale of a V token: the largest e <= 15 with s_t 2^e <= s_max, where s_t is the token's own scale. A token of
-// zeros takes 0.
-TA_HD inline int v_exponent(float token_scale, float max_scale) {
-    if (!(token_scale > 0.0f)) return 0;
+// The largest e <= 15 with x 2^e <= limit; 0 where x is 0.
+TA_HD inline int exponent_below(float x, float limit) {
+    if (!(x > 0.0f)) return 0;
     int e = 0;
-    float scaled = token_scale;
-    while (e < kMaxExponent && scaled * 2.0f <= max_scale) {
+    float scaled = x;
+    while (e < kMaxExponent && scaled * 2.0f <= limit) {
         scaled *= 2.0f;
         ++e;
     }
     return e;
+}
+
+// How large a token is: fl(sum over channels of |q1| * its scale).
+TA_HD inline float token_magnitude(int sum_of_codes, float token_scale) { return float(sum_of_codes) * token_scale; }
+
+// The power-of-two scale of a V token: as large as the token's magnitude allows next to the largest magnitude of the page, and its
+// scale next to the largest scale. The scale alone follows the token's largest channel: it would blow up tokens of ordinary size
+// beside one with an outlier, and with them the range of every channel.
+TA_HD inline int v_exponent(float token_scale, float max_scale, float magnitude, float max_magnitude) {
+    const int by_scale = exponent_below(token_scale, max_scale), by_magnitude = exponent_below(magnitude, max_magnitude);
+    return by_scale < by_magnitude ? by_scale : by_magnitude;
 }
 
 // Multiplies by 2^n exactly while the result is normal.

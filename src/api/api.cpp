@@ -26,6 +26,8 @@ Result<const ta_attend_options*> read_attend_options(const ta_attend_options* gi
     if (!given) return static_cast<const ta_attend_options*>(nullptr);
     Result<ta_attend_options> known = read_struct(given, "options", argument);
     if (!known.ok()) return std::move(known).status();
+    TA_RETURN_IF_ERROR(check_aligned(known.value().alibi_slopes, "options.alibi_slopes", argument));
+    TA_RETURN_IF_ERROR(check_aligned(known.value().sinks, "options.sinks", argument));
     *storage = known.value();
     return static_cast<const ta_attend_options*>(storage);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -51,6 +52,13 @@ ta_status guard(ta_error* err, Body&& body) noexcept {
 inline Status check_pointer(const void* p, const char* name, int argument) {
     if (p) return {};
     return fail(TA_E_INVALID, "%s is null", name).argument(argument);
+}
+
+// An array of the caller's; may be null.
+template <class T>
+Status check_aligned(const T* array, const char* name, int argument) {
+    if (reinterpret_cast<uintptr_t>(array) % alignof(T) == 0) return {};
+    return fail(TA_E_ALIGNMENT, "%s is not aligned to its %zu-byte elements", name, alignof(T)).argument(argument);
 }
 
 inline Status check_process(const Context& context) {

@@ -52,6 +52,8 @@ ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, 
         TA_RETURN_IF_ERROR(check_calibrator(calibrator));
         TA_RETURN_IF_ERROR(check_pointer(k_bits, "k_bits", 2));
         TA_RETURN_IF_ERROR(check_pointer(v_bits, "v_bits", 3));
+        TA_RETURN_IF_ERROR(check_aligned(k_priority, "k_priority", 4));
+        TA_RETURN_IF_ERROR(check_aligned(v_priority, "v_priority", 5));
         return calibrator->impl->finish(n_low, k_bits, v_bits, k_priority, v_priority);
     });
 }

@@ -36,6 +36,9 @@ Status check_dense_shapes(const DenseCall& c) {
     if (!is_supported_head_dim(int(std::min<int64_t>(d, 1 << 20)))) {
         return fail(TA_E_UNSUPPORTED, "head_dim is %lld; it takes 64, 96, 128 or 256", (long long)d).argument(2);
     }
+    if (kv_heads > kMaxKvHeads) {
+        return fail(TA_E_SHAPE, "k has %lld heads; it takes 1..%u", (long long)kv_heads, kMaxKvHeads).argument(2);
+    }
     if (c.q.heads % kv_heads != 0 || c.q.heads / kv_heads > kMaxGroup) {
         return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %lld kv heads", (long long)c.q.heads, kMaxGroup,
                     (long long)kv_heads).argument(1);
@@ -84,6 +87,7 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
             *views[i] = view.value();
         }
         TA_RETURN_IF_ERROR(check_dense_shapes(call));
+        TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 5));
         ta_dense_options o{};
         if (options) {
             Result<ta_dense_options> known = read_struct(options, "options", 6);
@@ -91,6 +95,8 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
             o = known.value();
         }
         if (Status s = check_dense_options(o); !s.ok()) return std::move(s).argument(6);
+        TA_RETURN_IF_ERROR(check_aligned(o.q_offsets, "options.q_offsets", 6));
+        TA_RETURN_IF_ERROR(check_aligned(o.k_offsets, "options.k_offsets", 6));
         const uint32_t batch = o.batch ? o.batch : 1;
         Result<std::vector<int64_t>> q_offsets = read_offsets(o.q_offsets, batch, call.q.tokens, "q_offsets");
         if (!q_offsets.ok()) return std::move(q_offsets).status().argument(6);

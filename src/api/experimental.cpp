@@ -97,6 +97,8 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
                               ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_aligned(k, "k", 5));
+        TA_RETURN_IF_ERROR(check_aligned(v, "v", 6));
         const Pool& p = *pool->impl;
         const Geometry& g = p.geometry();
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);

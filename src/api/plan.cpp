@@ -36,6 +36,9 @@ ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, cons
         TA_RETURN_IF_ERROR(check_plan(plan));
         if (n_seqs == 0) return fail(TA_E_INVALID, "n_seqs is 0").argument(1);
         TA_RETURN_IF_ERROR(check_pointer(seqs, "seqs", 2));
+        TA_RETURN_IF_ERROR(check_aligned(seqs, "seqs", 2));
+        TA_RETURN_IF_ERROR(check_aligned(n_new, "n_new", 3));
+        TA_RETURN_IF_ERROR(check_aligned(n_query, "n_query", 4));
         return plan->impl->begin({seqs, n_seqs}, n_new, n_query);
     });
 }
@@ -59,6 +62,7 @@ ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_
         if (!q_view.ok()) return std::move(q_view).status();
         Result<TensorView> out_view = read_tensor(out, "out", 3);
         if (!out_view.ok()) return std::move(out_view).status();
+        TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 4));
         ta_attend_options storage;
         Result<const ta_attend_options*> known = read_attend_options(options, 5, &storage);
         if (!known.ok()) return std::move(known).status();

@@ -15,6 +15,7 @@ Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context,
         Result<ta_numerics> read = read_struct(o.numerics, "options.numerics", 1);
         if (!read.ok()) return std::move(read).status();
         numerics = read.value();
+        TA_RETURN_IF_ERROR(check_aligned(numerics.k_offset, "options.numerics.k_offset", 1));
     }
     Result<Numerics> resolved = resolve_numerics(&numerics, o.layers, o.kv_heads, o.head_dim);
     if (!resolved.ok()) return std::move(resolved).status();

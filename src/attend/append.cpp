@@ -89,10 +89,11 @@ ScaleRule rule_for(bool whole_page, bool page_scale, bool exponents, bool univer
     return universal ? ScaleRule::kUniversal : ScaleRule::kToken;
 }
 
-// The universal scale of a page: fixed when its first token comes, from the largest magnitude of the head so far. A page of
-// zeros has no scale yet and takes one when it needs it.
+// The universal scale of a page: fixed when its first token that is not zero comes, from the largest magnitude of the head so
+// far. Tokens of zeros before it keep the scale 0: an aborted step must not leave them another.
 float universal_scale(const float* page_scales, int have, float seen, const float* amax, int n) {
-    if (have > 0 && page_scales[0] > 0.0f) return page_scales[0];
+    const float fixed = have > 0 ? *std::max_element(page_scales, page_scales + have) : 0.0f;
+    if (fixed > 0.0f) return fixed;
     for (int t = 0; t < n; ++t) seen = std::max(seen, amax[t]);
     return stage1_scale(seen, kStage1Levels);
 }
@@ -114,7 +115,6 @@ void Plan::append_block(Member& m, Touched& t, uint32_t layer, uint32_t head, co
     if (t.have > 0 && (t.channel || num.universal_open_scale)) codec.load_token_piece(piece, d, t.have, s.codes);
 
     float k_universal = 0.0f, v_universal = 0.0f;
-    int first_scale = t.have;
     if (num.universal_open_scale) {
         float* seen = m.open_amax.data() + g.index(layer, head) * 2;
         k_universal = universal_scale(s.codes.k_scale, t.have, seen[0], s.k_amax, n);
@@ -123,22 +123,17 @@ void Plan::append_block(Member& m, Touched& t, uint32_t layer, uint32_t head, co
             seen[0] = std::max(seen[0], s.k_amax[i]);
             seen[1] = std::max(seen[1], s.v_amax[i]);
         }
-        // Tokens of zeros before the first scale: give them the page's, their codes stay zero.
-        if (t.have > 0 && (s.codes.k_scale[0] == 0.0f || s.codes.v_scale[0] == 0.0f)) {
-            if (s.codes.k_scale[0] == 0.0f) std::fill_n(s.codes.k_scale, t.have, k_universal);
-            if (s.codes.v_scale[0] == 0.0f) std::fill_n(s.codes.v_scale, t.have, v_universal);
-            first_scale = 0;
-        }
     }
-    const bool whole = n == kPageTokens && (!t.stays_8_bits || num.page_scale_at_8_bits);
-    const ScaleRule k_rule = rule_for(whole, num.k_page_scale, false, num.universal_open_scale);
-    const ScaleRule v_rule =
-        rule_for(whole, num.v_page_scale, num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
+    const bool whole = n == kPageTokens;
+    const ScaleRule k_rule = rule_for(whole && (!t.stays_8_bits || num.k_page_scale_at_8_bits), num.k_page_scale, false,
+                                      num.universal_open_scale);
+    const ScaleRule v_rule = rule_for(whole && (!t.stays_8_bits || num.v_page_scale_at_8_bits), num.v_page_scale,
+                                      num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
     const int64_t clamped =
         quantize_tokens(codec, s.k, s.k_amax, d, t.have, t.end, k_rule, k_universal, kStage1Levels, s.codes.k, s.codes.k_scale) +
         quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
     if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
-    codec.store_token_piece(s.codes, d, first_scale, t.end, piece);
+    codec.store_token_piece(s.codes, d, t.have, t.end, piece);
 
     if (!t.channel) return;
     uint8_t* closed = t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);

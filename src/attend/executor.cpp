@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "kernels/cpu/math.h"
 
@@ -34,9 +35,11 @@ KeyRange visible_keys(const AttendSettings& s, int64_t n_keys, int64_t p) {
     return r;
 }
 
-Status check_finite_array(const float* x, int64_t n, const char* name) {
+Status check_magnitudes(const float* x, int64_t n, float limit, const char* name) {
     for (int64_t i = 0; x && i < n; ++i) {
-        if (!std::isfinite(x[i])) return fail(TA_E_INVALID, "options.%s[%lld] is not finite", name, (long long)i).head(i);
+        if (std::fabs(x[i]) <= limit) continue;
+        return fail(TA_E_INVALID, "options.%s[%lld] is %g; it takes finite numbers up to %g", name, (long long)i, double(x[i]),
+                    double(limit)).head(i);
     }
     return {};
 }
@@ -50,12 +53,13 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_
     if (!std::isfinite(o.scale) || o.scale < 0.0f || o.scale > 64.0f) {
         return fail(TA_E_INVALID, "options.scale is %g; it takes a positive number up to 64, or 0 for 1/sqrt(head_dim)", double(o.scale));
     }
-    if (!std::isfinite(o.softcap) || o.softcap < 0.0f || (o.softcap > 0.0f && (o.softcap < 0x1p-10f || o.softcap > 0x1p20f))) {
-        return fail(TA_E_INVALID, "options.softcap is %g; it takes 2^-10..2^20, or 0 for none", double(o.softcap));
+    if (!std::isfinite(o.softcap) || o.softcap < 0.0f || (o.softcap > 0.0f && (o.softcap < 0x1p-10f || o.softcap > 0x1p14f))) {
+        return fail(TA_E_INVALID, "options.softcap is %g; it takes 2^-10..2^14, or 0 for none", double(o.softcap));
     }
     if (o.window < 0) return fail(TA_E_INVALID, "options.window is %lld; it takes 0 or more", (long long)o.window);
-    TA_RETURN_IF_ERROR(check_finite_array(o.alibi_slopes, q_heads, "alibi_slopes"));
-    TA_RETURN_IF_ERROR(check_finite_array(o.sinks, q_heads, "sinks"));
+    // Times a distance, a slope must stay finite.
+    TA_RETURN_IF_ERROR(check_magnitudes(o.alibi_slopes, q_heads, kMaxMagnitude, "alibi_slopes"));
+    TA_RETURN_IF_ERROR(check_magnitudes(o.sinks, q_heads, std::numeric_limits<float>::max(), "sinks"));
     TA_RETURN_IF_ERROR(check_p(o.p));
     Result<cpu::ExpMode> mode = resolve_exp(o.exp, exp);
     if (!mode.ok()) return std::move(mode).status();
@@ -74,10 +78,10 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_
 class AttendExecutor::Scratch {
   public:
     Scratch(uint8_t* data, int d, int64_t rows, int64_t pages) {
-        uint8_t* next = data;
+        uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
         const auto take = [&next](auto*& ptr, int64_t n) {
             ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
-            next += round_up(n * int64_t(sizeof *ptr), 64);
+            next += uintptr_t(round_up(n * int64_t(sizeof *ptr), 64));
         };
         take(pages_, pages);
         take(q, rows * d);
@@ -92,7 +96,7 @@ class AttendExecutor::Scratch {
         take(m, rows);
         take(l, rows);
         take(workspace, int64_t(cpu::workspace_bytes(d, int(rows))));
-        bytes = size_t(next - data);
+        bytes = size_t(next - reinterpret_cast<uintptr_t>(data));
     }
     cpu::PageRef* pages_;
     int8_t* q;

@@ -10,6 +10,13 @@ constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a sequence
 
 int64_t blocks_for(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
+// What former owners read happened before what this one will write.
+bool is_sole_owner(const BlockPtr& block) {
+    if (block.use_count() != 1) return false;
+    BlockPtr(block).reset();  // use_count() orders nothing, counting up and down does
+    return true;
+}
+
 }  // namespace
 
 Plan::Plan(std::shared_ptr<Pool> pool)
@@ -99,13 +106,13 @@ Status Plan::reserve(Member& m) {
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
             // A full block that a truncate cut has hashes over all its tokens; they must hold again should the step be aborted.
-            if (present->kind() == PageKind::kToken && present.use_count() == 1 && !present->sealed()) {
+            if (present->kind() == PageKind::kToken && !present->sealed() && is_sole_owner(present)) {
                 t.token = present;
             } else {
                 Result<BlockPtr> copy = writable_copy(*present, t.have);
                 if (!copy.ok()) return std::move(copy).status().block(b);
                 t.token = copy.take();
-                ++(present->kind() == PageKind::kToken ? m.copied : m.reopened);
+                ++(present->sealed() ? m.reopened : m.copied);
             }
         } else if (closes) {
             t.workspace_page = workspace_pages_++;

@@ -59,7 +59,7 @@ void Calibrator::rank(const Ranges& ranges, uint32_t n_low, uint8_t* bits, float
         std::iota(order.begin(), order.end(), 0u);
         std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return score[a] < score[b]; });
         for (uint32_t i = 0; i < kv_heads_; ++i) bits[size_t(layer) * kv_heads_ + order[i]] = i < n_low ? 2 : 4;
-        for (uint32_t h = 0; priority && h < kv_heads_; ++h) priority[size_t(layer) * kv_heads_ + h] = float(score[h]);
+        for (uint32_t h = 0; h < kv_heads_; ++h) priority[size_t(layer) * kv_heads_ + h] = float(score[h]);
     }
 }
 
@@ -68,12 +68,16 @@ Status Calibrator::finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, floa
     for (uint32_t layer = 0; layer < layers_; ++layer) {
         if (tokens_[layer] == 0) return fail(TA_E_STATE, "layer %u was never observed", layer).layer(layer);
     }
-    // Memory for the ranking is taken before the first output is written.
-    std::vector<uint8_t> k(size_t(layers_) * kv_heads_), v(k.size());
-    rank(k_, n_low, k.data(), k_priority);
-    rank(v_, n_low, v.data(), v_priority);
+    // All memory is taken before the first output is written.
+    const size_t heads = size_t(layers_) * kv_heads_;
+    std::vector<uint8_t> k(heads), v(heads);
+    std::vector<float> k_score(heads), v_score(heads);
+    rank(k_, n_low, k.data(), k_score.data());
+    rank(v_, n_low, v.data(), v_score.data());
     std::copy(k.begin(), k.end(), k_bits);
     std::copy(v.begin(), v.end(), v_bits);
+    if (k_priority) std::copy(k_score.begin(), k_score.end(), k_priority);
+    if (v_priority) std::copy(v_score.begin(), v_score.end(), v_priority);
     return {};
 }
 

@@ -5,8 +5,6 @@
 namespace ta {
 namespace {
 
-constexpr uint32_t kMaxLayers = 4096, kMaxKvHeads = 1024;
-
 Status check_bits(const std::vector<uint8_t>& bits, const char* name, uint32_t kv_heads, bool* all_8) {
     size_t eights = 0;
     for (size_t i = 0; i < bits.size(); ++i) {
@@ -23,9 +21,9 @@ Status check_bits(const std::vector<uint8_t>& bits, const char* name, uint32_t k
 }  // namespace
 
 Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
-    if (layers < 1 || layers > kMaxLayers) return fail(TA_E_INVALID, "layers is %u; it takes 1..%u", layers, kMaxLayers);
-    if (kv_heads < 1 || kv_heads > kMaxKvHeads) return fail(TA_E_INVALID, "kv_heads is %u; it takes 1..%u", kv_heads, kMaxKvHeads);
-    if (!is_supported_head_dim(int(head_dim))) return fail(TA_E_UNSUPPORTED, "head_dim is %u; it takes 64, 96, 128 or 256", head_dim);
+    if (layers < 1 || layers > kMaxLayers) return fail(TA_E_INVALID, "layers is %u; it takes 1..%u", layers, kMaxLayers).argument(1);
+    if (kv_heads < 1 || kv_heads > kMaxKvHeads) return fail(TA_E_INVALID, "kv_heads is %u; it takes 1..%u", kv_heads, kMaxKvHeads).argument(2);
+    if (!is_supported_head_dim(int(head_dim))) return fail(TA_E_UNSUPPORTED, "head_dim is %u; it takes 64, 96, 128 or 256", head_dim).argument(3);
     return {};
 }
 

@@ -10,6 +10,8 @@
 
 namespace ta {
 
+inline constexpr uint32_t kMaxLayers = 4096, kMaxKvHeads = 1024;
+
 struct Geometry {
     uint32_t layers = 0, kv_heads = 0, head_dim = 0;
     bool all_8_bits = false;       // every block stays a token block
@@ -45,7 +47,7 @@ struct Geometry {
     double bits_per_element(PageKind kind) const;
 };
 
-// Layers, heads and head_dim that a pool or calibrator accepts.
+// Layers, heads and head_dim that a pool or calibrator accepts; a failure names their places in ta_calibrator_create.
 Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim);
 
 }  // namespace ta

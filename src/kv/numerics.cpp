@@ -65,7 +65,8 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     Numerics r;
     r.k_page_scale = n.k_granularity != TA_GRANULARITY_TOKEN;
     r.v_page_scale = n.v_granularity != TA_GRANULARITY_TOKEN;
-    r.page_scale_at_8_bits = !accurate || n.k_granularity == TA_GRANULARITY_PAGE || n.v_granularity == TA_GRANULARITY_PAGE;
+    r.k_page_scale_at_8_bits = !accurate || n.k_granularity == TA_GRANULARITY_PAGE;
+    r.v_page_scale_at_8_bits = !accurate || n.v_granularity == TA_GRANULARITY_PAGE;
     r.universal_open_scale = n.open_scale == TA_OPEN_SCALE_DEFAULT ? !accurate : n.open_scale == TA_OPEN_SCALE_UNIVERSAL;
     r.v_exponents = pick(n.v_exponents, accurate);
     r.fractional_zero = pick(n.fractional_zero, accurate);

@@ -13,7 +13,8 @@ namespace ta {
 struct Numerics {
     bool k_page_scale = true;      // one stage-1 scale for 64 tokens of K that arrive together
     bool v_page_scale = true;
-    bool page_scale_at_8_bits = false;  // also on pages that stay at 8 bits
+    bool k_page_scale_at_8_bits = false;  // also on pages that stay at 8 bits
+    bool v_page_scale_at_8_bits = false;
     bool universal_open_scale = false;
     bool v_exponents = true;
     bool fractional_zero = true;

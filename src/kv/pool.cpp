@@ -1,6 +1,7 @@
 #include "src/kv/pool.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "kernels/format/hash.h"
 #include "kernels/format/rotation.h"
@@ -29,6 +30,12 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     return hash_bytes(bytes.data(), bytes.size());
 }
 
+// Somewhere in the lower half of all generations.
+uint32_t some_generation(const void* pool) {
+    const uint64_t seed[] = {reinterpret_cast<uintptr_t>(pool), uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
+    return uint32_t(hash_bytes(seed, sizeof seed) >> 33);
+}
+
 }  // namespace
 
 Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences)
@@ -36,6 +43,7 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
       geometry_(std::move(geometry)),
       numerics_(std::move(numerics)),
       max_sequences_(max_sequences),
+      first_generation_(some_generation(this)),
       fingerprint_(fingerprint_of(geometry_, numerics_)),
       blocks_(std::make_unique<BlockStore>(context_->allocator(), geometry_, budget)) {
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
@@ -73,9 +81,10 @@ Result<uint32_t> Pool::take_slot() {
         if (sequences_.size() >= max_sequences_) {
             return fail(TA_E_LIMIT, "the pool has its maximum of %u sequences", max_sequences_);
         }
-        sequences_.reserve(sequences_.size() + 1);
-        free_slots_.reserve(sequences_.size() + 1);  // so that release never allocates
-        sequences_.push_back(std::make_unique<Sequence>());
+        if (free_slots_.capacity() <= sequences_.size()) free_slots_.reserve(2 * sequences_.size() + 16);  // release never allocates
+        auto fresh = std::make_unique<Sequence>();
+        fresh->generation = first_generation_;
+        sequences_.push_back(std::move(fresh));
         free_slots_.push_back(uint32_t(sequences_.size() - 1));
     }
     const uint32_t slot = free_slots_.back();
@@ -131,7 +140,6 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
 }
 
 Status Pool::truncate(ta_seq seq, int64_t length) {
-    std::vector<BlockPtr> dropped;
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open_locked());
     Result<Sequence*> found = find(seq);
@@ -139,7 +147,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     Sequence& s = *found.value();
     if (s.in_plan) return busy(seq);
     if (length < 0 || length > s.length) {
-        return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length);
+        return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length).argument(2);
     }
     s.blocks.resize(size_t((length + kPageTokens - 1) / kPageTokens));
     s.length = length;
@@ -147,6 +155,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
 }
 
 Status Pool::release(ta_seq seq) {
+    std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open_locked());
     Result<Sequence*> found = find(seq);
@@ -155,7 +164,7 @@ Status Pool::release(ta_seq seq) {
     if (s.in_plan) return busy(seq);
     s.alive = false;
     s.length = 0;
-    s.blocks.clear();
+    s.blocks.swap(dropped);
     // A slot whose generations are used up is retired, so that an old id can never name a new sequence.
     if (s.generation != UINT32_MAX) free_slots_.push_back(uint32_t(seq));
     return {};
@@ -198,7 +207,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
         }
         if (found.value()->in_plan) {
             status = std::find(taken.begin(), taken.end(), found.value()) != taken.end()
-                         ? fail(TA_E_INVALID, "the sequence stands twice in the list").sequence(int64_t(i))
+                         ? fail(TA_E_INVALID, "the sequence stands twice in the list").argument(2).sequence(int64_t(i))
                          : busy(seqs[i]).sequence(int64_t(i));
             break;
         }

@@ -94,6 +94,7 @@ class Pool {
     const Geometry geometry_;
     const Numerics numerics_;
     const uint32_t max_sequences_;
+    const uint32_t first_generation_;  // differs from pool to pool: an id of one names nothing in another
     uint64_t fingerprint_ = 0;
     float signs_[kMaxHeadDim];
     std::unique_ptr<BlockStore> blocks_;

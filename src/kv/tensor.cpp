@@ -8,6 +8,8 @@
 namespace ta {
 namespace {
 
+constexpr int64_t kMaxElements = int64_t{1} << 60;
+
 // Byte range [low, high) that the elements span, relative to data. Nothing when it does not fit 62 bits.
 struct Extent {
     int64_t low, high;
@@ -23,8 +25,7 @@ std::optional<Extent> extent_of(const TensorView& v) {
         if (!moved) return std::nullopt;
         (*reach < 0 ? e.low : e.high) = *moved;
     }
-    constexpr int64_t kLimit = int64_t{1} << 60;
-    if (e.low < -kLimit || e.high > kLimit) return std::nullopt;
+    if (e.low < -kMaxElements || e.high > kMaxElements) return std::nullopt;
     const int64_t size = int64_t(cpu::dtype_bytes(v.dtype));
     return Extent{e.low * size, e.high * size};
 }
@@ -53,7 +54,10 @@ Result<TensorView> view_tensor(const ta_tensor& t, const char* name) {
         (v.heads > 1 && v.stride_head > -v.head_dim && v.stride_head < v.head_dim)) {
         return fail(TA_E_SHAPE, "%s: a stride is shorter than head_dim %lld", name, (long long)t.head_dim);
     }
-    if (!extent_of(v)) return fail(TA_E_SHAPE, "%s: its extent does not fit 64 bits", name);
+    const std::optional<int64_t> elements = checked_mul(t.tokens, *row);
+    if (!elements || *elements > kMaxElements || !extent_of(v)) {
+        return fail(TA_E_SHAPE, "%s: its elements or its extent do not fit 64 bits", name);
+    }
     if (v.tokens == 0) return v;
     if (!v.data) return fail(TA_E_INVALID, "%s.data is null", name);
     if (reinterpret_cast<uintptr_t>(v.data) % cpu::dtype_bytes(v.dtype) != 0) {

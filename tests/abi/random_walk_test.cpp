@@ -389,6 +389,8 @@ private:
     std::vector<float> values(int64_t tokens, size_t mean_at) {
         std::vector<float> x = random_.normals(tokens * c_.row());
         for (size_t i = 0; i < x.size(); ++i) x[i] += mean_[mean_at + i % size_t(c_.row())];
+        // The first token of a page decides its universal scale: without this, others would be cut off far too often to compare.
+        for (size_t i = 0; c_.universal() && i < x.size(); i += c_.head_dim) x[i] = 5.0f;
         return x;
     }
 
@@ -413,7 +415,7 @@ private:
         std::vector<float> lse(size_t(total_query * c_.q_heads));
         attend(plan_, layer, q, out, lse.data(), &options);
         const std::vector<float> q_values = q.values(), got = out.values();
-        const double tolerance = c_.universal() ? 0.2 : 0.04;
+        const double tolerance = c_.universal() ? 0.3 : 0.1;  // of values around 1
         for (const Member& m : members) {
             const ModelSequence& s = *m.sequence;
             std::vector<float> k = s.stored[layer].k, v = s.stored[layer].v;
@@ -423,12 +425,12 @@ private:
             const Attention exact = exact_attention(shape, rules, q_values.data() + m.query_row * c_.q_row(), k.data(), v.data());
             for (size_t i = 0; i < exact.out.size(); ++i) {
                 const double x = got[size_t(m.query_row * c_.q_row()) + i];
-                if (std::fabs(x - exact.out[i]) <= tolerance * 4.0) continue;  // 4: the largest |V|, or so
+                if (std::fabs(x - exact.out[i]) <= tolerance) continue;
                 FAIL() << "attention of layer " << layer << ", " << s.length << "+" << m.n_new << " tokens, query " << int64_t(i) / c_.q_row()
                        << " of " << m.n_query << ", channel " << int64_t(i) % c_.q_row() << ": " << x << ", not " << exact.out[i];
             }
             for (size_t i = 0; i < exact.lse.size(); ++i) {
-                ASSERT_NEAR(lse[size_t(m.query_row * c_.q_heads) + i], exact.lse[i], c_.universal() ? 1.0 : 0.2) << "lse " << i;
+                ASSERT_NEAR(lse[size_t(m.query_row * c_.q_heads) + i], exact.lse[i], c_.universal() ? 0.2 : 0.1) << "lse " << i;
             }
         }
     }
@@ -476,7 +478,7 @@ private:
                 largest = std::max(largest, std::fabs(double(was[i])));
             }
         }
-        const double bound = (c_.universal() ? 0.4 : 0.0) + (bits == 8 ? 0.02 : bits == 4 ? 0.17 : 0.75) * (c_.k_offset ? 2.0 : 1.0);
+        const double bound = (c_.universal() ? 0.1 : 0.0) + (bits == 8 ? 0.02 : bits == 4 ? 0.17 : 0.75) * (c_.k_offset ? 2.0 : 1.0);
         ASSERT_LE(std::sqrt(error / norm), bound) << name << " of block " << b << ", head " << head << " at " << bits << " bits";
         ASSERT_LE(worst, 2.0 * largest) << name << " of block " << b << ", head " << head << " at " << bits << " bits";
     }

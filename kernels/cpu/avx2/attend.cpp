@@ -1,16 +1,16 @@
-// Attention with AVX2 and FMA. Codes (at most 15) times signed bytes go through vpmaddubsw, which adds pairs in 16 bits; INT8 by INT8
-// would saturate there and goes through words.
+// Attention with AVX2 and FMA. Codes (at most 15) times signed bytes go through vpmaddubsw, which adds pairs in 16
+// bits; INT8 by INT8 would saturate there and goes through words.
 #include "kernels/cpu/avx2/attend_impl.h"
 
 namespace ta::cpu {
 namespace {
 
 struct DotMaddubs {
-    static constexpr int kMostDecodeRows = 12;
-    static constexpr int kKVectors = 2;                     // vectors of words for 32 bytes of K
+    static constexpr int kMostDecodeRows = 8;
+    static constexpr int kKVectors = 2;  // vectors of words for 32 bytes of K
     static constexpr PFormat kInt8P = PFormat::kWords;
-    // A sum of codes is 16 lanes of 16 bits. P times 4-bit codes: 4 * 2 * 255 * 15 = 30600. Folded q times codes: 16 * 2 * 62 * 15
-    // at 4 bits with any step byte, 16 * 2 * 127 * 3 at 2 bits.
+    // A sum of codes is 16 lanes of 16 bits. P times 4-bit codes: 4 * 2 * 255 * 15 = 30600. Folded q times codes: 16
+    // * 2 * 62 * 15 at 4 bits with any step byte, 16 * 2 * 127 * 3 at 2 bits.
     static constexpr int kRunOfCodes = 4;
     static constexpr int kUnpackedShift = 0;
 
@@ -28,13 +28,15 @@ struct DotMaddubs {
         __m256i even, odd;
         explicit Bytes(__m256i x) : even(even_s8(x)), odd(odd_s8(x)) {}
         __m256i add_dot_q(__m256i sum, const uint8_t* q, int n) const { return add(sum, q + 64 * n, q + 64 * n + 32); }
-        __m256i add_dot_p(__m256i sum, const uint8_t* p, int, int n) const { return add(sum, p + 32 * n, p + 128 + 32 * n); }
+        __m256i add_dot_p(__m256i sum, const uint8_t* p, int, int n) const {
+            return add(sum, p + 32 * n, p + 128 + 32 * n);
+        }
         void store_k(uint8_t* out) const {
             store_i(out, even);
             store_i(out + 32, odd);
         }
 
-    private:
+      private:
         __m256i add(__m256i sum, const uint8_t* with_even, const uint8_t* with_odd) const {
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, load_i(with_even)));
             return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, load_i(with_odd)));
@@ -64,6 +66,8 @@ struct DotMaddubs {
 
 }  // namespace
 
-void attend_avx2(const AttendTask& task) { Attention<DotMaddubs>(task).run(); }
+void attend_avx2(const AttendTask& task) {
+    Attention<DotMaddubs>(task).run();
+}
 
 }  // namespace ta::cpu

@@ -1,6 +1,7 @@
-// The attention kernel of both 256-bit instruction sets: the loop over pages and blocks of rows. What they do not share is `Dot`,
-// how bytes are multiplied and summed: maddubs.h here, avxvnni/attend.cpp. Integer products are in decode.h (few rows, on codes) and
-// prefill.h (many rows, on tiles); what happens between scores and P is in softmax.h.
+// The attention kernel of both 256-bit instruction sets: the loop over pages and blocks of rows. What they do not
+// share is `Dot`, how bytes are multiplied and summed: attend.cpp here and in ../avxvnni. Integer products are in
+// decode.h (few rows, on codes) and prefill.h (many rows, on tiles); what happens between scores and P is in
+// softmax.h.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +14,7 @@ namespace {
 
 inline constexpr int kRowBlock = 32;  // rows whose scores and P are held at a time
 
-// V's per-channel numbers of a channel page, in the forms that finish_channel wants.
+// V's per-channel numbers of a channel page, in the forms that Finish::channel wants.
 struct ValueChannels {
     alignas(32) int32_t step[kMaxHeadDim];
     alignas(32) int32_t zero_pair[kMaxHeadDim];  // words z, 128 z
@@ -24,8 +25,10 @@ inline void read_value_channels(const ChannelLayout& layout, const uint8_t* piec
     for (int c = 0; c < layout.d; c += 8) {
         const auto* steps = reinterpret_cast<const __m128i*>(piece + layout.v_step() + c);
         const auto* zeros = reinterpret_cast<const __m128i*>(piece + layout.v_zero() + c);
-        const __m256i step = _mm256_cvtepu8_epi32(_mm_loadl_epi64(steps)), zero = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros));
-        const __m256i fraction = bits == 4 ? _mm256_srli_epi32(step, 5) : _mm256_slli_epi32(_mm256_srli_epi32(step, 7), 2);
+        const __m256i step = _mm256_cvtepu8_epi32(_mm_loadl_epi64(steps)),
+                      zero = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros));
+        const __m256i fraction =
+            bits == 4 ? _mm256_srli_epi32(step, 5) : _mm256_slli_epi32(_mm256_srli_epi32(step, 7), 2);
         store_i(out.step + c, _mm256_and_si256(step, _mm256_set1_epi32(bits == 4 ? 31 : 127)));
         store_i(out.zero_pair + c, _mm256_blend_epi16(zero, _mm256_slli_epi32(zero, 16 + 7), 0xAA));
         _mm256_store_ps(out.fraction8 + c, _mm256_cvtepi32_ps(fraction));
@@ -43,8 +46,9 @@ struct Finish {
           code_sum(_mm256_set1_ps(float(scale.code_sum))),
           code_sum_pair(_mm256_set1_epi32((scale.code_sum & 127) | (scale.code_sum >> 7) << 16)) {}
 
-    // z * sum P as z * (sum % 128) + 128 z * (sum / 128): both factors are words, since the sum is at most 64 * 65535. The product
-    // fraction * sum of two exact floats rounds once, just as the conversion of the integer F does.
+    // z * sum P as z * (sum % 128) + 128 z * (sum / 128): both factors are words, since the sum is at most 64 *
+    // 65535. The product fraction * sum of two exact floats rounds once, just as the conversion of the integer F
+    // does.
     void channel(float* o, const ValueChannels& page, int c, __m256i u) const {
         const __m256i zero = _mm256_madd_epi16(load_i(page.zero_pair + c), code_sum_pair);
         const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_mullo_epi32(load_i(page.step + c), u), zero));
@@ -53,13 +57,15 @@ struct Finish {
     }
     void token(float* o, int c, __m256i u) const { add(o + c, _mm256_cvtepi32_ps(u)); }
 
-private:
-    void add(float* o, __m256 x) const { _mm256_store_ps(o, _mm256_fmadd_ps(x, g, _mm256_mul_ps(_mm256_load_ps(o), alpha))); }
+  private:
+    void add(float* o, __m256 x) const {
+        _mm256_store_ps(o, _mm256_fmadd_ps(x, g, _mm256_mul_ps(_mm256_load_ps(o), alpha)));
+    }
 };
 
 template <class Dot>
 class Attention {
-public:
+  public:
     explicit Attention(const AttendTask& task) : t(task), d(task.head_dim), decode(task.rows <= Dot::kMostDecodeRows) {
         static_assert(Dot::kMostDecodeRows <= kRowBlock, "all rows of a decode are one block");
         uint8_t* free = t.workspace;
@@ -97,9 +103,15 @@ public:
                 read = true;
                 score();
                 switch (t.exp) {
-                    case ExpMode::kPoly: soften<ExpMode::kPoly>(); break;
-                    case ExpMode::kExact: soften<ExpMode::kExact>(); break;
-                    case ExpMode::kSas: soften<ExpMode::kSas>(); break;
+                    case ExpMode::kPoly:
+                        soften<ExpMode::kPoly>();
+                        break;
+                    case ExpMode::kExact:
+                        soften<ExpMode::kExact>();
+                        break;
+                    case ExpMode::kSas:
+                        soften<ExpMode::kSas>();
+                        break;
                 }
                 if (t.v_float) {
                     add_float_values();
@@ -110,14 +122,15 @@ public:
         }
     }
 
-private:
+  private:
     size_t q_stride() const { return size_t(d / 16) * Dot::kKVectors * 32; }
 
     void prepare_q(int row) {
         const int8_t* q = t.q + int64_t(row) * d;
         __m256i sum = zero_i();
         for (int n = 0; n < d / 16; ++n) {
-            Dot::store_q(spread_channels(q, d, n), q_bytes + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
+            Dot::store_q(spread_channels(q, d, n),
+                         q_bytes + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
             const __m256i words = _mm256_cvtepi8_epi16(channels_of_load(q, d, n));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
             if (decode) store_i(q_words + int64_t(row) * d + 16 * n, words);
@@ -125,8 +138,8 @@ private:
         q_sum[row] = sum_i32(sum);
     }
 
-    // Rows that the page can change: those that see one of its keys. In units of the running maximum a page without visible keys
-    // still adds a zero to O, which turns -0 into 0, so there all rows that have begun count.
+    // Rows that the page can change: those that see one of its keys. In units of the running maximum a page without
+    // visible keys still adds a zero to O, which turns -0 into 0, so there all rows that have begun count.
     void find_active_rows(int first, int last) {
         n_active = 0;
         for (int row = first; row < last; ++row) {
@@ -150,11 +163,12 @@ private:
             k_steps = piece + layout.k_step();
             k_zeros = piece + layout.k_zero();
         }
-        if (decode) {
-            if (page.channel) t.k_bits == 4 ? read_steps<4>(k_steps, k_zeros, d, folded) : read_steps<2>(k_steps, k_zeros, d, folded);
-            if (!page.channel && kWordsOfV && p_is_biased(t) && !t.v_float) sum_values();
-        } else {
+        if (!decode) {
             unpack();
+        } else if (page.channel) {
+            t.k_bits == 4 ? read_steps<4>(k_steps, k_zeros, d, folded) : read_steps<2>(k_steps, k_zeros, d, folded);
+        } else if (kWordsOfV && p_is_biased(t) && !t.v_float) {
+            sum_values();
         }
     }
 
@@ -191,7 +205,7 @@ private:
         for (; i < n; ++i) f(std::integral_constant<int, 1>(), i);
     }
 
-    // ------------------------------------------------------------------------------------------------------------- step 1
+    // ---------------------------------------------------------------------------------------------------------- step 1
 
     void score() {
         if (decode && page.channel) {
@@ -203,7 +217,8 @@ private:
         } else {
             for (int i = 0; i < n_active; ++i) {
                 const uint8_t* q = q_bytes + size_t(active[i]) * q_stride();
-                add_to_score[i] = Dot::score_correction(q_sum[active[i]], page.channel ? k_steps : nullptr, t.k_bits, q, d);
+                add_to_score[i] =
+                    Dot::score_correction(q_sum[active[i]], page.channel ? k_steps : nullptr, t.k_bits, q, d);
             }
         }
         if (!decode) {
@@ -246,7 +261,7 @@ private:
         }
     }
 
-    // ------------------------------------------------------------------------------------------------------------ steps 2-6
+    // ------------------------------------------------------------------------------------------------------- steps 2-6
 
     // Leaves in `active` the rows whose O the page's V changes, with P (or p, for float V) and scale in the same slots.
     template <ExpMode MODE>
@@ -272,7 +287,7 @@ private:
         n_active = kept;
     }
 
-    // --------------------------------------------------------------------------------------------------------- step 6 and O
+    // ---------------------------------------------------------------------------------------------------- step 6 and O
 
     static constexpr bool kWordsOfV = Dot::kInt8P == PFormat::kWords;
     float* o_of(int slot) const { return t.o + int64_t(active[slot]) * d; }
@@ -284,7 +299,7 @@ private:
                 two && (page.channel || !kWordsOfV) ? add_decoded<rows(), 2>(i) : add_decoded<rows(), 1>(i);
             });
         } else {
-            for_groups<4>(n_active, [this](auto rows, int i) { add_unpacked<rows()>(i); });
+            for_groups<4>(n_active, [this](auto rows, int i) { this->add_unpacked<rows()>(i); });
         }
     }
 
@@ -365,7 +380,8 @@ private:
         values_of_bytes<Dot, 1, 1>(v_codes, d, p, sums);
     }
 
-    // Half-INT8: p in fp32 times V in fp32, token by token. 64 channels at a time keep O in registers and V's part in the cache.
+    // Half-INT8: p in fp32 times V in fp32, token by token. 64 channels at a time keep O in registers and V's part in
+    // the cache.
     void add_float_values() {
         for (int c = 0; c < d; c += 64) {
             for (int i = 0; i < n_active; ++i) d - c >= 64 ? add_float_row<8>(i, c) : add_float_row<4>(i, c);
@@ -380,10 +396,11 @@ private:
         for (int k = 0; k < VECTORS; ++k) {
             sum[k] = _mm256_mul_ps(_mm256_load_ps(o + 8 * k), _mm256_set1_ps(scale[slot].alpha));
         }
-        for (int j = 0; j < kPageTokens; ++j, v += t.v_float_stride) {
+        for (int j = 0; j < kPageTokens; ++j) {
             if (p[j] <= 0.0f) continue;  // may not even be there to read
             const __m256 p_j = _mm256_broadcast_ss(p + j);
-            for (int k = 0; k < VECTORS; ++k) sum[k] = _mm256_fmadd_ps(p_j, _mm256_loadu_ps(v + 8 * k), sum[k]);
+            const float* v_j = v + j * t.v_float_stride;
+            for (int k = 0; k < VECTORS; ++k) sum[k] = _mm256_fmadd_ps(p_j, _mm256_loadu_ps(v_j + 8 * k), sum[k]);
         }
         for (int k = 0; k < VECTORS; ++k) _mm256_store_ps(o + 8 * k, sum[k]);
     }
@@ -393,13 +410,13 @@ private:
     const bool decode;
 
     // In the workspace.
-    uint8_t* q_bytes;                  // [rows][q_stride] for products with INT8 K
-    int32_t* q_sum;                    // [rows]
-    int32_t* scores;                   // [slots][64]
-    uint8_t* p_codes;                  // [slots][kPBytes]
-    int16_t* q_words = nullptr;        // decode: [rows][d]
-    uint8_t* q_digits = nullptr;       // decode: [slots][d / 16][hi, lo] 32 bytes
-    int32_t* u = nullptr;              // decode: [slots][u_stride]
+    uint8_t* q_bytes;             // [rows][q_stride] for products with INT8 K
+    int32_t* q_sum;               // [rows]
+    int32_t* scores;              // [slots][64]
+    uint8_t* p_codes;             // [slots][kPBytes]
+    int16_t* q_words = nullptr;   // decode: [rows][d]
+    uint8_t* q_digits = nullptr;  // decode: [slots][d / 16][hi, lo] 32 bytes
+    int32_t* u = nullptr;         // decode: [slots][u_stride]
     int u_stride = 0;
     uint8_t* k_tile = nullptr;
     uint8_t* v_tile = nullptr;

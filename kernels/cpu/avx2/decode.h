@@ -1,8 +1,10 @@
-// Products straight on stored codes, for few query rows: scores with the step folded into q (DESIGN "Numerics" 7), and P times
-// codes. A page is never unpacked: 32 bytes are loaded, split into fields in registers, and multiplied for R rows.
+// Products straight on stored codes, for few query rows: scores with the step folded into q (DESIGN "Numerics" 7),
+// and P times codes. A page is never unpacked: 32 bytes are loaded, split into fields in registers, and multiplied
+// for R rows.
 //
-// A K load holds, per 32 bytes, tokens r and r + 8 of a tile by turns: dwords [r r+8 r r+8 | r r+8 r r+8] of 4 channels each, i and
-// i + 1 of layout.h in the two halves. A V load holds channels c and c + 1 likewise, of 4 tokens each.
+// A K load holds, per 32 bytes, tokens r and r + 8 of a tile by turns: dwords [r r+8 r r+8 | r r+8 r r+8] of 4
+// channels each, i and i + 1 of layout.h in the two halves. A V load holds channels c and c + 1 likewise, of 4 tokens
+// each.
 #pragma once
 
 #include "kernels/cpu/avx2/vec.h"
@@ -11,9 +13,12 @@ namespace ta::cpu {
 namespace {
 
 // 32 bytes n = 2 step + h (i = 2 h and 2 h + 1) of row r of a load group, from its start.
-inline size_t load_offset(int n, int r) { return size_t(n >> 1) * 512 + size_t(n & 1) * 32 + size_t(r) * 64; }
+inline size_t load_offset(int n, int r) {
+    return size_t(n >> 1) * 512 + size_t(n & 1) * 32 + size_t(r) * 64;
+}
 
-// R rows' share of a product with K: q in the order that the product wants, what to add to every score, where scores [64] go.
+// R rows' share of a product with K: q in the order that the product wants, what to add to every score, where scores
+// [64] go.
 template <int R>
 struct ScoreArgs {
     const uint8_t* q[R];
@@ -31,7 +36,8 @@ inline void store_scores(int32_t* s, int tile, int half, __m256i x, int32_t add)
     _mm_store_si128(reinterpret_cast<__m128i*>(at + 8), _mm256_extracti128_si256(x, 1));
 }
 
-// q_d step_d = hi * 2^kFoldShift + lo, both within s8 for any step byte, and small enough that Dot's sums of codes hold them.
+// q_d step_d = hi * 2^kFoldShift + lo, both within s8 for any step byte, and small enough that Dot's sums of codes
+// hold them.
 template <int BITS>
 inline constexpr int kFoldShift = BITS == 4 ? 6 : 7;
 
@@ -43,7 +49,8 @@ inline __m128i channels_of_load(const void* bytes, int d, int n) {
 }
 // The same with every group of 4 twice, byte for byte as in a load.
 inline __m256i spread_channels(const void* bytes, int d, int n) {
-    return _mm256_shuffle_epi32(_mm256_permute4x64_epi64(_mm256_castsi128_si256(channels_of_load(bytes, d, n)), 0x50), 0x50);
+    return _mm256_shuffle_epi32(_mm256_permute4x64_epi64(_mm256_castsi128_si256(channels_of_load(bytes, d, n)), 0x50),
+                                0x50);
 }
 
 // A channel page's steps and zero points in eighths, [d] words in the order of the loads.
@@ -55,7 +62,8 @@ inline void read_steps(const uint8_t* step_bytes, const uint8_t* zeros, int d, F
     for (int n = 0; n < d / 16; ++n) {
         const __m256i bytes = _mm256_cvtepu8_epi16(channels_of_load(step_bytes, d, n));
         const __m256i zero = _mm256_cvtepi8_epi16(channels_of_load(zeros, d, n));
-        const __m256i fraction = BITS == 4 ? _mm256_srli_epi16(bytes, 5) : _mm256_slli_epi16(_mm256_srli_epi16(bytes, 7), 2);
+        const __m256i fraction =
+            BITS == 4 ? _mm256_srli_epi16(bytes, 5) : _mm256_slli_epi16(_mm256_srli_epi16(bytes, 7), 2);
         store_i(out.step + 16 * n, _mm256_and_si256(bytes, _mm256_set1_epi16(BITS == 4 ? 31 : 127)));
         store_i(out.zero8 + 16 * n, _mm256_add_epi16(_mm256_slli_epi16(zero, 3), fraction));
     }
@@ -90,7 +98,8 @@ inline void scores_of_tile(const uint8_t* group, int tile, int d, const ScoreArg
             for (int step = 0; step < d / 32; ++step) {
                 repeat<2>([&](auto h) TA_INLINE_LAMBDA {
                     const uint8_t* at = base + step * 512 + h * 32;
-                    const __m256i c0 = code_field<BITS, FIELD>(load_i(at)), c1 = code_field<BITS, FIELD>(load_i(at + 64));
+                    const __m256i c0 = code_field<BITS, FIELD>(load_i(at)),
+                                  c1 = code_field<BITS, FIELD>(load_i(at + 64));
                     repeat<R>([&](auto row) TA_INLINE_LAMBDA {
                         const uint8_t* q = rows.q[row] + step * 128 + h * 64;
                         const __m256i q_hi = load_i(q), q_lo = load_i(q + 32);
@@ -214,7 +223,8 @@ inline void values_of_bytes(const uint8_t* codes, int d, const uint8_t* const (&
             __m256i sum[R][DIGITS][2];
             set_zero(sum);
             repeat<4>([&](auto n) TA_INLINE_LAMBDA {
-                const typename Dot::Bytes v0(load_i(base + load_offset(n, 0))), v1(load_i(base + 1024 + load_offset(n, 0)));
+                const typename Dot::Bytes v0(load_i(base + load_offset(n, 0))),
+                    v1(load_i(base + 1024 + load_offset(n, 0)));
                 repeat<R>([&](auto row) TA_INLINE_LAMBDA {
                     repeat<DIGITS>([&](auto digit) TA_INLINE_LAMBDA {
                         sum[row][digit][0] = running(v0.add_dot_p(sum[row][digit][0], p[row], digit, n));
@@ -227,7 +237,8 @@ inline void values_of_bytes(const uint8_t* codes, int d, const uint8_t* const (&
                 __m256i total[2];
                 repeat<2>([&](auto k) TA_INLINE_LAMBDA {
                     total[k] = sum[row][0][k];
-                    if constexpr (DIGITS == 2) total[k] = _mm256_add_epi32(total[k], _mm256_slli_epi32(sum[row][1][k], 8));
+                    if constexpr (DIGITS == 2)
+                        total[k] = _mm256_add_epi32(total[k], _mm256_slli_epi32(sum[row][1][k], 8));
                 });
                 store_values(u[row], channel, total[0], total[1]);
             });

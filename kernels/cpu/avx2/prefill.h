@@ -1,5 +1,5 @@
-// Many query rows: a page's K and V are unpacked once into tiles that stay in the nearest cache, and a register-tiled product runs
-// over blocks of rows. The integers are those of decode.h.
+// Many query rows: a page's K and V are unpacked once into tiles that stay in the nearest cache, and a register-tiled
+// product runs over blocks of rows. The integers are those of decode.h.
 #pragma once
 
 #include "kernels/cpu/avx2/decode.h"
@@ -7,9 +7,10 @@
 namespace ta::cpu {
 namespace {
 
-// ------------------------------------------------------------------------------------------------------------------ K tile
+// -------------------------------------------------------------------------------------------------------------- K tile
 //
-// K values in Dot's format for INT8 products with q, in the order of the loads: [tile][r][n]. Dot::kKVectors vectors per n.
+// K values in Dot's format for INT8 products with q, in the order of the loads: [tile][r][n]. Dot::kKVectors vectors
+// per n.
 
 template <class Dot>
 inline size_t k_tile_row(int d) {
@@ -38,7 +39,8 @@ inline void unpack_k_codes(const uint8_t* codes, const uint8_t* step_bytes, cons
             const uint8_t* group = codes + size_t(tile / kPerByte) * size_t(d / 32) * 512;
             for (int r = 0; r < 8; ++r) {
                 const __m256i x = load_i(group + load_offset(n, r));
-                uint8_t* to = out + size_t(tile) * tile_bytes + size_t(r) * k_tile_row<Dot>(d) + size_t(n) * Dot::kKVectors * 32;
+                uint8_t* to =
+                    out + size_t(tile) * tile_bytes + size_t(r) * k_tile_row<Dot>(d) + size_t(n) * Dot::kKVectors * 32;
                 steps.store_k(code_field<BITS, 0>(x), to);
                 steps.store_k(code_field<BITS, 1>(x), to + tile_bytes);
                 if constexpr (kPerByte == 4) {
@@ -63,9 +65,8 @@ inline void scores_of_unpacked(const uint8_t* k_tile, int tile, int d, const Sco
             repeat<R>([&](auto row) TA_INLINE_LAMBDA { q_i[row] = load_i(rows.q[row] + i); });
             repeat<4>([&](auto r) TA_INLINE_LAMBDA {
                 const __m256i k_i = running(load_i(k + size_t(r) * k_row + i));  // one load, not one per row
-                repeat<R>([&](auto row) TA_INLINE_LAMBDA {
-                    sum[row][r] = running(Dot::add_k(sum[row][r], k_i, q_i[row]));
-                });
+                repeat<R>([&](auto row)
+                              TA_INLINE_LAMBDA { sum[row][r] = running(Dot::add_k(sum[row][r], k_i, q_i[row])); });
             });
         }
         repeat<R>([&](auto row) TA_INLINE_LAMBDA {
@@ -75,10 +76,11 @@ inline void scores_of_unpacked(const uint8_t* k_tile, int tile, int d, const Sco
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------ V tile
+// -------------------------------------------------------------------------------------------------------------- V tile
 //
-// [8 channels][quad of tokens 8 w + l]: a vector holds the 4 tokens of a quad (softmax.h) for 8 channels, as bytes (codes; INT8 where
-// Dot multiplies it so) or as two vectors of 16-bit words, even and odd tokens. P needs only be broadcast, and no lanes are added.
+// [8 channels][quad of tokens 8 w + l]: a vector holds the 4 tokens of a quad (softmax.h) for 8 channels, as bytes
+// (codes; INT8 where Dot multiplies it so) or as two vectors of 16-bit words, even and odd tokens. P needs only be
+// broadcast, and no lanes are added.
 
 // Calls emit(vector, channels / 8, quad) for the whole page. FIELD of channel units is chosen by the unit's tile.
 template <int BITS, class Emit>
@@ -98,10 +100,12 @@ inline void transpose_v(const uint8_t* codes, int d, Emit emit) {
             repeat<4>([&](auto k) TA_INLINE_LAMBDA {
                 x[k] = load_i(base[k] + load_offset(n, 0));
                 if constexpr (BITS < 8) {
-                    x[k] = _mm256_and_si256(_mm256_srl_epi16(x[k], _mm_cvtsi32_si128(shift[k])), _mm256_set1_epi8((1 << BITS) - 1));
+                    x[k] = _mm256_and_si256(_mm256_srl_epi16(x[k], _mm_cvtsi32_si128(shift[k])),
+                                            _mm256_set1_epi8((1 << BITS) - 1));
                 }
             });
-            // 4 x 4 transposition of 64-bit units: [2 h, w 0][2 h, w 1][2 h + 1, w 0][2 h + 1, w 1] of four channel pairs.
+            // 4 x 4 transposition of 64-bit units: [2 h, w 0][2 h, w 1][2 h + 1, w 0][2 h + 1, w 1] of four channel
+            // pairs.
             const __m256i w0_01 = _mm256_unpacklo_epi64(x[0], x[1]), w0_23 = _mm256_unpacklo_epi64(x[2], x[3]);
             const __m256i w1_01 = _mm256_unpackhi_epi64(x[0], x[1]), w1_23 = _mm256_unpackhi_epi64(x[2], x[3]);
             const int l = 4 * (n & 1) + (n >> 1);
@@ -128,7 +132,8 @@ inline void sum_v_words(const uint8_t* v_tile, int d, int32_t* v_sum) {
     for (int c8 = 0; c8 < d / 8; ++c8) {
         __m256i sum = zero_i();
         for (int i = 0; i < 32; ++i) {
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(load_i(v_tile + size_t(c8 * 32 + i) * 32), _mm256_set1_epi16(1)));
+            sum = _mm256_add_epi32(sum,
+                                   _mm256_madd_epi16(load_i(v_tile + size_t(c8 * 32 + i) * 32), _mm256_set1_epi16(1)));
         }
         store_i(v_sum + 8 * c8, sum);
     }
@@ -136,7 +141,8 @@ inline void sum_v_words(const uint8_t* v_tile, int d, int32_t* v_sum) {
 
 // u [R][16]: sum_t P_t v_td of 16 channels from 8 c8, on a tile of bytes. P: bytes, not spread.
 template <class Dot, int BITS, int R>
-inline void values_of_byte_tile(const uint8_t* v_tile, int c8, int digits, const uint8_t* const (&p)[R], __m256i (&u)[R][2]) {
+inline void values_of_byte_tile(const uint8_t* v_tile, int c8, int digits, const uint8_t* const (&p)[R],
+                                __m256i (&u)[R][2]) {
     constexpr int kRun = BITS == 2 ? 16 : Dot::kRunOfCodes;  // quads that Dot's sums of codes hold
     const uint8_t* v = v_tile + size_t(c8) * 512;
     set_zero(u);
@@ -156,7 +162,8 @@ inline void values_of_byte_tile(const uint8_t* v_tile, int c8, int digits, const
                 });
             }
             repeat<R>([&](auto row) TA_INLINE_LAMBDA {
-                repeat<2>([&](auto k) TA_INLINE_LAMBDA { u[row][k] = _mm256_add_epi32(u[row][k], Dot::widen(sum[row][k])); });
+                repeat<2>([&](auto k)
+                              TA_INLINE_LAMBDA { u[row][k] = _mm256_add_epi32(u[row][k], Dot::widen(sum[row][k])); });
             });
         }
     }

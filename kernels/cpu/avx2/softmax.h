@@ -1,4 +1,5 @@
-// Steps 2 to 6 of attend.h for one row and page, from integer scores to the integers of P. Nothing here knows how codes are stored.
+// Steps 2 to 6 of attend.h for one row and page, from integer scores to the integers of P. Nothing here knows how
+// codes are stored.
 #pragma once
 
 #include "kernels/cpu/avx2/vec.h"
@@ -9,9 +10,9 @@ namespace {
 // What a page's scales come down to.
 struct PageScales {
     bool channel;
-    float k_scale8;           // channel pages: K scale / 8
-    const float* k_scales;    // token pages: [64], NaN where unread
-    float v_scale;            // vfac of attend.h
+    float k_scale8;                          // channel pages: K scale / 8
+    const float* k_scales;                   // token pages: [64], NaN where unread
+    float v_scale;                           // vfac of attend.h
     alignas(32) float v_ratio[kPageTokens];  // r_t
 };
 
@@ -67,7 +68,12 @@ struct Visible {
 };
 inline Visible visible_keys(const AttendTask& t, int row, int64_t first_key) {
     const int64_t begin = t.key_begin[row] - first_key, end = t.key_end[row] - first_key;
-    return {int(begin < 0 ? 0 : begin > kPageTokens ? kPageTokens : begin), int(end < 0 ? 0 : end > kPageTokens ? kPageTokens : end)};
+    return {int(begin < 0             ? 0
+                : begin > kPageTokens ? kPageTokens
+                                      : begin),
+            int(end < 0             ? 0
+                : end > kPageTokens ? kPageTokens
+                                    : end)};
 }
 
 inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&x)[8]) {
@@ -78,7 +84,8 @@ inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&
     if (!fits) {
         for (int j = 0; j < kPageTokens; ++j) far[j] = float(distance + j);
     }
-    __m256i lane = _mm256_add_epi32(_mm256_set1_epi32(int(fits ? distance : 0)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    __m256i lane =
+        _mm256_add_epi32(_mm256_set1_epi32(int(fits ? distance : 0)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     for (int v = 0; v < 8; ++v) {
         x[v] = _mm256_fmadd_ps(slope, fits ? _mm256_cvtepi32_ps(lane) : _mm256_load_ps(far + 8 * v), x[v]);
         lane = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
@@ -86,7 +93,8 @@ inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&
 }
 
 // Step 2: logits in log2 units.
-inline void logits(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s, __m256 (&x)[8]) {
+inline void logits(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s,
+                   __m256 (&x)[8]) {
     const __m256 q_scale = _mm256_set1_ps(t.q_scale[row]);
     const __m256 c = _mm256_mul_ps(q_scale, _mm256_set1_ps(page.channel ? page.k_scale8 : 0.0f));
     for (int v = 0; v < 8; ++v) {
@@ -98,7 +106,8 @@ inline void logits(const AttendTask& t, int row, int64_t first_key, const PageSc
     }
     if (t.softcap_log2 > 0.0f) {
         for (__m256& x_v : x) {
-            x_v = _mm256_mul_ps(_mm256_set1_ps(t.softcap_log2), tanh_exact(_mm256_mul_ps(x_v, _mm256_set1_ps(t.softcap_inv))));
+            x_v = _mm256_mul_ps(_mm256_set1_ps(t.softcap_log2),
+                                tanh_exact(_mm256_mul_ps(x_v, _mm256_set1_ps(t.softcap_inv))));
         }
     }
     if (t.slope) add_alibi(t, row, first_key, x);
@@ -123,8 +132,8 @@ inline void scale_o(const AttendTask& t, int row, float alpha) {
 
 // Steps 2 to 4. False if the row sees nothing up to here; otherwise p holds step 3's p_t.
 template <ExpMode MODE>
-inline bool softmax_row(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s, __m256 (&p)[8],
-                        RowScale& scale) {
+inline bool softmax_row(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s,
+                        __m256 (&p)[8], RowScale& scale) {
     logits(t, row, first_key, page, s, p);
     const __m256 max4 = _mm256_max_ps(_mm256_max_ps(p[0], p[1]), _mm256_max_ps(p[2], p[3]));
     const __m256 max8 = _mm256_max_ps(max4, _mm256_max_ps(_mm256_max_ps(p[4], p[5]), _mm256_max_ps(p[6], p[7])));
@@ -142,7 +151,8 @@ inline bool softmax_row(const AttendTask& t, int row, int64_t first_key, const P
 }
 
 // Steps 5 and 6 up to the integers of P. False if the page adds nothing: O is scaled and done.
-inline bool quantize_p(const AttendTask& t, int row, const PageScales& page, __m256 (&p)[8], __m256i (&code)[8], RowScale& scale) {
+inline bool quantize_p(const AttendTask& t, int row, const PageScales& page, __m256 (&p)[8], __m256i (&code)[8],
+                       RowScale& scale) {
     __m256 max = _mm256_setzero_ps();
     for (int v = 0; v < 8; ++v) {
         p[v] = _mm256_mul_ps(p[v], _mm256_load_ps(page.v_ratio + 8 * v));
@@ -165,11 +175,13 @@ inline bool quantize_p(const AttendTask& t, int row, const PageScales& page, __m
     return true;
 }
 
-// V codes are stored in quads of tokens: token 32 w + 8 b + l is byte b of quad 8 w + l. A plane holds one byte (or 16-bit word
-// pair) of P for each: the low and the high bytes of P, or, for sums of 16-bit products, the even and the odd tokens.
+// V codes are stored in quads of tokens: token 32 w + 8 b + l is byte b of quad 8 w + l. A plane holds one byte (or
+// 16-bit word pair) of P for each: the low and the high bytes of P, or, for sums of 16-bit products, the even and the
+// odd tokens.
 enum class PFormat { kBytes, kWords };
 
-// SPREAD: as the decode kernels want it, every quad twice in the order of a V load (4 vectors a plane), else quads 0..15 (2 vectors).
+// SPREAD: as the decode kernels want it, every quad twice in the order of a V load (4 vectors a plane), else quads
+// 0..15 (2 vectors).
 template <bool SPREAD>
 inline void store_plane(uint8_t* out, __m256i quads0, __m256i quads1) {
     if constexpr (!SPREAD) {
@@ -177,7 +189,8 @@ inline void store_plane(uint8_t* out, __m256i quads0, __m256i quads1) {
         store_i(out + 32, quads1);
         return;
     }
-    // Vector 2 step + h: quads of l = 4 h + step, 4 h + 2 + step, both w, each twice for the two channels of a dword pair.
+    // Vector 2 step + h: quads of l = 4 h + step, 4 h + 2 + step, both w, each twice for the two channels of a dword
+    // pair.
     const __m256i even0 = _mm256_shuffle_epi32(quads0, 0xA0), even1 = _mm256_shuffle_epi32(quads1, 0xA0);
     const __m256i odd0 = _mm256_shuffle_epi32(quads0, 0xF5), odd1 = _mm256_shuffle_epi32(quads1, 0xF5);
     const __m256i even_a = _mm256_unpacklo_epi64(even0, even1), even_b = _mm256_unpackhi_epi64(even0, even1);
@@ -193,7 +206,9 @@ inline constexpr int kPlaneBytes = SPREAD ? 128 : 64;
 inline constexpr size_t kPBytes = 256;  // of a row's P in any format, and of its p as floats
 
 // Products of 16-bit words take P - 32768 where P needs 16 bits; the sum over V makes up for it.
-inline bool p_is_biased(const AttendTask& t) { return t.p_levels > 32767; }
+inline bool p_is_biased(const AttendTask& t) {
+    return t.p_levels > 32767;
+}
 
 template <bool SPREAD, PFormat FORMAT>
 inline void store_p(const AttendTask& t, const __m256i (&code)[8], uint8_t* out) {

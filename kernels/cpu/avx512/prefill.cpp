@@ -205,7 +205,10 @@ void attend_pages(const AttendTask& t) {
                 const Visible v = visible_keys(t, row + k, first_key);
                 seen |= v.first < v.last;
             }
-            if (!seen) continue;  // x = -inf throughout: m, l and O stay
+            if (!seen) {
+                skip_page(t, n, row, rows, t.o + int64_t(row) * d, d, d);
+                continue;
+            }
             if (!unpacked) {
                 read_scales(t, n, block.scales);
                 read_fractions(channel, piece, is_token, block);

@@ -63,6 +63,20 @@ inline void read_scales(const AttendTask& t, int64_t page, PageScales& out) {
     }
 }
 
+// A page that no row sees leaves m and l alone, and O but for this: with p_running a row that saw keys before adds P V = +0,
+// which turns -0 into +0.
+inline void skip_page(const AttendTask& t, int64_t page, int row, int n, float* o, int o_stride, int o_size) {
+    if (!t.p_running || t.v_float) return;
+    PageScales scales;
+    read_scales(t, page, scales);
+    if (scales.v_scale == 0.0f) return;
+    for (int k = 0; k < n; ++k) {
+        if (t.m[row + k] == kMinusInf) continue;
+        float* o_k = o + int64_t(k) * o_stride;
+        for (int c = 0; c < o_size; c += 16) _mm512_store_ps(o_k + c, _mm512_add_ps(_mm512_load_ps(o_k + c), _mm512_setzero_ps()));
+    }
+}
+
 // How the update of O ends for 4 rows: O = fma(fma(fraction8 code_sum, 0.125, U), g, O alpha). A row that takes nothing from the
 // page has P = 0 and g = -0, which leaves O alpha as it is, the sign of a zero included; alpha is 1 if the row saw nothing yet.
 struct RowUpdate {

@@ -1,5 +1,5 @@
-// Attention with AVX-VNNI: the kernel of ../avx2 with vpdpbusd, which sums u8 x s8 in 32 bits. INT8 K is taken as K + 128, INT8 V as it
-// is against the bytes of P.
+// Attention with AVX-VNNI: the kernel of ../avx2 with vpdpbusd, which sums u8 x s8 in 32 bits. INT8 K is taken as K +
+// 128, INT8 V as it is against the bytes of P.
 #include "kernels/cpu/avx2/attend_impl.h"
 
 namespace ta::cpu {
@@ -8,13 +8,13 @@ namespace {
 inline __m256i dot_u8_s8(__m256i sum, __m256i unsigned_bytes, __m256i signed_bytes) {
 #if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(sum, unsigned_bytes, signed_bytes);
-#else  // AVX-512 VNNI at 256 bits is the same operation: a build with its flags tests this file on processors that have only that
+#else  // a build with -mavx512vnni -mavx512vl tests this file on processors that have the operation only there
     return _mm256_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
 #endif
 }
 
 struct DotVnni {
-    static constexpr int kMostDecodeRows = 8;
+    static constexpr int kMostDecodeRows = 6;
     static constexpr int kKVectors = 1;
     static constexpr PFormat kInt8P = PFormat::kBytes;
     static constexpr int kRunOfCodes = 16;
@@ -33,7 +33,9 @@ struct DotVnni {
     struct Bytes {
         __m256i value;
         explicit Bytes(__m256i x) : value(x) {}
-        __m256i add_dot_q(__m256i sum, const uint8_t* q, int n) const { return dot_u8_s8(sum, plus_128(value), load_i(q + 32 * n)); }
+        __m256i add_dot_q(__m256i sum, const uint8_t* q, int n) const {
+            return dot_u8_s8(sum, plus_128(value), load_i(q + 32 * n));
+        }
         __m256i add_dot_p(__m256i sum, const uint8_t* p, int digit, int n) const {
             return dot_u8_s8(sum, load_i(p + 128 * digit + 32 * n), value);
         }
@@ -42,7 +44,8 @@ struct DotVnni {
     static void store_q(__m256i spread, uint8_t* out) { store_i(out, spread); }
     static __m256i add_k(__m256i sum, __m256i k, __m256i q) { return dot_u8_s8(sum, k, q); }
 
-    // Takes the 128 of every K back; on a channel page (steps != nullptr) the sum is in eighths, and the fractions are added.
+    // Takes the 128 of every K back; on a channel page (steps != nullptr) the sum is in eighths, and the fractions
+    // are added.
     static int32_t score_correction(int32_t q_sum, const uint8_t* steps, int bits, const uint8_t* q, int d) {
         if (!steps) return -128 * q_sum;
         __m256i sum = zero_i();
@@ -73,6 +76,8 @@ struct DotVnni {
 
 }  // namespace
 
-void attend_avxvnni(const AttendTask& task) { Attention<DotVnni>(task).run(); }
+void attend_avxvnni(const AttendTask& task) {
+    Attention<DotVnni>(task).run();
+}
 
 }  // namespace ta::cpu

@@ -361,8 +361,15 @@ std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLay
         const float page_scale = *std::max_element(scale, scale + kPageTokens);
         std::vector<int8_t> merged(size_t(kPageTokens) * d);
         std::vector<uint8_t> codes(merged.size());
+        std::vector<float> magnitude(kPageTokens);
         for (int t = 0; t < kPageTokens; ++t) {
-            const int e = is_v && options.v_exponents ? v_exponent(scale[t], page_scale) : 0;
+            int sum = 0;
+            for (int c = 0; c < d; ++c) sum += std::abs(q[t * d + c]);
+            magnitude[t] = token_magnitude(sum, scale[t]);
+        }
+        const float most = *std::ranges::max_element(magnitude);
+        for (int t = 0; t < kPageTokens; ++t) {
+            const int e = is_v && options.v_exponents ? v_exponent(scale[t], page_scale, magnitude[t], most) : 0;
             const float ratio = merge_ratio(scale[t], page_scale, e);
             for (int c = 0; c < d; ++c) merged[size_t(t) * d + c] = merge_code(q[t * d + c], ratio);
             if (is_v) {

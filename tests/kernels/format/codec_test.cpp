@@ -86,7 +86,7 @@ TEST(Stage1, LargestMagnitudeTakesTheLastCode) {
 
 // --------------------------------------------------------------------------------------- tokens' own scales
 
-TEST(VExponent, IsTheLargestThatStaysBelowTheLargestScale) {
+TEST(VExponent, IsTheLargestThatStaysBelowTheLimit) {
     std::mt19937 random(3);
     for (int n = 0; n < 100000; ++n) {
         const float max = std::ldexp(1.0f + float(random() & 0x7fffff) * 0x1p-23f, int(random() % 160) - 110);
@@ -94,7 +94,7 @@ TEST(VExponent, IsTheLargestThatStaysBelowTheLargestScale) {
                               ? std::ldexp(max, -int(random() % 20))  // exact powers of two apart
                               : float(max * (double(random()) / 4294967296.0) * std::exp2(-double(random() % 18)));
         if (own < FLT_MIN) continue;  // no scale is denormal
-        const int e = v_exponent(own, max);
+        const int e = exponent_below(own, max);
         ASSERT_GE(e, 0);
         ASSERT_LE(e, kMaxExponent);
         ASSERT_LE(std::ldexp(double(own), e), double(max));
@@ -102,11 +102,20 @@ TEST(VExponent, IsTheLargestThatStaysBelowTheLargestScale) {
             ASSERT_GT(std::ldexp(double(own), e + 1), double(max));
         }
     }
-    EXPECT_EQ(v_exponent(0.0f, 1.0f), 0);
-    EXPECT_EQ(v_exponent(0.0f, 0.0f), 0);
-    EXPECT_EQ(v_exponent(1.0f, 1.0f), 0);
-    EXPECT_EQ(v_exponent(0x1p-15f, 1.0f), 15);
-    EXPECT_EQ(v_exponent(0x1p-40f, 1.0f), 15);
+    EXPECT_EQ(exponent_below(0.0f, 1.0f), 0);
+    EXPECT_EQ(exponent_below(0.0f, 0.0f), 0);
+    EXPECT_EQ(exponent_below(1.0f, 1.0f), 0);
+    EXPECT_EQ(exponent_below(0x1p-15f, 1.0f), 15);
+    EXPECT_EQ(exponent_below(0x1p-40f, 1.0f), 15);
+}
+
+// A token of ordinary size beside one with a large channel keeps its scale; one that is small as a whole does not.
+TEST(VExponent, FollowsTheMagnitudeWithinTheScale) {
+    EXPECT_EQ(v_exponent(1.0f, 8.0f, 100.0f, 100.0f), 0);
+    EXPECT_EQ(v_exponent(1.0f, 8.0f, 100.0f, 399.0f), 1);
+    EXPECT_EQ(v_exponent(1.0f, 8.0f, 1.0f, 400.0f), 3) << "the codes must stay within INT8";
+    EXPECT_EQ(v_exponent(0.0f, 8.0f, 0.0f, 400.0f), 0);
+    EXPECT_EQ(token_magnitude(119 * 256, 0x1p-3f), 3808.0f);
 }
 
 TEST(Merge, IsTheRoundedProductWithAnExactPowerOfTwo) {
@@ -115,7 +124,7 @@ TEST(Merge, IsTheRoundedProductWithAnExactPowerOfTwo) {
         const float max = std::ldexp(1.0f + float(random() & 0x7fffff) * 0x1p-23f, int(random() % 150) - 100);
         const float own = float(max * (double(random()) / 4294967296.0) * std::exp2(-double(random() % 18)));
         if (own < FLT_MIN) continue;
-        for (int e : {0, v_exponent(own, max)}) {
+        for (int e : {0, exponent_below(own, max)}) {
             const float ratio = merge_ratio(own, max, e);
             ASSERT_EQ(ratio, float(std::ldexp(double(own), e) / max));
             ASSERT_LE(ratio, 1.0f);
