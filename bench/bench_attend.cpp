@@ -96,8 +96,14 @@ void prefill_float(benchmark::State& state) {
     const std::vector<float> q = normal_values(kPrefillNew * 32 * 128, 3);
     const std::vector<float> k = normal_values(size_t(shape.tokens) * 8 * 128, 1), v = normal_values(k.size(), 2);
     std::vector<float> out(q.size());
-    FloatAttention attention(shape.q_heads, shape.kv_heads, shape.head_dim, thread_count());
-    for (auto _ : state) attention.run(q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, out.data());
+    if (!float_attention_available()) {
+        state.SkipWithError("this CPU lacks AVX-512");
+        return;
+    }
+    for (auto _ : state) {
+        float_attention(q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, shape.q_heads, shape.kv_heads, shape.head_dim,
+                        thread_count(), out.data());
+    }
     state.counters["rel_l2_exact"] =
         error_against_float64(shape, q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, out.data(), 0);
 }

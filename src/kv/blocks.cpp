@@ -75,7 +75,10 @@ Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_ind
     return {};
 }
 
-BlockStore::~BlockStore() {
+BlockStore::~BlockStore() { trim(); }
+
+void BlockStore::trim() {
+    std::lock_guard lock(mutex_);
     free_cached(PageKind::kToken);
     free_cached(PageKind::kChannel);
 }

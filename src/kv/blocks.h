@@ -58,6 +58,8 @@ class BlockStore {
 
     // A block with unspecified bytes: kernels never read slots of tokens that were not written. TA_E_TIER_FULL beyond the budget, TA_E_MEMORY when the allocator has none.
     Result<BlockPtr> acquire(PageKind kind);
+    // Gives the slots kept for reuse back to the allocator.
+    void trim();
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
 
     struct Usage {

@@ -97,14 +97,18 @@ Result<uint32_t> Pool::take_slot() {
 
 Status Pool::close() {
     std::vector<std::unique_ptr<Sequence>> ended;
-    std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
-    for (const auto& s : sequences_) {
-        if (s->in_plan) return fail(TA_E_BUSY, "a plan is open on the pool; end or abort it first");
+    {
+        std::lock_guard lock(mutex_);
+        TA_RETURN_IF_ERROR(check_open_locked());
+        for (const auto& s : sequences_) {
+            if (s->in_plan) return fail(TA_E_BUSY, "a plan is open on the pool; end or abort it first");
+        }
+        closed_ = true;
+        sequences_.swap(ended);
+        free_slots_.clear();
     }
-    closed_ = true;
-    sequences_.swap(ended);
-    free_slots_.clear();
+    ended.clear();
+    blocks_->trim();
     return {};
 }
 

@@ -133,10 +133,10 @@ template <Matrix MATRIX, int BITS, int ROWS, int TILES>
         const uint8_t* code = codes;
         const uint8_t* factor = factors + digit * digit_stride;
         for (int block = 0; block < blocks; ++block) {
-            prefetch.run();
             next.template run<MATRIX == Matrix::kK ? Matrix::kV : Matrix::kK>(loads_per_block);
 #pragma GCC unroll 8
             for (int unit = 0; unit < 8; ++unit) {
+                prefetch.run();
                 __m512i f[TILES];
 #pragma GCC unroll 4
                 for (int tile = 0; tile < TILES; ++tile) {
@@ -365,8 +365,8 @@ class CodesPath {
         Prefetch prefetch;
         if (after < t.page_end) {
             k = prepare_k(after);
-            const size_t parameters = is_token(after) ? token.k_scale() : channel.k_step(), bytes = is_token(after) ? token.bytes() : channel.bytes();
-            prefetch = Prefetch(t.pages[after].piece, parameters, bytes, t.head_dim / 32 * ((token_page ? 1 : 2) + kPlanes));
+            const int units = t.head_dim / 32 * 8 * ((token_page ? 1 : 2) + kPlanes);
+            prefetch = Prefetch(t.pages[after].piece, is_token(after) ? token.bytes() : channel.bytes(), units);
         }
         for (int g = 0; g <= last; ++g) {
             RowGroup& group = groups[g];

@@ -135,26 +135,21 @@ class Preparation {
     char flip_;
 };
 
-// Fetches the next page's piece while this one is worked on, a few lines between two blocks of products.
+// Fetches the next page's piece while this one is worked on. Evenly, a line with every unit of the products: in bursts the fill
+// buffers run full and the products wait.
 class Prefetch {
   public:
-    Prefetch() : at_(nullptr), fours_(0) {}
-    Prefetch(const uint8_t* piece, size_t codes, size_t bytes, int blocks)
-        : at_(piece), fours_(int((codes / 256 + size_t(blocks) - 1) / size_t(blocks))) {
-        for (size_t at = codes; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(piece + at), _MM_HINT_T0);
-    }
+    Prefetch() : at_(nullptr), stride_(0) {}
+    Prefetch(const uint8_t* piece, size_t bytes, int count) : at_(piece), stride_(ptrdiff_t((bytes + size_t(count) - 1) / size_t(count))) {}
 
     [[gnu::always_inline]] void run() {
-        for (int n = 0; n < fours_; ++n) {
-#pragma GCC unroll 4
-            for (int line = 0; line < 256; line += 64) _mm_prefetch(reinterpret_cast<const char*>(at_ + line), _MM_HINT_T0);
-            at_ += 256;
-        }
+        _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T0);
+        at_ += stride_;
     }
 
   private:
     const uint8_t* at_;
-    int fours_;
+    ptrdiff_t stride_;
 };
 
 }  // namespace

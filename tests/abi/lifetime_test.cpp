@@ -1,0 +1,350 @@
+// Handles: destroyed in any order, used after their parents' are gone, carried into a child process; the allocator and the log.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+#include "support/counting_allocator.h"
+#include "support/handles.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kHeads = 2, kDim = 64;
+constexpr int64_t kRow = kHeads * kDim;
+
+// A context, a pool, a plan and a calibrator with some work done on them.
+struct Family {
+    explicit Family(const ta_allocator* hooks = nullptr, int threads = 2) {
+        auto options = sized<ta_context_options>();
+        options.threads = threads;
+        options.allocator = hooks;
+        context = make_context(options);
+        pool = make_pool(context, pool_options(1, kHeads, kDim));
+        plan = make_plan(pool);
+        seq = make_sequence(pool);
+        ta_calibrator* c = nullptr;
+        ta_error err;
+        require(ta_calibrator_create(context.get(), 1, kHeads, kDim, &c, &err), err);
+        calibrator.reset(c);
+        Random random(1);
+        k = Tensor(random.normals(100 * kRow), 100, kHeads, kDim);
+        q = Tensor(random.normals(2 * kRow), 2, kHeads, kDim);
+        begin(plan, {seq}, {100}, {2});
+        append(plan, 0, k, k);
+    }
+
+    // The plan goes on, whatever handles are gone.
+    std::vector<float> use_plan() {
+        Tensor out(2, kHeads, kDim);
+        attend(plan, 0, q, out);
+        end(plan);
+        begin(plan, {seq}, {1});
+        Tensor one(std::vector<float>(kRow, 0.5f), 1, kHeads, kDim);
+        append(plan, 0, one, one);
+        end(plan);
+        begin(plan, {seq}, {0}, {2});
+        attend(plan, 0, q, out);
+        return out.values();
+    }
+    void use_calibrator() {
+        ta_error err;
+        require(ta_calibrator_observe(calibrator.get(), 0, k.view(), k.view(), &err), err);
+        uint8_t k_bits[kHeads], v_bits[kHeads];
+        require(ta_calibrator_finish(calibrator.get(), 1, k_bits, v_bits, nullptr, nullptr, &err), err);
+        EXPECT_EQ(k_bits[0] + k_bits[1], 6);
+    }
+    void destroy(int which) {
+        if (which == 0) context.reset();
+        if (which == 1) pool.reset();
+        if (which == 2) plan.reset();
+        if (which == 3) calibrator.reset();
+    }
+
+    Context context;
+    KvPool pool;
+    Plan plan;
+    Calibrator calibrator;
+    ta_seq seq = 0;
+    Tensor k{1, 1, 1}, q{1, 1, 1};
+};
+
+TEST(Lifetime, DestroyOfNullDoesNothing) {
+    ta_context_destroy(nullptr);
+    ta_kv_pool_destroy(nullptr);
+    ta_plan_destroy(nullptr);
+    ta_calibrator_destroy(nullptr);
+}
+
+TEST(Lifetime, HandlesGoInAnyOrder) {
+    std::vector<float> expected;
+    {
+        Family f;
+        expected = f.use_plan();
+    }
+    std::array<int, 4> order = {0, 1, 2, 3};
+    do {
+        SCOPED_TRACE(::testing::Message() << order[0] << order[1] << order[2] << order[3]);
+        CountingAllocator allocator;
+        const ta_allocator hooks = allocator.hooks();
+        Family f(&hooks, 1 + order[0] % 2);
+        for (int which : order) {
+            // Each child is used just before it goes, with whatever of its parents is left.
+            if (which == 2) {
+                EXPECT_EQ(f.use_plan(), expected);
+            } else if (which == 3) {
+                f.use_calibrator();
+            }
+            f.destroy(which);
+            if (f.plan) {
+                EXPECT_EQ(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, nullptr), TA_E_STATE) << "open still";
+            }
+        }
+        EXPECT_EQ(allocator.bytes_alive(), 0u);
+        EXPECT_EQ(allocator.faults(), 0u);
+    } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST(Lifetime, AnOpenPlanMayBeDestroyed) {
+    Family f;
+    EXPECT_EQ(ta_seq_release(f.pool.get(), f.seq, nullptr), TA_E_BUSY);
+    f.plan.reset();
+    EXPECT_EQ(length(f.pool, f.seq), 0) << "destroying an open plan aborts it";
+    EXPECT_EQ(stats(f.pool).bytes_used, 0u);
+    EXPECT_EQ(ta_seq_release(f.pool.get(), f.seq, nullptr), TA_OK);
+    EXPECT_EQ(ta_kv_pool_close(f.pool.get(), nullptr), TA_OK);
+}
+
+TEST(Lifetime, CloseGivesMemoryBackWhileHandlesLive) {
+    CountingAllocator allocator;
+    const ta_allocator hooks = allocator.hooks();
+    Family f(&hooks);
+    EXPECT_EQ(ta_kv_pool_close(f.pool.get(), nullptr), TA_E_BUSY);
+    end(f.plan);
+    const uint64_t full = allocator.bytes_alive();
+    const uint64_t blocks = stats(f.pool).bytes_used;
+    ASSERT_GT(blocks, 0u);
+    EXPECT_EQ(ta_kv_pool_close(f.pool.get(), nullptr), TA_OK);
+    EXPECT_LE(allocator.bytes_alive(), full - blocks) << "a closed pool holds no blocks";
+    EXPECT_EQ(ta_kv_pool_close(f.pool.get(), nullptr), TA_E_CLOSED);
+    f.use_calibrator();
+}
+
+TEST(Lifetime, ManyPoolsOfOneContextAreApart) {
+    const Context context = make_context(2);
+    std::vector<KvPool> pools;
+    std::vector<ta_seq> seqs;
+    for (int i = 0; i < 8; ++i) {
+        pools.push_back(make_pool(context, pool_options(1, kHeads, kDim)));
+        seqs.push_back(make_sequence(pools.back()));
+        const Plan plan = make_plan(pools.back());
+        Tensor k(std::vector<float>(size_t(i + 1) * kRow, float(i)), i + 1, kHeads, kDim);
+        begin(plan, {seqs.back()}, {i + 1});
+        append(plan, 0, k, k);
+        end(plan);
+    }
+    for (int i = 0; i < 8; i += 2) pools[size_t(i)].reset();
+    for (int i = 1; i < 8; i += 2) {
+        EXPECT_EQ(length(pools[size_t(i)], seqs[size_t(i)]), i + 1);
+        EXPECT_NEAR(dequantize(pools[size_t(i)], seqs[size_t(i)], 0, 0, 1, kRow).v[0], float(i), 0.01f * float(i));
+        int64_t n = 0;
+        EXPECT_EQ(ta_seq_length(pools[size_t(i)].get(), seqs[size_t(i) - 1], &n, nullptr), TA_E_STALE) << "a sequence of another pool";
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------------ fork
+
+// Runs `check` in a child; it returns the number of the first thing that was wrong, 0 for none.
+template <class Check>
+int in_child(Check&& check) {
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(30);
+        _exit(check());
+    }
+    int status = 0;
+    if (child < 0 || waitpid(child, &status, 0) != child) return -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
+    Family f;
+    const int wrong = in_child([&] {
+        int n = 0, bad = 0;
+        ta_error err;
+        const auto forked = [&](ta_status status) {
+            ++n;
+            if (bad == 0 && (status != TA_E_FORKED || err.code != TA_E_FORKED || !std::strstr(err.message, "fork"))) bad = n;
+        };
+        auto i = sized<ta_context_info>();
+        auto s = sized<ta_kv_pool_stats>();
+        auto b = sized<ta_x_block_info>();
+        auto po = pool_options(1, 1, 64);
+        ta_kv_pool* pool = nullptr;
+        ta_plan* plan = nullptr;
+        ta_calibrator* calibrator = nullptr;
+        ta_seq seq = 0;
+        int64_t length = 0;
+        uint8_t bits[kHeads];
+        Tensor out(2, kHeads, kDim);
+        forked(ta_context_get_info(f.context.get(), &i, &err));
+        forked(ta_context_health(f.context.get(), &err));
+        forked(ta_kv_pool_create(f.context.get(), &po, &pool, &err));
+        forked(ta_kv_pool_close(f.pool.get(), &err));
+        forked(ta_kv_pool_get_stats(f.pool.get(), &s, &err));
+        forked(ta_seq_create(f.pool.get(), &seq, &err));
+        forked(ta_seq_fork(f.pool.get(), f.seq, &seq, &err));
+        forked(ta_seq_truncate(f.pool.get(), f.seq, 0, &err));
+        forked(ta_seq_release(f.pool.get(), f.seq, &err));
+        forked(ta_seq_length(f.pool.get(), f.seq, &length, &err));
+        forked(ta_seq_verify(f.pool.get(), f.seq, &err));
+        forked(ta_plan_create(f.pool.get(), nullptr, &plan, &err));
+        forked(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, &err));
+        forked(ta_append(f.plan.get(), 0, f.k.view(), f.k.view(), &err));
+        forked(ta_attend(f.plan.get(), 0, f.q.view(), out.view(), nullptr, nullptr, &err));
+        forked(ta_plan_end(f.plan.get(), &err));
+        forked(ta_plan_abort(f.plan.get(), &err));
+        forked(ta_attend_dense(f.context.get(), f.q.view(), f.q.view(), f.q.view(), out.view(), nullptr, nullptr, &err));
+        forked(ta_calibrator_create(f.context.get(), 1, 1, 64, &calibrator, &err));
+        forked(ta_calibrator_observe(f.calibrator.get(), 0, f.k.view(), f.k.view(), &err));
+        forked(ta_calibrator_finish(f.calibrator.get(), 0, bits, bits, nullptr, nullptr, &err));
+        forked(ta_x_seq_block(f.pool.get(), f.seq, 0, &b, nullptr, 0, &err));
+        forked(ta_x_seq_dequantize(f.pool.get(), f.seq, 0, 0, 0, nullptr, nullptr, &err));
+        if (bad) return bad;
+        if (pool || plan || calibrator || seq) return 100;
+        for (int which : {0, 3, 1, 2}) f.destroy(which);
+        // The calls that need no handle work as ever, and so does a context of the child's own.
+        if (std::strcmp(ta_status_name(TA_E_FORKED), "TA_E_FORKED") != 0) return 101;
+        Family own;
+        return own.use_plan().empty() ? 102 : 0;
+    });
+    EXPECT_EQ(wrong, 0) << "the number of the call in the child that went wrong (negative: the signal that ended it)";
+    // The parent has noticed nothing.
+    EXPECT_FALSE(f.use_plan().empty());
+    f.use_calibrator();
+    EXPECT_EQ(ta_context_health(f.context.get(), nullptr), TA_OK);
+}
+
+TEST(Fork, ChildrenOfABusyPoolDoNotHang) {
+    Family f(nullptr, 3);
+    f.use_plan();
+    for (int i = 0; i < 5; ++i) {
+        EXPECT_EQ(in_child([&] {
+                      ta_error err;
+                      int64_t n = 0;
+                      if (ta_seq_length(f.pool.get(), f.seq, &n, &err) != TA_E_FORKED) return 1;
+                      f.destroy(2);
+                      f.destroy(1);
+                      f.destroy(0);
+                      return 0;
+                  }),
+                  0);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- allocator and log
+
+TEST(Hooks, EveryByteComesFromTheAllocatorAndGoesBack) {
+    CountingAllocator allocator;
+    const ta_allocator hooks = allocator.hooks();
+    {
+        Family f(&hooks);
+        f.use_plan();
+        EXPECT_GE(allocator.bytes_alive(), stats(f.pool).bytes_used);
+        const auto i = info(f.context);
+        EXPECT_EQ(i.bytes_in_use, allocator.bytes_alive());
+        EXPECT_GE(i.bytes_peak, i.bytes_in_use);
+        Tensor out(2, kHeads, kDim);
+        ASSERT_EQ(ta_attend_dense(f.context.get(), f.q.view(), f.k.view(), f.k.view(), out.view(), nullptr, nullptr, nullptr), TA_OK);
+        EXPECT_EQ(info(f.context).bytes_in_use, i.bytes_in_use) << "dense attention keeps nothing";
+        EXPECT_GT(info(f.context).bytes_peak, i.bytes_in_use);
+    }
+    EXPECT_GT(allocator.allocations(), 0u);
+    EXPECT_EQ(allocator.bytes_alive(), 0u);
+    EXPECT_EQ(allocator.faults(), 0u);
+}
+
+TEST(Hooks, TheHooksStructIsCopied) {
+    CountingAllocator allocator;
+    ta_allocator hooks = allocator.hooks();
+    const Context context = [&] {
+        auto options = sized<ta_context_options>();
+        options.threads = 1;
+        options.allocator = &hooks;
+        return make_context(options);
+    }();
+    hooks = ta_allocator{};
+    const KvPool pool = make_pool(context, pool_options(1, kHeads, kDim));
+    const Plan plan = make_plan(pool);
+    const ta_seq seq = make_sequence(pool);
+    begin(plan, {seq}, {1});
+    EXPECT_GT(allocator.bytes_alive(), 0u);
+}
+
+TEST(Hooks, ArraysOfThePoolOptionsAreCopied) {
+    const Context context = make_context(1);
+    std::vector<uint8_t> k_bits = {4, 2}, v_bits = {2, 4};
+    std::vector<float> offset(kRow, 3.0f);
+    auto numerics = sized<ta_numerics>();
+    numerics.k_offset = offset.data();
+    auto options = pool_options(1, kHeads, kDim, 0, &numerics);
+    options.k_bits = k_bits.data();
+    options.v_bits = v_bits.data();
+    const auto run = [&](bool spoil) {
+        const KvPool pool = make_pool(context, options);
+        if (spoil) {
+            std::fill(k_bits.begin(), k_bits.end(), uint8_t{99});
+            std::fill(v_bits.begin(), v_bits.end(), uint8_t{99});
+            std::fill(offset.begin(), offset.end(), 1e30f);
+        }
+        const Plan plan = make_plan(pool);
+        const ta_seq seq = make_sequence(pool);
+        Random random(4);
+        Tensor k(random.normals(128 * kRow), 128, kHeads, kDim);
+        begin(plan, {seq}, {128});
+        append(plan, 0, k, k);
+        end(plan);
+        return dequantize(pool, seq, 0, 0, 128, kRow);
+    };
+    const Stored expected = run(false);
+    EXPECT_EQ(run(true), expected);
+}
+
+struct Log {
+    std::mutex mutex;
+    std::vector<std::pair<ta_log_level, std::string>> lines;
+    static void take(ta_log_level level, const char* message, void* user) {
+        auto* log = static_cast<Log*>(user);
+        std::lock_guard lock(log->mutex);
+        log->lines.emplace_back(level, message);
+    }
+};
+
+TEST(Hooks, TheLogGetsItsLevelsAndNoOthers) {
+    for (ta_log_level level = 0; level <= TA_LOG_DEBUG; ++level) {
+        Log log;
+        auto options = sized<ta_context_options>();
+        options.threads = 1;
+        options.log = Log::take;
+        options.log_user = &log;
+        options.log_level = level;
+        const Context context = make_context(options);
+        const ta_log_level most = level == 0 ? TA_LOG_WARNING : level;
+        bool said_hello = false;
+        for (const auto& [l, text] : log.lines) {
+            EXPECT_GE(l, TA_LOG_ERROR);
+            EXPECT_LE(l, most);
+            EXPECT_FALSE(text.empty());
+            said_hello |= text.find("context") != std::string::npos;
+        }
+        EXPECT_EQ(said_hello, most >= TA_LOG_INFO);
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing

@@ -1,0 +1,433 @@
+// Memory that runs out at every possible point: the n-th allocation of a scenario fails, alone or with all after it, for every n,
+// through the allocator hooks and through operator new. A call that fails says TA_E_MEMORY and has changed nothing; made again
+// with memory, the scenario ends with the same bits as if nothing had happened; nothing leaks.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <new>
+
+#include "support/counting_allocator.h"
+#include "support/handles.h"
+
+namespace {
+
+// Counts down while a library call runs.
+std::atomic<bool> g_armed_hooks{false}, g_armed_new{false}, g_sticky{false};
+std::atomic<int64_t> g_countdown{-1};
+
+bool fails_now() {
+    const int64_t left = g_countdown.fetch_sub(1);
+    if (left == 0) return true;
+    if (left > 0) return false;
+    return g_sticky.load();
+}
+
+void* allocate(size_t bytes, size_t alignment) {
+    if (g_armed_new.load() && fails_now()) return nullptr;
+    if (alignment <= alignof(std::max_align_t)) return std::malloc(bytes ? bytes : 1);
+    void* p = nullptr;
+    return posix_memalign(&p, alignment, bytes ? bytes : 1) == 0 ? p : nullptr;
+}
+void* allocate_or_throw(size_t bytes, size_t alignment) {
+    if (void* p = allocate(bytes, alignment)) return p;
+    throw std::bad_alloc();
+}
+
+}  // namespace
+
+void* operator new(size_t n) { return allocate_or_throw(n, 1); }
+void* operator new[](size_t n) { return allocate_or_throw(n, 1); }
+void* operator new(size_t n, std::align_val_t a) { return allocate_or_throw(n, size_t(a)); }
+void* operator new[](size_t n, std::align_val_t a) { return allocate_or_throw(n, size_t(a)); }
+void* operator new(size_t n, const std::nothrow_t&) noexcept { return allocate(n, 1); }
+void* operator new[](size_t n, const std::nothrow_t&) noexcept { return allocate(n, 1); }
+void* operator new(size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return allocate(n, size_t(a)); }
+void* operator new[](size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return allocate(n, size_t(a)); }
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete[](void* p) noexcept { std::free(p); }
+void operator delete(void* p, size_t) noexcept { std::free(p); }
+void operator delete[](void* p, size_t) noexcept { std::free(p); }
+void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
+void operator delete[](void* p, std::align_val_t) noexcept { std::free(p); }
+void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p); }
+void operator delete[](void* p, size_t, std::align_val_t) noexcept { std::free(p); }
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
+constexpr int64_t kRow = kHeads * kDim;
+
+enum class Source { kHooks, kNew };
+
+// One run of a scenario with at most one fault.
+class Life {
+public:
+    Life(Source source, int64_t fails_at, bool sticky) : source_(source), sticky_(sticky) {
+        allocator_.fails = [] { return g_armed_hooks.load() && fails_now(); };
+        g_countdown = fails_at < 0 ? INT64_MAX : fails_at;
+        g_sticky = false;
+        sequences.reserve(64);  // what follows an armed call within its lambda must not allocate
+    }
+    ~Life() { finish(); }
+
+    // Makes the call; where it lacks memory, checks that nothing has changed and makes it again with memory.
+    template <class Call>
+    void call(const char* what, Call&& make) {
+        SCOPED_TRACE(what);
+        const State before = state();
+        ta_error err;
+        ta_status status = armed([&] { return make(&err); });
+        if (status == TA_OK) return;
+        ++failures_;
+        EXPECT_EQ(status, TA_E_MEMORY) << err.message;
+        EXPECT_EQ(err.code, status);
+        EXPECT_TRUE(state() == before) << "a call that failed has changed something";
+        g_countdown = INT64_MAX;
+        status = make(&err);
+        ASSERT_EQ(status, TA_OK) << "again, with memory: " << err.message;
+    }
+    // A call that has to work without memory.
+    template <class Call>
+    void call_without_memory(const char* what, Call&& make) {
+        ta_error err;
+        const ta_status status = armed([&] { return make(&err); });
+        ASSERT_EQ(status, TA_OK) << what << ": " << err.message;
+    }
+
+    void make_world() {
+        make_context();
+        make_pool();
+    }
+    void make_context() {
+        static ta_allocator hooks;
+        hooks = allocator_.hooks();
+        auto options = sized<ta_context_options>();
+        options.threads = 1;
+        options.allocator = &hooks;
+        call("ta_context_create", [&](ta_error* err) {
+            ta_context* p = nullptr;
+            const ta_status status = ta_context_create(&options, &p, err);
+            context.reset(p);
+            return status;
+        });
+    }
+    void make_pool() {
+        static const uint8_t k_bits[] = {4, 2, 4, 4}, v_bits[] = {4, 4, 2, 4};
+        static const std::vector<float> offset(kLayers * kRow, 0.25f);
+        auto numerics = sized<ta_numerics>();
+        numerics.k_offset = offset.data();
+        auto options = pool_options(kLayers, kHeads, kDim, 0, &numerics);
+        options.k_bits = k_bits;
+        options.v_bits = v_bits;
+        call("ta_kv_pool_create", [&](ta_error* err) {
+            ta_kv_pool* p = nullptr;
+            const ta_status status = ta_kv_pool_create(context.get(), &options, &p, err);
+            pool.reset(p);
+            return status;
+        });
+        call("ta_plan_create", [&](ta_error* err) {
+            ta_plan* p = nullptr;
+            const ta_status status = ta_plan_create(pool.get(), nullptr, &p, err);
+            plan.reset(p);
+            return status;
+        });
+    }
+    void new_sequence() {
+        call("ta_seq_create", [&](ta_error* err) {
+            ta_seq seq = 0;
+            const ta_status status = ta_seq_create(pool.get(), &seq, err);
+            if (status == TA_OK) sequences.push_back(seq);
+            return status;
+        });
+    }
+    void fork(size_t source) {
+        call("ta_seq_fork", [&](ta_error* err) {
+            ta_seq seq = 0;
+            const ta_status status = ta_seq_fork(pool.get(), sequences[source], &seq, err);
+            if (status == TA_OK) sequences.push_back(seq);
+            return status;
+        });
+    }
+    void step(const std::vector<size_t>& which, const std::vector<int32_t>& n_new) {
+        std::vector<ta_seq> seqs;
+        int64_t n = 0;
+        for (size_t i : which) seqs.push_back(sequences[i]);
+        for (int32_t x : n_new) n += x;
+        call("ta_plan_begin", [&](ta_error* err) {
+            return ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), nullptr, err);
+        });
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(random.normals(n * kRow), n, kHeads, kDim), v(random.normals(n * kRow), n, kHeads, kDim);
+            Tensor q(random.normals(n * kQHeads * kDim), n, kQHeads, kDim), out(n, kQHeads, kDim);
+            call("ta_append", [&](ta_error* err) { return ta_append(plan.get(), layer, k.view(), v.view(), err); });
+            call("ta_attend", [&](ta_error* err) {
+                const ta_status status = ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, err);
+                EXPECT_TRUE(status == TA_OK || out.all_poison()) << "a call that failed has written its output";
+                return status;
+            });
+            keep(out.values());
+        }
+        call("ta_plan_end", [&](ta_error* err) { return ta_plan_end(plan.get(), err); });
+    }
+    void keep(const std::vector<float>& x) { results.insert(results.end(), x.begin(), x.end()); }
+
+    // Destroys everything, which needs no memory, and checks that it was given back.
+    void finish() {
+        if (finished_) return;
+        finished_ = true;
+        for (ta_seq seq : sequences) {
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                const Stored s = dequantize(pool, seq, layer, 0, length(pool, seq), kRow);
+                keep(s.k);
+                keep(s.v);
+            }
+        }
+        if (context) {
+            EXPECT_EQ(info(context).bytes_in_use, allocator_.bytes_alive());
+        }
+        (void)armed([&] {
+            plan.reset();
+            pool.reset();
+            calibrator.reset();
+            context.reset();
+            return TA_OK;
+        });
+        EXPECT_EQ(allocator_.bytes_alive(), 0u) << "leaked";
+        EXPECT_EQ(allocator_.blocks_alive(), 0u) << "leaked";
+        EXPECT_EQ(allocator_.faults(), 0u) << "the hooks were called with wrong sizes or alignments";
+    }
+    // Allocations that were left to count when the scenario ended: negative where the fault came.
+    bool fault_came() const { return failures_ > 0 || g_countdown.load() < 0; }
+
+    Context context;
+    KvPool pool;
+    Plan plan;
+    Calibrator calibrator;
+    std::vector<ta_seq> sequences;
+    std::vector<float> results;
+    Random random{31};
+
+private:
+    struct State {
+        ta_kv_pool_stats stats{};
+        std::vector<int64_t> lengths;
+        std::vector<Stored> stored;
+        bool operator==(const State& other) const {
+            return std::memcmp(&stats, &other.stats, sizeof stats) == 0 && lengths == other.lengths && stored == other.stored;
+        }
+    };
+    State state() const {
+        State s;
+        if (!pool) return s;
+        s.stats = testing::stats(pool);
+        s.stats.bytes_cached = s.stats.bytes_peak = 0;  // a reservation that was undone leaves blocks behind for the next one
+        for (ta_seq seq : sequences) {
+            s.lengths.push_back(length(pool, seq));
+            Stored values{std::vector<float>(size_t(s.lengths.back() * kRow)), std::vector<float>(size_t(s.lengths.back() * kRow))};
+            const ta_status status =
+                ta_x_seq_dequantize(pool.get(), seq, 1, 0, s.lengths.back(), values.k.data(), values.v.data(), nullptr);
+            if (status == TA_OK) s.stored.push_back(std::move(values));  // else it is in the open plan
+        }
+        return s;
+    }
+
+    template <class Call>
+    ta_status armed(Call&& make) {
+        (source_ == Source::kHooks ? g_armed_hooks : g_armed_new) = true;
+        g_sticky = sticky_;
+        const ta_status status = make();
+        g_sticky = false;
+        g_armed_hooks = g_armed_new = false;
+        return status;
+    }
+
+    CountingAllocator allocator_;
+    const Source source_;
+    const bool sticky_;
+    int failures_ = 0;
+    bool finished_ = false;
+};
+
+using Scenario = std::function<void(Life&)>;
+
+class MemoryFaults : public ::testing::TestWithParam<std::tuple<Source, bool>> {
+protected:
+    // `prepare` runs with memory, `scenario` with the fault.
+    void for_every_fault(const Scenario& prepare, const Scenario& scenario, int64_t at_least) {
+        const auto [source, sticky] = GetParam();
+        Life clean(source, -1, false);
+        prepare(clean);
+        scenario(clean);
+        clean.finish();
+        int64_t n = 0;
+        for (;; ++n) {
+            SCOPED_TRACE(::testing::Message() << "allocation " << n << " of the " << (source == Source::kHooks ? "hooks" : "operator new")
+                                              << (sticky ? " and all after it fail" : " fails"));
+            Life run(source, -1, sticky);
+            prepare(run);
+            g_countdown = n;
+            scenario(run);
+            const bool came = run.fault_came();
+            g_countdown = INT64_MAX;
+            run.finish();
+            EXPECT_EQ(run.results.size(), clean.results.size());
+            EXPECT_TRUE(run.results == clean.results) << "the results differ from those of a run with enough memory";
+            if (!came || HasFailure()) break;
+            ASSERT_LT(n, 5000);
+        }
+        EXPECT_TRUE(HasFailure() || source == Source::kHooks || n >= at_least) << "the scenario hardly takes memory: is it armed?";
+    }
+};
+
+void two_sequences(Life& r) {
+    r.make_world();
+    r.new_sequence();
+    r.new_sequence();
+    r.step({0, 1}, {200, 30});
+}
+
+TEST_P(MemoryFaults, CreatingEverything) {
+    for_every_fault([](Life&) {},
+                    [](Life& r) {
+                        r.make_world();
+                        for (int i = 0; i < 20; ++i) r.new_sequence();
+                    },
+                    10);
+}
+
+TEST_P(MemoryFaults, AFirstStep) {
+    for_every_fault(
+        [](Life& r) {
+            r.make_world();
+            r.new_sequence();
+            r.new_sequence();
+        },
+        [](Life& r) { r.step({0, 1}, {150, 3}); }, 10);
+}
+
+TEST_P(MemoryFaults, ALaterStepAndALargerOne) {
+    for_every_fault(two_sequences,
+                    [](Life& r) {
+                        r.step({1, 0}, {1, 1});
+                        r.step({0, 1}, {300, 40});
+                    },
+                    10);
+}
+
+TEST_P(MemoryFaults, ForkAndCopyOnWrite) {
+    for_every_fault(two_sequences,
+                    [](Life& r) {
+                        r.fork(0);
+                        r.fork(1);
+                        r.step({2, 3, 1}, {2, 40, 1});
+                    },
+                    10);
+}
+
+TEST_P(MemoryFaults, TruncateAndReopen) {
+    for_every_fault(two_sequences,
+                    [](Life& r) {
+                        r.call_without_memory("ta_seq_truncate", [&](ta_error* err) { return ta_seq_truncate(r.pool.get(), r.sequences[0], 150, err); });
+                        r.call_without_memory("ta_seq_truncate", [&](ta_error* err) { return ta_seq_truncate(r.pool.get(), r.sequences[1], 10, err); });
+                        r.step({0, 1}, {50, 2});
+                    },
+                    10);
+}
+
+TEST_P(MemoryFaults, ReleaseAndAbortNeedNone) {
+    for_every_fault(two_sequences,
+                    [](Life& r) {
+                        const int32_t n_new[] = {70, 5};
+                        r.call("ta_plan_begin", [&](ta_error* err) { return ta_plan_begin(r.plan.get(), 2, r.sequences.data(), n_new, nullptr, err); });
+                        r.call_without_memory("ta_plan_abort", [&](ta_error* err) { return ta_plan_abort(r.plan.get(), err); });
+                        r.call_without_memory("ta_seq_release", [&](ta_error* err) { return ta_seq_release(r.pool.get(), r.sequences[0], err); });
+                        r.sequences.erase(r.sequences.begin());
+                        int64_t n = 0;
+                        r.call_without_memory("ta_seq_length", [&](ta_error* err) { return ta_seq_length(r.pool.get(), r.sequences[0], &n, err); });
+                        r.step({0}, {40});
+                        r.call_without_memory("ta_kv_pool_close", [&](ta_error* err) { return ta_kv_pool_close(r.pool.get(), err); });
+                        r.pool.reset();
+                        r.sequences.clear();
+                    },
+                    3);
+}
+
+TEST_P(MemoryFaults, Inspection) {
+    for_every_fault(two_sequences,
+                    [](Life& r) {
+                        std::vector<float> k(200 * kRow), v(200 * kRow);
+                        std::vector<uint8_t> bytes(1 << 16);
+                        auto block = sized<ta_x_block_info>();
+                        const ta_seq seq = r.sequences[0];
+                        r.call("ta_seq_verify", [&](ta_error* err) { return ta_seq_verify(r.pool.get(), seq, err); });
+                        r.call("ta_x_seq_dequantize", [&](ta_error* err) { return ta_x_seq_dequantize(r.pool.get(), seq, 0, 0, 200, k.data(), v.data(), err); });
+                        r.call("ta_x_seq_block", [&](ta_error* err) { return ta_x_seq_block(r.pool.get(), seq, 1, &block, bytes.data(), bytes.size(), err); });
+                        r.call("ta_context_health", [&](ta_error* err) { return ta_context_health(r.context.get(), err); });
+                        r.keep(k);
+                        r.keep(v);
+                    },
+                    1);
+}
+
+TEST_P(MemoryFaults, DenseAttention) {
+    for_every_fault([](Life& r) { r.make_context(); },
+                    [](Life& r) {
+                        const int64_t q_offsets[] = {0, 1, 30}, k_offsets[] = {0, 70, 170};
+                        for (ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF}) {
+                            Tensor q(r.random.normals(30 * kQHeads * kDim), 30, kQHeads, kDim), out(30, kQHeads, kDim);
+                            Tensor k(r.random.normals(170 * kRow), 170, kHeads, kDim), v(r.random.normals(170 * kRow), 170, kHeads, kDim);
+                            auto options = sized<ta_dense_options>();
+                            options.variant = variant;
+                            options.batch = 2;
+                            options.q_offsets = q_offsets;
+                            options.k_offsets = k_offsets;
+                            r.call("ta_attend_dense", [&](ta_error* err) {
+                                const ta_status status =
+                                    ta_attend_dense(r.context.get(), q.view(), k.view(), v.view(), out.view(), nullptr, &options, err);
+                                EXPECT_TRUE(status == TA_OK || out.all_poison()) << "a call that failed has written its output";
+                                return status;
+                            });
+                            r.keep(out.values());
+                        }
+                    },
+                    10);
+}
+
+TEST_P(MemoryFaults, Calibration) {
+    for_every_fault([](Life& r) { r.make_context(); },
+                    [](Life& r) {
+                        r.call("ta_calibrator_create", [&](ta_error* err) {
+                            ta_calibrator* p = nullptr;
+                            const ta_status status = ta_calibrator_create(r.context.get(), 1, kHeads, kDim, &p, err);
+                            r.calibrator.reset(p);
+                            return status;
+                        });
+                        Tensor k(r.random.normals(5 * kRow), 5, kHeads, kDim), v(r.random.normals(5 * kRow), 5, kHeads, kDim);
+                        r.call("ta_calibrator_observe", [&](ta_error* err) { return ta_calibrator_observe(r.calibrator.get(), 0, k.view(), v.view(), err); });
+                        uint8_t k_bits[kHeads] = {}, v_bits[kHeads] = {};
+                        std::vector<float> priorities(2 * kHeads, -1.0f);
+                        r.call("ta_calibrator_finish", [&](ta_error* err) {
+                            const ta_status status =
+                                ta_calibrator_finish(r.calibrator.get(), 1, k_bits, v_bits, priorities.data(), priorities.data() + kHeads, err);
+                            const bool untouched = k_bits[0] + k_bits[1] + v_bits[0] + v_bits[1] == 0 &&
+                                                   std::all_of(priorities.begin(), priorities.end(), [](float x) { return x == -1.0f; });
+                            EXPECT_TRUE(status == TA_OK || untouched) << "a call that failed has written its output";
+                            return status;
+                        });
+                        r.keep(priorities);
+                    },
+                    5);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, MemoryFaults, ::testing::Combine(::testing::Values(Source::kHooks, Source::kNew), ::testing::Bool()),
+                         [](const auto& i) {
+                             return std::string(std::get<0>(i.param) == Source::kHooks ? "Hooks" : "New") + (std::get<1>(i.param) ? "FromThenOn" : "Once");
+                         });
+
+}  // namespace
+}  // namespace ta::testing
