@@ -1,198 +1,188 @@
 #include "bench/float_attention.h"
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <memory>
-#include <thread>
-#include <vector>
+#include "kernels/cpu/avx512/vec.h"
 
 namespace ta::bench {
 namespace {
 
-constexpr int kKeys = 64;      // keys of a tile: four vectors
-constexpr int kScoreRows = 6;  // x 4 vectors = 24 accumulators
-constexpr int kValueRows = 3;  // x 8 vectors = 24 accumulators
-constexpr int kRows = 192;     // rows of a task: their scores stay in the L2 cache
+using namespace ta::cpu;
 
-struct alignas(64) Tile {
-    float rows[kKeys * 256];   // [kKeys, head_dim], rows a power of two apart in memory would fall on one another in the cache
-    float k[256 * kKeys];      // [head_dim, kKeys]
-    float v[kKeys * 256];      // [kKeys, head_dim]
-    float p[kRows * kKeys];    // [rows, kKeys]
-    float q[kRows * 256];      // [rows, head_dim], scaled to log2 units
-    float o[kRows * 256];
-    float m[kRows], l[kRows];
-};
+constexpr int kKeys = 64;  // of a tile
+constexpr int kVectors = kKeys / 16;
+constexpr int kScoreRows = 6, kValueRows = 3, kRowBatch = 4;
+static_assert(kFloatBlockRows % 12 == 0);
 
-// 2^-u for u >= 0; the cubic of the library's default exponential.
-__m512 exp2_neg(__m512 u) {
-    const __m512 n = _mm512_roundscale_ps(u, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(u, n);
-    __m512 r = _mm512_fmadd_ps(_mm512_set1_ps(-0.039135387f), f, _mm512_set1_ps(0.230557799f));
-    r = _mm512_fmadd_ps(r, f, _mm512_set1_ps(-0.691422412f));
-    r = _mm512_fmadd_ps(r, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(r, _mm512_sub_ps(_mm512_setzero_ps(), n));
-}
-
-template <int ROWS>
-void scores(const Tile& t, int d, int row, float* p) {
-    __m512 acc[ROWS][4];
-    for (auto& a : acc) a[0] = a[1] = a[2] = a[3] = _mm512_setzero_ps();
-    const float* q = t.q + row * d;
-    for (int c = 0; c < d; ++c) {
-        const __m512 k0 = _mm512_load_ps(t.k + c * kKeys), k1 = _mm512_load_ps(t.k + c * kKeys + 16),
-                     k2 = _mm512_load_ps(t.k + c * kKeys + 32), k3 = _mm512_load_ps(t.k + c * kKeys + 48);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            const __m512 x = _mm512_set1_ps(q[r * d + c]);
-            acc[r][0] = _mm512_fmadd_ps(x, k0, acc[r][0]);
-            acc[r][1] = _mm512_fmadd_ps(x, k1, acc[r][1]);
-            acc[r][2] = _mm512_fmadd_ps(x, k2, acc[r][2]);
-            acc[r][3] = _mm512_fmadd_ps(x, k3, acc[r][3]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-        for (int i = 0; i < 4; ++i) _mm512_store_ps(p + r * kKeys + 16 * i, acc[r][i]);
-    }
-}
-
-// Scores -> probabilities relative to the running maximum; rescales O.
-void softmax_row(Tile& t, int d, int row, int visible) {
-    float* p = t.p + row * kKeys;
-    __m512 x[4];
-    for (int i = 0; i < 4; ++i) {
-        const int left = std::clamp(visible - 16 * i, 0, 16);
-        x[i] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), __mmask16((1u << left) - 1), p + 16 * i);
-    }
-    const __m512 top = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
-    const float m = std::max(t.m[row], _mm512_reduce_max_ps(top));
-    const float alpha = std::exp2(t.m[row] - m);
-    __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < 4; ++i) {
-        const __m512 e = exp2_neg(_mm512_sub_ps(_mm512_set1_ps(m), x[i]));
-        sum = _mm512_add_ps(sum, e);
-        _mm512_store_ps(p + 16 * i, e);
-    }
-    t.l[row] = t.l[row] * alpha + _mm512_reduce_add_ps(sum);
-    if (alpha != 1.0f) {
-        float* o = t.o + row * d;
-        for (int c = 0; c < d; c += 16) _mm512_store_ps(o + c, _mm512_mul_ps(_mm512_load_ps(o + c), _mm512_set1_ps(alpha)));
-    }
-    t.m[row] = m;
-}
-
-template <int ROWS>
-void values(Tile& t, int d, int row, int keys, int first_channel) {
-    constexpr int kVectors = 8;
-    __m512 acc[ROWS][kVectors];
-    float* o = t.o + row * d + first_channel;
-    const int vectors = std::min(kVectors, (d - first_channel) / 16);
-    if (vectors < kVectors) {  // head_dim 64 and 96
-        for (int r = 0; r < ROWS; ++r) {
-            for (int i = 0; i < vectors; ++i) {
-                __m512 a = _mm512_load_ps(o + r * d + 16 * i);
-                for (int j = 0; j < keys; ++j) {
-                    const __m512 x = _mm512_set1_ps(t.p[(row + r) * kKeys + j]);
-                    a = _mm512_fmadd_ps(x, _mm512_load_ps(t.v + j * d + first_channel + 16 * i), a);
-                }
-                _mm512_store_ps(o + r * d + 16 * i, a);
+// K of 64 keys as [channel][key]: 16 x 16 blocks by pairs, quads and lanes.
+void pack_keys(int d, const float* k, float* tile) {
+    for (int key = 0; key < kKeys; key += 16) {
+        for (int c = 0; c < d; c += 16) {
+            __m512 x[16], y[16];
+            for (int n = 0; n < 16; ++n) x[n] = _mm512_load_ps(k + int64_t(key + n) * d + c);
+            for (int n = 0; n < 16; n += 2) {
+                y[n] = _mm512_unpacklo_ps(x[n], x[n + 1]);
+                y[n + 1] = _mm512_unpackhi_ps(x[n], x[n + 1]);
+            }
+            for (int n = 0; n < 16; n += 4) {  // x[n + i]: channel i of each lane's 4, keys n..n + 3
+                x[n + 0] = _mm512_shuffle_ps(y[n], y[n + 2], 0x44);
+                x[n + 1] = _mm512_shuffle_ps(y[n], y[n + 2], 0xEE);
+                x[n + 2] = _mm512_shuffle_ps(y[n + 1], y[n + 3], 0x44);
+                x[n + 3] = _mm512_shuffle_ps(y[n + 1], y[n + 3], 0xEE);
+            }
+            for (int i = 0; i < 4; ++i) {
+                const __m512 a = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88), b = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
+                const __m512 e = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xDD), f = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xDD);
+                _mm512_store_ps(tile + (c + i) * kKeys + key, _mm512_shuffle_f32x4(a, b, 0x88));
+                _mm512_store_ps(tile + (c + 8 + i) * kKeys + key, _mm512_shuffle_f32x4(a, b, 0xDD));
+                _mm512_store_ps(tile + (c + 4 + i) * kKeys + key, _mm512_shuffle_f32x4(e, f, 0x88));
+                _mm512_store_ps(tile + (c + 12 + i) * kKeys + key, _mm512_shuffle_f32x4(e, f, 0xDD));
             }
         }
-        return;
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) acc[r][i] = _mm512_load_ps(o + r * d + 16 * i);
-    }
-    const float* p = t.p + row * kKeys;
-    for (int j = 0; j < keys; ++j) {
-        const float* value = t.v + j * d + first_channel;
-        __m512 x[ROWS];
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) x[r] = _mm512_set1_ps(p[r * kKeys + j]);
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) {
-            const __m512 y = _mm512_load_ps(value + 16 * i);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) acc[r][i] = _mm512_fmadd_ps(x[r], y, acc[r][i]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) _mm512_store_ps(o + r * d + 16 * i, acc[r][i]);
     }
 }
 
-// The keys and values of a tile, close together, the keys transposed.
-void load_tile(Tile& t, const float* k, const float* v, int64_t stride, int keys, int d) {
-    for (int j = 0; j < keys; ++j) {
-        std::copy_n(k + j * stride, d, t.rows + j * d);
-        std::copy_n(v + j * stride, d, t.v + j * d);
+void scores_of_rows(int d, const float* q, const float* tile, float* scores) {
+    __m512 sum[kScoreRows][kVectors];
+#pragma GCC unroll 6
+    for (int r = 0; r < kScoreRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_setzero_ps();
     }
-    std::fill(t.rows + keys * d, t.rows + kKeys * d, 0.0f);
-    const __m512i rows = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                            _mm512_set1_epi32(d));
-    for (int j = 0; j < kKeys; j += 16) {
-        for (int c = 0; c < d; ++c) {
-            _mm512_store_ps(t.k + c * kKeys + j, _mm512_i32gather_ps(rows, t.rows + j * d + c, 4));
+    for (int c = 0; c < d; ++c) {
+        __m512 key[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) key[v] = _mm512_load_ps(tile + c * kKeys + 16 * v);
+#pragma GCC unroll 6
+        for (int r = 0; r < kScoreRows; ++r) {
+            const __m512 x = _mm512_set1_ps(q[r * d + c]);
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_fmadd_ps(x, key[v], sum[r][v]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kScoreRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) _mm512_store_ps(scores + r * kKeys + 16 * v, sum[r][v]);
+    }
+}
+
+// O = O alpha + P V for 3 rows and CHANNELS vectors of channels.
+template <int ROWS, int CHANNELS>
+void values_of_rows(int d, const float* p, const float* v, const float* alpha, float* o) {
+    __m512 sum[ROWS][CHANNELS];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < CHANNELS; ++c) sum[r][c] = _mm512_mul_ps(_mm512_load_ps(o + r * d + 16 * c), _mm512_set1_ps(alpha[r]));
+    }
+    for (int key = 0; key < kKeys; ++key) {
+        // The rows' factors stay in registers while the vectors stream: the other way round needs 33 registers.
+        __m512 x[ROWS];
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) x[r] = _mm512_set1_ps(p[r * kKeys + key]);
+#pragma GCC unroll 8
+        for (int c = 0; c < CHANNELS; ++c) {
+            __m512 value = _mm512_load_ps(v + int64_t(key) * d + 16 * c);
+            asm("" : "+v"(value));  // or GCC loads it once for every row
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r) sum[r][c] = _mm512_fmadd_ps(x[r], value, sum[r][c]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < CHANNELS; ++c) _mm512_store_ps(o + r * d + 16 * c, sum[r][c]);
+    }
+}
+
+// Scores to P in place; updates m and l. `visible`: keys of the tile that each row sees.
+[[gnu::always_inline]] inline void softmax_rows(const int64_t* key_end, int64_t first_key, float* scores, float* m, float* l, float* alpha) {
+    __m512 x[kRowBatch][kVectors], part[kRowBatch];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowBatch; ++r) {
+        const int64_t visible = key_end[r] - first_key;
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) x[r][v] = _mm512_load_ps(scores + r * kKeys + 16 * v);
+        if (visible < kKeys) {
+            const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const __m512i end = _mm512_set1_epi32(int(visible < 0 ? 0 : visible));
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+                const __mmask16 see = _mm512_cmplt_epi32_mask(_mm512_add_epi32(lane, _mm512_set1_epi32(16 * v)), end);
+                x[r][v] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), see, x[r][v]);
+            }
+        }
+        part[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
+    }
+    const __m128 m_old = _mm_loadu_ps(m), m_new = _mm_max_ps(max_rows(part), m_old);
+    const __mmask8 alive = _mm_cmp_ps_mask(m_new, _mm_set1_ps(kMinusInf), _CMP_GT_OQ);
+    const __m512 decay = exp2_neg_exact(_mm512_castps128_ps512(_mm_sub_ps(m_new, m_old)));
+    const __m128 factor = _mm_mask_mov_ps(_mm_set1_ps(1.0f), alive, _mm512_castps512_ps128(decay));
+    _mm_storeu_ps(alpha, factor);
+    _mm_storeu_ps(m, m_new);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowBatch; ++r) {
+        const __m512 m_r = broadcast_row(m_new, r);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+            x[r][v] = exp2_neg<ExpMode::kPoly>(_mm512_sub_ps(m_r, x[r][v]));
+            _mm512_store_ps(scores + r * kKeys + 16 * v, x[r][v]);
+        }
+        part[r] = _mm512_add_ps(_mm512_add_ps(x[r][0], x[r][1]), _mm512_add_ps(x[r][2], x[r][3]));
+    }
+    _mm_storeu_ps(l, _mm_fmadd_ps(_mm_loadu_ps(l), factor, sum_rows(part)));
+}
+
+void values_of_block(int d, int rows, const float* scores, const float* v, const float* alpha, float* o) {
+    if (d == 64) {
+        for (int r = 0; r < rows; r += 6) values_of_rows<6, 4>(d, scores + r * kKeys, v, alpha + r, o + int64_t(r) * d);
+        return;
+    }
+    for (int c = 0; c < d; c += 128) {  // 8 vectors: a tile's 64 keys of them stay in L1 while the rows pass
+        for (int r = 0; r < rows; r += kValueRows) {
+            values_of_rows<kValueRows, 8>(d, scores + r * kKeys, v + c, alpha + r, o + int64_t(r) * d + c);
         }
     }
 }
 
 }  // namespace
 
-bool float_attention_available() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"); }
-
-void float_attention(const float* q, int64_t n_query, const float* k, const float* v, int64_t n_keys, int q_heads, int kv_heads,
-                     int d, int threads, float* out) {
-    const int group = q_heads / kv_heads;
-    const int64_t rows = n_query * group, tiles = (rows + kRows - 1) / kRows, stride = int64_t(kv_heads) * d;
-    const float unit = 1.44269504f / std::sqrt(float(d));
-    std::atomic<int64_t> next{0};
-    const auto work = [&] {
-        const auto tile = std::make_unique<Tile>();
-        Tile& t = *tile;
-        for (int64_t task; (task = next.fetch_add(1)) < tiles * kv_heads;) {
-            const int64_t head = task / tiles, first = task % tiles * kRows;
-            const int n = int(std::min<int64_t>(kRows, rows - first));
-            const auto at = [&](int r) { return ((first + r) / group * q_heads + head * group + (first + r) % group) * d; };
-            const auto last_key = [&](int r) { return n_keys - n_query + (first + r) / group; };
-            for (int r = 0; r < n; ++r) {
-                for (int c = 0; c < d; ++c) t.q[r * d + c] = q[at(r) + c] * unit;
-                t.m[r] = -INFINITY;
-                t.l[r] = 0.0f;
+void float_attend(const FloatAttendTask& t) {
+    const int d = t.head_dim;
+    float* tile = reinterpret_cast<float*>(t.workspace);
+    float* scores = tile + kKeys * d;
+    float* alpha = scores + kFloatBlockRows * kKeys;
+    for (int64_t key = 0; key < t.n_keys; key += kKeys) {
+        bool packed = false;
+        for (int row = 0; row < t.rows; row += kFloatBlockRows) {
+            const int rows = t.rows - row < kFloatBlockRows ? t.rows - row : kFloatBlockRows;
+            bool seen = false;
+            for (int r = 0; r < rows; ++r) seen |= t.key_end[row + r] > key;
+            if (!seen) continue;
+            if (!packed) pack_keys(d, t.k + key * d, tile);
+            packed = true;
+            for (int r = 0; r < rows; r += kScoreRows) scores_of_rows(d, t.q + int64_t(row + r) * d, tile, scores + r * kKeys);
+            for (int r = 0; r < rows; r += kRowBatch) {
+                softmax_rows(t.key_end + row + r, key, scores + r * kKeys, t.m + row + r, t.l + row + r, alpha + r);
             }
-            std::fill_n(t.o, n * d, 0.0f);
-            for (int64_t key = 0; key <= last_key(n - 1); key += kKeys) {
-                const int keys = int(std::min<int64_t>(kKeys, n_keys - key));
-                load_tile(t, k + key * stride + head * d, v + key * stride + head * d, stride, keys, d);
-                int r = 0;
-                for (; r + kScoreRows <= n; r += kScoreRows) scores<kScoreRows>(t, d, r, t.p + r * kKeys);
-                for (; r < n; ++r) scores<1>(t, d, r, t.p + r * kKeys);
-                for (r = 0; r < n; ++r) {
-                    const int visible = int(std::clamp<int64_t>(last_key(r) + 1 - key, 0, keys));
-                    if (visible > 0) softmax_row(t, d, r, visible);
-                    if (visible == 0) std::fill_n(t.p + r * kKeys, kKeys, 0.0f);
-                }
-                for (int c = 0; c < d; c += 128) {
-                    for (r = 0; r + kValueRows <= n; r += kValueRows) values<kValueRows>(t, d, r, keys, c);
-                    for (; r < n; ++r) values<1>(t, d, r, keys, c);
-                }
-            }
-            for (int r = 0; r < n; ++r) {
-                for (int c = 0; c < d; ++c) out[at(r) + c] = t.o[r * d + c] / t.l[r];
-            }
+            values_of_block(d, rows, scores, t.v + key * d, alpha, t.o + int64_t(row) * d);
         }
-    };
-    std::vector<std::thread> others;
-    for (int i = 1; i < threads; ++i) others.emplace_back(work);
-    work();
-    for (std::thread& t : others) t.join();
+    }
+}
+
+void float_attend_products(const FloatAttendTask& t) {
+    const int d = t.head_dim;
+    float* tile = reinterpret_cast<float*>(t.workspace);
+    float* scores = tile + kKeys * d;
+    float* alpha = scores + kFloatBlockRows * kKeys;
+    pack_keys(d, t.k, tile);
+    for (int r = 0; r < kFloatBlockRows; ++r) alpha[r] = 0.5f;
+    for (int64_t key = 0; key < t.n_keys; key += kKeys) {
+        for (int row = 0; row < t.rows; row += kFloatBlockRows) {
+            const int rows = t.rows - row < kFloatBlockRows ? t.rows - row : kFloatBlockRows;
+            for (int r = 0; r < rows; r += kScoreRows) scores_of_rows(d, t.q + int64_t(row + r) * d, tile, scores + r * kKeys);
+            values_of_block(d, rows, scores, t.v + key * d, alpha, t.o + int64_t(row) * d);
+        }
+    }
 }
 
 }  // namespace ta::bench

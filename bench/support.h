@@ -5,6 +5,7 @@
 #include <turboattention_experimental.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -17,6 +18,20 @@ struct Shape {
 
 // Ends the program with the error's text unless the call succeeded: a benchmark has nobody to report to.
 void check(ta_status status, const ta_error& err, const char* what);
+
+// Floats on a 64-byte boundary.
+class AlignedFloats {
+  public:
+    explicit AlignedFloats(size_t n) : data_(static_cast<float*>(std::aligned_alloc(64, (n * sizeof(float) + 63) / 64 * 64))) {}
+    ~AlignedFloats() { std::free(data_); }
+    AlignedFloats(const AlignedFloats&) = delete;
+    AlignedFloats& operator=(const AlignedFloats&) = delete;
+    float* data() { return data_; }
+    const float* data() const { return data_; }
+
+  private:
+    float* data_;
+};
 
 // Deterministic N(0, 1) values.
 std::vector<float> normal_values(size_t n, uint64_t seed);

@@ -105,13 +105,14 @@ void from_float(const float* x, int64_t n, DType type, void* out) {
 
 // ----------------------------------------------------------------------------------------------------------------- stage 1
 
+// Magnitudes compare as their bits do, and a maximum of integers is one the compiler vectorises.
 float amax(const float* x, int64_t n) {
-    float a = 0.0f;
+    int32_t a = 0;
     for (int64_t i = 0; i < n; ++i) {
-        const float v = std::fabs(x[i]);
+        const int32_t v = std::bit_cast<int32_t>(x[i]) & 0x7fffffff;
         a = v > a ? v : a;
     }
-    return a;
+    return std::bit_cast<float>(a);
 }
 
 int64_t quantize(const float* x, int64_t n, float scale, int levels, int8_t* out) {
@@ -133,9 +134,48 @@ int64_t quantize(const float* x, int64_t n, float scale, int levels, int8_t* out
     return clamped;
 }
 
+using Lanes = float __attribute__((vector_size(64)));
+
+// hadamard_in_place (rotation.h) of D channels, 16 at a time: within 16 a butterfly is the other half of each pair plus or minus
+// one's own.
+template <int D>
+TA_HD inline void rotate_lanes(float* x, const float* sign) {
+    Lanes v[D / 16];
+    for (int i = 0; i < D / 16; ++i) {
+        Lanes s;
+        std::memcpy(&v[i], x + 16 * i, sizeof v[i]);
+        std::memcpy(&s, sign + 16 * i, sizeof s);
+        v[i] *= s;
+        constexpr Lanes s1 = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1};
+        constexpr Lanes s2 = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1};
+        constexpr Lanes s4 = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1};
+        constexpr Lanes s8 = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
+        v[i] = __builtin_shufflevector(v[i], v[i], 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14) + v[i] * s1;
+        v[i] = __builtin_shufflevector(v[i], v[i], 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13) + v[i] * s2;
+        v[i] = __builtin_shufflevector(v[i], v[i], 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11) + v[i] * s4;
+        v[i] = __builtin_shufflevector(v[i], v[i], 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7) + v[i] * s8;
+    }
+    for (int h = 1; h < D / 16; h *= 2) {
+        for (int i = 0; i < D / 16; i += 2 * h) {
+            for (int j = i; j < i + h; ++j) {
+                const Lanes a = v[j], b = v[j + h];
+                v[j] = a + b;
+                v[j + h] = a - b;
+            }
+        }
+    }
+    for (int i = 0; i < D / 16; ++i) {
+        v[i] *= rotation_norm(D);
+        std::memcpy(x + 16 * i, &v[i], sizeof v[i]);
+    }
+}
+
 void rotate_head(float* x, int d, const float* sign) {
-    for (int c = 0; c < d; ++c) x[c] *= sign[c];
-    hadamard_in_place(x, d);
+    switch (d) {
+        case 64: return rotate_lanes<64>(x, sign);
+        case 128: return rotate_lanes<128>(x, sign);
+        default: return rotate_lanes<256>(x, sign);
+    }
 }
 
 // ------------------------------------------------------------------------------------------- code order <-> natural order

@@ -29,7 +29,7 @@ KeyRange visible_keys(const AttendSettings& s, int64_t n_keys, int64_t p) {
     if (s.mask == TA_MASK_CAUSAL) r.end = std::clamp<int64_t>(p + 1, 0, n_keys);
     if (s.window > 0) {
         r.begin = std::clamp<int64_t>(p - s.window + 1, 0, n_keys);
-        if (s.mask == TA_MASK_FULL && s.window < n_keys) r.end = std::clamp<int64_t>(p + s.window, 0, n_keys);
+        if (s.mask == TA_MASK_FULL) r.end = std::clamp<int64_t>(p + s.window, 0, n_keys);
     }
     if (r.begin > r.end) r.begin = r.end;
     return r;

@@ -43,7 +43,7 @@ void scores_of_rows(const AttendTask& t, int row, int n, const uint8_t* k_tile, 
         for (int k = 0; k < kScoreRows; ++k) {
             const __m512i q_k = broadcast_i32(q[k] + c);
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) sum[k][v] = _mm512_dpbusd_epi32(sum[k][v], key[v], q_k);
+            for (int v = 0; v < kVectors; ++v) add_dot(sum[k][v], key[v], q_k);
         }
     }
 #pragma GCC unroll 6
@@ -94,14 +94,14 @@ template <int ROWS, int CHANNELS, int PLANES>
         }
 #pragma GCC unroll 1
         for (int quad = 0; quad < 16; ++quad) {
-            __m512i value[CHANNELS];
-#pragma GCC unroll 8
-            for (int v = 0; v < CHANNELS; ++v) value[v] = load_i(v_tile + 4 * quad * d + 64 * v);
+            __m512i p_k[ROWS];
 #pragma GCC unroll 6
-            for (int k = 0; k < ROWS; ++k) {
-                const __m512i p_k = broadcast_i32(p_row[k] + 64 * plane + 4 * quad);
+            for (int k = 0; k < ROWS; ++k) p_k[k] = broadcast_i32(p_row[k] + 64 * plane + 4 * quad);
 #pragma GCC unroll 8
-                for (int v = 0; v < CHANNELS; ++v) sum[k][v] = _mm512_dpbusd_epi32(sum[k][v], p_k, value[v]);
+            for (int v = 0; v < CHANNELS; ++v) {
+                const __m512i value = load_i(v_tile + 4 * quad * d + 64 * v);
+#pragma GCC unroll 6
+                for (int k = 0; k < ROWS; ++k) add_dot(sum[k][v], p_k[k], value);
             }
         }
     }

@@ -15,6 +15,12 @@ namespace {
 
 [[gnu::always_inline]] inline __m512i load_i(const void* p) { return _mm512_load_si512(p); }
 [[gnu::always_inline]] inline void store_i(void* p, __m512i x) { _mm512_store_si512(p, x); }
+// sum += u8 . s8 in place. The intrinsic lets GCC 12 copy and spill accumulators that a loop carries: P times V ran at a quarter
+// of its speed.
+[[gnu::always_inline]] inline void add_dot(__m512i& sum, __m512i u8, __m512i s8) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
+}
+
 [[gnu::always_inline]] inline __m512i broadcast_i32(const void* p) {
     int32_t x;
     __builtin_memcpy(&x, p, sizeof x);

@@ -1,0 +1,190 @@
+// Blocks under a budget: what is handed out, kept, given back; hashes and what they catch.
+#include "src/kv/blocks.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+
+#include "kernels/format/slot.h"
+#include "support/counting_allocator.h"
+
+namespace ta {
+namespace {
+
+constexpr uint64_t kFingerprint = 0x1234567890abcdef;
+
+Geometry small_geometry() {
+    Result<Geometry> g = Geometry::make(2, 2, 64, 4, nullptr, nullptr);
+    return g.take();
+}
+
+class Blocks : public ::testing::Test {
+protected:
+    BlockStore& store(uint64_t budget) {
+        store_ = std::make_unique<BlockStore>(allocator_, geometry, budget);
+        return *store_;
+    }
+    static BlockPtr take(BlockStore& s, PageKind kind) {
+        Result<BlockPtr> b = s.acquire(kind);
+        return b.ok() ? b.take() : nullptr;
+    }
+
+    const Geometry geometry = small_geometry();
+    const uint64_t token = geometry.token_slot_bytes, channel = geometry.channel_slot_bytes;
+    testing::CountingAllocator counting;
+
+private:
+    Allocator allocator_{counting.hooks()};
+    std::unique_ptr<BlockStore> store_;
+};
+
+TEST_F(Blocks, TheBudgetHoldsToTheByte) {
+    BlockStore& s = store(2 * token + channel);
+    const BlockPtr a = take(s, PageKind::kToken), b = take(s, PageKind::kToken), c = take(s, PageKind::kChannel);
+    ASSERT_TRUE(a && b && c);
+    for (PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
+        Result<BlockPtr> more = s.acquire(kind);
+        ASSERT_FALSE(more.ok());
+        EXPECT_EQ(std::move(more).status().code(), TA_E_TIER_FULL);
+    }
+    EXPECT_EQ(s.usage().used, 2 * token + channel);
+    EXPECT_EQ(s.usage().token_blocks, 2u);
+    EXPECT_EQ(s.usage().channel_blocks, 1u);
+    EXPECT_EQ(counting.bytes_alive(), 2 * token + channel);
+}
+
+TEST_F(Blocks, FreedSlotsAreReused) {
+    BlockStore& s = store(1 << 20);
+    BlockPtr a = take(s, PageKind::kToken);
+    const uint8_t* slot = a->slot();
+    const uint64_t first_content = a->content_id();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(slot) % kSlotAlignment, 0u);
+    a.reset();
+    EXPECT_EQ(s.usage().used, 0u);
+    EXPECT_EQ(s.usage().cached, token);
+    a = take(s, PageKind::kToken);
+    EXPECT_EQ(a->slot(), slot);
+    EXPECT_NE(a->content_id(), first_content) << "new content in an old slot has an identity of its own";
+    EXPECT_EQ(s.usage().cached, 0u);
+    EXPECT_EQ(s.usage().peak, token);
+    EXPECT_EQ(counting.allocations(), 1u);
+}
+
+TEST_F(Blocks, WhatIsKeptForReuseGivesWay) {
+    BlockStore& s = store(4 * channel);
+    {
+        std::vector<BlockPtr> all;
+        for (int i = 0; i < 4; ++i) all.push_back(take(s, PageKind::kChannel));
+    }
+    EXPECT_EQ(s.usage().cached, 4 * channel);
+    const BlockPtr t = take(s, PageKind::kToken);
+    ASSERT_TRUE(t) << "slots of the other kind stood in the way";
+    EXPECT_LE(s.usage().used + s.usage().cached, 4 * channel);
+    EXPECT_EQ(counting.bytes_alive(), s.usage().used + s.usage().cached);
+}
+
+TEST_F(Blocks, TrimGivesEverythingBack) {
+    BlockStore& s = store(1 << 20);
+    take(s, PageKind::kToken).reset();
+    take(s, PageKind::kChannel).reset();
+    const BlockPtr kept = take(s, PageKind::kToken);
+    take(s, PageKind::kToken).reset();
+    EXPECT_GT(s.usage().cached, 0u);
+    s.trim();
+    EXPECT_EQ(s.usage().cached, 0u);
+    EXPECT_EQ(s.usage().used, token);
+    EXPECT_EQ(counting.bytes_alive(), token);
+}
+
+TEST_F(Blocks, ManyFreedSlotsAreNotAllKept) {
+    BlockStore& s = store(1 << 30);
+    std::vector<BlockPtr> all;
+    for (int i = 0; i < 200; ++i) all.push_back(take(s, PageKind::kChannel));
+    all.clear();
+    EXPECT_LE(s.usage().cached, 64 * channel);
+    EXPECT_EQ(counting.bytes_alive(), s.usage().cached);
+}
+
+TEST_F(Blocks, OnlyTheLastOwnerGivesTheSlotBack) {
+    BlockStore& s = store(1 << 20);
+    BlockPtr a = take(s, PageKind::kToken), b = a;
+    a.reset();
+    EXPECT_EQ(s.usage().token_blocks, 1u);
+    b.reset();
+    EXPECT_EQ(s.usage().token_blocks, 0u);
+}
+
+TEST_F(Blocks, AnAllocatorWithoutMemoryIsNotAFullTier) {
+    counting.fails = [] { return true; };
+    Result<BlockPtr> b = store(1 << 20).acquire(PageKind::kToken);
+    ASSERT_FALSE(b.ok());
+    EXPECT_EQ(std::move(b).status().code(), TA_E_MEMORY);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- hashes
+
+class Sealed : public Blocks, public ::testing::WithParamInterface<PageKind> {
+protected:
+    BlockPtr sealed(BlockStore& s, uint64_t index) {
+        BlockPtr b = take(s, GetParam());
+        for (size_t i = 0; i < geometry.payload_bytes(GetParam()); ++i) b->slot()[i] = uint8_t(i * 7 + i / 251);
+        b->seal(geometry, kFingerprint, index, 64);
+        return b;
+    }
+};
+
+TEST_P(Sealed, EveryByteOfPagesHashesAndIdentityCounts) {
+    BlockStore& s = store(1 << 20);
+    const BlockPtr b = sealed(s, 5);
+    ASSERT_TRUE(b->sealed());
+    ASSERT_TRUE(b->verify(geometry, kFingerprint, 5).ok());
+    const size_t payload = geometry.payload_bytes(GetParam()), trailer = sizeof(SlotTrailer), hashes = 2 * sizeof(uint64_t);
+    for (size_t i = 0; i < payload + trailer + hashes; i += i < payload ? 61 : 1) {
+        const size_t in_trailer = i - payload;
+        // Reserved bytes of the trailer are in no hash.
+        if (i >= payload && (in_trailer == offsetof(SlotTrailer, reserved0) || (in_trailer >= offsetof(SlotTrailer, reserved) && in_trailer < trailer))) continue;
+        for (uint8_t flip : {uint8_t{1}, uint8_t{128}}) {
+            b->slot()[i] ^= flip;
+            const Status status = b->verify(geometry, kFingerprint, 5);
+            ASSERT_EQ(status.code(), TA_E_CORRUPT) << "byte " << i;
+            ASSERT_EQ(status.detail()->block, 5);
+            if (i < payload) {
+                ASSERT_EQ(status.detail()->layer, i < geometry.page_offset(GetParam(), 1) ? 0 : 1) << "byte " << i;
+            }
+            b->slot()[i] ^= flip;
+        }
+    }
+    EXPECT_TRUE(b->verify(geometry, kFingerprint, 5).ok());
+}
+
+TEST_P(Sealed, APageIsThePageThatWasAskedFor) {
+    BlockStore& s = store(1 << 20);
+    const BlockPtr a = sealed(s, 5), b = sealed(s, 5);
+    EXPECT_EQ(a->verify(geometry, kFingerprint, 6).code(), TA_E_CORRUPT) << "another place in the sequence";
+    EXPECT_EQ(a->verify(geometry, kFingerprint + 1, 5).code(), TA_E_CORRUPT) << "another pool";
+    // The same bytes under another identity are another page.
+    std::memcpy(a->slot(), b->slot(), geometry.slot_bytes(GetParam()));
+    EXPECT_EQ(a->verify(geometry, kFingerprint, 5).code(), TA_E_CORRUPT) << "another content";
+    // A page of another layer is, too.
+    const BlockPtr c = sealed(s, 5);
+    ASSERT_EQ(geometry.page_bytes(GetParam(), 0), geometry.page_bytes(GetParam(), 1));
+    uint8_t* second = c->slot() + geometry.page_offset(GetParam(), 1);
+    std::swap_ranges(c->slot(), second, second);
+    auto* hashes = reinterpret_cast<uint64_t*>(c->slot() + geometry.payload_bytes(GetParam()) + sizeof(SlotTrailer));
+    std::swap(hashes[0], hashes[1]);
+    EXPECT_EQ(c->verify(geometry, kFingerprint, 5).code(), TA_E_CORRUPT) << "layers exchanged with their hashes";
+}
+
+TEST_P(Sealed, ABlockThatIsNotFullHasNoHashes) {
+    BlockStore& s = store(1 << 20);
+    const BlockPtr b = take(s, GetParam());
+    b->seal(geometry, kFingerprint, 0, 63);
+    EXPECT_FALSE(b->sealed());
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, Sealed, ::testing::Values(PageKind::kToken, PageKind::kChannel),
+                         [](const auto& i) { return i.param == PageKind::kToken ? "Token" : "Channel"; });
+
+}  // namespace
+}  // namespace ta
