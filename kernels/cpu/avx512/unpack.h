@@ -9,8 +9,10 @@ namespace {
 
 template <int BITS>
 [[gnu::always_inline]] inline __m512i code_field(__m512i x, int f) {
-    if constexpr (BITS == 8) return x;
-    return _mm512_and_si512(_mm512_srli_epi16(x, BITS * f), _mm512_set1_epi8((1 << BITS) - 1));
+    if constexpr (BITS == 8)
+        return x;
+    else
+        return _mm512_and_si512(_mm512_srli_epi16(x, BITS * f), _mm512_set1_epi8((1 << BITS) - 1));
 }
 
 template <int BITS>
