@@ -111,7 +111,8 @@ class FloatPrefill {
         std::atomic<int64_t> next{0};
         const auto work = [&] {
             Scratch scratch(d_);
-            for (int64_t i; (i = next.fetch_add(1)) < tiles * shape_.kv_heads;) run_tile(q, out, i / tiles, i % tiles * kTile, scratch);
+            for (int64_t i; (i = next.fetch_add(1)) < tiles * shape_.kv_heads;)
+                run_tile(q, out, i / tiles, i % tiles * kTile, scratch);
         };
         std::vector<std::thread> others;
         for (int t = 1; t < threads; ++t) others.emplace_back(work);
@@ -123,7 +124,11 @@ class FloatPrefill {
     static constexpr int64_t kTile = 192;  // rows of a task
     struct Scratch {
         explicit Scratch(int d)
-            : q(size_t(kTile * d)), o(size_t(kTile * d)), m(kTile), l(kTile), workspace(float_attend_workspace_bytes(d) / 4 + 1) {}
+            : q(size_t(kTile * d)),
+              o(size_t(kTile * d)),
+              m(kTile),
+              l(kTile),
+              workspace(float_attend_workspace_bytes(d) / 4 + 1) {}
         AlignedFloats q, o, m, l, workspace;
         int64_t key_end[kTile];
     };

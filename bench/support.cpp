@@ -101,13 +101,15 @@ void FilledPool::begin(int32_t n_new, int32_t n_query) const {
 
 void FilledPool::append(uint32_t layer, const float* k, const float* v, int64_t tokens) const {
     ta_error err;
-    const ta_tensor kt = view(k, tokens, shape_.kv_heads, shape_.head_dim), vt = view(v, tokens, shape_.kv_heads, shape_.head_dim);
+    const ta_tensor kt = view(k, tokens, shape_.kv_heads, shape_.head_dim),
+                    vt = view(v, tokens, shape_.kv_heads, shape_.head_dim);
     check(ta_append(plan_, layer, &kt, &vt, &err), err, "append");
 }
 
 void FilledPool::attend(uint32_t layer, const float* q, float* out, int64_t tokens, const ta_attend_options* options) const {
     ta_error err;
-    const ta_tensor qt = view(q, tokens, shape_.q_heads, shape_.head_dim), ot = view(out, tokens, shape_.q_heads, shape_.head_dim);
+    const ta_tensor qt = view(q, tokens, shape_.q_heads, shape_.head_dim),
+                    ot = view(out, tokens, shape_.q_heads, shape_.head_dim);
     check(ta_attend(plan_, layer, &qt, &ot, nullptr, options, &err), err, "attend");
 }
 

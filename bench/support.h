@@ -48,9 +48,9 @@ class FilledPool {
     ta_kv_pool* pool() const { return pool_; }
     ta_plan* plan() const { return plan_; }
     ta_seq sequence() const { return seq_; }
-    const std::vector<float>& keys() const { return k_; }     // [tokens, kv_heads, head_dim]
+    const std::vector<float>& keys() const { return k_; }  // [tokens, kv_heads, head_dim]
     const std::vector<float>& values() const { return v_; }
-    uint64_t kv_bytes_per_layer() const;                       // pages, scales included
+    uint64_t kv_bytes_per_layer() const;  // pages, scales included
 
     void begin(int32_t n_new, int32_t n_query) const;
     void append(uint32_t layer, const float* k, const float* v, int64_t tokens) const;
@@ -68,8 +68,8 @@ class FilledPool {
 };
 
 // Relative L2 error of `out` against float64 causal attention, over the given kv head's query heads.
-double error_against_float64(const Shape& shape, const float* q, int64_t n_query, const float* k, const float* v, int64_t n_keys,
-                             const float* out, int kv_head);
+double error_against_float64(const Shape& shape, const float* q, int64_t n_query, const float* k, const float* v,
+                             int64_t n_keys, const float* out, int kv_head);
 
 // Bytes per second that `threads` threads read together from memory, over a buffer of 1 GiB.
 double read_bandwidth(int threads);

@@ -161,19 +161,19 @@ enum {
 typedef int32_t ta_p;
 enum {
     TA_P_DEFAULT = 0,
-    TA_P_AUTO = 1,            /* U16 up to 16 query rows per kv head (rows = query tokens x GQA group), U8 beyond */
-    TA_P_U8 = 2,              /* 255 levels */
-    TA_P_U16 = 3,             /* 65535 levels */
-    TA_P_S8_127 = 4,          /* 127 levels, as INT-FlashAttention's R */
-    TA_P_S8_119 = 5,          /* 119 levels, as printed in TurboAttention */
-    TA_P_S8_127_RUNNING = 6   /* 127 levels of the running maximum, INT-FlashAttention as printed: wrong on flat contexts */
+    TA_P_AUTO = 1,          /* U16 up to 16 query rows per kv head (rows = query tokens x GQA group), U8 beyond */
+    TA_P_U8 = 2,            /* 255 levels */
+    TA_P_U16 = 3,           /* 65535 levels */
+    TA_P_S8_127 = 4,        /* 127 levels, as INT-FlashAttention's R */
+    TA_P_S8_119 = 5,        /* 119 levels, as printed in TurboAttention */
+    TA_P_S8_127_RUNNING = 6 /* 127 levels of the running maximum, INT-FlashAttention as printed: wrong on flat contexts */
 };
 
 typedef int32_t ta_nonfinite; /* what NaN, Inf and magnitudes above 2^56 in q, k, v do */
 enum {
-    TA_NONFINITE_DEFAULT = 0,  /* reject */
-    TA_NONFINITE_REJECT = 1,   /* the call fails with TA_E_NONFINITE and names the element */
-    TA_NONFINITE_SATURATE = 2  /* NaN becomes 0, the others +-2^56 or the largest finite value of the element type; counted */
+    TA_NONFINITE_DEFAULT = 0, /* reject */
+    TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element */
+    TA_NONFINITE_SATURATE = 2 /* NaN becomes 0, the others +-2^56 or the largest finite value of the element type; counted */
 };
 
 typedef int32_t ta_mask;
@@ -220,7 +220,7 @@ typedef struct ta_context_options {
     const ta_allocator* allocator; /* default: the C library; for pages and workspaces, not small bookkeeping */
     ta_log_fn log;                 /* default: none */
     void* log_user;
-    ta_log_level log_level;        /* most detailed level that is delivered; default TA_LOG_WARNING */
+    ta_log_level log_level; /* most detailed level that is delivered; default TA_LOG_WARNING */
 } ta_context_options;
 
 typedef struct ta_context_info {
@@ -232,7 +232,7 @@ typedef struct ta_context_info {
     uint64_t bytes_in_use;   /* got from the allocator and not given back */
     uint64_t bytes_peak;
     char device_name[64];
-    char degraded[256];      /* what is missing here and why; empty when nothing is */
+    char degraded[256]; /* what is missing here and why; empty when nothing is */
 } ta_context_info;
 
 /* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
@@ -252,39 +252,39 @@ typedef struct ta_kv_pool ta_kv_pool;
 /* The numeric settings. All zero: profile `accurate`. Each setting alone can be changed, for ablation. */
 typedef struct ta_numerics {
     uint32_t struct_size;
-    ta_profile profile;          /* decides every field below that is 0 */
+    ta_profile profile; /* decides every field below that is 0 */
     ta_granularity k_granularity;
     ta_granularity v_granularity;
-    ta_open_scale open_scale;    /* accurate: TOKEN; paper: UNIVERSAL */
-    ta_switch v_exponents;       /* a power-of-two scale per token of V, folded into P. accurate: on */
-    ta_switch fractional_zero;   /* zero points in 1/8 (4-bit) or 1/2 (2-bit) of an INT8 step, mean-preserving. accurate: on */
-    ta_switch v_search;          /* the encoder looks for V's scale and zero of least squared error. accurate: on */
-    ta_switch hadamard;          /* randomized Hadamard rotation of Q and K; head_dim 64, 128, 256. accurate: on where possible */
-    int32_t sink_blocks;         /* blocks at the start of a sequence that stay 8 bits; -1 none. accurate: 1; paper: none */
-    ta_exp exp;                  /* accurate: POLY; paper: SAS */
-    ta_p p;                      /* accurate: AUTO; paper: S8_119 */
+    ta_open_scale open_scale;  /* accurate: TOKEN; paper: UNIVERSAL */
+    ta_switch v_exponents;     /* a power-of-two scale per token of V, folded into P. accurate: on */
+    ta_switch fractional_zero; /* zero points in 1/8 (4-bit) or 1/2 (2-bit) of an INT8 step, mean-preserving. accurate: on */
+    ta_switch v_search;        /* the encoder looks for V's scale and zero of least squared error. accurate: on */
+    ta_switch hadamard;        /* randomized Hadamard rotation of Q and K; head_dim 64, 128, 256. accurate: on where possible */
+    int32_t sink_blocks;       /* blocks at the start of a sequence that stay 8 bits; -1 none. accurate: 1; paper: none */
+    ta_exp exp;                /* accurate: POLY; paper: SAS */
+    ta_p p;                    /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
-    uint64_t hadamard_seed;      /* which signs; part of the pool's fingerprint */
-    const float* k_offset;       /* [layers, kv_heads, head_dim] subtracted from K, finite; NULL: none. LSE is not affected */
+    uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint */
+    const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, finite; NULL: none. LSE is not affected */
 } ta_numerics;
 
 typedef struct ta_kv_pool_options {
     uint32_t struct_size;
-    uint32_t layers;         /* 1..4096 */
-    uint32_t kv_heads;       /* 1..1024 */
-    uint32_t head_dim;       /* 64, 96, 128 or 256 */
-    uint32_t bits;           /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
-    const uint8_t* k_bits;   /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
-    const uint8_t* v_bits;   /* likewise */
-    uint64_t budget_bytes;   /* for all blocks, metadata included; required */
-    uint32_t max_sequences;  /* default 65536 */
+    uint32_t layers;             /* 1..4096 */
+    uint32_t kv_heads;           /* 1..1024 */
+    uint32_t head_dim;           /* 64, 96, 128 or 256 */
+    uint32_t bits;               /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
+    const uint8_t* k_bits;       /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
+    const uint8_t* v_bits;       /* likewise */
+    uint64_t budget_bytes;       /* for all blocks, metadata included; required */
+    uint32_t max_sequences;      /* default 65536 */
     const ta_numerics* numerics; /* NULL: profile accurate */
 } ta_kv_pool_options;
 
 typedef struct ta_kv_pool_stats {
     uint32_t struct_size;
-    uint32_t sequences;            /* alive now */
-    uint64_t tokens;               /* sum of their lengths; a shared block counts once for each sequence */
+    uint32_t sequences; /* alive now */
+    uint64_t tokens;    /* sum of their lengths; a shared block counts once for each sequence */
     uint64_t bytes_budget;
     uint64_t bytes_used;           /* blocks in use */
     uint64_t bytes_cached;         /* freed blocks kept for reuse; given back before the budget is exceeded */
@@ -296,12 +296,12 @@ typedef struct ta_kv_pool_stats {
     uint64_t channel_block_bytes;  /* likewise; 0 in an 8-bit pool */
     double token_bits_per_element; /* true size over 64 * layers * kv_heads * head_dim * 2 */
     double channel_bits_per_element;
-    uint64_t appended_tokens;      /* since creation, as the next ones */
-    uint64_t closed_pages;         /* pages encoded to 4/2 bits */
-    uint64_t reopened_blocks;      /* closed blocks turned back into open ones after a truncate */
-    uint64_t copied_blocks;        /* copy-on-write after a fork */
-    uint64_t saturated_values;     /* non-finite inputs replaced under TA_NONFINITE_SATURATE */
-    uint64_t clamped_values;       /* values cut off by a universal open scale */
+    uint64_t appended_tokens;  /* since creation, as the next ones */
+    uint64_t closed_pages;     /* pages encoded to 4/2 bits */
+    uint64_t reopened_blocks;  /* closed blocks turned back into open ones after a truncate */
+    uint64_t copied_blocks;    /* copy-on-write after a fork */
+    uint64_t saturated_values; /* non-finite inputs replaced under TA_NONFINITE_SATURATE */
+    uint64_t clamped_values;   /* values cut off by a universal open scale */
 } ta_kv_pool_stats;
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes.
@@ -396,18 +396,18 @@ TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);
 /* How ta_attend_dense quantizes. */
 typedef int32_t ta_dense_variant;
 enum {
-    TA_DENSE_INT8_PAGE = 0,           /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
-    TA_DENSE_INT_FLASH = 1,           /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127 */
-    TA_DENSE_INT_FLASH_HALF = 2       /* INT-FlashAttention, half INT8: Q, K as above, P and V in float */
+    TA_DENSE_INT8_PAGE = 0,     /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
+    TA_DENSE_INT_FLASH = 1,     /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127 */
+    TA_DENSE_INT_FLASH_HALF = 2 /* INT-FlashAttention, half INT8: Q, K as above, P and V in float */
 };
 
 typedef struct ta_dense_options {
     uint32_t struct_size;
     ta_dense_variant variant;
-    uint32_t batch;                  /* sequences; default 1 */
-    const int64_t* q_offsets;        /* [batch + 1] prefix sums of query tokens; NULL: q.tokens split evenly */
-    const int64_t* k_offsets;        /* [batch + 1] prefix sums of keys; NULL: k.tokens split evenly */
-    ta_granularity v_granularity;    /* PAGE, TENSOR or TOKEN; default: the variant's */
+    uint32_t batch;               /* sequences; default 1 */
+    const int64_t* q_offsets;     /* [batch + 1] prefix sums of query tokens; NULL: q.tokens split evenly */
+    const int64_t* k_offsets;     /* [batch + 1] prefix sums of keys; NULL: k.tokens split evenly */
+    ta_granularity v_granularity; /* PAGE, TENSOR or TOKEN; default: the variant's */
     ta_nonfinite nonfinite;
     const ta_attend_options* attend; /* mask, scale, softcap, window, slopes, sinks, exp, p; NULL: defaults */
 } ta_dense_options;

@@ -12,11 +12,11 @@ extern "C" {
 /* What one block of a sequence is. */
 typedef struct ta_x_block_info {
     uint32_t struct_size;
-    uint32_t bits;          /* 8: token block; otherwise a channel block (4, or 2 if no head has 4) */
-    uint32_t tokens;        /* 1..64 that belong to the sequence */
-    uint32_t owners;        /* sequences that share it */
-    uint64_t bytes;         /* of the slot, trailer included */
-    uint64_t content_id;    /* the identity that its hashes bind */
+    uint32_t bits;       /* 8: token block; otherwise a channel block (4, or 2 if no head has 4) */
+    uint32_t tokens;     /* 1..64 that belong to the sequence */
+    uint32_t owners;     /* sequences that share it */
+    uint64_t bytes;      /* of the slot, trailer included */
+    uint64_t content_id; /* the identity that its hashes bind */
     uint64_t trailer_offset;
 } ta_x_block_info;
 
@@ -29,8 +29,8 @@ TA_API ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t blo
 /* Writes what attention sees: the dequantized K and V of tokens [first, first + tokens) of one layer, for checks and exports.
  *   k, v   [tokens, kv_heads, head_dim] F32, contiguous, each may be NULL; K is rotated back and has its offset added again
  * Errors: TA_E_STALE, TA_E_INVALID (range, layer), TA_E_BUSY, TA_E_CLOSED. */
-TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens, float* k,
-                                     float* v, ta_error* err);
+TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens,
+                                     float* k, float* v, ta_error* err);
 
 #ifdef __cplusplus
 }

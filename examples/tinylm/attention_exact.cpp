@@ -48,8 +48,7 @@ class ExactAttention final : public AttentionBackend {
         std::atomic<int> next{0};
         workers_.run([&](int part) {
             for (int unit; (unit = next++) < blocks * shape_.kv_heads;) {
-                attend_block(layer, unit % shape_.kv_heads, unit / shape_.kv_heads * block_tokens_, q, out,
-                             scratch_[part]);
+                attend_block(layer, unit % shape_.kv_heads, unit / shape_.kv_heads * block_tokens_, q, out, scratch_[part]);
             }
         });
     }
@@ -85,9 +84,7 @@ class ExactAttention final : public AttentionBackend {
         const std::size_t row = group_ * d;  // what belongs to this kv head in a token of q and out
         const int tokens = std::min(block_tokens_, n_new_ - first_token);
         const int seen_before = length_ + first_token;
-        const auto at = [&](int i) {
-            return (static_cast<std::size_t>(first_token + i) * shape_.kv_heads + kv_head) * row;
-        };
+        const auto at = [&](int i) { return (static_cast<std::size_t>(first_token + i) * shape_.kv_heads + kv_head) * row; };
         for (int i = 0; i < tokens; ++i) std::copy_n(q + at(i), row, scratch.q.data() + i * row);
 
         const int keys = seen_before + tokens;
@@ -111,16 +108,15 @@ class ExactAttention final : public AttentionBackend {
             return;
         }
         for (int i = 0; i < rows; ++i) {
-            cblas_sgemv(CblasRowMajor, CblasNoTrans, keys, d, scale, k, d, &s.q[i * d], 1, 0.0f, &s.scores[i * keys],
-                        1);
+            cblas_sgemv(CblasRowMajor, CblasNoTrans, keys, d, scale, k, d, &s.q[i * d], 1, 0.0f, &s.scores[i * keys], 1);
         }
     }
 
     void probability_value(Scratch& s, const float* v, int rows, int keys) const {
         const int d = shape_.head_dim;
         if (n_new_ > 1) {
-            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, d, keys, 1.0f, s.scores.data(), keys, v, d,
-                        0.0f, s.out.data(), d);
+            cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, d, keys, 1.0f, s.scores.data(), keys, v, d, 0.0f,
+                        s.out.data(), d);
             return;
         }
         for (int i = 0; i < rows; ++i) {

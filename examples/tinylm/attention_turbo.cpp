@@ -177,8 +177,8 @@ class ObservedAttention final : public AttentionBackend {
     HeadMap finish(int low_heads) const {
         HeadMap map = empty_map();
         ta_error err{};
-        const ta_status status = ta_calibrator_finish(calibrator_.get(), low_heads, map.k_bits.data(),
-                                                      map.v_bits.data(), nullptr, nullptr, &err);
+        const ta_status status =
+            ta_calibrator_finish(calibrator_.get(), low_heads, map.k_bits.data(), map.v_bits.data(), nullptr, nullptr, &err);
         check("ta_calibrator_finish", status, err);
         return map;
     }
@@ -214,8 +214,7 @@ void check_low_heads(const AttentionShape& shape, int low_heads) {
 
 std::vector<uint8_t> parse_bits(const json& rows, const AttentionShape& shape) {
     std::vector<uint8_t> bits;
-    if (rows.size() != static_cast<std::size_t>(shape.layers))
-        throw std::runtime_error("one row for each layer is expected");
+    if (rows.size() != static_cast<std::size_t>(shape.layers)) throw std::runtime_error("one row for each layer is expected");
     for (const json& row : rows) {
         if (row.size() != static_cast<std::size_t>(shape.kv_heads)) {
             throw std::runtime_error("one entry for each kv head is expected");
@@ -230,8 +229,7 @@ std::vector<uint8_t> parse_bits(const json& rows, const AttentionShape& shape) {
 
 json bits_json(const std::vector<uint8_t>& bits, int kv_heads) {
     json rows = json::array();
-    for (auto row = bits.begin(); row != bits.end(); row += kv_heads)
-        rows.push_back(std::vector<int>(row, row + kv_heads));
+    for (auto row = bits.begin(); row != bits.end(); row += kv_heads) rows.push_back(std::vector<int>(row, row + kv_heads));
     return rows;
 }
 
@@ -284,8 +282,7 @@ HeadMap read_head_map(const std::filesystem::path& path, const AttentionShape& s
 }
 
 std::string head_map_json(const HeadMap& map, const AttentionShape& shape) {
-    return json{{"k_bits", bits_json(map.k_bits, shape.kv_heads)}, {"v_bits", bits_json(map.v_bits, shape.kv_heads)}}
-        .dump();
+    return json{{"k_bits", bits_json(map.k_bits, shape.kv_heads)}, {"v_bits", bits_json(map.v_bits, shape.kv_heads)}}.dump();
 }
 
 }  // namespace tinylm

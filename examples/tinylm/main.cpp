@@ -209,8 +209,7 @@ std::vector<Score> score_text(Session& session, Bytes text, std::size_t from) {
     session.reset();
     session.feed(text, 0, [&](std::size_t at, std::span<const float> hidden) {
         const std::size_t width = session.config().hidden;
-        const std::size_t end =
-            std::min(at + hidden.size() / width, text.size() - 1);  // the last byte predicts nothing here
+        const std::size_t end = std::min(at + hidden.size() / width, text.size() - 1);  // the last byte predicts nothing here
         const std::size_t begin = std::max(at, from - 1);
         if (begin >= end) return;
         const std::span<float> logits = session.logits(hidden.subspan((begin - at) * width, (end - begin) * width));
@@ -316,11 +315,9 @@ std::vector<RetrievalCase> read_cases(const std::string& path, int limit) {
         try {
             const json entry = json::parse(line);
             const json& bucket = entry.at("bucket");
-            cases.push_back({entry.at("prompt"), entry.at("answer"),
-                             bucket.is_string() ? std::string(bucket) : bucket.dump(),
+            cases.push_back({entry.at("prompt"), entry.at("answer"), bucket.is_string() ? std::string(bucket) : bucket.dump(),
                              entry.value("id", json(cases.size()))});
-            if (cases.back().prompt.empty() || cases.back().answer.empty())
-                throw std::runtime_error("empty prompt or answer");
+            if (cases.back().prompt.empty() || cases.back().answer.empty()) throw std::runtime_error("empty prompt or answer");
         } catch (const std::exception& e) {
             throw std::runtime_error(path + ", line " + std::to_string(cases.size() + 1) + ": " + e.what());
         }
@@ -376,8 +373,7 @@ json run_retrieval(const Options& options) {
 }
 
 json run_generate(const Options& options) {
-    const std::string prompt =
-        options.prompt_file.empty() ? options.prompt : read_file(options.prompt_file, kMaxTextBytes);
+    const std::string prompt = options.prompt_file.empty() ? options.prompt : read_file(options.prompt_file, kMaxTextBytes);
     if (prompt.empty()) throw std::runtime_error("the prompt is empty");
     Session session(options);
     session.prepare(static_cast<int>(std::min<std::size_t>(prompt.size() + options.bytes, INT32_MAX)));
@@ -429,7 +425,8 @@ void print_lines(std::ostream& out, const json& object, const std::string& prefi
 }
 
 void add_map_options(CLI::App* command, Options& o) {
-    command->add_option("--low-heads", o.low_heads, "kv heads of each layer that get 2 bits, the rest 4")->capture_default_str();
+    command->add_option("--low-heads", o.low_heads, "kv heads of each layer that get 2 bits, the rest 4")
+        ->capture_default_str();
     command->add_option("--calibration-text", o.calibration_text, "what the ranking looks at; default MODEL/sample.txt");
 }
 
@@ -466,8 +463,7 @@ int run(int argc, char** argv) {
     auto* prompt_file = generate->add_option("--prompt-file", o.prompt_file, "a file with the text")->excludes(prompt);
     generate->add_option("--bytes", o.bytes, "how many to add")->check(CLI::Range(0, 1 << 24))->capture_default_str();
     generate->add_flag("--logits", o.logits, "report the 256 logits after the prompt");
-    auto* eval =
-        app.add_subcommand("eval", "bits per byte of a text, in windows of 4096 bytes, each from an empty cache");
+    auto* eval = app.add_subcommand("eval", "bits per byte of a text, in windows of 4096 bytes, each from an empty cache");
     eval->add_option("--text", o.text, "the text")->required();
     eval->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
     auto* retrieval = app.add_subcommand("retrieval", "how many answers are found in long prompts");
@@ -487,10 +483,7 @@ int run(int argc, char** argv) {
     } catch (const CLI::ParseError& e) {
         return app.exit(e);
     }
-    const json report = *generate    ? run_generate(o)
-                        : *eval      ? run_eval(o)
-                        : *retrieval ? run_retrieval(o)
-                                     : run_calibrate(o);
+    const json report = *generate ? run_generate(o) : *eval ? run_eval(o) : *retrieval ? run_retrieval(o) : run_calibrate(o);
     if (o.json) {
         std::cout << report.dump(2, ' ', false, json::error_handler_t::replace) << '\n';
     } else {

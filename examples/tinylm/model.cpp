@@ -105,8 +105,7 @@ void linear(const float* x, int rows, int in, const float* w, int out, Range col
     if (rows == 1) {  // a matrix product would first copy the weights into its own layout
         cblas_sgemv(CblasRowMajor, CblasNoTrans, n, in, 1.0f, w_part, in, x, 1, beta, y + cols.begin, 1);
     } else {
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, n, in, 1.0f, x, in, w_part, in, beta, y + cols.begin,
-                    out);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, n, in, 1.0f, x, in, w_part, in, beta, y + cols.begin, out);
     }
 }
 

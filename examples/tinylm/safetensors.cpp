@@ -133,8 +133,7 @@ void TensorFolder::add_file(const std::filesystem::path& path) {
     if (bytes.size() < sizeof header_bytes) fail(path.string() + ": too short for a safetensors file");
     std::memcpy(&header_bytes, bytes.data(), sizeof header_bytes);
     if (header_bytes > kMaxHeaderBytes || header_bytes > bytes.size() - sizeof header_bytes) {
-        fail(path.string() + ": the header claims " + std::to_string(header_bytes) +
-             " bytes, more than the file can hold");
+        fail(path.string() + ": the header claims " + std::to_string(header_bytes) + " bytes, more than the file can hold");
     }
     const char* text = reinterpret_cast<const char*>(bytes.data()) + sizeof header_bytes;
     const json header = json::parse(text, text + header_bytes, nullptr, /*allow_exceptions=*/false);
@@ -156,8 +155,7 @@ std::vector<float> TensorFolder::read(const std::string& name, const std::vector
     if (found == tensors_.end()) fail("the model has no tensor '" + name + "'");
     const TensorView& tensor = found->second;
     if (tensor.shape != shape) {
-        fail("tensor '" + name + "' has shape " + json(tensor.shape).dump() + ", config.json asks for " +
-             json(shape).dump());
+        fail("tensor '" + name + "' has shape " + json(tensor.shape).dump() + ", config.json asks for " + json(shape).dump());
     }
     const std::size_t size = element_size(tensor.dtype);
     if (size == 0) fail("tensor '" + name + "' is " + tensor.dtype + "; F32, F16 and BF16 can be read");

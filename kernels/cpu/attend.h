@@ -38,14 +38,14 @@ struct PageRef {
 // p_t > 0, in order.
 struct AttendTask {
     int head_dim;
-    int k_bits, v_bits;     // of channel pages
-    const PageRef* pages;   // [page_end], indexed by page number
+    int k_bits, v_bits;    // of channel pages
+    const PageRef* pages;  // [page_end], indexed by page number
     int64_t page_begin, page_end;
-    int64_t n_keys;         // slots from here on are never read as values
+    int64_t n_keys;  // slots from here on are never read as values
 
-    int rows;               // query rows, any number; row = query token * group + query head within the group
-    const int8_t* q;        // [rows, head_dim] stage-1 codes, within +-127; 64-byte aligned
-    const float* q_scale;   // [rows] stage-1 scale * softmax scale (* log2 e, unless softcap is on)
+    int rows;                  // query rows, any number; row = query token * group + query head within the group
+    const int8_t* q;           // [rows, head_dim] stage-1 codes, within +-127; 64-byte aligned
+    const float* q_scale;      // [rows] stage-1 scale * softmax scale (* log2 e, unless softcap is on)
     const int64_t* key_begin;  // [rows] visible keys are [key_begin, key_end)
     const int64_t* key_end;    // [rows] at most n_keys
     const int64_t* position;   // [rows] for slope; may be nullptr without it
@@ -55,14 +55,14 @@ struct AttendTask {
     float softcap_inv;         // 1 / softcap
 
     ExpMode exp;
-    int p_levels;           // 255, 127, 119 (one byte) or 65535 (two bytes)
-    bool p_running;         // P in units of the running maximum instead of the page's
-    const float* v_float;   // [n_keys, head_dim] with stride v_float_stride, or nullptr: V from the pages
+    int p_levels;          // 255, 127, 119 (one byte) or 65535 (two bytes)
+    bool p_running;        // P in units of the running maximum instead of the page's
+    const float* v_float;  // [n_keys, head_dim] with stride v_float_stride, or nullptr: V from the pages
     int64_t v_float_stride;
 
-    float* o;  // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
-    float* m;  // [rows] running maximum in log2 units, -inf at first
-    float* l;  // [rows] running sum
+    float* o;            // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
+    float* m;            // [rows] running maximum in log2 units, -inf at first
+    float* l;            // [rows] running sum
     uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
 };
 

@@ -8,14 +8,18 @@ bool runs_here(ta_cpu_isa isa) {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     switch (isa) {
-        case TA_CPU_ISA_SCALAR: return true;
-        case TA_CPU_ISA_AVX2: return avx2;
-        case TA_CPU_ISA_AVX_VNNI: return avx2 && __builtin_cpu_supports("avxvnni");
+        case TA_CPU_ISA_SCALAR:
+            return true;
+        case TA_CPU_ISA_AVX2:
+            return avx2;
+        case TA_CPU_ISA_AVX_VNNI:
+            return avx2 && __builtin_cpu_supports("avxvnni");
         case TA_CPU_ISA_AVX512:
             return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
-        default: return false;
+        default:
+            return false;
     }
 #else
     return isa == TA_CPU_ISA_SCALAR;

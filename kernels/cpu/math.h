@@ -19,12 +19,14 @@ inline constexpr float kExpCutoff = 126.0f;  // 2^-u with u above is taken as 0
 inline constexpr float kPolyCoeff[4] = {1.0f, -0.691422412f, 0.230557799f, -0.039135387f};
 // SAS (TurboAttention, eq. 13-15): e^-y = kSasTable[int y] * cubic(frac y) up to y = 6.
 inline constexpr float kSasCoeff[4] = {0.9996f, -0.9922f, 0.4626f, -0.1025f};
-inline constexpr float kSasTable[7] = {1.0f,          0.367879441f,   0.135335283f,   0.0497870684f,
+inline constexpr float kSasTable[7] = {1.0f,          0.367879441f,   0.135335283f,  0.0497870684f,
                                        0.0183156389f, 0.00673794700f, 0.00247875218f};
 inline constexpr float kSasCutoff = 6.0f;
 
 // x * 2^-n for x in [0.5, 1], n in 0..126 (integer): subtracts from the exponent field.
-TA_HD inline float scale_down(float x, int n) { return std::bit_cast<float>(std::bit_cast<int32_t>(x) - (n << 23)); }
+TA_HD inline float scale_down(float x, int n) {
+    return std::bit_cast<float>(std::bit_cast<int32_t>(x) - (n << 23));
+}
 
 TA_HD inline float exp2_neg_poly(float u) {
     if (!(u < kExpCutoff)) return 0.0f;
@@ -59,9 +61,12 @@ TA_HD inline float exp2_neg_sas(float u) {
 
 TA_HD inline float exp2_neg(float u, ExpMode mode) {
     switch (mode) {
-        case ExpMode::kExact: return exp2_neg_exact(u);
-        case ExpMode::kSas: return exp2_neg_sas(u);
-        default: return exp2_neg_poly(u);
+        case ExpMode::kExact:
+            return exp2_neg_exact(u);
+        case ExpMode::kSas:
+            return exp2_neg_sas(u);
+        default:
+            return exp2_neg_poly(u);
     }
 }
 

@@ -11,7 +11,9 @@
 namespace ta::cpu {
 
 enum class DType : int32_t { kF16 = 1, kBf16 = 2, kF32 = 3 };
-TA_HD constexpr size_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : 2; }
+TA_HD constexpr size_t dtype_bytes(DType t) {
+    return t == DType::kF32 ? 4 : 2;
+}
 
 // Stage-1 codes and scales of one head for the tokens of one page, tokens and channels in natural order.
 struct HeadStage1 {
@@ -44,7 +46,8 @@ struct PageCodec {
     // Reads tokens [0, last) of a token page's piece.
     void (*load_token_piece)(const uint8_t* piece, int d, int last, HeadStage1& out);
     // Closes a page: merges the token scales, encodes K and V, writes the whole piece, padding included.
-    void (*encode_channel_piece)(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece);
+    void (*encode_channel_piece)(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options,
+                                 uint8_t* piece);
     // Reopens tokens [0, last) of a closed page at 8 bits; fractions of zero points are rounded.
     void (*decode_channel_piece)(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out);
 };

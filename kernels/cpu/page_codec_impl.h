@@ -38,7 +38,9 @@ TA_HD inline uint16_t f32_to_f16(float x) {
     return uint16_t(h | (bits >> 16 & 0x8000u));
 }
 
-TA_HD inline float bf16_to_f32(uint16_t h) { return std::bit_cast<float>(uint32_t(h) << 16); }
+TA_HD inline float bf16_to_f32(uint16_t h) {
+    return std::bit_cast<float>(uint32_t(h) << 16);
+}
 
 TA_HD inline uint16_t f32_to_bf16(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -65,9 +67,12 @@ int64_t find_nonfinite(const void* x, DType type, int64_t n) {
     const auto* h = static_cast<const uint16_t*>(x);
     const auto* f = static_cast<const float*>(x);
     switch (type) {
-        case DType::kF16: return find_in(n, [h](int64_t i) { return f16_to_f32(h[i]); });
-        case DType::kBf16: return find_in(n, [h](int64_t i) { return bf16_to_f32(h[i]); });
-        default: return find_in(n, [f](int64_t i) { return f[i]; });
+        case DType::kF16:
+            return find_in(n, [h](int64_t i) { return f16_to_f32(h[i]); });
+        case DType::kBf16:
+            return find_in(n, [h](int64_t i) { return bf16_to_f32(h[i]); });
+        default:
+            return find_in(n, [f](int64_t i) { return f[i]; });
     }
 }
 
@@ -172,9 +177,12 @@ TA_HD inline void rotate_lanes(float* x, const float* sign) {
 
 void rotate_head(float* x, int d, const float* sign) {
     switch (d) {
-        case 64: return rotate_lanes<64>(x, sign);
-        case 128: return rotate_lanes<128>(x, sign);
-        default: return rotate_lanes<256>(x, sign);
+        case 64:
+            return rotate_lanes<64>(x, sign);
+        case 128:
+            return rotate_lanes<128>(x, sign);
+        default:
+            return rotate_lanes<256>(x, sign);
     }
 }
 
@@ -408,9 +416,16 @@ void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int
     }
 }
 
-constexpr PageCodec kPageCodec = {find_nonfinite,    to_float,          from_float,           amax,
-                                  quantize,          rotate_head,       store_token_piece,    load_token_piece,
-                                  encode_channel_piece, decode_channel_piece};
+constexpr PageCodec kPageCodec = {find_nonfinite,
+                                  to_float,
+                                  from_float,
+                                  amax,
+                                  quantize,
+                                  rotate_head,
+                                  store_token_piece,
+                                  load_token_piece,
+                                  encode_channel_piece,
+                                  decode_channel_piece};
 
 }  // namespace
 }  // namespace ta::cpu

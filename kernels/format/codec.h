@@ -10,15 +10,17 @@
 
 namespace ta {
 
-inline constexpr int kStage1Levels = 119;       // pages; leaves room for stage 2's rounding within INT8
-inline constexpr int kIntFlashLevels = 127;     // INT-FlashAttention's R
-inline constexpr float kMinAmax = 0x1p-118f;    // below it a scale could be denormal: everything is zero
+inline constexpr int kStage1Levels = 119;        // pages; leaves room for stage 2's rounding within INT8
+inline constexpr int kIntFlashLevels = 127;      // INT-FlashAttention's R
+inline constexpr float kMinAmax = 0x1p-118f;     // below it a scale could be denormal: everything is zero
 inline constexpr float kMaxMagnitude = 0x1p56f;  // inputs above it are treated as non-finite, so that no score overflows
-inline constexpr int kMaxExponent = 15;         // of a V token
+inline constexpr int kMaxExponent = 15;          // of a V token
 
 // ---------------------------------------------------------------------------------------------------------------- stage 1
 
-TA_HD inline float stage1_scale(float amax, int levels) { return amax < kMinAmax ? 0.0f : amax / float(levels); }
+TA_HD inline float stage1_scale(float amax, int levels) {
+    return amax < kMinAmax ? 0.0f : amax / float(levels);
+}
 
 TA_HD inline int8_t stage1_code(float x, float scale, int levels) {
     if (scale == 0.0f) return 0;
@@ -40,7 +42,9 @@ TA_HD inline int exponent_below(float x, float limit) {
 }
 
 // How large a token is: fl(sum over channels of |q1| * its scale).
-TA_HD inline float token_magnitude(int sum_of_codes, float token_scale) { return float(sum_of_codes) * token_scale; }
+TA_HD inline float token_magnitude(int sum_of_codes, float token_scale) {
+    return float(sum_of_codes) * token_scale;
+}
 
 // The power-of-two scale of a V token: as large as the token's magnitude allows next to the largest magnitude of the page, and its
 // scale next to the largest scale. The scale alone follows the token's largest channel: it would blow up tokens of ordinary size
@@ -51,7 +55,9 @@ TA_HD inline int v_exponent(float token_scale, float max_scale, float magnitude,
 }
 
 // Multiplies by 2^n exactly while the result is normal.
-TA_HD inline float times_pow2(float x, int n) { return n < 0 ? x / float(1 << -n) : x * float(1 << n); }
+TA_HD inline float times_pow2(float x, int n) {
+    return n < 0 ? x / float(1 << -n) : x * float(1 << n);
+}
 
 // ------------------------------------------------------------------------------------------------------- stage 1 -> stage 2
 
@@ -59,7 +65,9 @@ TA_HD inline float times_pow2(float x, int n) { return n < 0 ? x / float(1 << -n
 TA_HD inline float merge_ratio(float token_scale, float max_scale, int exponent) {
     return max_scale > 0.0f ? times_pow2(token_scale, exponent) / max_scale : 0.0f;
 }
-TA_HD inline int8_t merge_code(int8_t q1, float ratio) { return int8_t(rintf(float(q1) * ratio)); }
+TA_HD inline int8_t merge_code(int8_t q1, float ratio) {
+    return int8_t(rintf(float(q1) * ratio));
+}
 
 // ---------------------------------------------------------------------------------------------------------------- stage 2
 
@@ -91,9 +99,15 @@ TA_HD inline int stage2_step(int min, int max, int levels) {
 // Candidates of the encoder search: three steps from the full one down at 4 bits; five at 2 bits, 12/16 to 8/16 of the full one.
 // Each has its covered interval placed at several parts, in sixteenths, of the slack. The full range at its minimum comes before
 // them and wins ties, as does the earlier candidate. docs/numerics.md has the figures.
-TA_HD constexpr int search_steps(int bits) { return bits == 2 ? 5 : 3; }
-TA_HD constexpr int search_places(int bits) { return bits == 2 ? 5 : 4; }
-TA_HD constexpr int search_sixteenths(int bits, int place) { return bits == 2 ? 2 * place + 4 : 3 * place + 3 + (place > 1); }
+TA_HD constexpr int search_steps(int bits) {
+    return bits == 2 ? 5 : 3;
+}
+TA_HD constexpr int search_places(int bits) {
+    return bits == 2 ? 5 : 4;
+}
+TA_HD constexpr int search_sixteenths(int bits, int place) {
+    return bits == 2 ? 2 * place + 4 : 3 * place + 3 + (place > 1);
+}
 
 struct StepZero {
     int step, zero;
@@ -114,8 +128,8 @@ TA_HD inline StepZero search_candidate(int min, int max, int bits, int i, int pl
 // (2 bits) of an INT8 step, while c s + floor(z) stays within INT8.
 // `max_code` is the largest code of the channel.
 TA_HD inline int fractional_zero8(int zero, int residual_sum, int step, int max_code, int bits) {
-    const int unit = bits == 4 ? 1 : 4;               // eighths
-    const int divisor = kPageTokens / 8 * unit;       // residual_sum / 64 in units
+    const int unit = bits == 4 ? 1 : 4;          // eighths
+    const int divisor = kPageTokens / 8 * unit;  // residual_sum / 64 in units
     const int floor_div = residual_sum >= 0 ? residual_sum / divisor : -((-residual_sum + divisor - 1) / divisor);
     const int rest2 = 2 * (residual_sum - floor_div * divisor);
     const int moved = floor_div + (rest2 > divisor || (rest2 == divisor && (floor_div & 1)) ? 1 : 0);
@@ -173,7 +187,11 @@ TA_HD inline ChannelCode encode_channel(const int8_t* q, uint8_t* codes, int str
 }
 
 // Splits a zero point in eighths into the stored integer and the stored fraction.
-TA_HD inline int zero_floor(int zero8) { return zero8 >> 3; }
-TA_HD inline int zero_fraction8(int zero8) { return zero8 & 7; }
+TA_HD inline int zero_floor(int zero8) {
+    return zero8 >> 3;
+}
+TA_HD inline int zero_fraction8(int zero8) {
+    return zero8 & 7;
+}
 
 }  // namespace ta

@@ -7,7 +7,9 @@
 
 namespace ta {
 
-uint64_t hash_bytes(const void* data, size_t bytes) { return XXH3_64bits(data, bytes); }
+uint64_t hash_bytes(const void* data, size_t bytes) {
+    return XXH3_64bits(data, bytes);
+}
 
 uint64_t page_hash(const PageIdentity& identity, const uint8_t* payload) {
     const uint64_t payload_hash = hash_bytes(payload, identity.payload_bytes);

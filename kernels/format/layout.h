@@ -25,7 +25,9 @@ enum class PageKind : uint8_t {
     kChannel = 1,  // 4/2-bit codes, scale and zero point per channel, one fp32 scale per page for K and for V
 };
 
-TA_HD constexpr bool is_supported_head_dim(int d) { return d == 64 || d == 96 || d == 128 || d == 256; }
+TA_HD constexpr bool is_supported_head_dim(int d) {
+    return d == 64 || d == 96 || d == 128 || d == 256;
+}
 
 // Channels that V codes are stored for. A byte holds 8 / bits groups of 16 channels, so 6 groups at 2 bits are padded to 8.
 TA_HD constexpr int v_stored_channels(int d, int bits) {
@@ -99,8 +101,12 @@ TA_HD constexpr CodePlace v_place(int d, int bits, int token, int channel) {
 
 // Step byte: the integer step in the low bits, the fraction of the zero point above. The zero point in eighths of an INT8 step
 // is 8 z + fraction: 3 fraction bits at 4 bits, 1 bit (worth 4/8) at 2 bits.
-TA_HD constexpr int step_of(uint8_t byte, int bits) { return bits == 4 ? byte & 31 : byte & 127; }
-TA_HD constexpr int fraction_eighths_of(uint8_t byte, int bits) { return bits == 4 ? byte >> 5 : (byte >> 7) * 4; }
+TA_HD constexpr int step_of(uint8_t byte, int bits) {
+    return bits == 4 ? byte & 31 : byte & 127;
+}
+TA_HD constexpr int fraction_eighths_of(uint8_t byte, int bits) {
+    return bits == 4 ? byte >> 5 : (byte >> 7) * 4;
+}
 TA_HD constexpr uint8_t step_byte(int step, int fraction_eighths, int bits) {
     return uint8_t(bits == 4 ? step | fraction_eighths << 5 : step | (fraction_eighths / 4) << 7);
 }

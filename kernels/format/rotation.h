@@ -8,9 +8,13 @@
 
 namespace ta {
 
-TA_HD constexpr bool can_rotate(int d) { return d == 64 || d == 128 || d == 256; }
+TA_HD constexpr bool can_rotate(int d) {
+    return d == 64 || d == 128 || d == 256;
+}
 
-TA_HD constexpr float rotation_norm(int d) { return d == 64 ? 0.125f : d == 128 ? 0.0883883476f : 0.0625f; }
+TA_HD constexpr float rotation_norm(int d) {
+    return d == 64 ? 0.125f : d == 128 ? 0.0883883476f : 0.0625f;
+}
 
 // True where channel c changes its sign: bit c % 64 of the (c / 64)th output of SplitMix64 seeded with `seed`.
 TA_HD constexpr bool rotation_sign(uint64_t seed, int c) {

@@ -16,7 +16,7 @@ inline constexpr size_t kSlotAlignment = 4096;  // of its address: O_DIRECT and 
 struct SlotTrailer {
     uint32_t magic;
     uint16_t version;
-    uint8_t kind;      // PageKind of every page
+    uint8_t kind;  // PageKind of every page
     uint8_t reserved0;
     uint64_t fingerprint;  // of the pool: geometry, bits, numeric settings
     uint64_t block_index;  // position in the sequence: tokens 64 block_index ...

@@ -74,13 +74,14 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
     uint32_t size;
     std::memcpy(&size, given, sizeof size);
     if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
-        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T)).argument(argument);
+        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
+            .argument(argument);
     }
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     for (size_t i = sizeof(T); i < size; ++i) {
         if (bytes[i] == 0) continue;
-        return fail(TA_E_STRUCT, "%s has a field at byte %zu that this version (%u bytes) does not know; it must be zero", name, i,
-                    unsigned(sizeof(T)))
+        return fail(TA_E_STRUCT, "%s has a field at byte %zu that this version (%u bytes) does not know; it must be zero", name,
+                    i, unsigned(sizeof(T)))
             .argument(argument);
     }
     T known{};
@@ -94,7 +95,8 @@ Status write_struct(const T& filled, T* out, const char* name, int argument) {
     uint32_t size;
     std::memcpy(&size, out, sizeof size);
     if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
-        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T)).argument(argument);
+        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
+            .argument(argument);
     }
     auto* bytes = reinterpret_cast<unsigned char*>(out);
     const size_t known = size < sizeof(T) ? size : sizeof(T);

@@ -30,7 +30,8 @@ void ta_calibrator_destroy(ta_calibrator* calibrator) {
     if (calibrator && calibrator->impl->context().owned_by_this_process()) delete calibrator;
 }
 
-ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err) {
+ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,
+                                ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_calibrator(calibrator));
         Calibrator& c = *calibrator->impl;
@@ -40,14 +41,16 @@ ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const
         Result<TensorView> v_view = read_tensor(v, "v", 3);
         if (!v_view.ok()) return std::move(v_view).status();
         const TensorView &kt = k_view.value(), &vt = v_view.value();
-        if (Status s = check_tensor_shape(kt, "k", kt.tokens, c.kv_heads(), c.head_dim()); !s.ok()) return std::move(s).argument(2);
-        if (Status s = check_tensor_shape(vt, "v", kt.tokens, c.kv_heads(), c.head_dim()); !s.ok()) return std::move(s).argument(3);
+        if (Status s = check_tensor_shape(kt, "k", kt.tokens, c.kv_heads(), c.head_dim()); !s.ok())
+            return std::move(s).argument(2);
+        if (Status s = check_tensor_shape(vt, "v", kt.tokens, c.kv_heads(), c.head_dim()); !s.ok())
+            return std::move(s).argument(3);
         return c.observe(layer, kt, vt);
     });
 }
 
-ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority,
-                               float* v_priority, ta_error* err) {
+ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
+                               float* k_priority, float* v_priority, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_calibrator(calibrator));
         TA_RETURN_IF_ERROR(check_pointer(k_bits, "k_bits", 2));

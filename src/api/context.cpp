@@ -10,8 +10,10 @@ namespace {
 
 Result<Context::Options> resolve_options(const ta_context_options& o) {
     Context::Options r;
-    if (o.device != TA_DEVICE_CPU) return fail(TA_E_UNSUPPORTED, "options.device is %d; this build has TA_DEVICE_CPU", o.device);
-    if (o.threads < 0 || o.threads > 1024) return fail(TA_E_INVALID, "options.threads is %d; it takes 1..1024, or 0", o.threads);
+    if (o.device != TA_DEVICE_CPU)
+        return fail(TA_E_UNSUPPORTED, "options.device is %d; this build has TA_DEVICE_CPU", o.device);
+    if (o.threads < 0 || o.threads > 1024)
+        return fail(TA_E_INVALID, "options.threads is %d; it takes 1..1024, or 0", o.threads);
     if (o.cpu_isa < TA_CPU_ISA_AUTO || o.cpu_isa > TA_CPU_ISA_AVX512) {
         return fail(TA_E_INVALID, "options.cpu_isa is %d; it takes a ta_cpu_isa", o.cpu_isa);
     }
@@ -77,7 +79,8 @@ ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, 
         r.bytes_peak = c.allocator().bytes_peak();
         std::snprintf(r.device_name, sizeof r.device_name, "cpu (%s)", c.kernels().name);
         if (best.isa == TA_CPU_ISA_SCALAR) {
-            std::snprintf(r.degraded, sizeof r.degraded, "this CPU has neither AVX2 nor AVX-512 VNNI; scalar kernels are very slow");
+            std::snprintf(r.degraded, sizeof r.degraded,
+                          "this CPU has neither AVX2 nor AVX-512 VNNI; scalar kernels are very slow");
         }
         return write_struct(r, info, "info", 1);
     });

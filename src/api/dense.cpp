@@ -13,7 +13,8 @@ namespace {
 Result<std::vector<int64_t>> read_offsets(const int64_t* given, uint32_t batch, int64_t rows, const char* name) {
     std::vector<int64_t> offsets(size_t(batch) + 1);
     if (!given) {
-        if (rows % batch != 0) return fail(TA_E_INVALID, "%lld rows do not split into %u; give options.%s", (long long)rows, batch, name);
+        if (rows % batch != 0)
+            return fail(TA_E_INVALID, "%lld rows do not split into %u; give options.%s", (long long)rows, batch, name);
         for (uint32_t b = 0; b <= batch; ++b) offsets[b] = rows / batch * b;
         return offsets;
     }
@@ -25,8 +26,8 @@ Result<std::vector<int64_t>> read_offsets(const int64_t* given, uint32_t batch, 
         }
     }
     if (offsets.front() != 0 || offsets.back() != rows) {
-        return fail(TA_E_INVALID, "options.%s runs from %lld to %lld; it must run from 0 to %lld", name, (long long)offsets.front(),
-                    (long long)offsets.back(), (long long)rows);
+        return fail(TA_E_INVALID, "options.%s runs from %lld to %lld; it must run from 0 to %lld", name,
+                    (long long)offsets.front(), (long long)offsets.back(), (long long)rows);
     }
     return offsets;
 }
@@ -41,7 +42,8 @@ Status check_dense_shapes(const DenseCall& c) {
     }
     if (c.q.heads % kv_heads != 0 || c.q.heads / kv_heads > kMaxGroup) {
         return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %lld kv heads", (long long)c.q.heads, kMaxGroup,
-                    (long long)kv_heads).argument(1);
+                    (long long)kv_heads)
+            .argument(1);
     }
     if (Status s = check_tensor_shape(c.q, "q", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(1);
     if (Status s = check_tensor_shape(c.v, "v", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(3);
@@ -107,8 +109,8 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         if (!attend.ok()) return std::move(attend).status();
         const bool page = o.variant == TA_DENSE_INT8_PAGE;
         Result<AttendSettings> settings =
-            resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? cpu::ExpMode::kPoly : cpu::ExpMode::kExact,
-                           page ? TA_P_U8 : TA_P_S8_127);
+            resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim),
+                           page ? cpu::ExpMode::kPoly : cpu::ExpMode::kExact, page ? TA_P_U8 : TA_P_S8_127);
         if (!settings.ok()) return std::move(settings).status().argument(6);
         call.lse = lse;
         call.q_offsets = q_offsets.value();

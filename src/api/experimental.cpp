@@ -1,8 +1,7 @@
-#include "include/turboattention_experimental.h"
-
 #include <algorithm>
 #include <cstring>
 
+#include "include/turboattention_experimental.h"
 #include "kernels/format/rotation.h"
 #include "src/api/api.h"
 
@@ -34,8 +33,10 @@ void dequantize_head(const Pool& pool, const Block& block, uint32_t layer, uint3
         for (int c = 0; c < d; ++c) {
             if (block.kind() == PageKind::kToken) {
                 const TokenLayout layout(d);
-                row_k[c] = float(int8_t(piece[layout.k_codes() + k_place(d, 8, t, c).byte])) * scale_at(layout.k_scale() + size_t(t) * 4);
-                row_v[c] = float(int8_t(piece[layout.v_codes() + v_place(d, 8, t, c).byte])) * scale_at(layout.v_scale() + size_t(t) * 4);
+                row_k[c] = float(int8_t(piece[layout.k_codes() + k_place(d, 8, t, c).byte])) *
+                           scale_at(layout.k_scale() + size_t(t) * 4);
+                row_v[c] = float(int8_t(piece[layout.v_codes() + v_place(d, 8, t, c).byte])) *
+                           scale_at(layout.v_scale() + size_t(t) * 4);
                 continue;
             }
             const ChannelLayout layout = g.channel_layout(layer, head);
@@ -46,10 +47,12 @@ void dequantize_head(const Pool& pool, const Block& block, uint32_t layer, uint3
                 return float(8 * code * step_of(byte, bits) + zero8) * 0.125f;
             };
             const int exponent = piece[layout.v_exponents() + size_t(t) / 2] >> (t % 2 * 4) & 15;
-            row_k[c] = value(layout.k_codes(), k_place(d, layout.k_bits, t, c), layout.k_step(), layout.k_zero(), layout.k_bits) *
-                       scale_at(layout.k_scale());
-            row_v[c] = value(layout.v_codes(), v_place(d, layout.v_bits, t, c), layout.v_step(), layout.v_zero(), layout.v_bits) *
-                       times_pow2(scale_at(layout.v_scale()), -exponent);
+            row_k[c] =
+                value(layout.k_codes(), k_place(d, layout.k_bits, t, c), layout.k_step(), layout.k_zero(), layout.k_bits) *
+                scale_at(layout.k_scale());
+            row_v[c] =
+                value(layout.v_codes(), v_place(d, layout.v_bits, t, c), layout.v_step(), layout.v_zero(), layout.v_bits) *
+                times_pow2(scale_at(layout.v_scale()), -exponent);
         }
         if (n.hadamard) rotate_back(row_k, d, n.hadamard_seed);
         for (int c = 0; c < d; ++c) {
@@ -71,7 +74,8 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
         const Pool& p = *pool->impl;
         return p.inspect(seq, [&](const Sequence& s) -> Status {
             if (block >= s.blocks.size()) {
-                return fail(TA_E_INVALID, "block is %llu; the sequence has %zu", (unsigned long long)block, s.blocks.size()).argument(2);
+                return fail(TA_E_INVALID, "block is %llu; the sequence has %zu", (unsigned long long)block, s.blocks.size())
+                    .argument(2);
             }
             const BlockPtr& b = s.blocks[size_t(block)];
             const Geometry& g = p.geometry();
@@ -84,7 +88,8 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
             r.trailer_offset = g.payload_bytes(b->kind());
             if (buffer && buffer_bytes < r.bytes) {
                 return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)buffer_bytes,
-                            (unsigned long long)r.bytes).argument(5);
+                            (unsigned long long)r.bytes)
+                    .argument(5);
             }
             TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
             if (buffer) std::memcpy(buffer, b->slot(), r.bytes);
@@ -93,8 +98,8 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
     });
 }
 
-ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens, float* k, float* v,
-                              ta_error* err) {
+ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens, float* k,
+                              float* v, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_aligned(k, "k", 5));
@@ -104,16 +109,17 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
         return p.inspect(seq, [&](const Sequence& s) -> Status {
             if (first < 0 || tokens < 0 || first > s.length || tokens > s.length - first) {
-                return fail(TA_E_INVALID, "tokens %lld + %lld do not lie in a sequence of %lld", (long long)first, (long long)tokens,
-                            (long long)s.length).argument(3);
+                return fail(TA_E_INVALID, "tokens %lld + %lld do not lie in a sequence of %lld", (long long)first,
+                            (long long)tokens, (long long)s.length)
+                    .argument(3);
             }
             const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
             for (int64_t at = first; at < first + tokens;) {
                 const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
                 for (uint32_t head = 0; head < g.kv_heads; ++head) {
                     const int64_t to = (at - first) * stride + int64_t(head) * g.head_dim;
-                    dequantize_head(p, *s.blocks[size_t(b)], layer, head, int(at - b * kPageTokens), int(last - b * kPageTokens), stride,
-                                    k ? k + to : nullptr, v ? v + to : nullptr);
+                    dequantize_head(p, *s.blocks[size_t(b)], layer, head, int(at - b * kPageTokens),
+                                    int(last - b * kPageTokens), stride, k ? k + to : nullptr, v ? v + to : nullptr);
                 }
                 at = last;
             }

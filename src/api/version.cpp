@@ -8,7 +8,8 @@ extern "C" {
 const char* ta_status_name(ta_status status) {
     switch (status) {
 #define TA_CASE(name) \
-    case name: return #name
+    case name:        \
+        return #name
         TA_CASE(TA_OK);
         TA_CASE(TA_E_INVALID);
         TA_CASE(TA_E_STRUCT);
@@ -28,28 +29,33 @@ const char* ta_status_name(ta_status status) {
         TA_CASE(TA_E_CORRUPT);
         TA_CASE(TA_E_INTERNAL);
 #undef TA_CASE
-        default: return "unknown";
+        default:
+            return "unknown";
     }
 }
 
-uint32_t ta_version(void) { return TA_VERSION_MAJOR * 10000 + TA_VERSION_MINOR * 100 + TA_VERSION_PATCH; }
+uint32_t ta_version(void) {
+    return TA_VERSION_MAJOR * 10000 + TA_VERSION_MINOR * 100 + TA_VERSION_PATCH;
+}
 
-uint32_t ta_abi_version(void) { return TA_ABI_VERSION; }
+uint32_t ta_abi_version(void) {
+    return TA_ABI_VERSION;
+}
 
 const char* ta_build_info(void) {
-    return "turboattention " TA_STRING(TA_VERSION_MAJOR) "." TA_STRING(TA_VERSION_MINOR) "." TA_STRING(TA_VERSION_PATCH)
-           "; compiler: " __VERSION__
-           "; cpu: scalar"
+    return "turboattention " TA_STRING(TA_VERSION_MAJOR) "." TA_STRING(TA_VERSION_MINOR) "." TA_STRING(
+        TA_VERSION_PATCH) "; compiler: " __VERSION__
+                          "; cpu: scalar"
 #if TA_HAVE_AVX2
-           " avx2"
+                          " avx2"
 #endif
 #if TA_HAVE_AVXVNNI
-           " avx-vnni"
+                          " avx-vnni"
 #endif
 #if TA_HAVE_AVX512
-           " avx512-vnni"
+                          " avx512-vnni"
 #endif
-           "; cuda: no";
+                          "; cuda: no";
 }
 
 }  // extern "C"

@@ -39,8 +39,10 @@ Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     TA_RETURN_IF_ERROR(check_layer(layer));
     const Geometry& g = pool_->geometry();
     if (appended_[layer]) return fail(TA_E_STATE, "layer %u was appended already in this step", layer).layer(layer);
-    if (Status s = check_tensor_shape(k, "k", total_new_, g.kv_heads, g.head_dim); !s.ok()) return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(v, "v", total_new_, g.kv_heads, g.head_dim); !s.ok()) return std::move(s).argument(3).layer(layer);
+    if (Status s = check_tensor_shape(k, "k", total_new_, g.kv_heads, g.head_dim); !s.ok())
+        return std::move(s).argument(2).layer(layer);
+    if (Status s = check_tensor_shape(v, "v", total_new_, g.kv_heads, g.head_dim); !s.ok())
+        return std::move(s).argument(3).layer(layer);
     if (!pool_->numerics().saturate) {
         const cpu::PageCodec& codec = *pool_->context().kernels().codec;
         if (Status s = check_finite(codec, k, "k"); !s.ok()) return std::move(s).argument(2).layer(layer);
@@ -125,18 +127,20 @@ void Plan::append_block(Member& m, Touched& t, uint32_t layer, uint32_t head, co
         }
     }
     const bool whole = n == kPageTokens;
-    const ScaleRule k_rule = rule_for(whole && (!t.stays_8_bits || num.k_page_scale_at_8_bits), num.k_page_scale, false,
-                                      num.universal_open_scale);
+    const ScaleRule k_rule =
+        rule_for(whole && (!t.stays_8_bits || num.k_page_scale_at_8_bits), num.k_page_scale, false, num.universal_open_scale);
     const ScaleRule v_rule = rule_for(whole && (!t.stays_8_bits || num.v_page_scale_at_8_bits), num.v_page_scale,
                                       num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
     const int64_t clamped =
-        quantize_tokens(codec, s.k, s.k_amax, d, t.have, t.end, k_rule, k_universal, kStage1Levels, s.codes.k, s.codes.k_scale) +
+        quantize_tokens(codec, s.k, s.k_amax, d, t.have, t.end, k_rule, k_universal, kStage1Levels, s.codes.k,
+                        s.codes.k_scale) +
         quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
     if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
     codec.store_token_piece(s.codes, d, t.have, t.end, piece);
 
     if (!t.channel) return;
-    uint8_t* closed = t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
+    uint8_t* closed =
+        t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
     const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search};
     codec.encode_channel_piece(s.codes, g.channel_layout(layer, head), options, closed);
 }

@@ -81,7 +81,8 @@ class DenseRun {
         uint8_t* next = pages_.data();
         for (size_t b = 0; b < batch; ++b) {
             const int64_t first = call_.k_offsets[b], n_keys = call_.k_offsets[b + 1] - first;
-            AttendSequence s{bases_.data() + bases_.size(), n_keys, call_.q_offsets[b + 1] - call_.q_offsets[b], call_.q_offsets[b]};
+            AttendSequence s{bases_.data() + bases_.size(), n_keys, call_.q_offsets[b + 1] - call_.q_offsets[b],
+                             call_.q_offsets[b]};
             if (half()) s.v_float = reinterpret_cast<const float*>(v_float_.data()) + first * kv_heads_ * d_;
             sequences_.push_back(s);
             for (int64_t key = 0; key < n_keys; key += kPageTokens, next += page_bytes) {

@@ -18,7 +18,9 @@ constexpr int64_t kDecodePages = 16, kPrefillPages = 64;
 // Rows x pages below which the call is done before another thread would wake up.
 constexpr int64_t kAloneWork = 64;
 
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+int64_t round_up(int64_t n, int64_t to) {
+    return (n + to - 1) / to * to;
+}
 
 struct KeyRange {
     int64_t begin, end;
@@ -39,7 +41,8 @@ Status check_magnitudes(const float* x, int64_t n, float limit, const char* name
     for (int64_t i = 0; x && i < n; ++i) {
         if (std::fabs(x[i]) <= limit) continue;
         return fail(TA_E_INVALID, "options.%s[%lld] is %g; it takes finite numbers up to %g", name, (long long)i, double(x[i]),
-                    double(limit)).head(i);
+                    double(limit))
+            .head(i);
     }
     return {};
 }
@@ -49,9 +52,11 @@ Status check_magnitudes(const float* x, int64_t n, float limit, const char* name
 Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p) {
     const ta_attend_options o = given ? *given : ta_attend_options{};
     AttendSettings s;
-    if (o.mask != TA_MASK_CAUSAL && o.mask != TA_MASK_FULL) return fail(TA_E_INVALID, "options.mask is %d; it takes a ta_mask", o.mask);
+    if (o.mask != TA_MASK_CAUSAL && o.mask != TA_MASK_FULL)
+        return fail(TA_E_INVALID, "options.mask is %d; it takes a ta_mask", o.mask);
     if (!std::isfinite(o.scale) || o.scale < 0.0f || o.scale > 64.0f) {
-        return fail(TA_E_INVALID, "options.scale is %g; it takes a positive number up to 64, or 0 for 1/sqrt(head_dim)", double(o.scale));
+        return fail(TA_E_INVALID, "options.scale is %g; it takes a positive number up to 64, or 0 for 1/sqrt(head_dim)",
+                    double(o.scale));
     }
     if (!std::isfinite(o.softcap) || o.softcap < 0.0f || (o.softcap > 0.0f && (o.softcap < 0x1p-10f || o.softcap > 0x1p14f))) {
         return fail(TA_E_INVALID, "options.softcap is %g; it takes 2^-10..2^14, or 0 for none", double(o.softcap));
@@ -156,7 +161,8 @@ Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
     const size_t scratch_bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_).bytes * size_t(threads.threads());
     const size_t partial_bytes = size_t(partial_rows_) * size_t(call.head_dim + 2) * sizeof(float);
     if (!scratch_.reserve(scratch_bytes) || !partials_.reserve(partial_bytes)) {
-        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the workspace of this call", scratch_bytes + partial_bytes);
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the workspace of this call",
+                    scratch_bytes + partial_bytes);
     }
     std::atomic<uint64_t> replaced{0};
     int64_t work = 0;
@@ -188,15 +194,15 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     const size_t token_stride = TokenLayout(d).bytes();
     for (int64_t p = job.page_begin; p < job.page_end; ++p) {
         const PageBase& base = seq.pages[p];
-        const size_t offset = base.kind == PageKind::kToken ? size_t(job.head) * token_stride : call.channel_head_offset[job.head];
+        const size_t offset =
+            base.kind == PageKind::kToken ? size_t(job.head) * token_stride : call.channel_head_offset[job.head];
         scratch.pages_[p] = {base.page + offset, base.kind};
     }
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = (job.row_begin + r) / call.group, in_group = (job.row_begin + r) % call.group;
         const int64_t q_head = int64_t(job.head) * call.group + in_group, position = seq.n_keys - seq.n_query + token;
         float* x = scratch.row;
-        const int64_t replaced =
-            codec.to_float(call.q.at(seq.query_row + token, q_head), call.q.dtype, d, call.saturate, x);
+        const int64_t replaced = codec.to_float(call.q.at(seq.query_row + token, q_head), call.q.dtype, d, call.saturate, x);
         if (replaced) saturated.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
         if (call.k_offset) {
             // Keys are stored less their offset mu: every score of the row lacks q.mu.

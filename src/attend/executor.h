@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "kernels/cpu/attend.h"
-#include "src/kv/tensor.h"
 #include "src/core/context.h"
 #include "src/kv/numerics.h"
+#include "src/kv/tensor.h"
 
 namespace ta {
 
@@ -19,10 +19,10 @@ struct PageBase {
 };
 
 struct AttendSequence {
-    const PageBase* pages;   // [ceil(n_keys / 64)]
+    const PageBase* pages;  // [ceil(n_keys / 64)]
     int64_t n_keys;
-    int64_t n_query;         // the last of the n_keys positions, or any number under a full mask
-    int64_t query_row;       // of q, out, lse
+    int64_t n_query;                 // the last of the n_keys positions, or any number under a full mask
+    int64_t query_row;               // of q, out, lse
     const float* v_float = nullptr;  // [n_keys, kv_heads, head_dim]: V for half INT8
 };
 
@@ -37,19 +37,20 @@ struct AttendSettings {
     cpu::ExpMode exp = cpu::ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
 };
-Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p);
+Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, cpu::ExpMode exp,
+                                      ta_p p);
 
 struct AttendCall {
     int head_dim = 0, kv_heads = 0, group = 0;
-    const uint8_t* k_bits = nullptr;               // [kv_heads] of channel pages; nullptr when there are none
+    const uint8_t* k_bits = nullptr;  // [kv_heads] of channel pages; nullptr when there are none
     const uint8_t* v_bits = nullptr;
-    const size_t* channel_head_offset = nullptr;   // [kv_heads]
+    const size_t* channel_head_offset = nullptr;  // [kv_heads]
     std::span<const AttendSequence> sequences;
     TensorView q, out;
     float* lse = nullptr;
     AttendSettings settings;
-    const float* rotation_signs = nullptr;         // nullptr: no rotation
-    const float* k_offset = nullptr;               // [kv_heads, head_dim] or nullptr
+    const float* rotation_signs = nullptr;  // nullptr: no rotation
+    const float* k_offset = nullptr;        // [kv_heads, head_dim] or nullptr
     int q_levels = kStage1Levels;
     bool saturate = false;
 };
@@ -57,7 +58,8 @@ struct AttendCall {
 // Keeps its workspaces from call to call. One call at a time.
 class AttendExecutor {
   public:
-    explicit AttendExecutor(Context& context) : context_(context), scratch_(context.allocator()), partials_(context.allocator()) {}
+    explicit AttendExecutor(Context& context)
+        : context_(context), scratch_(context.allocator()), partials_(context.allocator()) {}
 
     // Inputs are checked already. TA_E_MEMORY when there is no workspace; nothing is written then.
     // `saturated` grows by the number of query values that were replaced.
@@ -66,9 +68,9 @@ class AttendExecutor {
   private:
     struct Job {
         int32_t sequence, head;
-        int64_t row_begin, row_end;    // of n_query * group
+        int64_t row_begin, row_end;  // of n_query * group
         int64_t page_begin, page_end;
-        int64_t partial_row;           // first row of its part in partials_, -1: writes the result itself
+        int64_t partial_row;  // first row of its part in partials_, -1: writes the result itself
     };
     struct Group {  // the jobs [first, last) whose parts make one result
         size_t first, last;

@@ -8,7 +8,9 @@ namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a sequence
 
-int64_t blocks_for(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+int64_t blocks_for(int64_t tokens) {
+    return (tokens + kPageTokens - 1) / kPageTokens;
+}
 
 // What former owners read happened before what this one will write.
 bool is_sole_owner(const BlockPtr& block) {
@@ -40,8 +42,10 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         Member& m = members[i];
         m.n_new = n_new ? n_new[i] : 0;
         m.n_query = n_query ? n_query[i] : m.n_new;
-        if (m.n_new < 0) return fail(TA_E_INVALID, "n_new[%zu] is %lld", i, (long long)m.n_new).argument(3).sequence(int64_t(i));
-        if (m.n_query < 0) return fail(TA_E_INVALID, "n_query[%zu] is %lld", i, (long long)m.n_query).argument(4).sequence(int64_t(i));
+        if (m.n_new < 0)
+            return fail(TA_E_INVALID, "n_new[%zu] is %lld", i, (long long)m.n_new).argument(3).sequence(int64_t(i));
+        if (m.n_query < 0)
+            return fail(TA_E_INVALID, "n_query[%zu] is %lld", i, (long long)m.n_query).argument(4).sequence(int64_t(i));
         m.new_row = total_new;
         m.query_row = total_query;
         total_new += m.n_new;
@@ -65,11 +69,14 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         m.length = m.sequence->length;
         const int64_t total = m.length + m.n_new;
         if (total > kMaxTokens) {
-            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; the limit is 2^40", (long long)total).sequence(int64_t(i));
+            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; the limit is 2^40", (long long)total)
+                .sequence(int64_t(i));
         }
         if (m.n_query > total) {
             return fail(TA_E_INVALID, "n_query[%zu] is %lld, but the sequence will have %lld tokens", i, (long long)m.n_query,
-                        (long long)total).argument(4).sequence(int64_t(i));
+                        (long long)total)
+                .argument(4)
+                .sequence(int64_t(i));
         }
         if (Status s = reserve(m); !s.ok()) return std::move(s).sequence(int64_t(i));
     }
@@ -95,7 +102,6 @@ Status Plan::reserve(Member& m) {
     const Numerics& n = pool_->numerics();
     const int64_t total = m.length + m.n_new;
     m.open_amax = m.sequence->open_amax;
-    m.sequence->blocks.reserve(size_t(blocks_for(total)));  // so that end cannot fail
     for (int64_t b = m.length / kPageTokens; b < blocks_for(total); ++b) {
         Touched t;
         t.index = b;
@@ -128,6 +134,7 @@ Status Plan::reserve(Member& m) {
         }
         m.touched.push_back(std::move(t));
     }
+    m.sequence->blocks.reserve(size_t(blocks_for(total)));  // so that end cannot fail; last, since this stays after a failure
     return {};
 }
 
@@ -148,8 +155,8 @@ Result<BlockPtr> Plan::writable_copy(const Block& block, int tokens) {
             const auto piece_of = [&](PageKind kind) {
                 return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
             };
-            codec.decode_channel_piece(block.slot() + piece_of(PageKind::kChannel), g.channel_layout(uint32_t(layer), head), tokens,
-                                       values);
+            codec.decode_channel_piece(block.slot() + piece_of(PageKind::kChannel), g.channel_layout(uint32_t(layer), head),
+                                       tokens, values);
             codec.store_token_piece(values, int(g.head_dim), 0, tokens, to + piece_of(PageKind::kToken));
         }
     });
@@ -200,14 +207,19 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     }
     if (total_new_ > 0 && last_layer_ != int64_t(layer)) {
         return fail(TA_E_STATE, "layer %lld was appended after layer %u; attend to a layer before the next one's append",
-                    (long long)last_layer_, layer).layer(layer);
+                    (long long)last_layer_, layer)
+            .layer(layer);
     }
     if (q.heads % g.kv_heads != 0 || q.heads / g.kv_heads > kMaxGroup) {
-        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxGroup, g.kv_heads)
-            .argument(2).layer(layer);
+        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxGroup,
+                    g.kv_heads)
+            .argument(2)
+            .layer(layer);
     }
-    if (Status s = check_tensor_shape(q, "q", total_query_, q.heads, g.head_dim); !s.ok()) return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, q.head_dim); !s.ok()) return std::move(s).argument(3).layer(layer);
+    if (Status s = check_tensor_shape(q, "q", total_query_, q.heads, g.head_dim); !s.ok())
+        return std::move(s).argument(2).layer(layer);
+    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, q.head_dim); !s.ok())
+        return std::move(s).argument(3).layer(layer);
     if (may_overlap(q, out)) return fail(TA_E_INVALID, "out overlaps q").argument(3).layer(layer);
     Result<AttendSettings> settings = resolve_attend(options, q.heads, int(g.head_dim), n.exp, n.p);
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
@@ -246,7 +258,8 @@ Status Plan::end() {
     const Geometry& g = pool_->geometry();
     if (total_new_ > 0) {
         for (uint32_t layer = 0; layer < g.layers; ++layer) {
-            if (!appended_[layer]) return fail(TA_E_STATE, "layer %u lacks its ta_append; the plan stays open", layer).layer(layer);
+            if (!appended_[layer])
+                return fail(TA_E_STATE, "layer %u lacks its ta_append; the plan stays open", layer).layer(layer);
         }
     }
     struct Sealing {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "src/attend/executor.h"
-#include "src/kv/tensor.h"
 #include "src/kv/pool.h"
+#include "src/kv/tensor.h"
 
 namespace ta {
 
@@ -35,7 +35,7 @@ class Plan {
         int have = 0, end = 0;
         BlockPtr token;
         int64_t workspace_page = -1;
-        BlockPtr channel;        // what the block becomes; null while it stays open or at 8 bits
+        BlockPtr channel;  // what the block becomes; null while it stays open or at 8 bits
         bool stays_8_bits = false;
     };
     struct Member {

@@ -21,7 +21,11 @@ int available_cpus() {
 }  // namespace
 
 Context::Context(const Options& options)
-    : pid_(getpid()), allocator_(options.allocator), log_(options.log), log_user_(options.log_user), log_level_(options.log_level) {}
+    : pid_(getpid()),
+      allocator_(options.allocator),
+      log_(options.log),
+      log_user_(options.log_user),
+      log_level_(options.log_level) {}
 
 Result<std::shared_ptr<Context>> Context::create(const Options& options) {
     std::shared_ptr<Context> context(new Context(options));
@@ -36,7 +40,9 @@ Result<std::shared_ptr<Context>> Context::create(const Options& options) {
     return context;
 }
 
-bool Context::owned_by_this_process() const { return getpid() == pid_; }
+bool Context::owned_by_this_process() const {
+    return getpid() == pid_;
+}
 
 void Context::log(ta_log_level level, const char* format, ...) const {
     if (!log_ || level > log_level_) return;

@@ -30,7 +30,7 @@ class [[nodiscard]] Status {
     friend Status fail(ta_status code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
     template <class T>
-    Status&& set(T ta_error::* field, T value) {
+    Status&& set(T ta_error::*field, T value) {
         if (detail_) (*detail_).*field = value;
         return std::move(*this);
     }
@@ -62,7 +62,7 @@ class [[nodiscard]] Result {
 }  // namespace ta
 
 // Returns from the enclosing function when the expression fails.
-#define TA_RETURN_IF_ERROR(expression)                          \
-    do {                                                        \
+#define TA_RETURN_IF_ERROR(expression)                                                   \
+    do {                                                                                 \
         if (::ta::Status ta_status_ = (expression); !ta_status_.ok()) return ta_status_; \
     } while (false)

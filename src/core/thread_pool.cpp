@@ -24,7 +24,9 @@ void relax() {
 
 }  // namespace
 
-ThreadPool::~ThreadPool() { stop(); }
+ThreadPool::~ThreadPool() {
+    stop();
+}
 
 Status ThreadPool::start(int threads) {
     try {

@@ -29,7 +29,9 @@ class ThreadPool {
     // throw. Indices are handed out in order, `grain` at a time.
     template <class Body>
     void parallel_for(int64_t n, int64_t grain, const Body& body) {
-        run(n, grain, [](const void* user, int64_t index, int worker) { (*static_cast<const Body*>(user))(index, worker); }, &body);
+        run(
+            n, grain, [](const void* user, int64_t index, int worker) { (*static_cast<const Body*>(user))(index, worker); },
+            &body);
     }
 
   private:

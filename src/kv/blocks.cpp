@@ -35,7 +35,9 @@ uint64_t hash_of(const Geometry& g, PageKind kind, const SlotTrailer& t, const u
 
 }  // namespace
 
-Block::~Block() { store_.release(kind_, slot_); }
+Block::~Block() {
+    store_.release(kind_, slot_);
+}
 
 void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens) {
     SlotTrailer* t = trailer_of(g, kind_, slot_);
@@ -75,7 +77,9 @@ Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_ind
     return {};
 }
 
-BlockStore::~BlockStore() { trim(); }
+BlockStore::~BlockStore() {
+    trim();
+}
 
 void BlockStore::trim() {
     std::lock_guard lock(mutex_);

@@ -8,7 +8,12 @@
 namespace ta {
 
 Calibrator::Calibrator(std::shared_ptr<Context> context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
-    : context_(std::move(context)), layers_(layers), kv_heads_(kv_heads), head_dim_(head_dim), tokens_(layers, 0), row_(head_dim) {
+    : context_(std::move(context)),
+      layers_(layers),
+      kv_heads_(kv_heads),
+      head_dim_(head_dim),
+      tokens_(layers, 0),
+      row_(head_dim) {
     const size_t n = size_t(layers) * kv_heads * head_dim;
     for (Ranges* r : {&k_, &v_}) {
         r->min.assign(n, std::numeric_limits<float>::infinity());
@@ -53,7 +58,8 @@ void Calibrator::rank(const Ranges& ranges, uint32_t n_low, uint8_t* bits, float
                 const double off = double(max[c]) - double(min[c]) - mean;
                 variance += off * off / head_dim_;
             }
-            const double range = double(*std::max_element(max, max + head_dim_)) - double(*std::min_element(min, min + head_dim_));
+            const double range =
+                double(*std::max_element(max, max + head_dim_)) - double(*std::min_element(min, min + head_dim_));
             score[h] = range * std::sqrt(variance);
         }
         std::iota(order.begin(), order.end(), 0u);

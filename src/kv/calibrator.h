@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "src/kv/tensor.h"
 #include "src/core/context.h"
+#include "src/kv/tensor.h"
 
 namespace ta {
 

@@ -9,7 +9,9 @@ Status check_bits(const std::vector<uint8_t>& bits, const char* name, uint32_t k
     size_t eights = 0;
     for (size_t i = 0; i < bits.size(); ++i) {
         if (bits[i] != 8 && bits[i] != 4 && bits[i] != 2) {
-            return fail(TA_E_INVALID, "%s is %u; it takes 8, 4 or 2", name, bits[i]).layer(int64_t(i / kv_heads)).head(int64_t(i % kv_heads));
+            return fail(TA_E_INVALID, "%s is %u; it takes 8, 4 or 2", name, bits[i])
+                .layer(int64_t(i / kv_heads))
+                .head(int64_t(i % kv_heads));
         }
         eights += bits[i] == 8;
     }
@@ -21,9 +23,12 @@ Status check_bits(const std::vector<uint8_t>& bits, const char* name, uint32_t k
 }  // namespace
 
 Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
-    if (layers < 1 || layers > kMaxLayers) return fail(TA_E_INVALID, "layers is %u; it takes 1..%u", layers, kMaxLayers).argument(1);
-    if (kv_heads < 1 || kv_heads > kMaxKvHeads) return fail(TA_E_INVALID, "kv_heads is %u; it takes 1..%u", kv_heads, kMaxKvHeads).argument(2);
-    if (!is_supported_head_dim(int(head_dim))) return fail(TA_E_UNSUPPORTED, "head_dim is %u; it takes 64, 96, 128 or 256", head_dim).argument(3);
+    if (layers < 1 || layers > kMaxLayers)
+        return fail(TA_E_INVALID, "layers is %u; it takes 1..%u", layers, kMaxLayers).argument(1);
+    if (kv_heads < 1 || kv_heads > kMaxKvHeads)
+        return fail(TA_E_INVALID, "kv_heads is %u; it takes 1..%u", kv_heads, kMaxKvHeads).argument(2);
+    if (!is_supported_head_dim(int(head_dim)))
+        return fail(TA_E_UNSUPPORTED, "head_dim is %u; it takes 64, 96, 128 or 256", head_dim).argument(3);
     return {};
 }
 
@@ -44,7 +49,8 @@ Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t hea
     bool k_8 = false, v_8 = false;
     TA_RETURN_IF_ERROR(check_bits(g.k_bits, "k_bits", kv_heads, &k_8));
     TA_RETURN_IF_ERROR(check_bits(g.v_bits, "v_bits", kv_heads, &v_8));
-    if (k_8 != v_8) return fail(TA_E_UNSUPPORTED, "one of k_bits and v_bits is 8 and the other is not; 8 bits are for both or none");
+    if (k_8 != v_8)
+        return fail(TA_E_UNSUPPORTED, "one of k_bits and v_bits is 8 and the other is not; 8 bits are for both or none");
     g.all_8_bits = k_8;
 
     // At most 4096 x 1024 heads of 34 KB: no product here comes near 2^64.

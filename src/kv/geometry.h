@@ -14,8 +14,8 @@ inline constexpr uint32_t kMaxLayers = 4096, kMaxKvHeads = 1024;
 
 struct Geometry {
     uint32_t layers = 0, kv_heads = 0, head_dim = 0;
-    bool all_8_bits = false;       // every block stays a token block
-    std::vector<uint8_t> k_bits;   // [layers, kv_heads]
+    bool all_8_bits = false;      // every block stays a token block
+    std::vector<uint8_t> k_bits;  // [layers, kv_heads]
     std::vector<uint8_t> v_bits;
 
     size_t token_page_bytes = 0;              // one layer, the same for all

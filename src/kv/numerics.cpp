@@ -10,20 +10,28 @@ namespace {
 
 Status check_range(const char* field, int64_t value, int64_t low, int64_t high) {
     if (value >= low && value <= high) return {};
-    return fail(TA_E_INVALID, "numerics.%s is %lld; it takes %lld..%lld", field, (long long)value, (long long)low, (long long)high);
+    return fail(TA_E_INVALID, "numerics.%s is %lld; it takes %lld..%lld", field, (long long)value, (long long)low,
+                (long long)high);
 }
 
-bool pick(ta_switch given, bool by_profile) { return given == TA_DEFAULT ? by_profile : given == TA_ON; }
+bool pick(ta_switch given, bool by_profile) {
+    return given == TA_DEFAULT ? by_profile : given == TA_ON;
+}
 
 }  // namespace
 
 Result<cpu::ExpMode> resolve_exp(ta_exp exp, cpu::ExpMode fallback) {
     switch (exp) {
-        case TA_EXP_DEFAULT: return fallback;
-        case TA_EXP_POLY: return cpu::ExpMode::kPoly;
-        case TA_EXP_EXACT: return cpu::ExpMode::kExact;
-        case TA_EXP_SAS: return cpu::ExpMode::kSas;
-        default: return fail(TA_E_INVALID, "exp is %d; it takes a ta_exp", exp);
+        case TA_EXP_DEFAULT:
+            return fallback;
+        case TA_EXP_POLY:
+            return cpu::ExpMode::kPoly;
+        case TA_EXP_EXACT:
+            return cpu::ExpMode::kExact;
+        case TA_EXP_SAS:
+            return cpu::ExpMode::kSas;
+        default:
+            return fail(TA_E_INVALID, "exp is %d; it takes a ta_exp", exp);
     }
 }
 
@@ -34,12 +42,18 @@ Status check_p(ta_p p) {
 
 PFormat p_format(ta_p p, int64_t rows) {
     switch (p) {
-        case TA_P_U8: return {255, false};
-        case TA_P_U16: return {65535, false};
-        case TA_P_S8_127: return {kIntFlashLevels, false};
-        case TA_P_S8_119: return {kStage1Levels, false};
-        case TA_P_S8_127_RUNNING: return {kIntFlashLevels, true};
-        default: return {rows <= kP16Rows ? 65535 : 255, false};
+        case TA_P_U8:
+            return {255, false};
+        case TA_P_U16:
+            return {65535, false};
+        case TA_P_S8_127:
+            return {kIntFlashLevels, false};
+        case TA_P_S8_119:
+            return {kStage1Levels, false};
+        case TA_P_S8_127_RUNNING:
+            return {kIntFlashLevels, true};
+        default:
+            return {rows <= kP16Rows ? 65535 : 255, false};
     }
 }
 

@@ -11,7 +11,7 @@
 namespace ta {
 
 struct Numerics {
-    bool k_page_scale = true;      // one stage-1 scale for 64 tokens of K that arrive together
+    bool k_page_scale = true;  // one stage-1 scale for 64 tokens of K that arrive together
     bool v_page_scale = true;
     bool k_page_scale_at_8_bits = false;  // also on pages that stay at 8 bits
     bool v_page_scale_at_8_bits = false;

@@ -32,7 +32,8 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
 
 // Somewhere in the lower half of all generations.
 uint32_t some_generation(const void* pool) {
-    const uint64_t seed[] = {reinterpret_cast<uintptr_t>(pool), uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
+    const uint64_t seed[] = {reinterpret_cast<uintptr_t>(pool),
+                             uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
     return uint32_t(hash_bytes(seed, sizeof seed) >> 33);
 }
 
@@ -49,10 +50,9 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
 }
 
-Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget,
-                                           uint32_t max_sequences) {
-    return std::shared_ptr<Pool>(
-        new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
+Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
+                                           uint64_t budget, uint32_t max_sequences) {
+    return std::shared_ptr<Pool>(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
 }
 
 Status Pool::check_open_locked() const {
@@ -65,7 +65,9 @@ Status Pool::check_open() const {
     return check_open_locked();
 }
 
-Status Pool::busy(ta_seq seq) { return fail(TA_E_BUSY, "sequence 0x%llx is in an open plan", (unsigned long long)seq); }
+Status Pool::busy(ta_seq seq) {
+    return fail(TA_E_BUSY, "sequence 0x%llx is in an open plan", (unsigned long long)seq);
+}
 
 Result<Sequence*> Pool::find(ta_seq seq) const {
     const uint32_t slot = uint32_t(seq), generation = uint32_t(seq >> 32);
@@ -81,7 +83,8 @@ Result<uint32_t> Pool::take_slot() {
         if (sequences_.size() >= max_sequences_) {
             return fail(TA_E_LIMIT, "the pool has its maximum of %u sequences", max_sequences_);
         }
-        if (free_slots_.capacity() <= sequences_.size()) free_slots_.reserve(2 * sequences_.size() + 16);  // release never allocates
+        if (free_slots_.capacity() <= sequences_.size())
+            free_slots_.reserve(2 * sequences_.size() + 16);  // release never allocates
         auto fresh = std::make_unique<Sequence>();
         fresh->generation = first_generation_;
         sequences_.push_back(std::move(fresh));
@@ -151,7 +154,8 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     Sequence& s = *found.value();
     if (s.in_plan) return busy(seq);
     if (length < 0 || length > s.length) {
-        return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length).argument(2);
+        return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length)
+            .argument(2);
     }
     s.blocks.resize(size_t((length + kPageTokens - 1) / kPageTokens));
     s.length = length;

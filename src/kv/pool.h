@@ -21,8 +21,8 @@ struct Sequence {
     bool alive = false;
     bool in_plan = false;
     int64_t length = 0;
-    std::vector<BlockPtr> blocks;   // ceil(length / 64)
-    std::vector<float> open_amax;   // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale
+    std::vector<BlockPtr> blocks;  // ceil(length / 64)
+    std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale
 };
 
 class Pool {

@@ -28,9 +28,7 @@ struct DotMaddubs {
         __m256i even, odd;
         explicit Bytes(__m256i x) : even(even_s8(x)), odd(odd_s8(x)) {}
         __m256i add_dot_q(__m256i sum, const uint8_t* q, int n) const { return add(sum, q + 64 * n, q + 64 * n + 32); }
-        __m256i add_dot_p(__m256i sum, const uint8_t* p, int, int n) const {
-            return add(sum, p + 32 * n, p + 128 + 32 * n);
-        }
+        __m256i add_dot_p(__m256i sum, const uint8_t* p, int, int n) const { return add(sum, p + 32 * n, p + 128 + 32 * n); }
         void store_k(uint8_t* out) const {
             store_i(out, even);
             store_i(out + 32, odd);

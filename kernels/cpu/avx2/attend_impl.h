@@ -25,10 +25,8 @@ inline void read_value_channels(const ChannelLayout& layout, const uint8_t* piec
     for (int c = 0; c < layout.d; c += 8) {
         const auto* steps = reinterpret_cast<const __m128i*>(piece + layout.v_step() + c);
         const auto* zeros = reinterpret_cast<const __m128i*>(piece + layout.v_zero() + c);
-        const __m256i step = _mm256_cvtepu8_epi32(_mm_loadl_epi64(steps)),
-                      zero = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros));
-        const __m256i fraction =
-            bits == 4 ? _mm256_srli_epi32(step, 5) : _mm256_slli_epi32(_mm256_srli_epi32(step, 7), 2);
+        const __m256i step = _mm256_cvtepu8_epi32(_mm_loadl_epi64(steps)), zero = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros));
+        const __m256i fraction = bits == 4 ? _mm256_srli_epi32(step, 5) : _mm256_slli_epi32(_mm256_srli_epi32(step, 7), 2);
         store_i(out.step + c, _mm256_and_si256(step, _mm256_set1_epi32(bits == 4 ? 31 : 127)));
         store_i(out.zero_pair + c, _mm256_blend_epi16(zero, _mm256_slli_epi32(zero, 16 + 7), 0xAA));
         _mm256_store_ps(out.fraction8 + c, _mm256_cvtepi32_ps(fraction));
@@ -58,9 +56,7 @@ struct Finish {
     void token(float* o, int c, __m256i u) const { add(o + c, _mm256_cvtepi32_ps(u)); }
 
   private:
-    void add(float* o, __m256 x) const {
-        _mm256_store_ps(o, _mm256_fmadd_ps(x, g, _mm256_mul_ps(_mm256_load_ps(o), alpha)));
-    }
+    void add(float* o, __m256 x) const { _mm256_store_ps(o, _mm256_fmadd_ps(x, g, _mm256_mul_ps(_mm256_load_ps(o), alpha))); }
 };
 
 template <class Dot>
@@ -129,8 +125,7 @@ class Attention {
         const int8_t* q = t.q + int64_t(row) * d;
         __m256i sum = zero_i();
         for (int n = 0; n < d / 16; ++n) {
-            Dot::store_q(spread_channels(q, d, n),
-                         q_bytes + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
+            Dot::store_q(spread_channels(q, d, n), q_bytes + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
             const __m256i words = _mm256_cvtepi8_epi16(channels_of_load(q, d, n));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
             if (decode) store_i(q_words + int64_t(row) * d + 16 * n, words);
@@ -217,8 +212,7 @@ class Attention {
         } else {
             for (int i = 0; i < n_active; ++i) {
                 const uint8_t* q = q_bytes + size_t(active[i]) * q_stride();
-                add_to_score[i] =
-                    Dot::score_correction(q_sum[active[i]], page.channel ? k_steps : nullptr, t.k_bits, q, d);
+                add_to_score[i] = Dot::score_correction(q_sum[active[i]], page.channel ? k_steps : nullptr, t.k_bits, q, d);
             }
         }
         if (!decode) {

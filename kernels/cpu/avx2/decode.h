@@ -49,8 +49,7 @@ inline __m128i channels_of_load(const void* bytes, int d, int n) {
 }
 // The same with every group of 4 twice, byte for byte as in a load.
 inline __m256i spread_channels(const void* bytes, int d, int n) {
-    return _mm256_shuffle_epi32(_mm256_permute4x64_epi64(_mm256_castsi128_si256(channels_of_load(bytes, d, n)), 0x50),
-                                0x50);
+    return _mm256_shuffle_epi32(_mm256_permute4x64_epi64(_mm256_castsi128_si256(channels_of_load(bytes, d, n)), 0x50), 0x50);
 }
 
 // A channel page's steps and zero points in eighths, [d] words in the order of the loads.
@@ -62,8 +61,7 @@ inline void read_steps(const uint8_t* step_bytes, const uint8_t* zeros, int d, F
     for (int n = 0; n < d / 16; ++n) {
         const __m256i bytes = _mm256_cvtepu8_epi16(channels_of_load(step_bytes, d, n));
         const __m256i zero = _mm256_cvtepi8_epi16(channels_of_load(zeros, d, n));
-        const __m256i fraction =
-            BITS == 4 ? _mm256_srli_epi16(bytes, 5) : _mm256_slli_epi16(_mm256_srli_epi16(bytes, 7), 2);
+        const __m256i fraction = BITS == 4 ? _mm256_srli_epi16(bytes, 5) : _mm256_slli_epi16(_mm256_srli_epi16(bytes, 7), 2);
         store_i(out.step + 16 * n, _mm256_and_si256(bytes, _mm256_set1_epi16(BITS == 4 ? 31 : 127)));
         store_i(out.zero8 + 16 * n, _mm256_add_epi16(_mm256_slli_epi16(zero, 3), fraction));
     }
@@ -98,8 +96,7 @@ inline void scores_of_tile(const uint8_t* group, int tile, int d, const ScoreArg
             for (int step = 0; step < d / 32; ++step) {
                 repeat<2>([&](auto h) TA_INLINE_LAMBDA {
                     const uint8_t* at = base + step * 512 + h * 32;
-                    const __m256i c0 = code_field<BITS, FIELD>(load_i(at)),
-                                  c1 = code_field<BITS, FIELD>(load_i(at + 64));
+                    const __m256i c0 = code_field<BITS, FIELD>(load_i(at)), c1 = code_field<BITS, FIELD>(load_i(at + 64));
                     repeat<R>([&](auto row) TA_INLINE_LAMBDA {
                         const uint8_t* q = rows.q[row] + step * 128 + h * 64;
                         const __m256i q_hi = load_i(q), q_lo = load_i(q + 32);
@@ -223,8 +220,7 @@ inline void values_of_bytes(const uint8_t* codes, int d, const uint8_t* const (&
             __m256i sum[R][DIGITS][2];
             set_zero(sum);
             repeat<4>([&](auto n) TA_INLINE_LAMBDA {
-                const typename Dot::Bytes v0(load_i(base + load_offset(n, 0))),
-                    v1(load_i(base + 1024 + load_offset(n, 0)));
+                const typename Dot::Bytes v0(load_i(base + load_offset(n, 0))), v1(load_i(base + 1024 + load_offset(n, 0)));
                 repeat<R>([&](auto row) TA_INLINE_LAMBDA {
                     repeat<DIGITS>([&](auto digit) TA_INLINE_LAMBDA {
                         sum[row][digit][0] = running(v0.add_dot_p(sum[row][digit][0], p[row], digit, n));
@@ -237,8 +233,7 @@ inline void values_of_bytes(const uint8_t* codes, int d, const uint8_t* const (&
                 __m256i total[2];
                 repeat<2>([&](auto k) TA_INLINE_LAMBDA {
                     total[k] = sum[row][0][k];
-                    if constexpr (DIGITS == 2)
-                        total[k] = _mm256_add_epi32(total[k], _mm256_slli_epi32(sum[row][1][k], 8));
+                    if constexpr (DIGITS == 2) total[k] = _mm256_add_epi32(total[k], _mm256_slli_epi32(sum[row][1][k], 8));
                 });
                 store_values(u[row], channel, total[0], total[1]);
             });

@@ -65,8 +65,7 @@ inline void scores_of_unpacked(const uint8_t* k_tile, int tile, int d, const Sco
             repeat<R>([&](auto row) TA_INLINE_LAMBDA { q_i[row] = load_i(rows.q[row] + i); });
             repeat<4>([&](auto r) TA_INLINE_LAMBDA {
                 const __m256i k_i = running(load_i(k + size_t(r) * k_row + i));  // one load, not one per row
-                repeat<R>([&](auto row)
-                              TA_INLINE_LAMBDA { sum[row][r] = running(Dot::add_k(sum[row][r], k_i, q_i[row])); });
+                repeat<R>([&](auto row) TA_INLINE_LAMBDA { sum[row][r] = running(Dot::add_k(sum[row][r], k_i, q_i[row])); });
             });
         }
         repeat<R>([&](auto row) TA_INLINE_LAMBDA {
@@ -132,8 +131,7 @@ inline void sum_v_words(const uint8_t* v_tile, int d, int32_t* v_sum) {
     for (int c8 = 0; c8 < d / 8; ++c8) {
         __m256i sum = zero_i();
         for (int i = 0; i < 32; ++i) {
-            sum = _mm256_add_epi32(sum,
-                                   _mm256_madd_epi16(load_i(v_tile + size_t(c8 * 32 + i) * 32), _mm256_set1_epi16(1)));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(load_i(v_tile + size_t(c8 * 32 + i) * 32), _mm256_set1_epi16(1)));
         }
         store_i(v_sum + 8 * c8, sum);
     }
@@ -141,8 +139,7 @@ inline void sum_v_words(const uint8_t* v_tile, int d, int32_t* v_sum) {
 
 // u [R][16]: sum_t P_t v_td of 16 channels from 8 c8, on a tile of bytes. P: bytes, not spread.
 template <class Dot, int BITS, int R>
-inline void values_of_byte_tile(const uint8_t* v_tile, int c8, int digits, const uint8_t* const (&p)[R],
-                                __m256i (&u)[R][2]) {
+inline void values_of_byte_tile(const uint8_t* v_tile, int c8, int digits, const uint8_t* const (&p)[R], __m256i (&u)[R][2]) {
     constexpr int kRun = BITS == 2 ? 16 : Dot::kRunOfCodes;  // quads that Dot's sums of codes hold
     const uint8_t* v = v_tile + size_t(c8) * 512;
     set_zero(u);
@@ -162,8 +159,7 @@ inline void values_of_byte_tile(const uint8_t* v_tile, int c8, int digits, const
                 });
             }
             repeat<R>([&](auto row) TA_INLINE_LAMBDA {
-                repeat<2>([&](auto k)
-                              TA_INLINE_LAMBDA { u[row][k] = _mm256_add_epi32(u[row][k], Dot::widen(sum[row][k])); });
+                repeat<2>([&](auto k) TA_INLINE_LAMBDA { u[row][k] = _mm256_add_epi32(u[row][k], Dot::widen(sum[row][k])); });
             });
         }
     }

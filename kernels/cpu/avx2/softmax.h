@@ -84,8 +84,7 @@ inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&
     if (!fits) {
         for (int j = 0; j < kPageTokens; ++j) far[j] = float(distance + j);
     }
-    __m256i lane =
-        _mm256_add_epi32(_mm256_set1_epi32(int(fits ? distance : 0)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    __m256i lane = _mm256_add_epi32(_mm256_set1_epi32(int(fits ? distance : 0)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     for (int v = 0; v < 8; ++v) {
         x[v] = _mm256_fmadd_ps(slope, fits ? _mm256_cvtepi32_ps(lane) : _mm256_load_ps(far + 8 * v), x[v]);
         lane = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
@@ -93,8 +92,7 @@ inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&
 }
 
 // Step 2: logits in log2 units.
-inline void logits(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s,
-                   __m256 (&x)[8]) {
+inline void logits(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s, __m256 (&x)[8]) {
     const __m256 q_scale = _mm256_set1_ps(t.q_scale[row]);
     const __m256 c = _mm256_mul_ps(q_scale, _mm256_set1_ps(page.channel ? page.k_scale8 : 0.0f));
     for (int v = 0; v < 8; ++v) {
@@ -106,8 +104,7 @@ inline void logits(const AttendTask& t, int row, int64_t first_key, const PageSc
     }
     if (t.softcap_log2 > 0.0f) {
         for (__m256& x_v : x) {
-            x_v = _mm256_mul_ps(_mm256_set1_ps(t.softcap_log2),
-                                tanh_exact(_mm256_mul_ps(x_v, _mm256_set1_ps(t.softcap_inv))));
+            x_v = _mm256_mul_ps(_mm256_set1_ps(t.softcap_log2), tanh_exact(_mm256_mul_ps(x_v, _mm256_set1_ps(t.softcap_inv))));
         }
     }
     if (t.slope) add_alibi(t, row, first_key, x);

@@ -142,8 +142,8 @@ inline __m256 exp2_neg(__m256 u) {
     const __m256 y = _mm256_mul_ps(u, _mm256_set1_ps(kLn2));
     const __m256 n = _mm256_floor_ps(y);
     const __m256 r = horner(kSasCoeff, _mm256_sub_ps(y, n));
-    const __m256 table = _mm256_setr_ps(kSasTable[0], kSasTable[1], kSasTable[2], kSasTable[3], kSasTable[4],
-                                        kSasTable[5], kSasTable[6], 0.0f);
+    const __m256 table =
+        _mm256_setr_ps(kSasTable[0], kSasTable[1], kSasTable[2], kSasTable[3], kSasTable[4], kSasTable[5], kSasTable[6], 0.0f);
     const __m256 power = _mm256_permutevar8x32_ps(table, _mm256_cvttps_epi32(n));
     return _mm256_and_ps(_mm256_mul_ps(power, r), _mm256_cmp_ps(y, _mm256_set1_ps(kSasCutoff), _CMP_LE_OQ));
 }

@@ -1,9 +1,10 @@
 // The scalar reference: plain loops over the stored bytes, one code at a time. Slow on purpose; every other kernel is judged
 // by it (tests/kernels/cpu/attend_test.cpp).
+#include "kernels/cpu/attend.h"
+
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/cpu/attend.h"
 #include "kernels/cpu/math.h"
 
 namespace ta::cpu {
@@ -25,7 +26,9 @@ struct PageValues {
     float v_scale;
 };
 
-int code_at(const uint8_t* codes, CodePlace place, int bits) { return codes[place.byte] >> place.shift & ((1 << bits) - 1); }
+int code_at(const uint8_t* codes, CodePlace place, int bits) {
+    return codes[place.byte] >> place.shift & ((1 << bits) - 1);
+}
 
 void read_channel_page(const AttendTask& t, const uint8_t* piece, PageValues& out) {
     const ChannelLayout layout(t.head_dim, t.k_bits, t.v_bits);
