@@ -29,8 +29,10 @@ void pack_keys(int d, const float* k, float* tile) {
                 x[n + 3] = _mm512_shuffle_ps(y[n + 1], y[n + 3], 0xEE);
             }
             for (int i = 0; i < 4; ++i) {
-                const __m512 a = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88), b = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
-                const __m512 e = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xDD), f = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xDD);
+                const __m512 a = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88),
+                             b = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88);
+                const __m512 e = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xDD),
+                             f = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xDD);
                 _mm512_store_ps(tile + (c + i) * kKeys + key, _mm512_shuffle_f32x4(a, b, 0x88));
                 _mm512_store_ps(tile + (c + 8 + i) * kKeys + key, _mm512_shuffle_f32x4(a, b, 0xDD));
                 _mm512_store_ps(tile + (c + 4 + i) * kKeys + key, _mm512_shuffle_f32x4(e, f, 0x88));
@@ -72,7 +74,8 @@ void values_of_rows(int d, const float* p, const float* v, const float* alpha, f
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int c = 0; c < CHANNELS; ++c) sum[r][c] = _mm512_mul_ps(_mm512_load_ps(o + r * d + 16 * c), _mm512_set1_ps(alpha[r]));
+        for (int c = 0; c < CHANNELS; ++c)
+            sum[r][c] = _mm512_mul_ps(_mm512_load_ps(o + r * d + 16 * c), _mm512_set1_ps(alpha[r]));
     }
     for (int key = 0; key < kKeys; ++key) {
         // The rows' factors stay in registers while the vectors stream: the other way round needs 33 registers.
@@ -95,7 +98,8 @@ void values_of_rows(int d, const float* p, const float* v, const float* alpha, f
 }
 
 // Scores to P in place; updates m and l. `visible`: keys of the tile that each row sees.
-[[gnu::always_inline]] inline void softmax_rows(const int64_t* key_end, int64_t first_key, float* scores, float* m, float* l, float* alpha) {
+[[gnu::always_inline]] inline void softmax_rows(const int64_t* key_end, int64_t first_key, float* scores, float* m, float* l,
+                                                float* alpha) {
     __m512 x[kRowBatch][kVectors], part[kRowBatch];
 #pragma GCC unroll 4
     for (int r = 0; r < kRowBatch; ++r) {

@@ -131,7 +131,7 @@ enum {
     TA_PROFILE_PAPER = 1     /* TurboAttention as published: page scales, universal buffer scale, SAS, 8-bit P */
 };
 
-/* Stage 1, float -> INT8 (DESIGN "Numerics" 2): what shares one scale. */
+/* Stage 1, float -> INT8 (docs/numerics.md): what shares one scale. */
 typedef int32_t ta_granularity;
 enum {
     TA_GRANULARITY_DEFAULT = 0, /* page, except in ta_attend_dense, where the variant decides */
@@ -265,7 +265,7 @@ typedef struct ta_numerics {
     ta_p p;                    /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint */
-    const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, finite; NULL: none. LSE is not affected */
+    const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
 } ta_numerics;
 
 typedef struct ta_kv_pool_options {
@@ -365,10 +365,10 @@ TA_API ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, co
 typedef struct ta_attend_options {
     uint32_t struct_size;
     ta_mask mask;
-    float scale;               /* multiplies q.k; default 1/sqrt(head_dim); positive and finite */
+    float scale;               /* multiplies q.k; above 0 up to 64; default 1/sqrt(head_dim) */
     float softcap;             /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
     int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
-    const float* alibi_slopes; /* [q_heads], finite: adds slope * (j - p) for key j and query position p; NULL: none */
+    const float* alibi_slopes; /* [q_heads], up to 2^56: adds slope * (j - p) for key j and query position p; NULL: none */
     const float* sinks;        /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none */
     ta_exp exp;                /* default: the pool's */
     ta_p p;                    /* default: the pool's */
@@ -376,7 +376,7 @@ typedef struct ta_attend_options {
 
 /* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
  *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head h / (q_heads / kv_heads)
- *   out      as q, any of the three types; must not overlap q
+ *   out      as q, any of the three types; overlaps neither q, lse nor itself; F16 beyond 65504 becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
  * New tokens are read at 8 bits (stage 1), earlier closed pages at their stored bits. After an append with new tokens the plan
@@ -396,15 +396,16 @@ TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);
 /* How ta_attend_dense quantizes. */
 typedef int32_t ta_dense_variant;
 enum {
-    TA_DENSE_INT8_PAGE = 0,     /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
-    TA_DENSE_INT_FLASH = 1,     /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127 */
-    TA_DENSE_INT_FLASH_HALF = 2 /* INT-FlashAttention, half INT8: Q, K as above, P and V in float */
+    TA_DENSE_INT8_PAGE = 0, /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
+    TA_DENSE_INT_FLASH = 1, /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127, exp EXACT */
+    TA_DENSE_INT_FLASH_HALF =
+        2 /* INT-FlashAttention, half INT8: Q, K as above, P, V in float whatever p and v_granularity say */
 };
 
 typedef struct ta_dense_options {
     uint32_t struct_size;
     ta_dense_variant variant;
-    uint32_t batch;               /* sequences; default 1 */
+    uint32_t batch;               /* sequences, up to 2^24; default 1 */
     const int64_t* q_offsets;     /* [batch + 1] prefix sums of query tokens; NULL: q.tokens split evenly */
     const int64_t* k_offsets;     /* [batch + 1] prefix sums of keys; NULL: k.tokens split evenly */
     ta_granularity v_granularity; /* PAGE, TENSOR or TOKEN; default: the variant's */

@@ -15,7 +15,7 @@ inline constexpr float kLn2 = 0.693147181f;
 inline constexpr float kMinusInf = -__builtin_inff();
 inline constexpr float kExpCutoff = 126.0f;  // 2^-u with u above is taken as 0
 
-// 2^-f on [0, 1): `poly` is exact at both ends (DESIGN "Numerics" 6); the other is a minimax polynomial within 1 ulp or so.
+// 2^-f on [0, 1): `poly` is exact at both ends (docs/numerics.md); the other is a minimax polynomial within 1 ulp or so.
 inline constexpr float kPolyCoeff[4] = {1.0f, -0.691422412f, 0.230557799f, -0.039135387f};
 // SAS (TurboAttention, eq. 13-15): e^-y = kSasTable[int y] * cubic(frac y) up to y = 6.
 inline constexpr float kSasCoeff[4] = {0.9996f, -0.9922f, 0.4626f, -0.1025f};

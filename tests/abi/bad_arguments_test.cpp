@@ -44,12 +44,14 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
         {"negative log level", create([](Options& o) { o.log_level = -7; }), TA_E_INVALID, 0, "log_level is -7"},
         {"allocator without free", create([](Options& o) { o.allocator = &lacks_free; }), TA_E_INVALID, 0, "deallocate"},
         {"allocator without allocate", create([](Options& o) { o.allocator = &lacks_allocate; }), TA_E_INVALID, 0, "allocate"},
-        {"allocator without size", create([](Options& o) { o.allocator = &no_size; }), TA_E_STRUCT, 0, "allocator.struct_size is 0"},
+        {"allocator without size", create([](Options& o) { o.allocator = &no_size; }), TA_E_STRUCT, 0,
+         "allocator.struct_size is 0"},
     });
     const std::vector<ta_cpu_isa> isas = available_isas();
     for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512}) {
         if (std::find(isas.begin(), isas.end(), isa) != isas.end()) continue;
-        expect_failures({{"isa that this CPU lacks", create([isa](Options& o) { o.cpu_isa = isa; }), TA_E_UNSUPPORTED, 0, "its best is"}});
+        expect_failures(
+            {{"isa that this CPU lacks", create([isa](Options& o) { o.cpu_isa = isa; }), TA_E_UNSUPPORTED, 0, "its best is"}});
     }
     EXPECT_EQ(info(make_context(3)).threads, 3);
 }
@@ -57,8 +59,10 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
 TEST_F(BadArguments, ContextQueriesRefuseNull) {
     auto i = sized<ta_context_info>();
     expect_failures({
-        {"info of null", [&](ta_error* err) { return ta_context_get_info(nullptr, &i, err); }, TA_E_INVALID, 0, "context is null"},
-        {"no info", [&](ta_error* err) { return ta_context_get_info(context.get(), nullptr, err); }, TA_E_INVALID, 1, "info is null"},
+        {"info of null", [&](ta_error* err) { return ta_context_get_info(nullptr, &i, err); }, TA_E_INVALID, 0,
+         "context is null"},
+        {"no info", [&](ta_error* err) { return ta_context_get_info(context.get(), nullptr, err); }, TA_E_INVALID, 1,
+         "info is null"},
         {"health of null", [](ta_error* err) { return ta_context_health(nullptr, err); }, TA_E_INVALID, 0, "context is null"},
     });
     expect_success([&](ta_error* err) { return ta_context_get_info(context.get(), &i, err); });
@@ -81,7 +85,8 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
     };
     using O = ta_kv_pool_options;
     using N = ta_numerics;
-    static const uint8_t threes[] = {4, 4, 3, 4}, eights[] = {8, 8, 8, 8}, mixed[] = {4, 8, 4, 2}, fours[] = {4, 4, 4, 4}, zeros[4] = {};
+    static const uint8_t threes[] = {4, 4, 3, 4}, eights[] = {8, 8, 8, 8}, mixed[] = {4, 8, 4, 2}, fours[] = {4, 4, 4, 4},
+                         zeros[4] = {};
     static std::vector<float> nan_offset(kLayers * kRow, 0.0f), inf_offset = nan_offset, big_offset = nan_offset;
     nan_offset[7] = kNan;
     inf_offset.back() = -kInf;
@@ -119,25 +124,26 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"k_bits", create([](O& o, N&) { o.k_bits = threes; }), TA_E_INVALID, 1, "k_bits is 3"},
         {"v_bits", create([](O& o, N&) { o.v_bits = zeros; }), TA_E_INVALID, 1, "v_bits is 0"},
         {"8 bits for some heads", create([](O& o, N&) { o.k_bits = mixed; }), TA_E_UNSUPPORTED, 1, "mixes 8 bits"},
-        {"8 bits for K alone",
-         create([](O& o, N&) {
+        {"8 bits for K alone", create([](O& o, N&) {
              o.k_bits = eights;
              o.v_bits = fours;
          }),
          TA_E_UNSUPPORTED, 1, "both or none"},
         {"no budget", create([](O& o, N&) { o.budget_bytes = 0; }), TA_E_INVALID, 1, "budget_bytes is 0"},
-        {"budget below one block", create([](O& o, N&) { o.budget_bytes = 4096; }), TA_E_INVALID, 1, "a single block of this pool takes"},
+        {"budget below one block", create([](O& o, N&) { o.budget_bytes = 4096; }), TA_E_INVALID, 1,
+         "a single block of this pool takes"},
         {"profile", create([](O&, N& n) { n.profile = 2; }), TA_E_INVALID, 1, "numerics.profile is 2"},
         {"negative profile", create([](O&, N& n) { n.profile = -1; }), TA_E_INVALID, 1, "numerics.profile is -1"},
-        {"k_granularity", create([](O&, N& n) { n.k_granularity = TA_GRANULARITY_TENSOR; }), TA_E_INVALID, 1, "k_granularity is 3"},
-        {"v_granularity", create([](O&, N& n) { n.v_granularity = TA_GRANULARITY_TENSOR; }), TA_E_INVALID, 1, "v_granularity is 3"},
+        {"k_granularity", create([](O&, N& n) { n.k_granularity = TA_GRANULARITY_TENSOR; }), TA_E_INVALID, 1,
+         "k_granularity is 3"},
+        {"v_granularity", create([](O&, N& n) { n.v_granularity = TA_GRANULARITY_TENSOR; }), TA_E_INVALID, 1,
+         "v_granularity is 3"},
         {"open_scale", create([](O&, N& n) { n.open_scale = 3; }), TA_E_INVALID, 1, "open_scale is 3"},
         {"v_exponents", create([](O&, N& n) { n.v_exponents = 3; }), TA_E_INVALID, 1, "v_exponents is 3"},
         {"fractional_zero", create([](O&, N& n) { n.fractional_zero = -1; }), TA_E_INVALID, 1, "fractional_zero is -1"},
         {"v_search", create([](O&, N& n) { n.v_search = 17; }), TA_E_INVALID, 1, "v_search is 17"},
         {"hadamard", create([](O&, N& n) { n.hadamard = 3; }), TA_E_INVALID, 1, "hadamard is 3"},
-        {"hadamard at 96",
-         create([](O& o, N& n) {
+        {"hadamard at 96", create([](O& o, N& n) {
              o.head_dim = 96;
              n.hadamard = TA_ON;
          }),
@@ -150,8 +156,7 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"NaN offset", create([](O&, N& n) { n.k_offset = nan_offset.data(); }), TA_E_INVALID, 1, "k_offset[7]"},
         {"infinite offset", create([](O&, N& n) { n.k_offset = inf_offset.data(); }), TA_E_INVALID, 1, "k_offset[255]"},
         {"huge offset", create([](O&, N& n) { n.k_offset = big_offset.data(); }), TA_E_INVALID, 1, "k_offset[0]"},
-        {"misaligned offset",
-         create([](O&, N& n) {
+        {"misaligned offset", create([](O&, N& n) {
              n.k_offset = reinterpret_cast<const float*>(reinterpret_cast<const char*>(nan_offset.data()) + 1);
          }),
          TA_E_ALIGNMENT, 1, "k_offset is not aligned"},
@@ -163,8 +168,10 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
 TEST_F(BadArguments, PoolQueriesRefuseNull) {
     auto s = sized<ta_kv_pool_stats>();
     expect_failures({
-        {"stats of null", [&](ta_error* err) { return ta_kv_pool_get_stats(nullptr, &s, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"no stats", [&](ta_error* err) { return ta_kv_pool_get_stats(pool.get(), nullptr, err); }, TA_E_INVALID, 1, "stats is null"},
+        {"stats of null", [&](ta_error* err) { return ta_kv_pool_get_stats(nullptr, &s, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"no stats", [&](ta_error* err) { return ta_kv_pool_get_stats(pool.get(), nullptr, err); }, TA_E_INVALID, 1,
+         "stats is null"},
         {"close of null", [](ta_error* err) { return ta_kv_pool_close(nullptr, err); }, TA_E_INVALID, 0, "pool is null"},
     });
     expect_success([&](ta_error* err) { return ta_kv_pool_get_stats(pool.get(), &s, err); });
@@ -177,21 +184,30 @@ TEST_F(BadArguments, SequenceCallsRefuseNullAndLengths) {
     int64_t n = 77;
     expect_failures({
         {"create of null", [&](ta_error* err) { return ta_seq_create(nullptr, &out, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"create without out", [&](ta_error* err) { return ta_seq_create(pool.get(), nullptr, err); }, TA_E_INVALID, 1, "out is null"},
-        {"fork of null", [&](ta_error* err) { return ta_seq_fork(nullptr, long_seq, &out, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"fork without out", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, nullptr, err); }, TA_E_INVALID, 2, "out is null"},
-        {"truncate of null", [&](ta_error* err) { return ta_seq_truncate(nullptr, long_seq, 1, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"truncate to -1", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, -1, err); }, TA_E_INVALID, 2, "length is -1"},
-        {"truncate to INT64_MIN", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, INT64_MIN, err); }, TA_E_INVALID, 2,
-         "length is -9223372036854775808"},
+        {"create without out", [&](ta_error* err) { return ta_seq_create(pool.get(), nullptr, err); }, TA_E_INVALID, 1,
+         "out is null"},
+        {"fork of null", [&](ta_error* err) { return ta_seq_fork(nullptr, long_seq, &out, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"fork without out", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, nullptr, err); }, TA_E_INVALID, 2,
+         "out is null"},
+        {"truncate of null", [&](ta_error* err) { return ta_seq_truncate(nullptr, long_seq, 1, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"truncate to -1", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, -1, err); }, TA_E_INVALID, 2,
+         "length is -1"},
+        {"truncate to INT64_MIN", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, INT64_MIN, err); },
+         TA_E_INVALID, 2, "length is -9223372036854775808"},
         {"truncate to more", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, 131, err); }, TA_E_INVALID, 2,
          "the sequence has 130"},
-        {"truncate to INT64_MAX", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, INT64_MAX, err); }, TA_E_INVALID, 2,
-         "the sequence has 130"},
-        {"release of null", [&](ta_error* err) { return ta_seq_release(nullptr, long_seq, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"length of null", [&](ta_error* err) { return ta_seq_length(nullptr, long_seq, &n, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"length without out", [&](ta_error* err) { return ta_seq_length(pool.get(), long_seq, nullptr, err); }, TA_E_INVALID, 2, "out is null"},
-        {"verify of null", [&](ta_error* err) { return ta_seq_verify(nullptr, long_seq, err); }, TA_E_INVALID, 0, "pool is null"},
+        {"truncate to INT64_MAX", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, INT64_MAX, err); },
+         TA_E_INVALID, 2, "the sequence has 130"},
+        {"release of null", [&](ta_error* err) { return ta_seq_release(nullptr, long_seq, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"length of null", [&](ta_error* err) { return ta_seq_length(nullptr, long_seq, &n, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"length without out", [&](ta_error* err) { return ta_seq_length(pool.get(), long_seq, nullptr, err); }, TA_E_INVALID,
+         2, "out is null"},
+        {"verify of null", [&](ta_error* err) { return ta_seq_verify(nullptr, long_seq, err); }, TA_E_INVALID, 0,
+         "pool is null"},
     });
     EXPECT_EQ(out, 77u);
     EXPECT_EQ(n, 77);
@@ -205,23 +221,28 @@ TEST_F(BadArguments, InspectionRefusesRangesBeyondTheSequence) {
     std::vector<float> k(size_t(130 * kRow), -1.0f), v = k;
     std::vector<uint8_t> bytes(1 << 16, 0x5a);
     const auto values = [&](ta_seq seq, uint32_t layer, int64_t first, int64_t n) {
-        return [&, seq, layer, first, n](ta_error* err) { return ta_x_seq_dequantize(pool.get(), seq, layer, first, n, k.data(), v.data(), err); };
+        return [&, seq, layer, first, n](ta_error* err) {
+            return ta_x_seq_dequantize(pool.get(), seq, layer, first, n, k.data(), v.data(), err);
+        };
     };
     const auto describe = [&](uint64_t index, uint64_t size) {
-        return [&, index, size](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, index, &block, bytes.data(), size, err); };
+        return [&, index, size](ta_error* err) {
+            return ta_x_seq_block(pool.get(), long_seq, index, &block, bytes.data(), size, err);
+        };
     };
     auto* odd = reinterpret_cast<float*>(reinterpret_cast<char*>(k.data()) + 1);
     expect_failures({
-        {"block of null", [&](ta_error* err) { return ta_x_seq_block(nullptr, long_seq, 0, &block, nullptr, 0, err); }, TA_E_INVALID, 0,
-         "pool is null"},
-        {"no info", [&](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 0, nullptr, nullptr, 0, err); }, TA_E_INVALID, 3,
-         "info is null"},
+        {"block of null", [&](ta_error* err) { return ta_x_seq_block(nullptr, long_seq, 0, &block, nullptr, 0, err); },
+         TA_E_INVALID, 0, "pool is null"},
+        {"no info", [&](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 0, nullptr, nullptr, 0, err); },
+         TA_E_INVALID, 3, "info is null"},
         {"block beyond", describe(3, bytes.size()), TA_E_INVALID, 2, "the sequence has 3"},
         {"block far beyond", describe(UINT64_MAX, bytes.size()), TA_E_INVALID, 2, "block is 18446744073709551615"},
         {"no room", describe(0, 0), TA_E_INVALID, 5, "buffer_bytes is 0"},
         {"one byte less", describe(1, stats(pool).channel_block_bytes - 1), TA_E_INVALID, 5, "the block has"},
-        {"values of null", [&](ta_error* err) { return ta_x_seq_dequantize(nullptr, long_seq, 0, 0, 1, k.data(), v.data(), err); },
-         TA_E_INVALID, 0, "pool is null"},
+        {"values of null",
+         [&](ta_error* err) { return ta_x_seq_dequantize(nullptr, long_seq, 0, 0, 1, k.data(), v.data(), err); }, TA_E_INVALID,
+         0, "pool is null"},
         {"layer", values(long_seq, 2, 0, 1), TA_E_INVALID, 2, "layer is 2"},
         {"wrapped layer", values(long_seq, UINT32_MAX, 0, 1), TA_E_INVALID, 2, "layer is 4294967295"},
         {"negative first", values(long_seq, 0, -1, 1), TA_E_INVALID, 3, "-1 + 1"},
@@ -250,9 +271,12 @@ TEST_F(BadArguments, PlanCreateRefusesAndCreatesNothing) {
     auto* out = untouched<ta_plan>();
     int reserved = 0;
     expect_failures({
-        {"no pool", [&](ta_error* err) { return ta_plan_create(nullptr, nullptr, &out, err); }, TA_E_INVALID, 0, "pool is null"},
-        {"options", [&](ta_error* err) { return ta_plan_create(pool.get(), &reserved, &out, err); }, TA_E_INVALID, 1, "reserved"},
-        {"no out", [&](ta_error* err) { return ta_plan_create(pool.get(), nullptr, nullptr, err); }, TA_E_INVALID, 2, "out is null"},
+        {"no pool", [&](ta_error* err) { return ta_plan_create(nullptr, nullptr, &out, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"options", [&](ta_error* err) { return ta_plan_create(pool.get(), &reserved, &out, err); }, TA_E_INVALID, 1,
+         "reserved"},
+        {"no out", [&](ta_error* err) { return ta_plan_create(pool.get(), nullptr, nullptr, err); }, TA_E_INVALID, 2,
+         "out is null"},
     });
     EXPECT_EQ(out, untouched<ta_plan>());
 }
@@ -260,8 +284,8 @@ TEST_F(BadArguments, PlanCreateRefusesAndCreatesNothing) {
 TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
     const auto try_begin = [&](std::vector<ta_seq> seqs, std::vector<int32_t> n_new, std::vector<int32_t> n_query = {}) {
         return [this, seqs, n_new, n_query](ta_error* err) {
-            return ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.empty() ? nullptr : seqs.data(), n_new.empty() ? nullptr : n_new.data(),
-                                 n_query.empty() ? nullptr : n_query.data(), err);
+            return ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.empty() ? nullptr : seqs.data(),
+                                 n_new.empty() ? nullptr : n_new.data(), n_query.empty() ? nullptr : n_query.data(), err);
         };
     };
     const ta_seq seqs[] = {long_seq, short_seq};
@@ -270,9 +294,12 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
     static char seq_bytes[3 * sizeof(ta_seq)];
     std::memcpy(seq_bytes + 1, seqs, sizeof seqs);
     expect_failures({
-        {"no plan", [&](ta_error* err) { return ta_plan_begin(nullptr, 1, seqs, nullptr, nullptr, err); }, TA_E_INVALID, 0, "plan is null"},
-        {"no sequences", [&](ta_error* err) { return ta_plan_begin(plan.get(), 0, seqs, nullptr, nullptr, err); }, TA_E_INVALID, 1, "n_seqs is 0"},
-        {"no list", [&](ta_error* err) { return ta_plan_begin(plan.get(), 1, nullptr, nullptr, nullptr, err); }, TA_E_INVALID, 2, "seqs is null"},
+        {"no plan", [&](ta_error* err) { return ta_plan_begin(nullptr, 1, seqs, nullptr, nullptr, err); }, TA_E_INVALID, 0,
+         "plan is null"},
+        {"no sequences", [&](ta_error* err) { return ta_plan_begin(plan.get(), 0, seqs, nullptr, nullptr, err); }, TA_E_INVALID,
+         1, "n_seqs is 0"},
+        {"no list", [&](ta_error* err) { return ta_plan_begin(plan.get(), 1, nullptr, nullptr, nullptr, err); }, TA_E_INVALID,
+         2, "seqs is null"},
         {"negative n_new", try_begin({long_seq, short_seq}, {1, -1}), TA_E_INVALID, 3, "n_new[1] is -1"},
         {"INT32_MIN n_new", try_begin({long_seq}, {INT32_MIN}), TA_E_INVALID, 3, "n_new[0] is -2147483648"},
         {"negative n_query", try_begin({long_seq, short_seq}, {1, 1}, {1, -5}), TA_E_INVALID, 4, "n_query[1] is -5"},
@@ -283,13 +310,19 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
         {"beyond the budget", try_begin({short_seq, long_seq}, {1, 1 << 20}), TA_E_TIER_FULL, -1, "device tier"},
         {"far beyond the budget", try_begin({long_seq}, {INT32_MAX}), TA_E_TIER_FULL, -1, "device tier"},
         {"misaligned list",
-         [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, reinterpret_cast<const ta_seq*>(seq_bytes + 1), ones, ones, err); },
+         [&](ta_error* err) {
+             return ta_plan_begin(plan.get(), 2, reinterpret_cast<const ta_seq*>(seq_bytes + 1), ones, ones, err);
+         },
          TA_E_ALIGNMENT, 2, "seqs is not aligned"},
         {"misaligned n_new",
-         [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, seqs, reinterpret_cast<const int32_t*>(shifted(ones)), ones, err); },
+         [&](ta_error* err) {
+             return ta_plan_begin(plan.get(), 2, seqs, reinterpret_cast<const int32_t*>(shifted(ones)), ones, err);
+         },
          TA_E_ALIGNMENT, 3, "n_new is not aligned"},
         {"misaligned n_query",
-         [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, seqs, ones, reinterpret_cast<const int32_t*>(shifted(ones)), err); },
+         [&](ta_error* err) {
+             return ta_plan_begin(plan.get(), 2, seqs, ones, reinterpret_cast<const int32_t*>(shifted(ones)), err);
+         },
          TA_E_ALIGNMENT, 4, "n_query is not aligned"},
     });
     EXPECT_EQ(ta_plan_end(plan.get(), nullptr), TA_E_STATE) << "a begin that failed left the plan open";
@@ -323,13 +356,15 @@ TEST_F(BadArguments, AppendAndAttendRefuseLayersAndNull) {
     };
     expect_failures(
         {
-            {"append to null", [&](ta_error* err) { return ta_append(nullptr, 0, k.view(), v.view(), err); }, TA_E_INVALID, 0, "plan is null"},
+            {"append to null", [&](ta_error* err) { return ta_append(nullptr, 0, k.view(), v.view(), err); }, TA_E_INVALID, 0,
+             "plan is null"},
             {"append no k", do_append(0, nullptr, v.view()), TA_E_INVALID, 2, "k is null"},
             {"append no v", do_append(0, k.view(), nullptr), TA_E_INVALID, 3, "v is null"},
             {"append layer", do_append(2, k.view(), v.view()), TA_E_INVALID, 1, "layer is 2"},
             {"append wrapped layer", do_append(UINT32_MAX, k.view(), v.view()), TA_E_INVALID, 1, "layer is 4294967295"},
-            {"attend to null", [&](ta_error* err) { return ta_attend(nullptr, 0, q.view(), out.view(), nullptr, nullptr, err); }, TA_E_INVALID,
-             0, "plan is null"},
+            {"attend to null",
+             [&](ta_error* err) { return ta_attend(nullptr, 0, q.view(), out.view(), nullptr, nullptr, err); }, TA_E_INVALID, 0,
+             "plan is null"},
             {"attend no q", do_attend(0, nullptr, out.view()), TA_E_INVALID, 2, "q is null"},
             {"attend no out", do_attend(0, q.view(), nullptr), TA_E_INVALID, 3, "out is null"},
             {"attend layer", do_attend(2, q.view(), out.view()), TA_E_INVALID, 1, "layer is 2"},
@@ -371,17 +406,19 @@ TEST_F(BadArguments, AttendRefusesOptions) {
             {"tiny softcap", do_attend([](O& o) { o.softcap = 1e-30f; }), TA_E_INVALID, 5, "softcap is 1e-30"},
             {"huge softcap", do_attend([](O& o) { o.softcap = 1e30f; }), TA_E_INVALID, 5, "softcap is 1e+30"},
             {"negative window", do_attend([](O& o) { o.window = -1; }), TA_E_INVALID, 5, "window is -1"},
-            {"INT64_MIN window", do_attend([](O& o) { o.window = INT64_MIN; }), TA_E_INVALID, 5, "window is -9223372036854775808"},
+            {"INT64_MIN window", do_attend([](O& o) { o.window = INT64_MIN; }), TA_E_INVALID, 5,
+             "window is -9223372036854775808"},
             {"NaN slope", do_attend([](O& o) { o.alibi_slopes = bad; }), TA_E_INVALID, 5, "alibi_slopes[3]"},
             {"infinite sink", do_attend([](O& o) { o.sinks = infinite; }), TA_E_INVALID, 5, "sinks[0]"},
             {"slope that overflows", do_attend([](O& o) { o.alibi_slopes = steep; }), TA_E_INVALID, 5, "alibi_slopes[1]"},
-            {"misaligned slopes", do_attend([&](O& o) { o.alibi_slopes = odd(bad); }), TA_E_ALIGNMENT, 5, "alibi_slopes is not aligned"},
+            {"misaligned slopes", do_attend([&](O& o) { o.alibi_slopes = odd(bad); }), TA_E_ALIGNMENT, 5,
+             "alibi_slopes is not aligned"},
             {"misaligned sinks", do_attend([&](O& o) { o.sinks = odd(bad); }), TA_E_ALIGNMENT, 5, "sinks is not aligned"},
             {"exp", do_attend([](O& o) { o.exp = 4; }), TA_E_INVALID, 5, "exp is 4"},
             {"p", do_attend([](O& o) { o.p = 7; }), TA_E_INVALID, 5, "p is 7"},
             {"misaligned lse",
-             [&](ta_error* err) { return ta_attend(plan.get(), 1, q.view(), out.view(), odd(lse.data()), nullptr, err); }, TA_E_ALIGNMENT, 4,
-             "lse is not aligned"},
+             [&](ta_error* err) { return ta_attend(plan.get(), 1, q.view(), out.view(), odd(lse.data()), nullptr, err); },
+             TA_E_ALIGNMENT, 4, "lse is not aligned"},
         },
         true);
     EXPECT_TRUE(out.all_poison());
@@ -408,14 +445,16 @@ TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
         };
     };
     using O = ta_dense_options;
-    static const int64_t from_one[] = {1, 10}, too_far[] = {0, 11}, falls[] = {0, 7, 3, 10}, negative[] = {0, -1, 3, 10}, short_of[] = {0, 9};
+    static const int64_t from_one[] = {1, 10}, too_far[] = {0, 11}, falls[] = {0, 7, 3, 10}, negative[] = {0, -1, 3, 10},
+                         short_of[] = {0, 9};
     static auto bad_attend = sized<ta_attend_options>(), no_size = ta_attend_options{};
     bad_attend.window = -3;
     const auto odd = [](const auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<const char*>(p) + 1); };
     const auto null_at = [&](int which) {
         return [&, which](ta_error* err) {
-            return ta_attend_dense(which == 0 ? nullptr : context.get(), which == 1 ? nullptr : q.view(), which == 2 ? nullptr : k.view(),
-                                   which == 3 ? nullptr : v.view(), which == 4 ? nullptr : out.view(), lse.data(), nullptr, err);
+            return ta_attend_dense(which == 0 ? nullptr : context.get(), which == 1 ? nullptr : q.view(),
+                                   which == 2 ? nullptr : k.view(), which == 3 ? nullptr : v.view(),
+                                   which == 4 ? nullptr : out.view(), lse.data(), nullptr, err);
         };
     };
     expect_failures({
@@ -434,24 +473,24 @@ TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
         {"offsets from 1", dense([](O& o) { o.k_offsets = from_one; }), TA_E_INVALID, 6, "k_offsets"},
         {"offsets too far", dense([](O& o) { o.k_offsets = too_far; }), TA_E_INVALID, 6, "k_offsets[1] is 11"},
         {"offsets end early", dense([](O& o) { o.k_offsets = short_of; }), TA_E_INVALID, 6, "it must run from 0 to 10"},
-        {"offsets fall",
-         dense([](O& o) {
+        {"offsets fall", dense([](O& o) {
              o.batch = 3;
              o.k_offsets = falls;
          }),
          TA_E_INVALID, 6, "k_offsets[2] is 3"},
-        {"negative offset",
-         dense([](O& o) {
+        {"negative offset", dense([](O& o) {
              o.batch = 3;
              o.k_offsets = negative;
          }),
          TA_E_INVALID, 6, "k_offsets[1] is -1"},
-        {"misaligned offsets", dense([&](O& o) { o.q_offsets = odd(from_one); }), TA_E_ALIGNMENT, 6, "q_offsets is not aligned"},
+        {"misaligned offsets", dense([&](O& o) { o.q_offsets = odd(from_one); }), TA_E_ALIGNMENT, 6,
+         "q_offsets is not aligned"},
         {"attend options", dense([](O& o) { o.attend = &bad_attend; }), TA_E_INVALID, 6, "window is -3"},
         {"attend options without size", dense([](O& o) { o.attend = &no_size; }), TA_E_STRUCT, 6, "struct_size is 0"},
         {"misaligned lse",
          [&](ta_error* err) {
-             return ta_attend_dense(context.get(), q.view(), k.view(), v.view(), out.view(), const_cast<float*>(odd(lse.data())), nullptr, err);
+             return ta_attend_dense(context.get(), q.view(), k.view(), v.view(), out.view(),
+                                    const_cast<float*>(odd(lse.data())), nullptr, err);
          },
          TA_E_ALIGNMENT, 5, "lse is not aligned"},
     });
@@ -466,16 +505,20 @@ TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
 TEST_F(BadArguments, CalibratorRefuses) {
     auto* out = untouched<ta_calibrator>();
     const auto create = [&](uint32_t layers, uint32_t heads, uint32_t dim) {
-        return [&, layers, heads, dim](ta_error* err) { return ta_calibrator_create(context.get(), layers, heads, dim, &out, err); };
+        return [&, layers, heads, dim](ta_error* err) {
+            return ta_calibrator_create(context.get(), layers, heads, dim, &out, err);
+        };
     };
     expect_failures({
-        {"no context", [&](ta_error* err) { return ta_calibrator_create(nullptr, 1, 1, 64, &out, err); }, TA_E_INVALID, 0, "context is null"},
+        {"no context", [&](ta_error* err) { return ta_calibrator_create(nullptr, 1, 1, 64, &out, err); }, TA_E_INVALID, 0,
+         "context is null"},
         {"no layers", create(0, 1, 64), TA_E_INVALID, 1, "layers is 0"},
         {"layers", create(4097, 1, 64), TA_E_INVALID, 1, "layers is 4097"},
         {"no heads", create(1, 0, 64), TA_E_INVALID, 2, "kv_heads is 0"},
         {"heads", create(1, UINT32_MAX, 64), TA_E_INVALID, 2, "kv_heads is 4294967295"},
         {"head_dim", create(1, 1, 65), TA_E_UNSUPPORTED, 3, "head_dim is 65"},
-        {"no out", [&](ta_error* err) { return ta_calibrator_create(context.get(), 1, 1, 64, nullptr, err); }, TA_E_INVALID, 4, "out is null"},
+        {"no out", [&](ta_error* err) { return ta_calibrator_create(context.get(), 1, 1, 64, nullptr, err); }, TA_E_INVALID, 4,
+         "out is null"},
     });
     EXPECT_EQ(out, untouched<ta_calibrator>());
 
@@ -497,22 +540,23 @@ TEST_F(BadArguments, CalibratorRefuses) {
     };
     expect_success(observe(0, k.view(), v.view()));
     expect_failures({
-        {"observe null", [&](ta_error* err) { return ta_calibrator_observe(nullptr, 0, k.view(), v.view(), err); }, TA_E_INVALID, 0,
-         "calibrator is null"},
+        {"observe null", [&](ta_error* err) { return ta_calibrator_observe(nullptr, 0, k.view(), v.view(), err); },
+         TA_E_INVALID, 0, "calibrator is null"},
         {"layer", observe(2, k.view(), v.view()), TA_E_INVALID, 1, "layer is 2"},
         {"no k", observe(0, nullptr, v.view()), TA_E_INVALID, 2, "k is null"},
         {"no v", observe(0, k.view(), nullptr), TA_E_INVALID, 3, "v is null"},
         {"fewer v", observe(0, k.view(), two.view()), TA_E_SHAPE, 3, "v is [2, 2, 64]"},
         {"NaN k", observe(1, bad.view(), v.view()), TA_E_NONFINITE, 2, "k[1, 1, 5]"},
         {"NaN v", observe(1, k.view(), bad.view()), TA_E_NONFINITE, 3, "v[1, 1, 5]"},
-        {"finish null", [&](ta_error* err) { return ta_calibrator_finish(nullptr, 0, k_bits, v_bits, nullptr, nullptr, err); }, TA_E_INVALID, 0,
-         "calibrator is null"},
+        {"finish null", [&](ta_error* err) { return ta_calibrator_finish(nullptr, 0, k_bits, v_bits, nullptr, nullptr, err); },
+         TA_E_INVALID, 0, "calibrator is null"},
         {"no k_bits", finish(0, nullptr, v_bits), TA_E_INVALID, 2, "k_bits is null"},
         {"no v_bits", finish(0, k_bits, nullptr), TA_E_INVALID, 3, "v_bits is null"},
         {"n_low", finish(kHeads + 1, k_bits, v_bits), TA_E_INVALID, 1, "n_low is 3"},
         {"misaligned k_priority", finish(0, k_bits, v_bits, odd), TA_E_ALIGNMENT, 4, "k_priority is not aligned"},
         {"misaligned v_priority", finish(0, k_bits, v_bits, priority, odd), TA_E_ALIGNMENT, 5, "v_priority is not aligned"},
-        {"a layer that a failed call would have observed", finish(1, k_bits, v_bits, priority), TA_E_STATE, -1, "layer 1 was never observed"},
+        {"a layer that a failed call would have observed", finish(1, k_bits, v_bits, priority), TA_E_STATE, -1,
+         "layer 1 was never observed"},
     });
     for (int i = 0; i < 4; ++i) {
         EXPECT_EQ(k_bits[i], 9);

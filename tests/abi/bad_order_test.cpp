@@ -5,7 +5,7 @@ namespace ta::testing {
 namespace {
 
 class BadOrder : public WrongCalls {
-protected:
+  protected:
     BadOrder() {
         Random random(13);
         k = Tensor(random.normals(kRow), 1, kHeads, kDim);
@@ -15,7 +15,8 @@ protected:
         return [this, layer](ta_error* err) { return ta_append(plan.get(), layer, k.view(), k.view(), err); };
     }
     std::function<ta_status(ta_error*)> do_attend(uint32_t layer) {
-        return [this, layer](ta_error* err) { return ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, err); };
+        return
+            [this, layer](ta_error* err) { return ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, err); };
     }
     std::function<ta_status(ta_error*)> do_end() {
         return [this](ta_error* err) { return ta_plan_end(plan.get(), err); };
@@ -89,9 +90,10 @@ TEST_F(BadOrder, AStepWithoutNewTokensNeedsNoAppends) {
     EXPECT_EQ(do_attend(0)(nullptr), TA_OK);
     Tensor none(0, kHeads, kDim);
     append(plan, 0, none, none);
-    expect_failures({{"second empty append", [&](ta_error* err) { return ta_append(plan.get(), 0, none.view(), none.view(), err); }, TA_E_STATE,
-                      -1, "layer 0 was appended already"}},
-                    true);
+    expect_failures(
+        {{"second empty append", [&](ta_error* err) { return ta_append(plan.get(), 0, none.view(), none.view(), err); },
+          TA_E_STATE, -1, "layer 0 was appended already"}},
+        true);
     EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
     end(plan);
     expect_unchanged(before);
@@ -106,16 +108,20 @@ TEST_F(BadOrder, SequencesInAnOpenPlanAreBusy) {
     const ta_seq both[] = {long_seq, short_seq};
     expect_failures(
         {
-            {"begin of another plan", [&](ta_error* err) { return ta_plan_begin(other.get(), 2, both, nullptr, nullptr, err); }, TA_E_BUSY, -1,
+            {"begin of another plan", [&](ta_error* err) { return ta_plan_begin(other.get(), 2, both, nullptr, nullptr, err); },
+             TA_E_BUSY, -1, "is in an open plan"},
+            {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), short_seq, &fork, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
-            {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), short_seq, &fork, err); }, TA_E_BUSY, -1, "is in an open plan"},
-            {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), short_seq, 0, err); }, TA_E_BUSY, -1, "is in an open plan"},
-            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), short_seq, err); }, TA_E_BUSY, -1, "is in an open plan"},
-            {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), short_seq, err); }, TA_E_BUSY, -1, "is in an open plan"},
-            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), short_seq, 0, &block, nullptr, 0, err); }, TA_E_BUSY, -1,
+            {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), short_seq, 0, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
-            {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), short_seq, 0, 0, 1, value, value, err); }, TA_E_BUSY, -1,
+            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), short_seq, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
+            {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), short_seq, err); }, TA_E_BUSY, -1,
+             "is in an open plan"},
+            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), short_seq, 0, &block, nullptr, 0, err); },
+             TA_E_BUSY, -1, "is in an open plan"},
+            {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), short_seq, 0, 0, 1, value, value, err); },
+             TA_E_BUSY, -1, "is in an open plan"},
             {"close", [&](ta_error* err) { return ta_kv_pool_close(pool.get(), err); }, TA_E_BUSY, -1, "a plan is open"},
         },
         true);
@@ -187,8 +193,15 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
     ASSERT_NE(reused, released);
     const KvPool other_pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
     const ta_seq foreign = make_sequence(other_pool);
-    std::vector<ta_seq> stale = {0, released, foreign, UINT64_MAX, long_seq + (uint64_t{1} << 32), long_seq - (uint64_t{1} << 32), long_seq + 7,
-                                 uint64_t{1} << 32, uint32_t(long_seq)};
+    std::vector<ta_seq> stale = {0,
+                                 released,
+                                 foreign,
+                                 UINT64_MAX,
+                                 long_seq + (uint64_t{1} << 32),
+                                 long_seq - (uint64_t{1} << 32),
+                                 long_seq + 7,
+                                 uint64_t{1} << 32,
+                                 uint32_t(long_seq)};
     Random random(23);
     for (int i = 0; i < 200; ++i) stale.push_back(random.bits());
     before = snapshot();
@@ -206,9 +219,12 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
             {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), seq, err); }, TA_E_STALE, -1, text},
             {"length", [&](ta_error* err) { return ta_seq_length(pool.get(), seq, &n, err); }, TA_E_STALE, -1, text},
             {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), seq, err); }, TA_E_STALE, -1, text},
-            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), seq, 0, &block, nullptr, 0, err); }, TA_E_STALE, -1, text},
-            {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), seq, 0, 0, 0, value, value, err); }, TA_E_STALE, -1, text},
-            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, -1, text},
+            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), seq, 0, &block, nullptr, 0, err); }, TA_E_STALE,
+             -1, text},
+            {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), seq, 0, 0, 0, value, value, err); },
+             TA_E_STALE, -1, text},
+            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, -1,
+             text},
         };
         for (const Wrong& wrong : calls) expect_failure(wrong);
         EXPECT_EQ(fork, 5u);
@@ -248,8 +264,10 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
         {"attend", do_attend(0), TA_E_CLOSED, -1, "closed"},
         {"end", do_end(), TA_E_CLOSED, -1, "closed"},
         {"abort", do_abort(), TA_E_CLOSED, -1, "closed"},
-        {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 0, &block, nullptr, 0, err); }, TA_E_CLOSED, -1, "closed"},
-        {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), long_seq, 0, 0, 1, value, value, err); }, TA_E_CLOSED, -1, "closed"},
+        {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 0, &block, nullptr, 0, err); }, TA_E_CLOSED,
+         -1, "closed"},
+        {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), long_seq, 0, 0, 1, value, value, err); },
+         TA_E_CLOSED, -1, "closed"},
     };
     for (const Wrong& wrong : calls) expect_failure(wrong);
     EXPECT_EQ(out_seq, 5u);
@@ -267,8 +285,10 @@ TEST_F(BadOrder, MaxSequencesIsALimitOnLivingOnes) {
     before = snapshot();
     ta_seq seq = 5;
     expect_failures({
-        {"create", [&](ta_error* err) { return ta_seq_create(pool.get(), &seq, err); }, TA_E_LIMIT, -1, "maximum of 8 sequences"},
-        {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, &seq, err); }, TA_E_LIMIT, -1, "maximum of 8 sequences"},
+        {"create", [&](ta_error* err) { return ta_seq_create(pool.get(), &seq, err); }, TA_E_LIMIT, -1,
+         "maximum of 8 sequences"},
+        {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, &seq, err); }, TA_E_LIMIT, -1,
+         "maximum of 8 sequences"},
     });
     EXPECT_EQ(seq, 5u);
     for (int i = 0; i < 3; ++i) {
@@ -291,7 +311,8 @@ TEST_F(BadOrder, AFullTierRefusesBeginAndRecovers) {
     const ta_seq both[] = {b, a};
     for (int32_t n : {200, 1000, 1 << 20, INT32_MAX}) {
         const int32_t n_new[] = {1, n};
-        expect_failure({"begin", [&](ta_error* err) { return ta_plan_begin(p.get(), 2, both, n_new, nullptr, err); }, TA_E_TIER_FULL, -1, "needs"});
+        expect_failure({"begin", [&](ta_error* err) { return ta_plan_begin(p.get(), 2, both, n_new, nullptr, err); },
+                        TA_E_TIER_FULL, -1, "needs"});
         const auto now = stats(small);
         EXPECT_EQ(now.bytes_used, was.bytes_used);
         EXPECT_EQ(now.token_blocks, was.token_blocks);

@@ -12,7 +12,7 @@ namespace {
 // and writes beyond it.
 template <class T>
 class Resized {
-public:
+  public:
     Resized(const T& from, size_t bytes, uint8_t fill, uint32_t struct_size) : memory_(std::malloc(bytes), std::free) {
         std::memset(memory_.get(), fill, bytes);
         std::memcpy(memory_.get(), &from, std::min(bytes, sizeof(T)));
@@ -21,14 +21,14 @@ public:
     T* get() const { return static_cast<T*>(memory_.get()); }
     uint8_t* bytes() const { return static_cast<uint8_t*>(memory_.get()); }
 
-private:
+  private:
     std::unique_ptr<void, void (*)(void*)> memory_;
 };
 
 constexpr uint32_t kImpossible[] = {0, 1, 4, 7, (1 << 16) + 1, UINT32_MAX};
 
 class BadStructs : public WrongCalls {
-protected:
+  protected:
     // `call` takes the struct and an error. `shortest`: bytes of an older header's struct that the call can do with.
     template <class T, class Call>
     void check_input(const T& good, size_t shortest, int argument, Call call) {
@@ -92,7 +92,9 @@ TEST_F(BadStructs, ContextOptions) {
 
 TEST_F(BadStructs, Allocator) {
     auto good = sized<ta_allocator>();
-    good.allocate = [](size_t bytes, size_t alignment, void*) { return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment); };
+    good.allocate = [](size_t bytes, size_t alignment, void*) {
+        return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    };
     good.deallocate = [](void* p, size_t, size_t, void*) { std::free(p); };
     check_input(good, offsetof(ta_allocator, user), 0, [](const ta_allocator* a, ta_error* err) {
         auto options = sized<ta_context_options>();
@@ -106,12 +108,13 @@ TEST_F(BadStructs, Allocator) {
 }
 
 TEST_F(BadStructs, PoolOptions) {
-    check_input(pool_options(1, 1, 64), offsetof(ta_kv_pool_options, max_sequences), 1, [&](const ta_kv_pool_options* o, ta_error* err) {
-        ta_kv_pool* out = nullptr;
-        const ta_status status = ta_kv_pool_create(context.get(), o, &out, err);
-        ta_kv_pool_destroy(out);
-        return status;
-    });
+    check_input(pool_options(1, 1, 64), offsetof(ta_kv_pool_options, max_sequences), 1,
+                [&](const ta_kv_pool_options* o, ta_error* err) {
+                    ta_kv_pool* out = nullptr;
+                    const ta_status status = ta_kv_pool_create(context.get(), o, &out, err);
+                    ta_kv_pool_destroy(out);
+                    return status;
+                });
 }
 
 TEST_F(BadStructs, Numerics) {
@@ -146,10 +149,13 @@ TEST_F(BadStructs, Tensors) {
     check_input(good_q, without_strides, 2, [&](const ta_tensor* t, ta_error* err) { return attend_with(t, out.view(), err); });
     check_input(good_out, without_strides, 3, [&](const ta_tensor* t, ta_error* err) { return attend_with(q.view(), t, err); });
     for (int i = 0; i < 4; ++i) {
-        check_input(i == 0 ? good_q : i == 3 ? good_out : good_k, without_strides, i + 1, [&](const ta_tensor* t, ta_error* err) {
-            return ta_attend_dense(context.get(), i == 0 ? t : q.view(), i == 1 ? t : k.view(), i == 2 ? t : k.view(), i == 3 ? t : out.view(),
-                                   nullptr, nullptr, err);
-        });
+        check_input(i == 0   ? good_q
+                    : i == 3 ? good_out
+                             : good_k,
+                    without_strides, i + 1, [&](const ta_tensor* t, ta_error* err) {
+                        return ta_attend_dense(context.get(), i == 0 ? t : q.view(), i == 1 ? t : k.view(),
+                                               i == 2 ? t : k.view(), i == 3 ? t : out.view(), nullptr, nullptr, err);
+                    });
     }
 }
 
@@ -178,11 +184,12 @@ TEST_F(BadStructs, DenseOptions) {
 }
 
 TEST_F(BadStructs, StructsThatTheLibraryFillsIn) {
-    check_output<ta_context_info>(1, [&](ta_context_info* i, ta_error* err) { return ta_context_get_info(context.get(), i, err); });
-    check_output<ta_kv_pool_stats>(1, [&](ta_kv_pool_stats* s, ta_error* err) { return ta_kv_pool_get_stats(pool.get(), s, err); });
-    check_output<ta_x_block_info>(3, [&](ta_x_block_info* i, ta_error* err) {
-        return ta_x_seq_block(pool.get(), long_seq, 1, i, nullptr, 0, err);
-    });
+    check_output<ta_context_info>(
+        1, [&](ta_context_info* i, ta_error* err) { return ta_context_get_info(context.get(), i, err); });
+    check_output<ta_kv_pool_stats>(
+        1, [&](ta_kv_pool_stats* s, ta_error* err) { return ta_kv_pool_get_stats(pool.get(), s, err); });
+    check_output<ta_x_block_info>(
+        3, [&](ta_x_block_info* i, ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 1, i, nullptr, 0, err); });
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
 
 class BadTensors : public WrongCalls {
-protected:
+  protected:
     static constexpr int64_t kTokens = 3;
 
     BadTensors() {
@@ -37,10 +37,12 @@ protected:
             return ta_attend(plan.get(), 0, which == 2 ? t : q.view(), which == 3 ? t : out.view(), nullptr, nullptr, err);
         };
         const auto dense_at = [this](int which, const ta_tensor* t, ta_error* err) {
-            return ta_attend_dense(context.get(), which == 1 ? t : q.view(), which == 2 ? t : k.view(), which == 3 ? t : v.view(),
-                                   which == 4 ? t : out.view(), nullptr, nullptr, err);
+            return ta_attend_dense(context.get(), which == 1 ? t : q.view(), which == 2 ? t : k.view(),
+                                   which == 3 ? t : v.view(), which == 4 ? t : out.view(), nullptr, nullptr, err);
         };
-        const auto bound = [](auto call, int which) { return [=](const ta_tensor* t, ta_error* err) { return call(which, t, err); }; };
+        const auto bound = [](auto call, int which) {
+            return [=](const ta_tensor* t, ta_error* err) { return call(which, t, err); };
+        };
         return {
             {"append k", 2, k.view(), bound(append_at, 2)}, {"append v", 3, v.view(), bound(append_at, 3)},
             {"attend q", 2, q.view(), bound(attend_at, 2)}, {"attend out", 3, out.view(), bound(attend_at, 3)},
@@ -121,7 +123,8 @@ TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
             c.change(t);
             const auto call = [&](ta_error* err) { return place.call(&t, err); };
             // Which tensor of a dense call does not fit the others is a matter of taste, unless it is wrong by itself.
-            const bool by_taste = place.argument == 2 && place.name == std::string_view("dense k") && c.what == std::string_view("3 heads");
+            const bool by_taste =
+                place.argument == 2 && place.name == std::string_view("dense k") && c.what == std::string_view("3 heads");
             expect_failures({{c.what, call, c.status, by_taste ? 1 : place.argument, by_taste ? "q has" : ""}}, true);
         }
     }
@@ -141,12 +144,15 @@ TEST_F(BadTensors, TokenAndChannelCountsMustBeThoseOfTheCall) {
             if (place.argument <= 2 && place.name[0] == 'd') continue;  // the others have to follow q and k there
             ta_tensor t = *place.good;
             t.tokens = tokens;
-            expect_failures({{"tokens", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "takes [3, "}}, true);
+            expect_failures(
+                {{"tokens", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "takes [3, "}},
+                true);
         }
         ta_tensor t = *place.good;
         t.head_dim = 32;
         if (place.name == std::string_view("dense k")) continue;
-        expect_failures({{"channels", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "64]"}}, true);
+        expect_failures({{"channels", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "64]"}},
+                        true);
     }
     ta_tensor narrow = *k.view();
     narrow.head_dim = 32;
@@ -171,8 +177,12 @@ TEST_F(BadTensors, TheOutputMustNotOverlapInputs) {
     for (const ta_tensor* o : {&first, &second, static_cast<const ta_tensor*>(&backwards)}) {
         expect_failures(
             {
-                {"attend", [&](ta_error* err) { return ta_attend(plan.get(), 0, &first, o, nullptr, nullptr, err); }, TA_E_INVALID, 3, "overlaps q"},
-                {"dense", [&](ta_error* err) { return ta_attend_dense(context.get(), &first, k.view(), v.view(), o, nullptr, nullptr, err); },
+                {"attend", [&](ta_error* err) { return ta_attend(plan.get(), 0, &first, o, nullptr, nullptr, err); },
+                 TA_E_INVALID, 3, "overlaps q"},
+                {"dense",
+                 [&](ta_error* err) {
+                     return ta_attend_dense(context.get(), &first, k.view(), v.view(), o, nullptr, nullptr, err);
+                 },
                  TA_E_INVALID, 4, "overlaps q"},
             },
             true);
@@ -180,16 +190,23 @@ TEST_F(BadTensors, TheOutputMustNotOverlapInputs) {
     const ta_tensor values = view_of(zeros.data() + 64, kTokens, kHeads, kDim);
     expect_failures(
         {
-            {"dense k", [&](ta_error* err) { return ta_attend_dense(context.get(), q.view(), &values, v.view(), &first, nullptr, nullptr, err); },
+            {"dense k",
+             [&](ta_error* err) {
+                 return ta_attend_dense(context.get(), q.view(), &values, v.view(), &first, nullptr, nullptr, err);
+             },
              TA_E_INVALID, 4, "overlaps k"},
-            {"dense v", [&](ta_error* err) { return ta_attend_dense(context.get(), q.view(), k.view(), &values, &first, nullptr, nullptr, err); },
+            {"dense v",
+             [&](ta_error* err) {
+                 return ta_attend_dense(context.get(), q.view(), k.view(), &values, &first, nullptr, nullptr, err);
+             },
              TA_E_INVALID, 4, "overlaps v"},
         },
         true);
     EXPECT_EQ(zeros, std::vector<float>(zeros.size(), 0.0f));
     // Directly behind one another is fine.
     std::vector<float> room(size_t(2 * kTokens) * kQHeads * kDim, 0.0f);
-    const ta_tensor low = view_of(room.data(), kTokens, kQHeads, kDim), high = view_of(room.data() + room.size() / 2, kTokens, kQHeads, kDim);
+    const ta_tensor low = view_of(room.data(), kTokens, kQHeads, kDim),
+                    high = view_of(room.data() + room.size() / 2, kTokens, kQHeads, kDim);
     EXPECT_EQ(ta_attend(plan.get(), 0, &low, &high, nullptr, nullptr, nullptr), TA_OK);
     EXPECT_EQ(ta_attend(plan.get(), 0, &high, &low, nullptr, nullptr, nullptr), TA_OK);
     ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
@@ -219,7 +236,8 @@ TEST_P(NonFinite, IsRefusedWhereverItStands) {
             bad_v.set(w.token, w.head, w.channel, x);
             bad_q.set(in_q.token, in_q.head, in_q.channel, x);
             const auto text = [](const char* name, Where p) {
-                return std::string(name) + "[" + std::to_string(p.token) + ", " + std::to_string(p.head) + ", " + std::to_string(p.channel) + "]";
+                return std::string(name) + "[" + std::to_string(p.token) + ", " + std::to_string(p.head) + ", " +
+                       std::to_string(p.channel) + "]";
             };
             const std::string in_k = text("k", w), in_v = text("v", w), at_q = text("q", in_q);
             const auto dense = [&](Tensor& qt, Tensor& kt, Tensor& vt) {
@@ -229,9 +247,12 @@ TEST_P(NonFinite, IsRefusedWhereverItStands) {
             };
             expect_failures(
                 {
-                    {"append k", [&](ta_error* err) { return ta_append(plan.get(), 1, bad_k.view(), v.view(), err); }, TA_E_NONFINITE, 2, in_k.c_str()},
-                    {"append v", [&](ta_error* err) { return ta_append(plan.get(), 1, k.view(), bad_v.view(), err); }, TA_E_NONFINITE, 3, in_v.c_str()},
-                    {"attend q", [&](ta_error* err) { return ta_attend(plan.get(), 0, bad_q.view(), out.view(), nullptr, nullptr, err); },
+                    {"append k", [&](ta_error* err) { return ta_append(plan.get(), 1, bad_k.view(), v.view(), err); },
+                     TA_E_NONFINITE, 2, in_k.c_str()},
+                    {"append v", [&](ta_error* err) { return ta_append(plan.get(), 1, k.view(), bad_v.view(), err); },
+                     TA_E_NONFINITE, 3, in_v.c_str()},
+                    {"attend q",
+                     [&](ta_error* err) { return ta_attend(plan.get(), 0, bad_q.view(), out.view(), nullptr, nullptr, err); },
                      TA_E_NONFINITE, 2, at_q.c_str()},
                     {"dense q", dense(bad_q, k, v), TA_E_NONFINITE, 1, at_q.c_str()},
                     {"dense k", dense(q, bad_k, v), TA_E_NONFINITE, 2, in_k.c_str()},

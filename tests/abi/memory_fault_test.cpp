@@ -39,22 +39,54 @@ void* allocate_or_throw(size_t bytes, size_t alignment) {
 
 }  // namespace
 
-void* operator new(size_t n) { return allocate_or_throw(n, 1); }
-void* operator new[](size_t n) { return allocate_or_throw(n, 1); }
-void* operator new(size_t n, std::align_val_t a) { return allocate_or_throw(n, size_t(a)); }
-void* operator new[](size_t n, std::align_val_t a) { return allocate_or_throw(n, size_t(a)); }
-void* operator new(size_t n, const std::nothrow_t&) noexcept { return allocate(n, 1); }
-void* operator new[](size_t n, const std::nothrow_t&) noexcept { return allocate(n, 1); }
-void* operator new(size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return allocate(n, size_t(a)); }
-void* operator new[](size_t n, std::align_val_t a, const std::nothrow_t&) noexcept { return allocate(n, size_t(a)); }
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete[](void* p) noexcept { std::free(p); }
-void operator delete(void* p, size_t) noexcept { std::free(p); }
-void operator delete[](void* p, size_t) noexcept { std::free(p); }
-void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
-void operator delete[](void* p, std::align_val_t) noexcept { std::free(p); }
-void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p); }
-void operator delete[](void* p, size_t, std::align_val_t) noexcept { std::free(p); }
+void* operator new(size_t n) {
+    return allocate_or_throw(n, 1);
+}
+void* operator new[](size_t n) {
+    return allocate_or_throw(n, 1);
+}
+void* operator new(size_t n, std::align_val_t a) {
+    return allocate_or_throw(n, size_t(a));
+}
+void* operator new[](size_t n, std::align_val_t a) {
+    return allocate_or_throw(n, size_t(a));
+}
+void* operator new(size_t n, const std::nothrow_t&) noexcept {
+    return allocate(n, 1);
+}
+void* operator new[](size_t n, const std::nothrow_t&) noexcept {
+    return allocate(n, 1);
+}
+void* operator new(size_t n, std::align_val_t a, const std::nothrow_t&) noexcept {
+    return allocate(n, size_t(a));
+}
+void* operator new[](size_t n, std::align_val_t a, const std::nothrow_t&) noexcept {
+    return allocate(n, size_t(a));
+}
+void operator delete(void* p) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p) noexcept {
+    std::free(p);
+}
+void operator delete(void* p, size_t) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p, size_t) noexcept {
+    std::free(p);
+}
+void operator delete(void* p, std::align_val_t) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p, std::align_val_t) noexcept {
+    std::free(p);
+}
+void operator delete(void* p, size_t, std::align_val_t) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p, size_t, std::align_val_t) noexcept {
+    std::free(p);
+}
 
 namespace ta::testing {
 namespace {
@@ -66,7 +98,7 @@ enum class Source { kHooks, kNew };
 
 // One run of a scenario with at most one fault.
 class Life {
-public:
+  public:
     Life(Source source, int64_t fails_at, bool sticky) : source_(source), sticky_(sticky) {
         allocator_.fails = [] { return g_armed_hooks.load() && fails_now(); };
         g_countdown = fails_at < 0 ? INT64_MAX : fails_at;
@@ -212,7 +244,7 @@ public:
     std::vector<float> results;
     Random random{31};
 
-private:
+  private:
     struct State {
         ta_kv_pool_stats stats{};
         std::vector<int64_t> lengths;
@@ -228,7 +260,8 @@ private:
         s.stats.bytes_cached = s.stats.bytes_peak = 0;  // a reservation that was undone leaves blocks behind for the next one
         for (ta_seq seq : sequences) {
             s.lengths.push_back(length(pool, seq));
-            Stored values{std::vector<float>(size_t(s.lengths.back() * kRow)), std::vector<float>(size_t(s.lengths.back() * kRow))};
+            Stored values{std::vector<float>(size_t(s.lengths.back() * kRow)),
+                          std::vector<float>(size_t(s.lengths.back() * kRow))};
             const ta_status status =
                 ta_x_seq_dequantize(pool.get(), seq, 1, 0, s.lengths.back(), values.k.data(), values.v.data(), nullptr);
             if (status == TA_OK) s.stored.push_back(std::move(values));  // else it is in the open plan
@@ -256,7 +289,7 @@ private:
 using Scenario = std::function<void(Life&)>;
 
 class MemoryFaults : public ::testing::TestWithParam<std::tuple<Source, bool>> {
-protected:
+  protected:
     // `prepare` runs with memory, `scenario` with the fault.
     void for_every_fault(const Scenario& prepare, const Scenario& scenario, int64_t at_least) {
         const auto [source, sticky] = GetParam();
@@ -266,8 +299,9 @@ protected:
         clean.finish();
         int64_t n = 0;
         for (;; ++n) {
-            SCOPED_TRACE(::testing::Message() << "allocation " << n << " of the " << (source == Source::kHooks ? "hooks" : "operator new")
-                                              << (sticky ? " and all after it fail" : " fails"));
+            SCOPED_TRACE(::testing::Message()
+                         << "allocation " << n << " of the " << (source == Source::kHooks ? "hooks" : "operator new")
+                         << (sticky ? " and all after it fail" : " fails"));
             Life run(source, -1, sticky);
             prepare(run);
             g_countdown = n;
@@ -280,7 +314,8 @@ protected:
             if (!came || HasFailure()) break;
             ASSERT_LT(n, 5000);
         }
-        EXPECT_TRUE(HasFailure() || source == Source::kHooks || n >= at_least) << "the scenario hardly takes memory: is it armed?";
+        EXPECT_TRUE(HasFailure() || source == Source::kHooks || n >= at_least)
+            << "the scenario hardly takes memory: is it armed?";
     }
 };
 
@@ -307,71 +342,87 @@ TEST_P(MemoryFaults, AFirstStep) {
             r.new_sequence();
             r.new_sequence();
         },
-        [](Life& r) { r.step({0, 1}, {150, 3}); }, 10);
+        [](Life& r) {
+            r.step({0, 1}, {150, 3});
+        },
+        10);
 }
 
 TEST_P(MemoryFaults, ALaterStepAndALargerOne) {
-    for_every_fault(two_sequences,
-                    [](Life& r) {
-                        r.step({1, 0}, {1, 1});
-                        r.step({0, 1}, {300, 40});
-                    },
-                    10);
+    for_every_fault(
+        two_sequences,
+        [](Life& r) {
+            r.step({1, 0}, {1, 1});
+            r.step({0, 1}, {300, 40});
+        },
+        10);
 }
 
 TEST_P(MemoryFaults, ForkAndCopyOnWrite) {
-    for_every_fault(two_sequences,
-                    [](Life& r) {
-                        r.fork(0);
-                        r.fork(1);
-                        r.step({2, 3, 1}, {2, 40, 1});
-                    },
-                    10);
+    for_every_fault(
+        two_sequences,
+        [](Life& r) {
+            r.fork(0);
+            r.fork(1);
+            r.step({2, 3, 1}, {2, 40, 1});
+        },
+        10);
 }
 
 TEST_P(MemoryFaults, TruncateAndReopen) {
-    for_every_fault(two_sequences,
-                    [](Life& r) {
-                        r.call_without_memory("ta_seq_truncate", [&](ta_error* err) { return ta_seq_truncate(r.pool.get(), r.sequences[0], 150, err); });
-                        r.call_without_memory("ta_seq_truncate", [&](ta_error* err) { return ta_seq_truncate(r.pool.get(), r.sequences[1], 10, err); });
-                        r.step({0, 1}, {50, 2});
-                    },
-                    10);
+    for_every_fault(
+        two_sequences,
+        [](Life& r) {
+            r.call_without_memory("ta_seq_truncate",
+                                  [&](ta_error* err) { return ta_seq_truncate(r.pool.get(), r.sequences[0], 150, err); });
+            r.call_without_memory("ta_seq_truncate",
+                                  [&](ta_error* err) { return ta_seq_truncate(r.pool.get(), r.sequences[1], 10, err); });
+            r.step({0, 1}, {50, 2});
+        },
+        10);
 }
 
 TEST_P(MemoryFaults, ReleaseAndAbortNeedNone) {
-    for_every_fault(two_sequences,
-                    [](Life& r) {
-                        const int32_t n_new[] = {70, 5};
-                        r.call("ta_plan_begin", [&](ta_error* err) { return ta_plan_begin(r.plan.get(), 2, r.sequences.data(), n_new, nullptr, err); });
-                        r.call_without_memory("ta_plan_abort", [&](ta_error* err) { return ta_plan_abort(r.plan.get(), err); });
-                        r.call_without_memory("ta_seq_release", [&](ta_error* err) { return ta_seq_release(r.pool.get(), r.sequences[0], err); });
-                        r.sequences.erase(r.sequences.begin());
-                        int64_t n = 0;
-                        r.call_without_memory("ta_seq_length", [&](ta_error* err) { return ta_seq_length(r.pool.get(), r.sequences[0], &n, err); });
-                        r.step({0}, {40});
-                        r.call_without_memory("ta_kv_pool_close", [&](ta_error* err) { return ta_kv_pool_close(r.pool.get(), err); });
-                        r.pool.reset();
-                        r.sequences.clear();
-                    },
-                    3);
+    for_every_fault(
+        two_sequences,
+        [](Life& r) {
+            const int32_t n_new[] = {70, 5};
+            r.call("ta_plan_begin",
+                   [&](ta_error* err) { return ta_plan_begin(r.plan.get(), 2, r.sequences.data(), n_new, nullptr, err); });
+            r.call_without_memory("ta_plan_abort", [&](ta_error* err) { return ta_plan_abort(r.plan.get(), err); });
+            r.call_without_memory("ta_seq_release",
+                                  [&](ta_error* err) { return ta_seq_release(r.pool.get(), r.sequences[0], err); });
+            r.sequences.erase(r.sequences.begin());
+            int64_t n = 0;
+            r.call_without_memory("ta_seq_length",
+                                  [&](ta_error* err) { return ta_seq_length(r.pool.get(), r.sequences[0], &n, err); });
+            r.step({0}, {40});
+            r.call_without_memory("ta_kv_pool_close", [&](ta_error* err) { return ta_kv_pool_close(r.pool.get(), err); });
+            r.pool.reset();
+            r.sequences.clear();
+        },
+        3);
 }
 
 TEST_P(MemoryFaults, Inspection) {
-    for_every_fault(two_sequences,
-                    [](Life& r) {
-                        std::vector<float> k(200 * kRow), v(200 * kRow);
-                        std::vector<uint8_t> bytes(1 << 16);
-                        auto block = sized<ta_x_block_info>();
-                        const ta_seq seq = r.sequences[0];
-                        r.call("ta_seq_verify", [&](ta_error* err) { return ta_seq_verify(r.pool.get(), seq, err); });
-                        r.call("ta_x_seq_dequantize", [&](ta_error* err) { return ta_x_seq_dequantize(r.pool.get(), seq, 0, 0, 200, k.data(), v.data(), err); });
-                        r.call("ta_x_seq_block", [&](ta_error* err) { return ta_x_seq_block(r.pool.get(), seq, 1, &block, bytes.data(), bytes.size(), err); });
-                        r.call("ta_context_health", [&](ta_error* err) { return ta_context_health(r.context.get(), err); });
-                        r.keep(k);
-                        r.keep(v);
-                    },
-                    1);
+    for_every_fault(
+        two_sequences,
+        [](Life& r) {
+            std::vector<float> k(200 * kRow), v(200 * kRow);
+            std::vector<uint8_t> bytes(1 << 16);
+            auto block = sized<ta_x_block_info>();
+            const ta_seq seq = r.sequences[0];
+            r.call("ta_seq_verify", [&](ta_error* err) { return ta_seq_verify(r.pool.get(), seq, err); });
+            r.call("ta_x_seq_dequantize",
+                   [&](ta_error* err) { return ta_x_seq_dequantize(r.pool.get(), seq, 0, 0, 200, k.data(), v.data(), err); });
+            r.call("ta_x_seq_block", [&](ta_error* err) {
+                return ta_x_seq_block(r.pool.get(), seq, 1, &block, bytes.data(), bytes.size(), err);
+            });
+            r.call("ta_context_health", [&](ta_error* err) { return ta_context_health(r.context.get(), err); });
+            r.keep(k);
+            r.keep(v);
+        },
+        1);
 }
 
 TEST_P(MemoryFaults, DenseAttention) {
@@ -380,15 +431,16 @@ TEST_P(MemoryFaults, DenseAttention) {
                         const int64_t q_offsets[] = {0, 1, 30}, k_offsets[] = {0, 70, 170};
                         for (ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF}) {
                             Tensor q(r.random.normals(30 * kQHeads * kDim), 30, kQHeads, kDim), out(30, kQHeads, kDim);
-                            Tensor k(r.random.normals(170 * kRow), 170, kHeads, kDim), v(r.random.normals(170 * kRow), 170, kHeads, kDim);
+                            Tensor k(r.random.normals(170 * kRow), 170, kHeads, kDim),
+                                v(r.random.normals(170 * kRow), 170, kHeads, kDim);
                             auto options = sized<ta_dense_options>();
                             options.variant = variant;
                             options.batch = 2;
                             options.q_offsets = q_offsets;
                             options.k_offsets = k_offsets;
                             r.call("ta_attend_dense", [&](ta_error* err) {
-                                const ta_status status =
-                                    ta_attend_dense(r.context.get(), q.view(), k.view(), v.view(), out.view(), nullptr, &options, err);
+                                const ta_status status = ta_attend_dense(r.context.get(), q.view(), k.view(), v.view(),
+                                                                         out.view(), nullptr, &options, err);
                                 EXPECT_TRUE(status == TA_OK || out.all_poison()) << "a call that failed has written its output";
                                 return status;
                             });
@@ -399,34 +451,38 @@ TEST_P(MemoryFaults, DenseAttention) {
 }
 
 TEST_P(MemoryFaults, Calibration) {
-    for_every_fault([](Life& r) { r.make_context(); },
-                    [](Life& r) {
-                        r.call("ta_calibrator_create", [&](ta_error* err) {
-                            ta_calibrator* p = nullptr;
-                            const ta_status status = ta_calibrator_create(r.context.get(), 1, kHeads, kDim, &p, err);
-                            r.calibrator.reset(p);
-                            return status;
-                        });
-                        Tensor k(r.random.normals(5 * kRow), 5, kHeads, kDim), v(r.random.normals(5 * kRow), 5, kHeads, kDim);
-                        r.call("ta_calibrator_observe", [&](ta_error* err) { return ta_calibrator_observe(r.calibrator.get(), 0, k.view(), v.view(), err); });
-                        uint8_t k_bits[kHeads] = {}, v_bits[kHeads] = {};
-                        std::vector<float> priorities(2 * kHeads, -1.0f);
-                        r.call("ta_calibrator_finish", [&](ta_error* err) {
-                            const ta_status status =
-                                ta_calibrator_finish(r.calibrator.get(), 1, k_bits, v_bits, priorities.data(), priorities.data() + kHeads, err);
-                            const bool untouched = k_bits[0] + k_bits[1] + v_bits[0] + v_bits[1] == 0 &&
-                                                   std::all_of(priorities.begin(), priorities.end(), [](float x) { return x == -1.0f; });
-                            EXPECT_TRUE(status == TA_OK || untouched) << "a call that failed has written its output";
-                            return status;
-                        });
-                        r.keep(priorities);
-                    },
-                    5);
+    for_every_fault(
+        [](Life& r) { r.make_context(); },
+        [](Life& r) {
+            r.call("ta_calibrator_create", [&](ta_error* err) {
+                ta_calibrator* p = nullptr;
+                const ta_status status = ta_calibrator_create(r.context.get(), 1, kHeads, kDim, &p, err);
+                r.calibrator.reset(p);
+                return status;
+            });
+            Tensor k(r.random.normals(5 * kRow), 5, kHeads, kDim), v(r.random.normals(5 * kRow), 5, kHeads, kDim);
+            r.call("ta_calibrator_observe",
+                   [&](ta_error* err) { return ta_calibrator_observe(r.calibrator.get(), 0, k.view(), v.view(), err); });
+            uint8_t k_bits[kHeads] = {}, v_bits[kHeads] = {};
+            std::vector<float> priorities(2 * kHeads, -1.0f);
+            r.call("ta_calibrator_finish", [&](ta_error* err) {
+                const ta_status status = ta_calibrator_finish(r.calibrator.get(), 1, k_bits, v_bits, priorities.data(),
+                                                              priorities.data() + kHeads, err);
+                const bool untouched = k_bits[0] + k_bits[1] + v_bits[0] + v_bits[1] == 0 &&
+                                       std::all_of(priorities.begin(), priorities.end(), [](float x) { return x == -1.0f; });
+                EXPECT_TRUE(status == TA_OK || untouched) << "a call that failed has written its output";
+                return status;
+            });
+            r.keep(priorities);
+        },
+        5);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, MemoryFaults, ::testing::Combine(::testing::Values(Source::kHooks, Source::kNew), ::testing::Bool()),
+INSTANTIATE_TEST_SUITE_P(All, MemoryFaults,
+                         ::testing::Combine(::testing::Values(Source::kHooks, Source::kNew), ::testing::Bool()),
                          [](const auto& i) {
-                             return std::string(std::get<0>(i.param) == Source::kHooks ? "Hooks" : "New") + (std::get<1>(i.param) ? "FromThenOn" : "Once");
+                             return std::string(std::get<0>(i.param) == Source::kHooks ? "Hooks" : "New") +
+                                    (std::get<1>(i.param) ? "FromThenOn" : "Once");
                          });
 
 }  // namespace

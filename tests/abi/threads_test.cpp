@@ -114,7 +114,8 @@ TEST(ThreadsOnShared, SequencesForkTheSamePrefixAtOnce) {
         for (int i = 0; i < 6; ++i) {
             begin(plan, {seq}, {1});
             for (uint32_t layer = 0; layer < kLayers; ++layer) {
-                Tensor k(random.normals(kRow), 1, kHeads, kDim), q(random.normals(kQHeads * kDim), 1, kQHeads, kDim), out(1, kQHeads, kDim);
+                Tensor k(random.normals(kRow), 1, kHeads, kDim), q(random.normals(kQHeads * kDim), 1, kQHeads, kDim),
+                    out(1, kQHeads, kDim);
                 append(plan, layer, k, k);
                 attend(plan, layer, q, out);
                 const std::vector<float> x = out.values();
@@ -233,7 +234,8 @@ TEST(ThreadsOnShared, PoolsDenseCallsAndCalibratorsOfOneContextOverlap) {
         require(ta_attend_dense(context.get(), q.view(), k.view(), k.view(), out.view(), nullptr, nullptr, &err), err);
         return out.values();
     };
-    const std::vector<float> expected_dense = dense(), expected_client = client(make_pool(context, pool_options(kLayers, kHeads, kDim)), 7);
+    const std::vector<float> expected_dense = dense(),
+                             expected_client = client(make_pool(context, pool_options(kLayers, kHeads, kDim)), 7);
     std::vector<std::function<void()>> bodies;
     for (int i = 0; i < 2; ++i) {
         bodies.push_back([&] {
@@ -241,7 +243,8 @@ TEST(ThreadsOnShared, PoolsDenseCallsAndCalibratorsOfOneContextOverlap) {
         });
     }
     bodies.push_back([&] {
-        for (int n = 0; n < 2; ++n) EXPECT_TRUE(client(make_pool(context, pool_options(kLayers, kHeads, kDim)), 7) == expected_client);
+        for (int n = 0; n < 2; ++n)
+            EXPECT_TRUE(client(make_pool(context, pool_options(kLayers, kHeads, kDim)), 7) == expected_client);
     });
     bodies.push_back([&] {
         for (int n = 0; n < 10; ++n) {

@@ -31,7 +31,7 @@ T* untouched() {
 }
 
 class WrongCalls : public ::testing::Test {
-protected:
+  protected:
     static constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
     static constexpr int64_t kRow = kHeads * kDim;
 

@@ -15,7 +15,7 @@
 namespace ta::testing {
 
 class CountingAllocator {
-public:
+  public:
     CountingAllocator() = default;
     CountingAllocator(const CountingAllocator&) = delete;
     CountingAllocator& operator=(const CountingAllocator&) = delete;
@@ -26,7 +26,9 @@ public:
     ta_allocator hooks() {
         ta_allocator a{};
         a.struct_size = sizeof a;
-        a.allocate = [](size_t bytes, size_t alignment, void* user) { return static_cast<CountingAllocator*>(user)->allocate(bytes, alignment); };
+        a.allocate = [](size_t bytes, size_t alignment, void* user) {
+            return static_cast<CountingAllocator*>(user)->allocate(bytes, alignment);
+        };
         a.deallocate = [](void* p, size_t bytes, size_t alignment, void* user) {
             static_cast<CountingAllocator*>(user)->deallocate(p, bytes, alignment);
         };
@@ -46,7 +48,7 @@ public:
     // Requests that the ABI excludes: sizes and alignments, and blocks given back with others than they were asked for.
     uint64_t faults() const { return faults_.load(); }
 
-private:
+  private:
     struct Block {
         size_t bytes, alignment;
     };

@@ -11,8 +11,9 @@ namespace {
 // One kv head at a time, as models show them: four channels of K have means of 10 to 40, V has a mean in each channel and heavy
 // tails. Queries of all heads and tokens share a direction that keys have no part in; only a sink's key lies along it.
 class LlmHead {
-public:
-    LlmHead(AttentionData& data, int64_t kv_head, Random& random) : data_(data), s_(data.shape), head_(kv_head), random_(random) {}
+  public:
+    LlmHead(AttentionData& data, int64_t kv_head, Random& random)
+        : data_(data), s_(data.shape), head_(kv_head), random_(random) {}
 
     void fill(double deviation, bool sink) {
         make_keys();
@@ -21,7 +22,7 @@ public:
         if (sink) make_sink();
     }
 
-private:
+  private:
     float* key(int64_t t) { return data_.k.data() + (t * s_.kv_heads + head_) * s_.head_dim; }
     float* value(int64_t t) { return data_.v.data() + (t * s_.kv_heads + head_) * s_.head_dim; }
     float* query(int64_t i, int64_t in_group) {
@@ -117,15 +118,24 @@ private:
 
 const char* name_of(DataKind kind) {
     switch (kind) {
-        case DataKind::kNormal: return "normal";
-        case DataKind::kFlat: return "flat";
-        case DataKind::kSink: return "sink";
-        case DataKind::kPeaky: return "peaky";
-        case DataKind::kZeros: return "zeros";
-        case DataKind::kConstantChannels: return "constant channels";
-        case DataKind::kOutliers: return "outliers 1e4";
-        case DataKind::kDenormal: return "denormal";
-        case DataKind::kHuge: return "huge";
+        case DataKind::kNormal:
+            return "normal";
+        case DataKind::kFlat:
+            return "flat";
+        case DataKind::kSink:
+            return "sink";
+        case DataKind::kPeaky:
+            return "peaky";
+        case DataKind::kZeros:
+            return "zeros";
+        case DataKind::kConstantChannels:
+            return "constant channels";
+        case DataKind::kOutliers:
+            return "outliers 1e4";
+        case DataKind::kDenormal:
+            return "denormal";
+        case DataKind::kHuge:
+            return "huge";
     }
     return "?";
 }
@@ -141,7 +151,8 @@ AttentionData make_data(DataKind kind, const AttentionShape& shape, uint64_t see
         for (float& value : x) value *= factor;
     };
     switch (kind) {
-        case DataKind::kNormal: break;
+        case DataKind::kNormal:
+            break;
         case DataKind::kFlat:
         case DataKind::kSink:
         case DataKind::kPeaky:

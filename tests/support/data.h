@@ -9,15 +9,15 @@
 namespace ta::testing {
 
 enum class DataKind {
-    kNormal,           // N(0,1)
-    kFlat,             // K with outlier channels, scores of deviation 0.5; V heavy-tailed around means per channel
-    kSink,             // as flat, but the first token takes 70% of the mass and has a small V
-    kPeaky,            // as flat with scores of deviation 3: a few keys decide
-    kZeros,            // all zero
-    kConstantChannels, // each channel of K and of V has one value
-    kOutliers,         // N(0,1) with 1e4 here and there in K and V
-    kDenormal,         // everything below 2^-126
-    kHuge,             // finite values up to 2^50; queries so small that the scores are not
+    kNormal,            // N(0,1)
+    kFlat,              // K with outlier channels, scores of deviation 0.5; V heavy-tailed around means per channel
+    kSink,              // as flat, but the first token takes 70% of the mass and has a small V
+    kPeaky,             // as flat with scores of deviation 3: a few keys decide
+    kZeros,             // all zero
+    kConstantChannels,  // each channel of K and of V has one value
+    kOutliers,          // N(0,1) with 1e4 here and there in K and V
+    kDenormal,          // everything below 2^-126
+    kHuge,              // finite values up to 2^50; queries so small that the scores are not
 };
 
 const char* name_of(DataKind kind);

@@ -6,15 +6,30 @@
 #include <limits>
 
 namespace ta::testing {
+namespace {
 
-Attention exact_attention(const AttentionShape& s, const AttentionRules& rules, const float* q, const float* k, const float* v) {
+// Eight sums at a time, which the compiler can vectorise. n is a multiple of 8.
+double dot(const float* a, const float* b, int64_t n) {
+    double sums[8] = {};
+    for (int64_t c = 0; c < n; c += 8) {
+        for (int64_t k = 0; k < 8; ++k) sums[k] += double(a[c + k]) * double(b[c + k]);
+    }
+    double sum = 0.0;
+    for (double x : sums) sum += x;
+    return sum;
+}
+
+}  // namespace
+
+Attention exact_attention(const AttentionShape& s, const AttentionRules& rules, const float* q, const float* k, const float* v,
+                          Rows rows) {
     constexpr double kMinusInf = -std::numeric_limits<double>::infinity();
     const double scale = rules.scale > 0.0 ? rules.scale : 1.0 / std::sqrt(double(s.head_dim));
     Attention r;
     r.out.assign(size_t(s.n_query * s.q_heads * s.head_dim), 0.0);
     r.lse.assign(size_t(s.n_query * s.q_heads), kMinusInf);
     std::vector<double> x(static_cast<size_t>(s.n_keys));
-    for (int64_t i = 0; i < s.n_query; ++i) {
+    for (int64_t i = rows.first; i < s.n_query; i += rows.step) {
         const int64_t position = s.n_keys - s.n_query + i;
         const auto sees = [&](int64_t j) {
             if (rules.causal && j > position) return false;
@@ -30,9 +45,7 @@ Attention exact_attention(const AttentionShape& s, const AttentionRules& rules, 
                     continue;
                 }
                 const float* k_row = k + (j * s.kv_heads + kv_head) * s.head_dim;
-                double dot = 0.0;
-                for (int64_t c = 0; c < s.head_dim; ++c) dot += double(q_row[c]) * double(k_row[c]);
-                double score = dot * scale;
+                double score = dot(q_row, k_row, s.head_dim) * scale;
                 if (rules.softcap > 0.0) score = rules.softcap * std::tanh(score / rules.softcap);
                 if (rules.alibi_slopes) score += double(rules.alibi_slopes[h]) * double(j - position);
                 x[size_t(j)] = score;

@@ -26,7 +26,13 @@ struct Attention {
     std::vector<double> lse;  // [n_query, q_heads]
 };
 
+// Which query tokens to compute: first, first + step, ... The results of the others stay 0 and -inf.
+struct Rows {
+    int64_t first = 0, step = 1;
+};
+
 // q [n_query, q_heads, head_dim]; k, v [n_keys, kv_heads, head_dim].
-Attention exact_attention(const AttentionShape& shape, const AttentionRules& rules, const float* q, const float* k, const float* v);
+Attention exact_attention(const AttentionShape& shape, const AttentionRules& rules, const float* q, const float* k,
+                          const float* v, Rows rows = {});
 
 }  // namespace ta::testing

@@ -88,8 +88,8 @@ inline ta_seq fork_sequence(const KvPool& pool, ta_seq source) {
 inline void begin(const Plan& plan, const std::vector<ta_seq>& seqs, const std::vector<int32_t>& n_new,
                   const std::vector<int32_t>& n_query = {}) {
     ta_error err;
-    require(ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), n_query.empty() ? nullptr : n_query.data(),
-                          &err),
+    require(ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(),
+                          n_query.empty() ? nullptr : n_query.data(), &err),
             err);
 }
 inline void append(const Plan& plan, uint32_t layer, Tensor& k, Tensor& v) {

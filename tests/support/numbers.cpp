@@ -46,7 +46,9 @@ uint16_t float_to_f16(float x) {
     return uint16_t(sign | (mantissa < 1024 ? mantissa : ((exponent + 15) << 10) + (mantissa - 1024)));
 }
 
-float bf16_to_float(uint16_t h) { return std::bit_cast<float>(uint32_t(h) << 16); }
+float bf16_to_float(uint16_t h) {
+    return std::bit_cast<float>(uint32_t(h) << 16);
+}
 
 uint16_t float_to_bf16(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -56,7 +58,9 @@ uint16_t float_to_bf16(float x) {
     return uint16_t(kept + up);
 }
 
-size_t dtype_bytes(ta_dtype dtype) { return dtype == TA_DTYPE_F32 ? 4 : 2; }
+size_t dtype_bytes(ta_dtype dtype) {
+    return dtype == TA_DTYPE_F32 ? 4 : 2;
+}
 
 float round_to(ta_dtype dtype, float x) {
     if (dtype == TA_DTYPE_F16) return f16_to_float(float_to_f16(x));
@@ -71,7 +75,9 @@ uint64_t Random::bits() {  // SplitMix64
     return z ^ (z >> 31);
 }
 
-double Random::uniform() { return double(bits() >> 11) * 0x1p-53; }
+double Random::uniform() {
+    return double(bits() >> 11) * 0x1p-53;
+}
 
 float Random::normal() {
     const double radius = std::sqrt(-2.0 * std::log(1.0 - uniform()));
@@ -94,7 +100,11 @@ std::vector<float> Random::normals(int64_t n, float scale) {
     return x;
 }
 
-double relative_l2(std::span<const double> a, std::span<const double> b) { return relative_l2_of(a, b); }
-double relative_l2(std::span<const float> a, std::span<const double> b) { return relative_l2_of(a, b); }
+double relative_l2(std::span<const double> a, std::span<const double> b) {
+    return relative_l2_of(a, b);
+}
+double relative_l2(std::span<const float> a, std::span<const double> b) {
+    return relative_l2_of(a, b);
+}
 
 }  // namespace ta::testing

@@ -20,10 +20,10 @@ size_t dtype_bytes(ta_dtype dtype);
 float round_to(ta_dtype dtype, float x);
 
 class Random {
-public:
+  public:
     explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du) {}
     uint64_t bits();
-    int64_t below(int64_t n) { return int64_t(bits() % uint64_t(n)); }                       // 0..n-1
+    int64_t below(int64_t n) { return int64_t(bits() % uint64_t(n)); }                  // 0..n-1
     int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }  // both included
     bool chance(int percent) { return below(100) < percent; }
     double uniform();  // [0, 1)
@@ -36,7 +36,7 @@ public:
         return from[size_t(below(int64_t(from.size())))];
     }
 
-private:
+  private:
     uint64_t state_;
 };
 

@@ -24,7 +24,7 @@ inline constexpr ta_dtype kDtypes[] = {TA_DTYPE_F16, TA_DTYPE_BF16, TA_DTYPE_F32
 ta_tensor view_of(const float* data, int64_t tokens, int64_t heads, int64_t head_dim);
 
 class Tensor {
-public:
+  public:
     // All elements, gaps included, are kPoison.
     Tensor(int64_t tokens, int64_t heads, int64_t head_dim, ta_dtype dtype = TA_DTYPE_F32, Layout layout = Layout::kPlain);
     // The same with values [tokens, heads, head_dim], rounded to the element type.
@@ -41,7 +41,7 @@ public:
     bool all_poison() const;            // nothing was written
     bool gaps_poison() const;           // nothing was written between the elements
 
-private:
+  private:
     size_t place(int64_t token, int64_t head, int64_t channel) const;
     float load(size_t place) const;
     void store(size_t place, float x);

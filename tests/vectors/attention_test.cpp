@@ -111,11 +111,11 @@ Distance distance(const Result& got, const Case& test, const std::string& ref) {
 }
 
 void log_distance(const Case& test, const std::string& what, const Distance& d) {
-    testing::Test::RecordProperty(test.name() + "." + what, std::to_string(d.rel_l2) + " " + std::to_string(d.max_abs) +
-                                                                " " + std::to_string(d.lse));
+    testing::Test::RecordProperty(test.name() + "." + what,
+                                  std::to_string(d.rel_l2) + " " + std::to_string(d.max_abs) + " " + std::to_string(d.lse));
     if (std::getenv("TA_VECTORS_VERBOSE")) {
-        std::printf("%-24s %-28s rel_l2 %.3e  max %.3e  lse %.3e\n", test.name().c_str(), what.c_str(), d.rel_l2,
-                    d.max_abs, d.lse);
+        std::printf("%-24s %-28s rel_l2 %.3e  max %.3e  lse %.3e\n", test.name().c_str(), what.c_str(), d.rel_l2, d.max_abs,
+                    d.lse);
     }
 }
 
@@ -158,12 +158,10 @@ struct AttentionVectors : testing::TestWithParam<ta_cpu_isa> {
         if (status == TA_E_UNSUPPORTED) GTEST_SKIP() << "this CPU or build does not run these kernels";
     }
 };
-INSTANTIATE_TEST_SUITE_P(, AttentionVectors, testing::Values(TA_CPU_ISA_AUTO, TA_CPU_ISA_AVX2, TA_CPU_ISA_SCALAR),
-                         [](const auto& param) {
-                             return std::string(param.param == TA_CPU_ISA_AUTO   ? "best"
-                                                : param.param == TA_CPU_ISA_AVX2 ? "avx2"
-                                                                                 : "scalar");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    , AttentionVectors, testing::Values(TA_CPU_ISA_AUTO, TA_CPU_ISA_AVX2, TA_CPU_ISA_SCALAR), [](const auto& param) {
+        return std::string(param.param == TA_CPU_ISA_AUTO ? "best" : param.param == TA_CPU_ISA_AVX2 ? "avx2" : "scalar");
+    });
 
 // ------------------------------------------------------------------------------------------------ prefill
 
@@ -301,8 +299,7 @@ Place place_of(bool is_v, int d, int bits, int token, int channel) {
     }
     const int steps = is_v ? 2 : d / 32;
     const int load = tile / per_byte * steps + step;
-    return {size_t(load) * 512 + size_t(4 * r + i) * 16 + size_t(2 * high + low) * 4 + size_t(b),
-            tile % per_byte * bits};
+    return {size_t(load) * 512 + size_t(4 * r + i) * 16 + size_t(2 * high + low) * 4 + size_t(b), tile % per_byte * bits};
 }
 
 struct Slot {
@@ -336,8 +333,7 @@ void check_pages(const Handles& h, ta_seq seq, const Case& test) {
             size_t end = 0;
             for (const bool is_v : {false, true}) {
                 const std::string name = is_v ? "v" : "k";
-                SCOPED_TRACE(test.name() + " " + name + " block " + std::to_string(block) + " head " +
-                             std::to_string(head));
+                SCOPED_TRACE(test.name() + " " + name + " block " + std::to_string(block) + " head " + std::to_string(head));
                 const int kb = bits_of_k[head], vb = bits_of_v[head], bits = is_v ? vb : kb;
                 if (block == closed) {
                     const auto q = test.array<int>(name + "b_q");
@@ -351,8 +347,7 @@ void check_pages(const Handles& h, ta_seq seq, const Case& test) {
                         ASSERT_NEAR(load_f32(scales + 4 * t), scale, 1e-6 * scale) << "token " << t;
                         for (int c = 0; c < d; ++c) {
                             const int code = int8_t(codes[place_of(is_v, d, 8, t, c).byte]);
-                            ASSERT_NEAR(code, q[(size_t(head) * tokens + t) * d + c], 1)
-                                << "token " << t << " channel " << c;
+                            ASSERT_NEAR(code, q[(size_t(head) * tokens + t) * d + c], 1) << "token " << t << " channel " << c;
                         }
                     }
                     end = size_t(128) * d + 512;
@@ -366,8 +361,7 @@ void check_pages(const Handles& h, ta_seq seq, const Case& test) {
                 const uint8_t *step = metadata + (is_v ? 2 * d : 0), *zero = step + d;
                 const float scale = test.array<float>(name + "_s1")[at];
                 ASSERT_NEAR(load_f32(metadata + 4 * d + 32 + (is_v ? 4 : 0)), scale, 1e-6 * scale);
-                const auto c = test.array<int>(name + "_c"), s = test.array<int>(name + "_s"),
-                           z = test.array<int>(name + "_z");
+                const auto c = test.array<int>(name + "_c"), s = test.array<int>(name + "_s"), z = test.array<int>(name + "_z");
                 for (int channel = 0; channel < d; ++channel) {
                     ASSERT_EQ(step[channel], s[at * d + channel]) << "channel " << channel;
                     ASSERT_EQ(int8_t(zero[channel]), z[at * d + channel]) << "channel " << channel;
@@ -395,8 +389,7 @@ struct Setting {
 
 // Prefills, decodes one by one, attends with every setting at the end. `chunk`: the last step brings the chunk and
 // attends with it. The pages are checked once.
-void run_pool(const Case& test, ta_cpu_isa isa, const ta_numerics& numerics, bool with_pages,
-              std::vector<Setting>* settings) {
+void run_pool(const Case& test, ta_cpu_isa isa, const ta_numerics& numerics, bool with_pages, std::vector<Setting>* settings) {
     Handles h;
     ASSERT_NO_FATAL_FAILURE(create_context(isa, &h.context));
     const auto kb = test.get<std::vector<uint8_t>>("kbits"), vb = test.get<std::vector<uint8_t>>("vbits");
@@ -499,8 +492,7 @@ TEST_P(AttentionVectors, HeadPriorities) {
     std::vector<float> values(x.size());
     for (int64_t h = 0; h < heads; ++h) {
         for (int64_t t = 0; t < tokens; ++t) {
-            for (int64_t c = 0; c < d; ++c)
-                values[size_t((t * heads + h) * d + c)] = x[size_t((h * tokens + t) * d + c)];
+            for (int64_t c = 0; c < d; ++c) values[size_t((t * heads + h) * d + c)] = x[size_t((h * tokens + t) * d + c)];
         }
     }
     Handles h;

@@ -1,4 +1,4 @@
-// Products straight on stored codes, for few query rows: scores with the step folded into q (DESIGN "Numerics" 7),
+// Products straight on stored codes, for few query rows: scores with the step folded into q (docs/numerics.md),
 // and P times codes. A page is never unpacked: 32 bytes are loaded, split into fields in registers, and multiplied
 // for R rows.
 //

@@ -22,7 +22,7 @@ struct RowGroup {
     alignas(64) uint8_t q[kMaxRows][64 * kMaxQVectors];          // KOrder
     alignas(64) int16_t q_words[kMaxRows][kMaxQVectors][2][32];  // even and odd bytes of q
     int32_t q_sum[kMaxRows];
-    alignas(64) float o[kMaxRows][kMaxHeadDim];                  // VOrder
+    alignas(64) float o[kMaxRows][kMaxHeadDim];  // VOrder
 };
 
 // What the rows of a group need of one page, and what they make of it.
@@ -30,7 +30,7 @@ struct Work {
     alignas(64) uint8_t k_codes[kMaxHeadDim / 4 * 4 * 64];  // as Preparation leaves them: at 8 bits 4 vectors for a unit
     alignas(64) uint8_t v_codes[kMaxHeadDim / 64 * 16 * 4 * 64];
     PageScales scales;
-    alignas(64) int16_t k_step[kMaxQVectors][2][32];   // even and odd bytes of KOrder
+    alignas(64) int16_t k_step[kMaxQVectors][2][32];  // even and odd bytes of KOrder
     alignas(64) int16_t k_zero8[kMaxQVectors][2][32];
     alignas(64) int32_t v_step[kMaxHeadDim], v_zero[kMaxHeadDim];  // VOrder; zero as the words z, 128 z
     alignas(64) float v_fraction8[kMaxHeadDim];
@@ -72,7 +72,8 @@ void read_v_parameters(const VOrder& order, const ChannelLayout& layout, const u
             const __m512i zero = _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(zeros, lane));
             store_i(work.v_step + at, _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(steps, lane)));
             store_i(work.v_zero + at, _mm512_mask_blend_epi16(0xAAAAAAAA, zero, _mm512_slli_epi32(zero, 23)));
-            _mm512_store_ps(work.v_fraction8 + at, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(fractions, lane))));
+            _mm512_store_ps(work.v_fraction8 + at,
+                            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(fractions, lane))));
         }
     }
 }
@@ -87,7 +88,8 @@ void fold_rows(const KOrder& order, const RowGroup& group, Work& work) {
             const __m512i even = load_i(group.q_words[k][v][0]), odd = load_i(group.q_words[k][v][1]);
             sum = _mm512_dpwssd_epi32(sum, even, load_i(work.k_zero8[v][0]));
             sum = _mm512_dpwssd_epi32(sum, odd, load_i(work.k_zero8[v][1]));
-            const __m512i x = _mm512_mullo_epi16(even, load_i(work.k_step[v][0])), y = _mm512_mullo_epi16(odd, load_i(work.k_step[v][1]));
+            const __m512i x = _mm512_mullo_epi16(even, load_i(work.k_step[v][0])),
+                          y = _mm512_mullo_epi16(odd, load_i(work.k_step[v][1]));
             const __m512i x_up = _mm512_add_epi16(x, half), y_up = _mm512_add_epi16(y, half);
             store_i(work.digits[k][0] + 64 * v, _mm512_mask_blend_epi8(kOddBytes, x, _mm512_slli_epi16(y, 8)));
             store_i(work.digits[k][1] + 64 * v, _mm512_mask_blend_epi8(kOddBytes, _mm512_srli_epi16(x_up, 8), y_up));
@@ -113,8 +115,9 @@ void take_rows(const KOrder& order, const RowGroup& group, Work& work) {
 // sum[row][tile] over `blocks` times 8 units, for `digits` digits, the highest first. `factors` holds a dword for each unit; its
 // rows and digits lie at the given distances. K: codes are u8 and q is s8; V: P is u8 and codes are s8.
 template <Matrix MATRIX, int BITS, int ROWS, int TILES>
-[[gnu::always_inline]] inline void multiply(const uint8_t* codes, int blocks, int digits, const uint8_t* factors, int row_stride, int digit_stride,
-                                            Preparation& next_in_memory, Prefetch& prefetch_in_memory, int loads_per_block, __m512i (&sum)[ROWS][TILES]) {
+[[gnu::always_inline]] inline void multiply(const uint8_t* codes, int blocks, int digits, const uint8_t* factors,
+                                            int row_stride, int digit_stride, Preparation& next_in_memory,
+                                            Prefetch& prefetch_in_memory, int loads_per_block, __m512i (&sum)[ROWS][TILES]) {
     constexpr int kFields = 8 / BITS, kUnitBytes = 64 * (4 / kFields);
     static_assert(TILES % kFields == 0);
     Preparation next = next_in_memory;  // stores of bytes may not touch these
@@ -143,7 +146,8 @@ template <Matrix MATRIX, int BITS, int ROWS, int TILES>
                     const int field = tile % kFields;
                     f[tile] = load_i(code + kUnitBytes * unit + 64 * (tile / kFields));
                     if (MATRIX == Matrix::kK && BITS == 8) f[tile] = _mm512_xor_si512(f[tile], _mm512_set1_epi8(-128));
-                    if (field < kFields - 1) f[tile] = _mm512_and_si512(f[tile], _mm512_set1_epi8(char((1 << BITS * (field + 1)) - 1)));
+                    if (field < kFields - 1)
+                        f[tile] = _mm512_and_si512(f[tile], _mm512_set1_epi8(char((1 << BITS * (field + 1)) - 1)));
                 }
 #pragma GCC unroll 4
                 for (int k = 0; k < ROWS; ++k) {
@@ -178,8 +182,8 @@ void scores_of_page(int d, Work& work, Preparation& next, Prefetch& prefetch) {
     __m512i sum[ROWS][4];
     constexpr int kDigits = BITS == 8 ? 1 : 2;
     const int blocks = d / 32;
-    multiply<Matrix::kK, BITS, ROWS, 4>(work.k_codes, blocks, kDigits, work.digits[0][0], sizeof work.digits[0], sizeof work.digits[0][0], next,
-                                        prefetch, next.per_block(blocks * kDigits), sum);
+    multiply<Matrix::kK, BITS, ROWS, 4>(work.k_codes, blocks, kDigits, work.digits[0][0], sizeof work.digits[0],
+                                        sizeof work.digits[0][0], next, prefetch, next.per_block(blocks * kDigits), sum);
     next.run<Matrix::kV>(next.left());
 #pragma GCC unroll 4
     for (int k = 0; k < ROWS; ++k) {
@@ -192,8 +196,8 @@ void scores_of_page(int d, Work& work, Preparation& next, Prefetch& prefetch) {
 }
 
 template <int BITS, int ROWS, int TILES>
-[[gnu::always_inline]] inline void values_of_tiles(int tile0, int planes, int loads_per_block, Work& work, Preparation& next, Prefetch& prefetch,
-                                                   float (*o)[kMaxHeadDim]) {
+[[gnu::always_inline]] inline void values_of_tiles(int tile0, int planes, int loads_per_block, Work& work, Preparation& next,
+                                                   Prefetch& prefetch, float (*o)[kMaxHeadDim]) {
     __m512i sum[ROWS][TILES];
     const uint8_t* codes = work.v_codes + tile0 / 4 * 16 * (64 * 4 * BITS / 8);
     multiply<Matrix::kV, BITS, ROWS, TILES>(codes, 2, planes, work.p, 64 * planes, 64, next, prefetch, loads_per_block, sum);
@@ -254,7 +258,9 @@ constexpr ValuesFn kValues[kMaxRows][3] = {
     {values_of_page<2, 3>, values_of_page<4, 3>, values_of_page<8, 3>},
     {values_of_page<2, 4>, values_of_page<4, 4>, values_of_page<8, 4>},
 };
-int log_index(int bits) { return bits == 8 ? 2 : bits == 4 ? 1 : 0; }
+int log_index(int bits) {
+    return bits == 8 ? 2 : bits == 4 ? 1 : 0;
+}
 
 // ---- the pages of a task ----
 
@@ -265,7 +271,8 @@ void start_group(const AttendTask& t, const KOrder& order, const VOrder& v_order
         const int8_t* q = t.q + int64_t(row + k) * t.head_dim;
         __m512i sum = _mm512_setzero_si512();
         for (int v = 0; v < order.vectors; ++v) {
-            const __m512i ordered = _mm512_mask_i64gather_epi64(_mm512_setzero_si512(), order.valid[v], load_i(order.qword[v]), q, 8);
+            const __m512i ordered =
+                _mm512_mask_i64gather_epi64(_mm512_setzero_si512(), order.valid[v], load_i(order.qword[v]), q, 8);
             store_i(group.q[k] + 64 * v, ordered);
             store_i(group.q_words[k][v][0], _mm512_srai_epi16(_mm512_slli_epi16(ordered, 8), 8));
             store_i(group.q_words[k][v][1], _mm512_srai_epi16(ordered, 8));
@@ -290,9 +297,15 @@ bool sees(const AttendTask& t, int row, int rows, int64_t first_key) {
 class CodesPath {
   public:
     explicit CodesPath(const AttendTask& task)
-        : t(task), channel(t.head_dim, t.k_bits, t.v_bits), token(t.head_dim), k_order(t.head_dim),
-          channel_order(t.head_dim, v_stored_channels(t.head_dim, t.v_bits)), token_order(t.head_dim, v_stored_channels(t.head_dim, 8)),
-          o_order(&channel_order), n_groups((t.rows + kMaxRows - 1) / kMaxRows), groups(reinterpret_cast<RowGroup*>(t.workspace)) {
+        : t(task),
+          channel(t.head_dim, t.k_bits, t.v_bits),
+          token(t.head_dim),
+          k_order(t.head_dim),
+          channel_order(t.head_dim, v_stored_channels(t.head_dim, t.v_bits)),
+          token_order(t.head_dim, v_stored_channels(t.head_dim, 8)),
+          o_order(&channel_order),
+          n_groups((t.rows + kMaxRows - 1) / kMaxRows),
+          groups(reinterpret_cast<RowGroup*>(t.workspace)) {
         for (int g = 0; g < n_groups; ++g) start_group(t, k_order, channel_order, g * kMaxRows, groups[g]);
     }
 
@@ -377,9 +390,11 @@ class CodesPath {
                 fold_rows(k_order, group, work);
             }
             kScores[group.rows - 1][log_index(k_bits(n))](t.head_dim, work, v, prefetch);
-            softmax<FORM>(t, group.row, group.rows, n * kPageTokens, work.scales, work.scores[0], work.score_rest, work.p, work.update);
+            softmax<FORM>(t, group.row, group.rows, n * kPageTokens, work.scales, work.scores[0], work.score_rest, work.p,
+                          work.update);
             Preparation nothing;
-            kValues[group.rows - 1][log_index(v_bits(n))](v_order.tiles, kPlanes, work, g == last ? k : nothing, prefetch, group.o);
+            kValues[group.rows - 1][log_index(v_bits(n))](v_order.tiles, kPlanes, work, g == last ? k : nothing, prefetch,
+                                                          group.o);
         }
     }
 

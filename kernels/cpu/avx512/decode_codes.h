@@ -66,7 +66,8 @@ struct VOrder {
     [[gnu::always_inline]] __m512i channels(int tile) const {
         const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i r = _mm512_srli_epi32(lane, 1), w = _mm512_and_si512(lane, _mm512_set1_epi32(1));
-        return _mm512_add_epi32(_mm512_mullo_epi32(r, _mm512_set1_epi32(stored / 8)), _mm512_add_epi32(w, _mm512_set1_epi32(2 * tile)));
+        return _mm512_add_epi32(_mm512_mullo_epi32(r, _mm512_set1_epi32(stored / 8)),
+                                _mm512_add_epi32(w, _mm512_set1_epi32(2 * tile)));
     }
     void gather(const float* o, float* ordered) const {
         for (int tile = 0; tile < tiles; ++tile) {
@@ -93,7 +94,14 @@ class Preparation {
   public:
     Preparation() : codes_(nullptr), out_(nullptr), left_(0), steps_(1), step_(0), group_(0), groups_(1), flip_(0) {}
     Preparation(const uint8_t* codes, int bits, int loads, int steps, uint8_t* out)
-        : codes_(codes), out_(out), left_(loads), steps_(steps), step_(0), group_(0), groups_(bits / 2), flip_(bits == 8 ? 0 : -128) {}
+        : codes_(codes),
+          out_(out),
+          left_(loads),
+          steps_(steps),
+          step_(0),
+          group_(0),
+          groups_(bits / 2),
+          flip_(bits == 8 ? 0 : -128) {}
 
     [[gnu::always_inline]] int left() const { return left_; }
     [[gnu::always_inline]] int per_block(int blocks) const { return (left_ + blocks - 1) / blocks; }
@@ -140,7 +148,8 @@ class Preparation {
 class Prefetch {
   public:
     Prefetch() : at_(nullptr), stride_(0) {}
-    Prefetch(const uint8_t* piece, size_t bytes, int count) : at_(piece), stride_(ptrdiff_t((bytes + size_t(count) - 1) / size_t(count))) {}
+    Prefetch(const uint8_t* piece, size_t bytes, int count)
+        : at_(piece), stride_(ptrdiff_t((bytes + size_t(count) - 1) / size_t(count))) {}
 
     [[gnu::always_inline]] void run() {
         _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T0);

@@ -24,7 +24,8 @@ struct Block {
 static_assert(sizeof(Block) <= 65536);
 
 // Scores of 6 rows with the 64 tokens of a page. Rows from n on repeat the last.
-void scores_of_rows(const AttendTask& t, int row, int n, const uint8_t* k_tile, const int32_t* q_sum, int32_t (*scores)[kPageTokens]) {
+void scores_of_rows(const AttendTask& t, int row, int n, const uint8_t* k_tile, const int32_t* q_sum,
+                    int32_t (*scores)[kPageTokens]) {
     const int8_t* q[kScoreRows];
     __m512i sum[kScoreRows][kVectors];
 #pragma GCC unroll 6
@@ -115,7 +116,8 @@ template <int ROWS, int CHANNELS, int PLANES>
 #pragma GCC unroll 8
         for (int v = 0; v < CHANNELS; ++v) {
             float* at = o + int64_t(k) * d + 16 * v;
-            const __m512 f = _mm512_mul_ps(_mm512_load_ps(fraction8 + 16 * v), code_sum);  // exact factors: rounds as float(F) does
+            const __m512 f =
+                _mm512_mul_ps(_mm512_load_ps(fraction8 + 16 * v), code_sum);  // exact factors: rounds as float(F) does
             const __m512 added = _mm512_fmadd_ps(f, _mm512_set1_ps(0.125f), _mm512_cvtepi32_ps(sum[k][v]));
             _mm512_store_ps(at, _mm512_fmadd_ps(added, g, _mm512_mul_ps(_mm512_load_ps(at), alpha)));
         }
@@ -127,8 +129,8 @@ void values_of_block(const AttendTask& t, int row, int n, const uint8_t* v_tile,
     const int d = t.head_dim;
     for (int k = 0; k < n; k += ROWS) {
         for (int c = 0; c < d; c += 16 * CHANNELS) {
-            values_of_rows<ROWS, CHANNELS, PLANES>(n - k < ROWS ? n - k : ROWS, d, v_tile + 4 * c, block.v_fraction8 + c, block.p,
-                                                   block.update, k, t.o + int64_t(row + k) * d + c);
+            values_of_rows<ROWS, CHANNELS, PLANES>(n - k < ROWS ? n - k : ROWS, d, v_tile + 4 * c, block.v_fraction8 + c,
+                                                   block.p, block.update, k, t.o + int64_t(row + k) * d + c);
         }
     }
 }
@@ -136,9 +138,12 @@ void values_of_block(const AttendTask& t, int row, int n, const uint8_t* v_tile,
 template <int PLANES>
 void values_of_block(const AttendTask& t, int row, int n, const uint8_t* v_tile, const Block& block) {
     switch (t.head_dim) {
-        case 64: return values_of_block<6, 4, PLANES>(t, row, n, v_tile, block);
-        case 96: return values_of_block<4, 6, PLANES>(t, row, n, v_tile, block);
-        default: return values_of_block<3, 8, PLANES>(t, row, n, v_tile, block);
+        case 64:
+            return values_of_block<6, 4, PLANES>(t, row, n, v_tile, block);
+        case 96:
+            return values_of_block<4, 6, PLANES>(t, row, n, v_tile, block);
+        default:
+            return values_of_block<3, 8, PLANES>(t, row, n, v_tile, block);
     }
 }
 
@@ -152,7 +157,8 @@ void float_values_of_row(const AttendTask& t, int row, int64_t first_key, const 
         for (int j = 0; j < kPageTokens; ++j) {
             if (p[j] <= 0.0f) continue;
             const float* value = t.v_float + (first_key + j) * t.v_float_stride + c;
-            for (int v = 0; v < CHANNELS; ++v) sum[v] = _mm512_fmadd_ps(_mm512_set1_ps(p[j]), _mm512_loadu_ps(value + 16 * v), sum[v]);
+            for (int v = 0; v < CHANNELS; ++v)
+                sum[v] = _mm512_fmadd_ps(_mm512_set1_ps(p[j]), _mm512_loadu_ps(value + 16 * v), sum[v]);
         }
         for (int v = 0; v < CHANNELS; ++v) _mm512_store_ps(o + 16 * v, sum[v]);
     }
@@ -162,9 +168,15 @@ void float_values_of_block(const AttendTask& t, int row, int n, int64_t first_ke
         const float* p = reinterpret_cast<const float*>(block.p) + k * kPageTokens;
         const float alpha = block.update[k / kRowBatch].alpha[k % kRowBatch];
         switch (t.head_dim) {
-            case 64: float_values_of_row<4>(t, row + k, first_key, p, alpha); break;
-            case 96: float_values_of_row<6>(t, row + k, first_key, p, alpha); break;
-            default: float_values_of_row<8>(t, row + k, first_key, p, alpha); break;
+            case 64:
+                float_values_of_row<4>(t, row + k, first_key, p, alpha);
+                break;
+            case 96:
+                float_values_of_row<6>(t, row + k, first_key, p, alpha);
+                break;
+            default:
+                float_values_of_row<8>(t, row + k, first_key, p, alpha);
+                break;
         }
     }
 }

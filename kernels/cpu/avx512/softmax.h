@@ -13,10 +13,10 @@ inline constexpr int kVectors = kPageTokens / 16;
 // What a page's scales come down to; arrays in lane order.
 struct PageScales {
     bool token;
-    float k_scale8;                           // channel pages: K scale / 8
-    alignas(64) float k_scale[kPageTokens];   // token pages; NaN where unread
-    float v_scale;                            // vfac of attend.h
-    alignas(64) float v_ratio[kPageTokens];   // r_t
+    float k_scale8;                          // channel pages: K scale / 8
+    alignas(64) float k_scale[kPageTokens];  // token pages; NaN where unread
+    float v_scale;                           // vfac of attend.h
+    alignas(64) float v_ratio[kPageTokens];  // r_t
 };
 
 inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piece, PageScales& out) {
@@ -26,9 +26,11 @@ inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piec
     // 16 exponents are 8 bytes; lane 2 r + w wants nibble r + 8 w. 2^-e has the exponent field 127 - e.
     const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(lane_tokens(), 0), 2);
     for (int v = 0; v < kVectors; ++v) {
-        const __m512i word = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + layout.v_exponents() + 8 * v)));
+        const __m512i word =
+            _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + layout.v_exponents() + 8 * v)));
         const __m512i packed = _mm512_permutexvar_epi32(_mm512_srli_epi32(lane_tokens(), 3), word);
-        const __m512i e = _mm512_and_si512(_mm512_srlv_epi32(packed, _mm512_and_si512(shift, _mm512_set1_epi32(31))), _mm512_set1_epi32(15));
+        const __m512i e =
+            _mm512_and_si512(_mm512_srlv_epi32(packed, _mm512_and_si512(shift, _mm512_set1_epi32(31))), _mm512_set1_epi32(15));
         store_i(out.v_ratio + 16 * v, _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), e), 23));
     }
 }
@@ -73,7 +75,8 @@ inline void skip_page(const AttendTask& t, int64_t page, int row, int n, float* 
     for (int k = 0; k < n; ++k) {
         if (t.m[row + k] == kMinusInf) continue;
         float* o_k = o + int64_t(k) * o_stride;
-        for (int c = 0; c < o_size; c += 16) _mm512_store_ps(o_k + c, _mm512_add_ps(_mm512_load_ps(o_k + c), _mm512_setzero_ps()));
+        for (int c = 0; c < o_size; c += 16)
+            _mm512_store_ps(o_k + c, _mm512_add_ps(_mm512_load_ps(o_k + c), _mm512_setzero_ps()));
     }
 }
 
@@ -89,7 +92,9 @@ struct RowUpdate {
 // one plane of bytes, or low bytes and high bytes; or 64 floats in the order of tokens.
 enum class PForm { kByte, kTwoBytes, kFloat };
 template <PForm FORM>
-inline constexpr int kPBytes = FORM == PForm::kByte ? 64 : FORM == PForm::kTwoBytes ? 128 : 256;
+inline constexpr int kPBytes = FORM == PForm::kByte       ? 64
+                               : FORM == PForm::kTwoBytes ? 128
+                                                          : 256;
 
 // Keys that a row sees of a page: [first, last), empty if first >= last.
 struct Visible {
@@ -97,7 +102,12 @@ struct Visible {
 };
 [[gnu::always_inline]] inline Visible visible_keys(const AttendTask& t, int row, int64_t first_key) {
     const int64_t begin = t.key_begin[row] - first_key, end = t.key_end[row] - first_key;
-    return {int(begin < 0 ? 0 : begin > kPageTokens ? kPageTokens : begin), int(end < 0 ? 0 : end > kPageTokens ? kPageTokens : end)};
+    return {int(begin < 0             ? 0
+                : begin > kPageTokens ? kPageTokens
+                                      : begin),
+            int(end < 0             ? 0
+                : end > kPageTokens ? kPageTokens
+                                    : end)};
 }
 
 inline __m512 float_of_i64(int64_t first, __m512i offset) {
@@ -112,7 +122,8 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
     for (int v = 0; v < kVectors; ++v) {
         if (t.bias) x[v] = _mm512_add_ps(x[v], _mm512_set1_ps(t.bias[row]));
         if (t.softcap_log2 > 0.0f) {
-            x[v] = _mm512_mul_ps(_mm512_set1_ps(t.softcap_log2), tanh_exact(_mm512_mul_ps(x[v], _mm512_set1_ps(t.softcap_inv))));
+            x[v] =
+                _mm512_mul_ps(_mm512_set1_ps(t.softcap_log2), tanh_exact(_mm512_mul_ps(x[v], _mm512_set1_ps(t.softcap_inv))));
         }
         if (t.slope) {
             const __m512 distance = float_of_i64(first_key + 16 * v - t.position[row], lane_tokens());
@@ -120,7 +131,9 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
         }
     }
 }
-[[gnu::always_inline]] inline bool has_extras(const AttendTask& t) { return t.bias || t.slope || t.softcap_log2 > 0.0f; }
+[[gnu::always_inline]] inline bool has_extras(const AttendTask& t) {
+    return t.bias || t.slope || t.softcap_log2 > 0.0f;
+}
 
 [[gnu::always_inline]] inline void hide_keys(Visible seen, __m512 (&x)[kVectors]) {
     const __m512i first = _mm512_set1_epi32(seen.first), last = _mm512_set1_epi32(seen.last);
@@ -212,7 +225,8 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
         part[k] = _mm512_max_ps(_mm512_max_ps(x[k][0], x[k][1]), _mm512_max_ps(x[k][2], x[k][3]));
     }
     const __m128 a = t.p_running ? _mm_set1_ps(1.0f) : max_rows(part);
-    const __mmask8 adds = _mm_mask_cmp_ps_mask(page.v_scale == 0.0f ? __mmask8(0) : alive, a, _mm_set1_ps(0x1p-60f), _CMP_GE_OQ);
+    const __mmask8 adds =
+        _mm_mask_cmp_ps_mask(page.v_scale == 0.0f ? __mmask8(0) : alive, a, _mm_set1_ps(0x1p-60f), _CMP_GE_OQ);
     const __m128 levels = _mm_set1_ps(float(t.p_levels));
     const __m128 to_code = _mm_maskz_div_ps(adds, levels, a);
     const __m128 g = _mm_mul_ps(_mm_div_ps(a, levels), _mm_set1_ps(page.v_scale));
@@ -236,9 +250,12 @@ template <PForm FORM, bool TOKEN>
 inline void softmax_rows_by_mode(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page,
                                  const int32_t* scores, const float* rest, uint8_t* p_out, RowUpdate& update) {
     switch (t.exp) {
-        case ExpMode::kExact: return softmax_rows<ExpMode::kExact, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
-        case ExpMode::kSas: return softmax_rows<ExpMode::kSas, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
-        default: return softmax_rows<ExpMode::kPoly, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
+        case ExpMode::kExact:
+            return softmax_rows<ExpMode::kExact, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
+        case ExpMode::kSas:
+            return softmax_rows<ExpMode::kSas, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
+        default:
+            return softmax_rows<ExpMode::kPoly, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
     }
 }
 template <PForm FORM>

@@ -16,7 +16,8 @@ template <int BITS>
 }
 
 template <int BITS>
-[[gnu::always_inline]] inline void unpack_k_as(int d, const uint8_t* codes, const uint8_t* step_bytes, const uint8_t* zeros, uint8_t* tile) {
+[[gnu::always_inline]] inline void unpack_k_as(int d, const uint8_t* codes, const uint8_t* step_bytes, const uint8_t* zeros,
+                                               uint8_t* tile) {
     constexpr int FIELDS = 8 / BITS;
     const int steps = d / 32;
     const __m512i low = _mm512_set1_epi16(0xFF), offset = _mm512_set1_epi8(-128);
@@ -32,7 +33,8 @@ template <int BITS>
                 if constexpr (BITS == 8) {
                     store_i(out, _mm512_xor_si512(x[j], offset));
                 } else {
-                    const __m512i scale = _mm512_and_si512(broadcast_i32(step_bytes + 4 * quad), _mm512_set1_epi8(BITS == 4 ? 31 : 127));
+                    const __m512i scale =
+                        _mm512_and_si512(broadcast_i32(step_bytes + 4 * quad), _mm512_set1_epi8(BITS == 4 ? 31 : 127));
                     const __m512i even_scale = _mm512_and_si512(scale, low), odd_scale = _mm512_srli_epi16(scale, 8);
                     const __m512i zero = _mm512_xor_si512(broadcast_i32(zeros + 4 * quad), offset);
 #pragma GCC unroll 4
@@ -49,7 +51,8 @@ template <int BITS>
 }
 
 template <int BITS>
-[[gnu::always_inline]] inline void unpack_v_as(int d, const uint8_t* codes, const uint8_t* step_bytes, const uint8_t* zeros, uint8_t* tile) {
+[[gnu::always_inline]] inline void unpack_v_as(int d, const uint8_t* codes, const uint8_t* step_bytes, const uint8_t* zeros,
+                                               uint8_t* tile) {
     constexpr int FIELDS = 8 / BITS;
     const int per_r = v_stored_channels(d, BITS) / 8;  // channels of one r: 2 for each row tile
     for (int r = 0; r < 8 && per_r * r < d; ++r) {
@@ -59,7 +62,8 @@ template <int BITS>
             const __mmask16 lanes = __mmask16((1u << 2 * tiles) - 1);
             __m512i scale, zero;  // of channel in every byte of its dword
             if constexpr (BITS < 8) {
-                const __m128i byte = _mm_maskz_loadu_epi8(lanes, step_bytes + channel), z = _mm_maskz_loadu_epi8(lanes, zeros + channel);
+                const __m128i byte = _mm_maskz_loadu_epi8(lanes, step_bytes + channel),
+                              z = _mm_maskz_loadu_epi8(lanes, zeros + channel);
                 const __m512i step = _mm512_and_si512(_mm512_cvtepu8_epi32(byte), _mm512_set1_epi32(BITS == 4 ? 31 : 127));
                 scale = _mm512_or_si512(step, _mm512_slli_epi32(step, 16));
                 zero = _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(z), _mm512_set4_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0));

@@ -13,8 +13,12 @@
 namespace ta::cpu {
 namespace {
 
-[[gnu::always_inline]] inline __m512i load_i(const void* p) { return _mm512_load_si512(p); }
-[[gnu::always_inline]] inline void store_i(void* p, __m512i x) { _mm512_store_si512(p, x); }
+[[gnu::always_inline]] inline __m512i load_i(const void* p) {
+    return _mm512_load_si512(p);
+}
+[[gnu::always_inline]] inline void store_i(void* p, __m512i x) {
+    _mm512_store_si512(p, x);
+}
 // sum += u8 . s8 in place. The intrinsic lets GCC 12 copy and spill accumulators that a loop carries: P times V ran at a quarter
 // of its speed.
 [[gnu::always_inline]] inline void add_dot(__m512i& sum, __m512i u8, __m512i s8) {
@@ -85,17 +89,20 @@ template <class ADD>
     return _mm512_castps512_ps128(add(even, odd));
 }
 [[gnu::always_inline]] inline __m128 sum_rows(const __m512 (&x)[4]) {
-    return reduce_rows(x, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_add_ps(a, b); });
+    return reduce_rows(
+        x, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_add_ps(a, b); });
 }
 [[gnu::always_inline]] inline __m128 max_rows(const __m512 (&x)[4]) {
-    return reduce_rows(x, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); });
+    return reduce_rows(
+        x, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); });
 }
 [[gnu::always_inline]] inline __m128i sum_rows(const __m512i (&x)[4]) {
     const __m512 y[4] = {_mm512_castsi512_ps(x[0]), _mm512_castsi512_ps(x[1]), _mm512_castsi512_ps(x[2]),
                          _mm512_castsi512_ps(x[3])};
-    return _mm_castps_si128(reduce_rows(y, [](__m512 a, __m512 b) __attribute__((always_inline)) {
-        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-    }));
+    return _mm_castps_si128(reduce_rows(
+        y, [](__m512 a, __m512 b) __attribute__((always_inline)) {
+            return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+        }));
 }
 
 // Lane `row` of a 4-row result in every lane.
@@ -119,7 +126,9 @@ template <int N>
     const __m512i r = _mm512_castps_si512(horner(coeff, _mm512_reduce_ps(u, kFloor)));
     return _mm512_castsi512_ps(_mm512_maskz_sub_epi32(in_range, r, _mm512_slli_epi32(n, 23)));
 }
-[[gnu::always_inline]] inline __m512 exp2_neg_exact(__m512 u) { return exp2_neg_by(kExactCoeff, u); }
+[[gnu::always_inline]] inline __m512 exp2_neg_exact(__m512 u) {
+    return exp2_neg_by(kExactCoeff, u);
+}
 
 template <ExpMode MODE>
 [[gnu::always_inline]] inline __m512 exp2_neg(__m512 u) {

@@ -37,9 +37,8 @@ bool cpu_has_avxvnni() {  // not every compiler's __builtin_cpu_supports knows t
     return cpu_has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
 bool cpu_has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
 }
 #else
 bool cpu_has_avx2() {
@@ -78,13 +77,12 @@ constexpr Isa kIsas[] = {
 // ----------------------------------------------------------------------------------------------- comparing two results
 
 std::string describe(const ProblemSpec& s) {
-    std::string out = "d " + std::to_string(s.head_dim) + ", K " + std::to_string(s.k_bits) + " bits, V " +
-                      std::to_string(s.v_bits) + " bits, " + std::to_string(s.n_keys) + " keys, pages from " +
-                      std::to_string(s.page_begin) + ", " + std::to_string(s.rows) + " rows, mix " +
-                      std::to_string(int(s.mix)) + ", values " + std::to_string(int(s.values)) + ", exp " +
-                      std::to_string(int(s.exp)) + ", P " + std::to_string(s.p_levels) + ", window " +
-                      std::to_string(s.window) + ", hidden " + std::to_string(s.hidden_percent) + "%, seed " +
-                      std::to_string(s.seed);
+    std::string out =
+        "d " + std::to_string(s.head_dim) + ", K " + std::to_string(s.k_bits) + " bits, V " + std::to_string(s.v_bits) +
+        " bits, " + std::to_string(s.n_keys) + " keys, pages from " + std::to_string(s.page_begin) + ", " +
+        std::to_string(s.rows) + " rows, mix " + std::to_string(int(s.mix)) + ", values " + std::to_string(int(s.values)) +
+        ", exp " + std::to_string(int(s.exp)) + ", P " + std::to_string(s.p_levels) + ", window " + std::to_string(s.window) +
+        ", hidden " + std::to_string(s.hidden_percent) + "%, seed " + std::to_string(s.seed);
     if (s.p_running) out += ", running P";
     if (s.softcap) out += ", softcap";
     if (s.alibi) out += ", ALiBi";
@@ -110,9 +108,8 @@ std::string describe(const ProblemSpec& s) {
     }
     if (wrong == 0) return ::testing::AssertionSuccess();
     char text[256];
-    std::snprintf(text, sizeof text,
-                  "%s: %d of %d differ, worst at row %d, column %d: got %.9g (%08x), want %.9g (%08x)", what, wrong,
-                  rows * columns, worst / columns, worst % columns, double(got[worst]),
+    std::snprintf(text, sizeof text, "%s: %d of %d differ, worst at row %d, column %d: got %.9g (%08x), want %.9g (%08x)", what,
+                  wrong, rows * columns, worst / columns, worst % columns, double(got[worst]),
                   std::bit_cast<uint32_t>(got[worst]), double(want[worst]), std::bit_cast<uint32_t>(want[worst]));
     return ::testing::AssertionFailure() << text;
 }
@@ -377,9 +374,8 @@ std::vector<IsaAndDim> isas_and_dims() {
     return out;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, AttendIsa, ::testing::ValuesIn(isas_and_dims()), [](const auto& p) {
-    return std::string(p.param.isa.name) + "_d" + std::to_string(p.param.head_dim);
-});
+INSTANTIATE_TEST_SUITE_P(All, AttendIsa, ::testing::ValuesIn(isas_and_dims()),
+                         [](const auto& p) { return std::string(p.param.isa.name) + "_d" + std::to_string(p.param.head_dim); });
 
 // ---------------------------------------------------------------------------------------------- scalar against float64
 
@@ -603,8 +599,7 @@ TEST(Exp, SasIsTableTimesCubic) {
         const float u = float(i) / 4096.0f;
         const float y = u * kLn2;  // in fp32, as any rounding may decide on which side of an integer it falls
         const double n = std::floor(double(y)), f = double(y) - n;
-        const double want =
-            double(y) > 6.0 ? 0.0 : std::exp(-n) * (cubic[0] + f * (cubic[1] + f * (cubic[2] + f * cubic[3])));
+        const double want = double(y) > 6.0 ? 0.0 : std::exp(-n) * (cubic[0] + f * (cubic[1] + f * (cubic[2] + f * cubic[3])));
         ASSERT_NEAR(double(exp2_neg_sas(u)), want, 1e-6 * want) << "u = " << u;
         if (want > 0.0) {
             ASSERT_NEAR(want, std::exp(-double(y)), 1.3e-3 * want) << "u = " << u;

@@ -32,12 +32,10 @@ struct PageCodecTest : testing::TestWithParam<ta_cpu_isa> {
     const PageCodec* codec = nullptr;
 };
 // AVX-VNNI shares the codec of AVX2.
-INSTANTIATE_TEST_SUITE_P(Isa, PageCodecTest, testing::Values(TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX512),
-                         [](const auto& param) {
-                             return std::string(param.param == TA_CPU_ISA_SCALAR ? "scalar"
-                                                : param.param == TA_CPU_ISA_AVX2 ? "avx2"
-                                                                                 : "avx512");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Isa, PageCodecTest, testing::Values(TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX512), [](const auto& param) {
+        return std::string(param.param == TA_CPU_ISA_SCALAR ? "scalar" : param.param == TA_CPU_ISA_AVX2 ? "avx2" : "avx512");
+    });
 
 // ------------------------------------------------------------------------------------------- number formats
 
@@ -101,8 +99,7 @@ TEST_P(PageCodecTest, RoundsToNearestEven) {
             // The point half way to the next magnitude, and its neighbours; beyond the last one lies infinity.
             const double next = std::isfinite(b) && (h & 0x7fff) != 0x7fff ? b : 2 * a - format.value(uint16_t(h - 1));
             const auto middle = float((a + next) / 2);
-            for (float x : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, float(next) * 2)})
-                in.push_back(x);
+            for (float x : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, float(next) * 2)}) in.push_back(x);
         }
         for (int i = 0; i < 100000; ++i) {
             const auto x = std::bit_cast<float>(uint32_t(random()));
@@ -116,8 +113,8 @@ TEST_P(PageCodecTest, RoundsToNearestEven) {
 }
 
 TEST_P(PageCodecTest, NanStaysNan) {
-    const float in[] = {std::bit_cast<float>(0x7f800001u), std::bit_cast<float>(0x7fffffffu),
-                        std::bit_cast<float>(0xff800001u), std::bit_cast<float>(0x7fc00000u)};
+    const float in[] = {std::bit_cast<float>(0x7f800001u), std::bit_cast<float>(0x7fffffffu), std::bit_cast<float>(0xff800001u),
+                        std::bit_cast<float>(0x7fc00000u)};
     for (const Format16& format : kFormats) {
         uint16_t out[4];
         codec->from_float(in, 4, format.type, out);
@@ -191,12 +188,10 @@ TEST_P(PageCodecTest, AmaxAndQuantizeAreStage1) {
                     std::vector<int8_t> out(n + 8, 99);
                     int64_t clamped = 0;
                     for (float v : x) {
-                        clamped +=
-                            scale == 0.0f ? std::fabs(v) >= kMinAmax : std::fabs(rintf(v / scale)) > float(levels);
+                        clamped += scale == 0.0f ? std::fabs(v) >= kMinAmax : std::fabs(rintf(v / scale)) > float(levels);
                     }
                     ASSERT_EQ(codec->quantize(x.data(), n, scale, levels, out.data()), clamped) << size << " " << scale;
-                    for (int i = 0; i < n; ++i)
-                        ASSERT_EQ(out[i], stage1_code(x[i], scale, levels)) << x[i] << " / " << scale;
+                    for (int i = 0; i < n; ++i) ASSERT_EQ(out[i], stage1_code(x[i], scale, levels)) << x[i] << " / " << scale;
                     for (int i = n; i < n + 8; ++i) ASSERT_EQ(out[i], 99);
                 }
             }
@@ -278,8 +273,7 @@ TEST_P(PageCodecTest, TokenPiecesRoundTripInParts) {
                 std::memcpy(&expected[layout.k_scale() + t * 4], &in->k_scale[t], 4);
                 std::memcpy(&expected[layout.v_scale() + t * 4], &in->v_scale[t], 4);
             }
-            ASSERT_EQ(std::memcmp(piece.data.get(), expected.data(), expected.size()), 0)
-                << "other tokens were touched";
+            ASSERT_EQ(std::memcmp(piece.data.get(), expected.data(), expected.size()), 0) << "other tokens were touched";
             std::memset(static_cast<void*>(out.get()), 0x5A, sizeof *out);
             codec->load_token_piece(piece.data.get(), d, last, *out);
             ASSERT_EQ(std::memcmp(out->k, in->k, size_t(last) * d), 0);
@@ -350,8 +344,7 @@ std::unique_ptr<HeadStage1> draw_head(Data data, int d, std::mt19937& random) {
 }
 
 // The definition: every channel by encode_channel, every code by its place.
-std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLayout& layout,
-                                          const EncodeOptions& options) {
+std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options) {
     const int d = layout.d;
     std::vector<uint8_t> piece(layout.bytes(), 0);
     for (bool is_v : {false, true}) {
@@ -380,8 +373,7 @@ std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLay
         for (int c = 0; c < d; ++c) {
             const ChannelCode code = encode_channel(merged.data() + c, codes.data() + c, d, bits,
                                                     {is_v && options.v_search, options.fractional_zero});
-            piece[(is_v ? layout.v_step() : layout.k_step()) + c] =
-                step_byte(code.step, zero_fraction8(code.zero8), bits);
+            piece[(is_v ? layout.v_step() : layout.k_step()) + c] = step_byte(code.step, zero_fraction8(code.zero8), bits);
             piece[(is_v ? layout.v_zero() : layout.k_zero()) + c] = uint8_t(int8_t(zero_floor(code.zero8)));
             for (int t = 0; t < kPageTokens; ++t) {
                 const CodePlace p = is_v ? v_place(d, bits, t, c) : k_place(d, bits, t, c);
@@ -410,9 +402,8 @@ TEST_P(PageCodecTest, EncodesChannelPiecesAsDefined) {
                         Piece piece(layout.bytes(), 0xA5);
                         codec->encode_channel_piece(*head, layout, options, piece.data.get());
                         for (size_t i = 0; i < piece.bytes; ++i) {
-                            ASSERT_EQ(piece.data[i], expected[i])
-                                << "byte " << i << " d " << d << " bits " << k_bits << v_bits << " data " << data
-                                << " search " << options.v_search;
+                            ASSERT_EQ(piece.data[i], expected[i]) << "byte " << i << " d " << d << " bits " << k_bits << v_bits
+                                                                  << " data " << data << " search " << options.v_search;
                         }
                     }
                 }
@@ -470,8 +461,8 @@ TEST_P(PageCodecTest, DecodesTheStoredValues) {
                                 const uint8_t code = bytes[(is_v ? layout.v_codes() : layout.k_codes()) + p.byte];
                                 const uint8_t step = bytes[(is_v ? layout.v_step() : layout.k_step()) + c];
                                 const auto zero = int8_t(bytes[(is_v ? layout.v_zero() : layout.k_zero()) + c]);
-                                const double exact = (code >> p.shift & ((1 << bits) - 1)) * step_of(step, bits) +
-                                                     zero + fraction_eighths_of(step, bits) / 8.0;
+                                const double exact = (code >> p.shift & ((1 << bits) - 1)) * step_of(step, bits) + zero +
+                                                     fraction_eighths_of(step, bits) / 8.0;
                                 return std::clamp(int(std::floor(exact + 0.5)), -kStage1Levels, kStage1Levels);
                             };
                             ASSERT_EQ(out->k[t * d + c], value(false));

@@ -70,9 +70,7 @@ inline Piece make_channel_piece(int d, int k_bits, int v_bits, PageValuesKind va
     Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kChannel};
     uint8_t* p = piece.bytes.data();
     for (size_t i = 0; i < layout.k_step(); ++i) {  // both code arrays, with those of channels that do not exist
-        p[i] = values == PageValuesKind::kLargest    ? 0xFF
-               : values == PageValuesKind::kSmallest ? 0
-                                                     : uint8_t(random.bits());
+        p[i] = values == PageValuesKind::kLargest ? 0xFF : values == PageValuesKind::kSmallest ? 0 : uint8_t(random.bits());
     }
     const auto draw_channel = [&](int bits, uint8_t& step_out, uint8_t& zero_out) {
         const int levels = (1 << bits) - 1, max_step = bits == 4 ? 16 : 80;
@@ -215,14 +213,12 @@ class Problem {
             const int valid = int(std::min<int64_t>(kPageTokens, spec_.n_keys - n * kPageTokens));
             const bool token = spec_.mix == PageMix::kToken || (spec_.mix == PageMix::kRandom && random.chance(50)) ||
                                (spec_.mix == PageMix::kSinkChannelOpen && (n == 0 || n == n_pages - 1));
-            pieces_.push_back(
-                token ? make_token_piece(spec_.head_dim, valid, spec_.values, random)
-                      : make_channel_piece(spec_.head_dim, spec_.k_bits, spec_.v_bits, spec_.values, random));
+            pieces_.push_back(token ? make_token_piece(spec_.head_dim, valid, spec_.values, random)
+                                    : make_channel_piece(spec_.head_dim, spec_.k_bits, spec_.v_bits, spec_.values, random));
         }
         for (int64_t n = 0; n < n_pages; ++n) {
             // Pages before page_begin are not the task's: their address is not even valid.
-            refs_.push_back(
-                {n < spec_.page_begin ? nullptr : pieces_[size_t(n)].bytes.data(), pieces_[size_t(n)].kind});
+            refs_.push_back({n < spec_.page_begin ? nullptr : pieces_[size_t(n)].bytes.data(), pieces_[size_t(n)].kind});
         }
         if (!spec_.v_float) return;
         v_float_.resize(size_t(spec_.n_keys * v_stride()));
@@ -234,8 +230,7 @@ class Problem {
         q_.resize(size_t(rows) * d);
         for (int row = 0; row < rows; ++row) {
             // The extremes: a row of zeros makes every P the largest, a row of +-127 every score.
-            const int shape =
-                spec_.values == PageValuesKind::kRandom ? (random.chance(4) ? random.integer(0, 2) : 3) : row % 4;
+            const int shape = spec_.values == PageValuesKind::kRandom ? (random.chance(4) ? random.integer(0, 2) : 3) : row % 4;
             for (int c = 0; c < d; ++c) {
                 const int any = std::clamp(int(random.normal() * 45.0f), -127, 127);
                 q_[size_t(row) * d + c] = int8_t(shape == 0 ? 0 : shape == 1 ? 127 : shape == 2 ? -127 : any);

@@ -1,4 +1,4 @@
-// The codec against its specification (DESIGN "Numerics" 2-3, 9), exhaustively where the space is small, with
+// The codec against its specification (docs/numerics.md), exhaustively where the space is small, with
 // independent arithmetic: doubles for stage 1, exact integers for stage 2.
 #include "kernels/format/codec.h"
 
@@ -90,9 +90,8 @@ TEST(VExponent, IsTheLargestThatStaysBelowTheLimit) {
     std::mt19937 random(3);
     for (int n = 0; n < 100000; ++n) {
         const float max = std::ldexp(1.0f + float(random() & 0x7fffff) * 0x1p-23f, int(random() % 160) - 110);
-        const float own = n % 3 == 0
-                              ? std::ldexp(max, -int(random() % 20))  // exact powers of two apart
-                              : float(max * (double(random()) / 4294967296.0) * std::exp2(-double(random() % 18)));
+        const float own = n % 3 == 0 ? std::ldexp(max, -int(random() % 20))  // exact powers of two apart
+                                     : float(max * (double(random()) / 4294967296.0) * std::exp2(-double(random() % 18)));
         if (own < FLT_MIN) continue;  // no scale is denormal
         const int e = exponent_below(own, max);
         ASSERT_GE(e, 0);
@@ -265,8 +264,7 @@ int best_error(const std::vector<int8_t>& q, int step, int zero, int levels) {
     int error = 0;
     for (int v : q) {
         int nearest = 1 << 30;
-        for (int c = 0; c <= levels; ++c)
-            nearest = std::min(nearest, (v - (c * step + zero)) * (v - (c * step + zero)));
+        for (int c = 0; c <= levels; ++c) nearest = std::min(nearest, (v - (c * step + zero)) * (v - (c * step + zero)));
         error += nearest;
     }
     return error;
@@ -338,8 +336,7 @@ TEST(EncodeChannel, FractionalZeroPreservesTheMeanWithinHalfAUnit) {
                 const int unit = bits == 4 ? 1 : 4;
                 ASSERT_LE(zero_floor(code.zero8) + max_code * code.step, 127);
                 ASSERT_GE(zero_floor(code.zero8), -128);
-                const bool at_limit =
-                    code.zero8 == 8 * -128 || code.zero8 == 8 * (127 - max_code * code.step) + 8 - unit;
+                const bool at_limit = code.zero8 == 8 * -128 || code.zero8 == 8 * (127 - max_code * code.step) + 8 - unit;
                 if (!at_limit) {
                     ASSERT_LE(2 * std::abs(residual8), unit * kPageTokens);
                 }

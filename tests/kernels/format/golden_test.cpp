@@ -89,8 +89,7 @@ std::vector<const cpu::Kernels*> all_kernels() {
 void compare(const std::string& name, const std::vector<uint8_t>& bytes) {
     const std::filesystem::path path = std::filesystem::path(TA_TEST_DIR) / "data" / "golden" / (name + ".bin");
     if (const char* update = std::getenv("TA_UPDATE_GOLDEN"); update && *update == '1') {
-        std::ofstream(path, std::ios::binary)
-            .write(reinterpret_cast<const char*>(bytes.data()), std::streamsize(bytes.size()));
+        std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), std::streamsize(bytes.size()));
     }
     std::ifstream in(path, std::ios::binary);
     ASSERT_TRUE(in) << path << " is missing";
@@ -151,8 +150,7 @@ TEST(Golden, Slot) {
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             for (uint32_t h = 0; h < kHeads; ++h) {
                 kernels->codec->encode_channel_piece(*make_head(*kernels->codec, 64, 100 + 10 * layer + 2 * h), layout,
-                                                     {true, true, true},
-                                                     &slot[layer * page_bytes + h * layout.bytes()]);
+                                                     {true, true, true}, &slot[layer * page_bytes + h * layout.bytes()]);
             }
             PageIdentity id{};
             id.fingerprint = trailer.fingerprint;

@@ -80,8 +80,7 @@ TEST(Places, AreOneToOneOntoTheCodeArrays) {
                 for (int t = 0; t < kPageTokens; ++t) {
                     for (int c = 0; c < stored; ++c) {
                         const CodePlace p = is_v ? v_place(d, bits, t, c) : k_place(d, bits, t, c);
-                        ASSERT_LT(p.byte, taken.size())
-                            << "d " << d << " bits " << bits << " token " << t << " channel " << c;
+                        ASSERT_LT(p.byte, taken.size()) << "d " << d << " bits " << bits << " token " << t << " channel " << c;
                         ASSERT_EQ(p.shift % bits, 0u);
                         ASSERT_LT(p.shift, 8u);
                         const auto mask = uint8_t(((1 << bits) - 1) << p.shift);
@@ -119,8 +118,7 @@ TEST(Places, FormFragmentsForEveryHeadDim) {
             for (bool is_v : {false, true}) {
                 const int stored = is_v ? v_stored_channels(d, bits) : d, loads = kPageTokens * stored * bits / 8 / 512;
                 // meaning[load][field][row or column] -> token or channel
-                std::vector<int> row_is(size_t(loads) * (8 / bits) * 16, -1),
-                    column_is(size_t(loads) * (8 / bits) * 32, -1);
+                std::vector<int> row_is(size_t(loads) * (8 / bits) * 16, -1), column_is(size_t(loads) * (8 / bits) * 32, -1);
                 for (int t = 0; t < kPageTokens; ++t) {
                     for (int c = 0; c < stored; ++c) {
                         const CodePlace p = is_v ? v_place(d, bits, t, c) : k_place(d, bits, t, c);

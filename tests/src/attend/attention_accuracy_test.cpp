@@ -56,9 +56,10 @@ struct Problem {
 
     std::string text() const {
         std::ostringstream s;
-        s << "heads " << heads.q_heads << "/" << heads.kv_heads << " d" << heads.head_dim << " " << bits << " bits, dtype " << dtype << ", layout "
-          << int(layout) << ", " << (rules.causal ? "causal" : "full") << ", window " << rules.window << ", softcap " << rules.softcap
-          << (rules.alibi_slopes ? ", ALiBi" : "") << (rules.sinks ? ", sinks" : "") << (with_k_offset ? ", offset" : "") << ", seed " << seed << ":";
+        s << "heads " << heads.q_heads << "/" << heads.kv_heads << " d" << heads.head_dim << " " << bits << " bits, dtype "
+          << dtype << ", layout " << int(layout) << ", " << (rules.causal ? "causal" : "full") << ", window " << rules.window
+          << ", softcap " << rules.softcap << (rules.alibi_slopes ? ", ALiBi" : "") << (rules.sinks ? ", sinks" : "")
+          << (with_k_offset ? ", offset" : "") << ", seed " << seed << ":";
         for (const SequenceCase& c : sequences) s << " " << c.old_tokens << "+" << c.n_new << " q" << c.n_query;
         return s.str();
     }
@@ -70,14 +71,16 @@ std::vector<float> exact_queries(Random& random, int64_t rows, int64_t d) {
     q.reserve(size_t(rows * d));
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t largest = random.below(d);
-        for (int64_t c = 0; c < d; ++c) q.push_back(float(c == largest ? (random.chance(50) ? 119 : -119) : random.between(-119, 119)) * 0x1p-6f);
+        for (int64_t c = 0; c < d; ++c)
+            q.push_back(float(c == largest ? (random.chance(50) ? 119 : -119) : random.between(-119, 119)) * 0x1p-6f);
     }
     return q;
 }
 
 class StoredValues {
-public:
-    explicit StoredValues(const Context& context, const Problem& problem) : p_(problem), random_(problem.seed), context_(context) {
+  public:
+    explicit StoredValues(const Context& context, const Problem& problem)
+        : p_(problem), random_(problem.seed), context_(context) {
         const Heads& h = p_.heads;
         mean_ = random_.normals(2 * h.row(), 0.5f);
         auto numerics = sized<ta_numerics>();
@@ -99,7 +102,7 @@ public:
         compare();
     }
 
-private:
+  private:
     std::vector<float> values(int64_t tokens, size_t mean_at) {
         std::vector<float> x = random_.normals(tokens * p_.heads.row());
         for (size_t i = 0; i < x.size(); ++i) x[i] += mean_[mean_at + i % size_t(p_.heads.row())];
@@ -109,7 +112,8 @@ private:
         return {x, tokens, heads, p_.heads.head_dim, p_.dtype, p_.layout};
     }
     void append_to_both(const Plan& plan, const Plan& twin_plan, int64_t n) {
-        Tensor k = tensor(values(n, 0), n, p_.heads.kv_heads), v = tensor(values(n, size_t(p_.heads.row())), n, p_.heads.kv_heads);
+        Tensor k = tensor(values(n, 0), n, p_.heads.kv_heads),
+               v = tensor(values(n, size_t(p_.heads.row())), n, p_.heads.kv_heads);
         append(plan, 0, k, v);
         append(twin_plan, 0, k, v);
         end(twin_plan);
@@ -181,12 +185,13 @@ private:
                 }
             }
             const int64_t d = h.head_dim;
-            EXPECT_LE(worst_excess, 0.0) << p_.text() << "\nout of sequence " << s << ", query " << int64_t(worst) / h.q_row() << ", head "
-                                         << int64_t(worst) / d % h.q_heads << ", channel " << int64_t(worst) % d << ": "
-                                         << out_[size_t(row * h.q_row()) + worst] << ", not " << exact.out[worst];
+            EXPECT_LE(worst_excess, 0.0) << p_.text() << "\nout of sequence " << s << ", query " << int64_t(worst) / h.q_row()
+                                         << ", head " << int64_t(worst) / d % h.q_heads << ", channel " << int64_t(worst) % d
+                                         << ": " << out_[size_t(row * h.q_row()) + worst] << ", not " << exact.out[worst];
             for (size_t i = 0; i < exact.lse.size(); ++i) {
                 const double got = lse_[size_t(row * h.q_heads) + i];
-                ASSERT_NEAR(got, exact.lse[i], 3e-5 + 1e-6 * std::fabs(exact.lse[i])) << p_.text() << "\nlse of sequence " << s << ", row " << i;
+                ASSERT_NEAR(got, exact.lse[i], 3e-5 + 1e-6 * std::fabs(exact.lse[i]))
+                    << p_.text() << "\nlse of sequence " << s << ", row " << i;
             }
             row += c.n_query;
         }
@@ -213,8 +218,16 @@ class Lengths : public ::testing::TestWithParam<int64_t> {};
 TEST_P(Lengths, AttendToWhatIsStored) {
     const int64_t n = GetParam();
     const std::vector<SequenceCase> steps = {
-        {n, 0, int32_t(std::min<int64_t>(n, 1))}, {n, 1, 1},   {n, 1, 0}, {n, 5, 5}, {n, 64, 64}, {n, 130, 130}, {n, 130, 1}, {n, 63, 2},
-        {n, 0, int32_t(std::min<int64_t>(n, 33))}, {n, 3, int32_t(std::min<int64_t>(n + 3, 70))},
+        {n, 0, int32_t(std::min<int64_t>(n, 1))},
+        {n, 1, 1},
+        {n, 1, 0},
+        {n, 5, 5},
+        {n, 64, 64},
+        {n, 130, 130},
+        {n, 130, 1},
+        {n, 63, 2},
+        {n, 0, int32_t(std::min<int64_t>(n, 33))},
+        {n, 3, int32_t(std::min<int64_t>(n + 3, 70))},
     };
     uint64_t seed = uint64_t(n) * 10;
     for (const SequenceCase& step : steps) {
@@ -230,7 +243,7 @@ INSTANTIATE_TEST_SUITE_P(Tokens, Lengths, ::testing::Values(0, 1, 63, 64, 65, 12
 
 TEST(StoredAttention, RaggedBatches) {
     Problem p;
-    p.sequences = {{0, 0, 0},   {1, 0, 1},   {63, 1, 1},    {64, 0, 3}, {65, 64, 64}, {127, 1, 128}, {128, 130, 0},
+    p.sequences = {{0, 0, 0},   {1, 0, 1},    {63, 1, 1},   {64, 0, 3}, {65, 64, 64}, {127, 1, 128}, {128, 130, 0},
                    {129, 0, 0}, {1000, 3, 2}, {4097, 1, 1}, {0, 7, 7},  {0, 64, 1},   {10, 54, 54},  {191, 2, 5}};
     for (uint32_t bits : {8, 4, 2}) {
         p.bits = bits;
@@ -266,7 +279,8 @@ std::vector<Heads> all_heads() {
     return all;
 }
 INSTANTIATE_TEST_SUITE_P(All, GroupsAndDims, ::testing::ValuesIn(all_heads()), [](const auto& i) {
-    return "q" + std::to_string(i.param.q_heads) + "_kv" + std::to_string(i.param.kv_heads) + "_d" + std::to_string(i.param.head_dim);
+    return "q" + std::to_string(i.param.q_heads) + "_kv" + std::to_string(i.param.kv_heads) + "_d" +
+           std::to_string(i.param.head_dim);
 });
 
 TEST(StoredAttention, EveryNumberOfQueries) {
@@ -349,8 +363,8 @@ struct Results {
 };
 
 // A fresh pool takes the keys and values in `chunks`; then the queries attend without new tokens.
-Results attend_after(const Context& context, const AttentionData& data, const PoolSettings& settings, const std::vector<int64_t>& chunks,
-                     const ta_attend_options* options = nullptr) {
+Results attend_after(const Context& context, const AttentionData& data, const PoolSettings& settings,
+                     const std::vector<int64_t>& chunks, const ta_attend_options* options = nullptr) {
     const AttentionShape& s = data.shape;
     auto po = pool_options(1, uint32_t(s.kv_heads), uint32_t(s.head_dim), settings.bits, &settings.numerics);
     if (!settings.map.empty()) po.k_bits = po.v_bits = settings.map.data();
@@ -361,7 +375,8 @@ Results attend_after(const Context& context, const AttentionData& data, const Po
     int64_t at = 0;
     for (int64_t n : chunks) {
         begin(plan, {seq}, {int32_t(n)}, {0});
-        const ta_tensor k = view_of(data.k.data() + at * row, n, s.kv_heads, s.head_dim), v = view_of(data.v.data() + at * row, n, s.kv_heads, s.head_dim);
+        const ta_tensor k = view_of(data.k.data() + at * row, n, s.kv_heads, s.head_dim),
+                        v = view_of(data.v.data() + at * row, n, s.kv_heads, s.head_dim);
         ta_error err;
         require(ta_append(plan.get(), 0, &k, &v, &err), err);
         end(plan);
@@ -369,7 +384,8 @@ Results attend_after(const Context& context, const AttentionData& data, const Po
     }
     Results r{std::vector<float>(data.q.size()), std::vector<float>(size_t(s.n_query * s.q_heads))};
     begin(plan, {seq}, {0}, {int32_t(s.n_query)});
-    const ta_tensor q = view_of(data.q.data(), s.n_query, s.q_heads, s.head_dim), out = view_of(r.out.data(), s.n_query, s.q_heads, s.head_dim);
+    const ta_tensor q = view_of(data.q.data(), s.n_query, s.q_heads, s.head_dim),
+                    out = view_of(r.out.data(), s.n_query, s.q_heads, s.head_dim);
     ta_error err;
     require(ta_attend(plan.get(), 0, &q, &out, r.lse.data(), options, &err), err);
     end(plan);
@@ -406,20 +422,24 @@ TEST(Accuracy, ErrorsOfTheProfilesAt4096Tokens) {
         PoolSettings settings;
     };
     Column columns[] = {
-        {"accurate 8", profile(TA_PROFILE_ACCURATE, 8)}, {"accurate 4", profile(TA_PROFILE_ACCURATE, 4)}, {"accurate 4/2", profile(TA_PROFILE_ACCURATE, 4)},
-        {"accurate 2", profile(TA_PROFILE_ACCURATE, 2)}, {"paper 8", profile(TA_PROFILE_PAPER, 8)},       {"paper 4", profile(TA_PROFILE_PAPER, 4)},
-        {"paper 4/2", profile(TA_PROFILE_PAPER, 4)},     {"paper 2", profile(TA_PROFILE_PAPER, 2)},
+        {"accurate 8", profile(TA_PROFILE_ACCURATE, 8)},   {"accurate 4", profile(TA_PROFILE_ACCURATE, 4)},
+        {"accurate 4/2", profile(TA_PROFILE_ACCURATE, 4)}, {"accurate 2", profile(TA_PROFILE_ACCURATE, 2)},
+        {"paper 8", profile(TA_PROFILE_PAPER, 8)},         {"paper 4", profile(TA_PROFILE_PAPER, 4)},
+        {"paper 4/2", profile(TA_PROFILE_PAPER, 4)},       {"paper 2", profile(TA_PROFILE_PAPER, 2)},
     };
     columns[2].settings.map = columns[6].settings.map = {4, 2};
-    std::printf("Error of O against float64 (%%), 4096 tokens, 8/2 heads, d 128. d: decode (1 query), p: 32 queries\n%-10s", "");
+    std::printf("Error of O against float64 (%%), 4096 tokens, 8/2 heads, d 128. d: decode (1 query), p: 32 queries\n%-10s",
+                "");
     for (const Column& c : columns) std::printf(" %13s", c.name);
     std::printf("\n");
     for (DataKind kind : kinds) {
         for (int64_t n_query : {1, 32}) {
-            const Judged samples[] = {judged(kind, {n_query, 4096, 8, 2, 128}, 40), judged(kind, {n_query, 4096, 8, 2, 128}, 41)};
+            const Judged samples[] = {judged(kind, {n_query, 4096, 8, 2, 128}, 40),
+                                      judged(kind, {n_query, 4096, 8, 2, 128}, 41)};
             std::printf("%-8s %c", name_of(kind), n_query == 1 ? 'd' : 'p');
             for (const Column& c : columns) {
-                const double error = (error_of(context, samples[0], c.settings) + error_of(context, samples[1], c.settings)) / 2;
+                const double error =
+                    (error_of(context, samples[0], c.settings) + error_of(context, samples[1], c.settings)) / 2;
                 std::printf(" %13.3f", 100.0 * error);
                 const double bound = c.name == std::string("accurate 8")   ? (kind == DataKind::kPeaky ? 0.06 : 0.02)
                                      : c.name != std::string("accurate 4") ? 10.0
@@ -472,8 +492,10 @@ TEST(Accuracy, EachSettingAlone) {
         {"paper + open TOKEN", [](ta_numerics& n) { n.open_scale = TA_OPEN_SCALE_TOKEN; }},
     };
     const AttentionShape shape{4, 2048, 8, 2, 128};
-    const Judged flat = judged(DataKind::kFlat, shape, 7), sink = judged(DataKind::kSink, shape, 8), peaky = judged(DataKind::kPeaky, shape, 9);
-    std::printf("Error of O against float64 (%%), 4 bits, 2048 tokens, 8/2 heads, d 128, 4 queries\n%-26s %9s %9s %9s\n", "", "flat", "sink", "peaky");
+    const Judged flat = judged(DataKind::kFlat, shape, 7), sink = judged(DataKind::kSink, shape, 8),
+                 peaky = judged(DataKind::kPeaky, shape, 9);
+    std::printf("Error of O against float64 (%%), 4 bits, 2048 tokens, 8/2 heads, d 128, 4 queries\n%-26s %9s %9s %9s\n", "",
+                "flat", "sink", "peaky");
     const auto row = [&](const Change& change, ta_profile base) {
         PoolSettings s = profile(base, 4);
         change.apply(s.numerics);
@@ -486,9 +508,11 @@ TEST(Accuracy, EachSettingAlone) {
 }
 
 // Every token's query in the step that brings the token.
-std::vector<float> prefill(const Context& context, const AttentionData& data, const PoolSettings& settings, const std::vector<int64_t>& chunks) {
+std::vector<float> prefill(const Context& context, const AttentionData& data, const PoolSettings& settings,
+                           const std::vector<int64_t>& chunks) {
     const AttentionShape& s = data.shape;
-    const KvPool pool = make_pool(context, pool_options(1, uint32_t(s.kv_heads), uint32_t(s.head_dim), settings.bits, &settings.numerics));
+    const KvPool pool =
+        make_pool(context, pool_options(1, uint32_t(s.kv_heads), uint32_t(s.head_dim), settings.bits, &settings.numerics));
     const Plan plan = make_plan(pool);
     const ta_seq seq = make_sequence(pool);
     std::vector<float> out(data.q.size());
@@ -496,8 +520,10 @@ std::vector<float> prefill(const Context& context, const AttentionData& data, co
     int64_t at = 0;
     for (int64_t n : chunks) {
         begin(plan, {seq}, {int32_t(n)});
-        const ta_tensor k = view_of(data.k.data() + at * row, n, s.kv_heads, s.head_dim), v = view_of(data.v.data() + at * row, n, s.kv_heads, s.head_dim);
-        const ta_tensor q = view_of(data.q.data() + at * q_row, n, s.q_heads, s.head_dim), o = view_of(out.data() + at * q_row, n, s.q_heads, s.head_dim);
+        const ta_tensor k = view_of(data.k.data() + at * row, n, s.kv_heads, s.head_dim),
+                        v = view_of(data.v.data() + at * row, n, s.kv_heads, s.head_dim);
+        const ta_tensor q = view_of(data.q.data() + at * q_row, n, s.q_heads, s.head_dim),
+                        o = view_of(out.data() + at * q_row, n, s.q_heads, s.head_dim);
         ta_error err;
         require(ta_append(plan.get(), 0, &k, &v, &err), err);
         require(ta_attend(plan.get(), 0, &q, &o, nullptr, nullptr, &err), err);
@@ -511,10 +537,12 @@ TEST(Accuracy, AnyChunkingOfAPrefillGivesNearlyTheSame) {
     const Context context = make_context(2);
     constexpr int64_t kTokens = 333;
     Random random(77);
-    std::vector<std::vector<int64_t>> chunkings = {{kTokens}, std::vector<int64_t>(kTokens, 1), {64, 64, 64, 64, 64, 13}, {63, 65, 1, 64, 140}, {1, 331, 1}};
+    std::vector<std::vector<int64_t>> chunkings = {
+        {kTokens}, std::vector<int64_t>(kTokens, 1), {64, 64, 64, 64, 64, 13}, {63, 65, 1, 64, 140}, {1, 331, 1}};
     for (int i = 0; i < 4; ++i) {
         chunkings.emplace_back();
-        for (int64_t left = kTokens; left > 0; left -= chunkings.back().back()) chunkings.back().push_back(random.between(1, std::min<int64_t>(left, 130)));
+        for (int64_t left = kTokens; left > 0; left -= chunkings.back().back())
+            chunkings.back().push_back(random.between(1, std::min<int64_t>(left, 130)));
     }
     struct Bound {
         uint32_t bits;
@@ -525,7 +553,8 @@ TEST(Accuracy, AnyChunkingOfAPrefillGivesNearlyTheSame) {
         const Attention exact = exact_attention(data.shape, {}, data.q.data(), data.k.data(), data.v.data());
         for (const std::vector<int64_t>& chunks : chunkings) {
             const std::vector<float> out = prefill(context, data, profile(TA_PROFILE_ACCURATE, bound.bits), chunks);
-            EXPECT_LE(relative_l2(std::span<const float>(out), exact.out), bound.error) << bound.bits << " bits, " << chunks.size() << " chunks";
+            EXPECT_LE(relative_l2(std::span<const float>(out), exact.out), bound.error)
+                << bound.bits << " bits, " << chunks.size() << " chunks";
         }
     }
     // A chunk sees its own tokens at 8 bits, whatever the pool's bits are.
@@ -562,10 +591,12 @@ TEST_P(Hostile, ResultsStayWithinTheValues) {
     for (ta_profile which : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
         for (uint32_t bits : {8, 4, 2}) {
             for (int64_t n_query : {1, 40}) {
-                SCOPED_TRACE(::testing::Message() << name_of(GetParam()) << ", profile " << which << ", " << bits << " bits, " << n_query << " queries");
+                SCOPED_TRACE(::testing::Message() << name_of(GetParam()) << ", profile " << which << ", " << bits << " bits, "
+                                                  << n_query << " queries");
                 const AttentionData data = make_data(GetParam(), {n_query, 300, 4, 2, 128}, 15);
                 const Attention exact = exact_attention(data.shape, {}, data.q.data(), data.k.data(), data.v.data());
-                const std::vector<int64_t> chunks = n_query == 1 ? std::vector<int64_t>{300} : std::vector<int64_t>{1, 63, 100, 1, 27, 108};
+                const std::vector<int64_t> chunks =
+                    n_query == 1 ? std::vector<int64_t>{300} : std::vector<int64_t>{1, 63, 100, 1, 27, 108};
                 const Results r = attend_after(context, data, profile(which, bits), chunks);
                 float largest = 0.0f;
                 for (float x : data.v) largest = std::max(largest, std::fabs(x));
@@ -578,34 +609,44 @@ TEST_P(Hostile, ResultsStayWithinTheValues) {
                         for (float x : r.out) ASSERT_EQ(x, 0.0f);
                         for (size_t i = 0; i < r.lse.size(); ++i) ASSERT_NEAR(r.lse[i], exact.lse[i], 5e-4);  // SAS(0) = 0.9996
                         break;
-                    case DataKind::kConstantChannels: EXPECT_LE(error, which == TA_PROFILE_ACCURATE ? 0.012 : 0.1); break;
-                    case DataKind::kHuge: EXPECT_LE(error, bits == 8 ? 0.08 : bits == 4 ? 0.4 : 1.2); break;
-                    default: break;
+                    case DataKind::kConstantChannels:
+                        EXPECT_LE(error, which == TA_PROFILE_ACCURATE ? 0.012 : 0.1);
+                        break;
+                    case DataKind::kHuge:
+                        EXPECT_LE(error, bits == 8 ? 0.08 : bits == 4 ? 0.4 : 1.2);
+                        break;
+                    default:
+                        break;
                 }
             }
         }
     }
 }
 INSTANTIATE_TEST_SUITE_P(Kinds, Hostile,
-                         ::testing::Values(DataKind::kZeros, DataKind::kConstantChannels, DataKind::kOutliers, DataKind::kDenormal, DataKind::kHuge));
+                         ::testing::Values(DataKind::kZeros, DataKind::kConstantChannels, DataKind::kOutliers,
+                                           DataKind::kDenormal, DataKind::kHuge));
 
 TEST(HostileScores, TheLargestInputsGiveFiniteScores) {
     const Context context = make_context(1);
     const std::vector<float> slopes = {0x1p56f, -0x1p56f};
     for (uint32_t d : {64, 128, 256}) {
         for (float sign : {1.0f, -1.0f}) {
-            AttentionData data{{2, 70, 2, 1, d}, std::vector<float>(2 * 2 * d, 0x1p56f), std::vector<float>(70 * d, sign * 0x1p56f), std::vector<float>(70 * d, 0x1p56f)};
+            const AttentionData data{{2, 70, 2, 1, d},
+                                     std::vector<float>(2 * 2 * d, 0x1p56f),
+                                     std::vector<float>(70 * d, sign * 0x1p56f),
+                                     std::vector<float>(70 * d, 0x1p56f)};
+            const std::vector<float> away(d, -sign * 0x1p56f);
             auto options = sized<ta_attend_options>();
             options.scale = 64.0f;
-            for (const float* alibi : {static_cast<const float*>(nullptr), slopes.data()}) {
-                for (ta_mask mask : {TA_MASK_CAUSAL, TA_MASK_FULL}) {
-                    options.alibi_slopes = alibi;
-                    options.mask = mask;
-                    for (uint32_t bits : {8, 4}) {
-                        const Results r = attend_after(context, data, profile(TA_PROFILE_ACCURATE, bits), {70}, &options);
-                        for (float x : r.out) ASSERT_NEAR(x / 0x1p56f, 1.0f, 0.03f);
-                    }
-                }
+            for (int variation = 0; variation < 24; ++variation) {
+                options.mask = variation & 1 ? TA_MASK_FULL : TA_MASK_CAUSAL;
+                options.alibi_slopes = variation & 2 ? slopes.data() : nullptr;
+                PoolSettings settings = profile(TA_PROFILE_ACCURATE, variation / 8 == 0 ? 8 : variation / 8 == 1 ? 4 : 2);
+                if (variation & 4) settings.numerics.k_offset = away.data();
+                SCOPED_TRACE(::testing::Message() << "d " << d << ", sign " << sign << ", variation " << variation);
+                const Results r = attend_after(context, data, settings, {70}, &options);
+                for (float x : r.out) ASSERT_NEAR(x / 0x1p56f, 1.0f, 0.03f);
+                for (float x : r.lse) ASSERT_TRUE(std::isfinite(x));
             }
         }
     }
@@ -630,10 +671,13 @@ Everything live(const Context& context, const Heads& heads, const PoolSettings& 
     Random random(99);
     const auto step = [&](const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query) {
         begin(plan, seqs, n_new, n_query);
-        const int64_t n = std::accumulate(n_new.begin(), n_new.end(), int64_t{0}), rows = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
+        const int64_t n = std::accumulate(n_new.begin(), n_new.end(), int64_t{0}),
+                      rows = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
         for (uint32_t layer = 0; layer < 2; ++layer) {
-            Tensor k(random.normals(n * heads.row()), n, heads.kv_heads, heads.head_dim, dtype), v(random.normals(n * heads.row()), n, heads.kv_heads, heads.head_dim, dtype);
-            Tensor q(random.normals(rows * heads.q_row()), rows, heads.q_heads, heads.head_dim, dtype), out(rows, heads.q_heads, heads.head_dim, dtype);
+            Tensor k(random.normals(n * heads.row()), n, heads.kv_heads, heads.head_dim, dtype),
+                v(random.normals(n * heads.row()), n, heads.kv_heads, heads.head_dim, dtype);
+            Tensor q(random.normals(rows * heads.q_row()), rows, heads.q_heads, heads.head_dim, dtype),
+                out(rows, heads.q_heads, heads.head_dim, dtype);
             std::vector<float> lse(size_t(rows) * heads.q_heads);
             append(plan, layer, k, v);
             attend(plan, layer, q, out, lse.data());
@@ -666,7 +710,8 @@ Everything live(const Context& context, const Heads& heads, const PoolSettings& 
 
 TEST(SameBits, ForEveryInstructionSetAndNumberOfThreads) {
     const std::vector<ta_cpu_isa> isas = available_isas();
-    PoolSettings settings[] = {profile(TA_PROFILE_ACCURATE, 4), profile(TA_PROFILE_ACCURATE, 2), profile(TA_PROFILE_ACCURATE, 8), profile(TA_PROFILE_PAPER, 4)};
+    PoolSettings settings[] = {profile(TA_PROFILE_ACCURATE, 4), profile(TA_PROFILE_ACCURATE, 2),
+                               profile(TA_PROFILE_ACCURATE, 8), profile(TA_PROFILE_PAPER, 4)};
     uint32_t i = 0;
     for (const PoolSettings& s : settings) {
         const Heads heads = i == 0 ? Heads{2, 8, 128} : i == 1 ? Heads{1, 5, 96} : i == 2 ? Heads{2, 2, 64} : Heads{1, 4, 256};

@@ -36,7 +36,9 @@ std::vector<float> exact_rows(Random& random, int64_t rows, int64_t d, int level
     x.reserve(size_t(rows * d));
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t largest = random.below(d);
-        for (int64_t c = 0; c < d; ++c) x.push_back(float(c == largest ? (random.chance(50) ? levels : -levels) : random.between(-levels, levels)) * 0x1p-6f);
+        for (int64_t c = 0; c < d; ++c)
+            x.push_back(float(c == largest ? (random.chance(50) ? levels : -levels) : random.between(-levels, levels)) *
+                        0x1p-6f);
     }
     return x;
 }
@@ -58,13 +60,16 @@ void check_exact(const Problem& p) {
         q_offsets.push_back(q_offsets.back() + item.n_query);
         k_offsets.push_back(k_offsets.back() + item.n_keys);
     }
-    const int64_t n_query = q_offsets.back(), n_keys = k_offsets.back(), row = p.kv_heads * p.head_dim, q_row = p.q_heads * p.head_dim;
+    const int64_t n_query = q_offsets.back(), n_keys = k_offsets.back(), row = p.kv_heads * p.head_dim,
+                  q_row = p.q_heads * p.head_dim;
     const std::vector<float> q_values = exact_rows(random, n_query * p.q_heads, p.head_dim, levels);
     const std::vector<float> k_values = exact_rows(random, n_keys * p.kv_heads, p.head_dim, levels);
     std::vector<float> v_values = exact_rows(random, n_keys * p.kv_heads, p.head_dim, levels);
     for (float& x : v_values) x = std::fabs(x);  // means that do not vanish
-    Tensor q(q_values, n_query, p.q_heads, p.head_dim, p.dtype, p.layout), out(n_query, p.q_heads, p.head_dim, p.dtype, p.layout);
-    Tensor k(k_values, n_keys, p.kv_heads, p.head_dim, p.dtype, p.layout), v(v_values, n_keys, p.kv_heads, p.head_dim, p.dtype, p.layout);
+    Tensor q(q_values, n_query, p.q_heads, p.head_dim, p.dtype, p.layout),
+        out(n_query, p.q_heads, p.head_dim, p.dtype, p.layout);
+    Tensor k(k_values, n_keys, p.kv_heads, p.head_dim, p.dtype, p.layout),
+        v(v_values, n_keys, p.kv_heads, p.head_dim, p.dtype, p.layout);
     std::vector<float> lse(size_t(n_query * p.q_heads) + 1, -777.0f);
     auto attend = sized<ta_attend_options>();
     attend.mask = p.rules.causal ? TA_MASK_CAUSAL : TA_MASK_FULL;
@@ -91,15 +96,16 @@ void check_exact(const Problem& p) {
     const std::vector<float> got = out.values();
     for (size_t b = 0; b < p.items.size(); ++b) {
         const AttentionShape shape{p.items[b].n_query, p.items[b].n_keys, p.q_heads, p.kv_heads, p.head_dim};
-        const std::vector<float> qb = rows_of(q_values, q_offsets[b], shape.n_query, q_row), kb = rows_of(k_values, k_offsets[b], shape.n_keys, row),
+        const std::vector<float> qb = rows_of(q_values, q_offsets[b], shape.n_query, q_row),
+                                 kb = rows_of(k_values, k_offsets[b], shape.n_keys, row),
                                  vb = rows_of(v_values, k_offsets[b], shape.n_keys, row);
         const Attention exact = exact_attention(shape, p.rules, qb.data(), kb.data(), vb.data());
         const double rounding = p.dtype == TA_DTYPE_F32 ? 0.0 : p.dtype == TA_DTYPE_F16 ? 0x1p-11 : 0x1p-8;
         for (size_t i = 0; i < exact.out.size(); ++i) {
             const double x = got[size_t(q_offsets[b] * q_row) + i];
             ASSERT_NEAR(x, exact.out[i], 1.5e-4 + rounding * std::fabs(exact.out[i]))
-                << "variant " << p.variant << ", seed " << p.seed << ", item " << b << " of " << shape.n_query << " x " << shape.n_keys << ", query "
-                << int64_t(i) / q_row << ", channel " << int64_t(i) % q_row;
+                << "variant " << p.variant << ", seed " << p.seed << ", item " << b << " of " << shape.n_query << " x "
+                << shape.n_keys << ", query " << int64_t(i) / q_row << ", channel " << int64_t(i) % q_row;
         }
         for (size_t i = 0; i < exact.lse.size(); ++i) {
             const float x = lse[size_t(q_offsets[b] * p.q_heads) + i];
@@ -217,9 +223,11 @@ TEST(Dense, MasksWindowsAndBiases) {
     }
 }
 
-double error_of(ta_dense_variant variant, const AttentionData& data, const Attention& exact, const ta_attend_options* attend = nullptr) {
+double error_of(ta_dense_variant variant, const AttentionData& data, const Attention& exact,
+                const ta_attend_options* attend = nullptr) {
     const AttentionShape& s = data.shape;
-    const ta_tensor q = view_of(data.q.data(), s.n_query, s.q_heads, s.head_dim), k = view_of(data.k.data(), s.n_keys, s.kv_heads, s.head_dim),
+    const ta_tensor q = view_of(data.q.data(), s.n_query, s.q_heads, s.head_dim),
+                    k = view_of(data.k.data(), s.n_keys, s.kv_heads, s.head_dim),
                     v = view_of(data.v.data(), s.n_keys, s.kv_heads, s.head_dim);
     std::vector<float> result(data.q.size());
     const ta_tensor out = view_of(result.data(), s.n_query, s.q_heads, s.head_dim);
@@ -232,10 +240,14 @@ double error_of(ta_dense_variant variant, const AttentionData& data, const Atten
 }
 
 TEST(Dense, ErrorsOfTheVariants) {
-    std::printf("Error of O against float64 (%%), 2048 x 2048 causal, 2/1 heads, d 64\n%-10s %12s %12s %12s\n", "", "INT8_PAGE", "INT_FLASH", "HALF");
+    std::printf("Error of O against float64 (%%), 2048 x 2048 causal, 2/1 heads, d 64\n%-10s %12s %12s %12s\n", "", "INT8_PAGE",
+                "INT_FLASH", "HALF");
     for (const char* name : {"normal", "uniform", "flat", "peaky"}) {
         const AttentionShape shape{2048, 2048, 2, 1, 64};
-        AttentionData data = make_data(name[0] == 'f' ? DataKind::kFlat : name[0] == 'p' ? DataKind::kPeaky : DataKind::kNormal, shape, 21);
+        AttentionData data = make_data(name[0] == 'f'   ? DataKind::kFlat
+                                       : name[0] == 'p' ? DataKind::kPeaky
+                                                        : DataKind::kNormal,
+                                       shape, 21);
         if (name[0] == 'u') {
             Random random(22);
             for (auto* x : {&data.q, &data.k, &data.v}) {
@@ -277,8 +289,9 @@ TEST(Dense, SaturateReplacesWhatRejectRefuses) {
     for (int place = 0; place < 3; ++place) {
         const auto call = [&](ta_nonfinite how) {
             options.nonfinite = how;
-            return ta_attend_dense(context().get(), place == 0 ? bad.view() : good.view(), place == 1 ? bad.view() : good.view(),
-                                   place == 2 ? bad.view() : good.view(), out.view(), nullptr, &options, nullptr);
+            return ta_attend_dense(context().get(), place == 0 ? bad.view() : good.view(),
+                                   place == 1 ? bad.view() : good.view(), place == 2 ? bad.view() : good.view(), out.view(),
+                                   nullptr, &options, nullptr);
         };
         EXPECT_EQ(call(TA_NONFINITE_DEFAULT), TA_E_NONFINITE);
         EXPECT_EQ(call(TA_NONFINITE_REJECT), TA_E_NONFINITE);
@@ -295,7 +308,8 @@ TEST(Dense, SameBitsForEveryInstructionSetAndNumberOfThreads) {
     const AttentionData data = make_data(DataKind::kPeaky, {70, 700, 4, 2, 96}, 55);
     const auto run = [&](const Context& c, ta_dense_variant variant) {
         const AttentionShape& s = data.shape;
-        const ta_tensor q = view_of(data.q.data(), s.n_query, s.q_heads, s.head_dim), k = view_of(data.k.data(), s.n_keys, s.kv_heads, s.head_dim),
+        const ta_tensor q = view_of(data.q.data(), s.n_query, s.q_heads, s.head_dim),
+                        k = view_of(data.k.data(), s.n_keys, s.kv_heads, s.head_dim),
                         v = view_of(data.v.data(), s.n_keys, s.kv_heads, s.head_dim);
         std::vector<float> result(data.q.size());
         const ta_tensor out = view_of(result.data(), s.n_query, s.q_heads, s.head_dim);
@@ -308,7 +322,8 @@ TEST(Dense, SameBitsForEveryInstructionSetAndNumberOfThreads) {
     for (ta_dense_variant variant : kVariants) {
         const std::vector<float> expected = run(make_context(1, TA_CPU_ISA_SCALAR), variant);
         for (ta_cpu_isa isa : available_isas()) {
-            for (int threads : {1, 2, 5}) EXPECT_EQ(run(make_context(threads, isa), variant), expected) << "isa " << isa << ", " << threads << " threads";
+            for (int threads : {1, 2, 5})
+                EXPECT_EQ(run(make_context(threads, isa), variant), expected) << "isa " << isa << ", " << threads << " threads";
         }
     }
 }

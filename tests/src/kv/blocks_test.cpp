@@ -20,7 +20,7 @@ Geometry small_geometry() {
 }
 
 class Blocks : public ::testing::Test {
-protected:
+  protected:
     BlockStore& store(uint64_t budget) {
         store_ = std::make_unique<BlockStore>(allocator_, geometry, budget);
         return *store_;
@@ -34,7 +34,7 @@ protected:
     const uint64_t token = geometry.token_slot_bytes, channel = geometry.channel_slot_bytes;
     testing::CountingAllocator counting;
 
-private:
+  private:
     Allocator allocator_{counting.hooks()};
     std::unique_ptr<BlockStore> store_;
 };
@@ -125,7 +125,7 @@ TEST_F(Blocks, AnAllocatorWithoutMemoryIsNotAFullTier) {
 // ---------------------------------------------------------------------------------------------------------------- hashes
 
 class Sealed : public Blocks, public ::testing::WithParamInterface<PageKind> {
-protected:
+  protected:
     BlockPtr sealed(BlockStore& s, uint64_t index) {
         BlockPtr b = take(s, GetParam());
         for (size_t i = 0; i < geometry.payload_bytes(GetParam()); ++i) b->slot()[i] = uint8_t(i * 7 + i / 251);
@@ -143,7 +143,9 @@ TEST_P(Sealed, EveryByteOfPagesHashesAndIdentityCounts) {
     for (size_t i = 0; i < payload + trailer + hashes; i += i < payload ? 61 : 1) {
         const size_t in_trailer = i - payload;
         // Reserved bytes of the trailer are in no hash.
-        if (i >= payload && (in_trailer == offsetof(SlotTrailer, reserved0) || (in_trailer >= offsetof(SlotTrailer, reserved) && in_trailer < trailer))) continue;
+        if (i >= payload && (in_trailer == offsetof(SlotTrailer, reserved0) ||
+                             (in_trailer >= offsetof(SlotTrailer, reserved) && in_trailer < trailer)))
+            continue;
         for (uint8_t flip : {uint8_t{1}, uint8_t{128}}) {
             b->slot()[i] ^= flip;
             const Status status = b->verify(geometry, kFingerprint, 5);

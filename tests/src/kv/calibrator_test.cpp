@@ -29,7 +29,9 @@ struct Ranking {
 Ranking finish(const Calibrator& c, uint32_t n_low) {
     Ranking r;
     ta_error err;
-    require(ta_calibrator_finish(c.get(), n_low, r.k_bits.data(), r.v_bits.data(), r.k_priority.data(), r.v_priority.data(), &err), err);
+    require(
+        ta_calibrator_finish(c.get(), n_low, r.k_bits.data(), r.v_bits.data(), r.k_priority.data(), r.v_priority.data(), &err),
+        err);
     return r;
 }
 
@@ -121,7 +123,8 @@ TEST(CalibratorTest, HowTokensArriveDoesNotMatter) {
     const Context context = make_context(1);
     Random random(3);
     for (ta_dtype dtype : kDtypes) {
-        const std::vector<float> k = head_values(random, 30, {0.1, 0.7, 0.3, 0.5}), v = head_values(random, 30, {0.5, 0.1, 0.6, 0.2});
+        const std::vector<float> k = head_values(random, 30, {0.1, 0.7, 0.3, 0.5}),
+                                 v = head_values(random, 30, {0.5, 0.1, 0.6, 0.2});
         const Calibrator at_once = make_calibrator(context), bit_by_bit = make_calibrator(context);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             Tensor kt(k, 30, kHeads, kDim, dtype), vt(v, 30, kHeads, kDim, dtype);
@@ -131,7 +134,9 @@ TEST(CalibratorTest, HowTokensArriveDoesNotMatter) {
             Tensor none(0, kHeads, kDim, dtype);
             observe(bit_by_bit, layer, none, none);
             for (int64_t t = 0; t < 30; t += 6) {
-                const auto rows = [&](const std::vector<float>& x) { return std::span(x).subspan(size_t(t * kRow), size_t(6 * kRow)); };
+                const auto rows = [&](const std::vector<float>& x) {
+                    return std::span(x).subspan(size_t(t * kRow), size_t(6 * kRow));
+                };
                 const Layout layout = kLayouts[size_t(t / 6) % 4];
                 Tensor kt(rows(k), 6, kHeads, kDim, dtype, layout), vt(rows(v), 6, kHeads, kDim, dtype, layout);
                 observe(bit_by_bit, layer, kt, vt);

@@ -8,7 +8,8 @@
 namespace ta {
 namespace {
 
-Geometry make(uint32_t layers, uint32_t heads, uint32_t d, uint32_t bits, const uint8_t* k = nullptr, const uint8_t* v = nullptr) {
+Geometry make(uint32_t layers, uint32_t heads, uint32_t d, uint32_t bits, const uint8_t* k = nullptr,
+              const uint8_t* v = nullptr) {
     Result<Geometry> g = Geometry::make(layers, heads, d, bits, k, v);
     EXPECT_TRUE(g.ok());
     return g.take();
@@ -26,7 +27,8 @@ TEST(Geometry, PiecesFillTheSlotWithoutGapsOrOverlaps) {
                 for (uint32_t head = 0; head < 3; ++head) {
                     EXPECT_EQ(g.page_offset(kind, layer) + g.head_offset(kind, layer, head), at);
                     EXPECT_EQ(at % kPieceAlignment, 0u);
-                    at += kind == PageKind::kToken ? TokenLayout(int(d)).bytes() : ChannelLayout(int(d), k[layer * 3 + head], v[layer * 3 + head]).bytes();
+                    at += kind == PageKind::kToken ? TokenLayout(int(d)).bytes()
+                                                   : ChannelLayout(int(d), k[layer * 3 + head], v[layer * 3 + head]).bytes();
                 }
                 EXPECT_EQ(g.page_bytes(kind, layer), at - first);
             }
@@ -63,7 +65,8 @@ TEST(Geometry, TheLargestShapeDoesNotWrap) {
     const Geometry g = make(4096, 1024, 256, 4);
     EXPECT_EQ(g.token_payload_bytes, uint64_t{4096} * 1024 * TokenLayout(256).bytes());
     EXPECT_EQ(g.channel_payload_bytes, uint64_t{4096} * 1024 * ChannelLayout(256, 4, 4).bytes());
-    EXPECT_EQ(g.page_offset(PageKind::kToken, 4095) + g.head_offset(PageKind::kToken, 4095, 1023) + TokenLayout(256).bytes(), g.token_payload_bytes);
+    EXPECT_EQ(g.page_offset(PageKind::kToken, 4095) + g.head_offset(PageKind::kToken, 4095, 1023) + TokenLayout(256).bytes(),
+              g.token_payload_bytes);
 }
 
 TEST(Geometry, WrongMapsNameLayerAndHead) {
