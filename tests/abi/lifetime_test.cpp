@@ -1,10 +1,12 @@
 // Handles: destroyed in any order, used after their parents' are gone, carried into a child process; the allocator and the log.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -252,6 +254,30 @@ TEST(Fork, ChildrenOfABusyPoolDoNotHang) {
     }
 }
 
+// ThreadSanitizer and AddressSanitizer reserve more address space than this lets them have.
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+TEST(Fork, ThreadsThatCannotStartAreALimit) {
+    EXPECT_EQ(in_child([] {
+                  const rlimit room{uint64_t{1} << 30, uint64_t{1} << 30};
+                  if (setrlimit(RLIMIT_AS, &room) != 0) return 1;
+                  auto options = sized<ta_context_options>();
+                  options.threads = 1024;
+                  ta_context* context = nullptr;
+                  ta_error err;
+                  if (ta_context_create(&options, &context, &err) != TA_E_LIMIT || context) return 2;
+                  if (!std::strstr(err.message, "of 1023 worker threads")) return 3;
+                  // Those that had started are gone, and so is their memory.
+                  options.threads = 8;
+                  for (int i = 0; i < 100; ++i) {
+                      if (ta_context_create(&options, &context, &err) != TA_OK) return 4;
+                      ta_context_destroy(context);
+                  }
+                  return 0;
+              }),
+              0);
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------------- allocator and log
 
 TEST(Hooks, EveryByteComesFromTheAllocatorAndGoesBack) {
@@ -273,6 +299,41 @@ TEST(Hooks, EveryByteComesFromTheAllocatorAndGoesBack) {
     EXPECT_GT(allocator.allocations(), 0u);
     EXPECT_EQ(allocator.bytes_alive(), 0u);
     EXPECT_EQ(allocator.faults(), 0u);
+}
+
+TEST(Hooks, ResultsDoNotDependOnWhatMemoryHeld) {
+    const auto run = [](uint8_t fill) {
+        CountingAllocator allocator;
+        allocator.fill = fill;
+        const ta_allocator hooks = allocator.hooks();
+        Family f(&hooks);
+        std::vector<float> seen = f.use_plan();
+        f.plan.reset();
+        const auto keep = [&](const std::vector<float>& x) { seen.insert(seen.end(), x.begin(), x.end()); };
+        // Pages with room, reused ones, reopened ones, dense workspaces.
+        const Plan plan = make_plan(f.pool);
+        Random random(2);
+        for (int32_t n : {1, 62, 3, 70, 1}) {
+            const ta_seq other = fork_sequence(f.pool, f.seq);
+            ta_error err;
+            require(ta_seq_truncate(f.pool.get(), f.seq, length(f.pool, f.seq) - 5, &err), err);
+            Tensor k(random.normals(2 * n * kRow), 2 * n, kHeads, kDim), out(2 * n, kHeads, kDim);
+            begin(plan, {other, f.seq}, {n, n});
+            append(plan, 0, k, k);
+            attend(plan, 0, k, out);
+            keep(out.values());
+            end(plan);
+            require(ta_attend_dense(f.context.get(), k.view(), k.view(), k.view(), out.view(), nullptr, nullptr, &err), err);
+            keep(out.values());
+            require(ta_seq_release(f.pool.get(), other, &err), err);
+        }
+        keep(dequantize(f.pool, f.seq, 0, 0, length(f.pool, f.seq), kRow).v);
+        return seen;
+    };
+    const std::vector<float> expected = run(0x00);
+    for (float x : expected) ASSERT_TRUE(std::isfinite(x));
+    EXPECT_EQ(run(0xff), expected);
+    EXPECT_EQ(run(0x7f), expected);
 }
 
 TEST(Hooks, TheHooksStructIsCopied) {

@@ -38,6 +38,8 @@ class CountingAllocator {
 
     // Called first for each allocation: true lets it fail.
     bool (*fails)() = nullptr;
+    // What new memory holds. 0xff: every float is NaN.
+    uint8_t fill = 0xff;
 
     uint64_t bytes_alive() const { return bytes_alive_.load(); }
     uint64_t blocks_alive() const {
@@ -70,7 +72,7 @@ class CountingAllocator {
         if (fails && fails()) return nullptr;
         void* p = nullptr;
         if (posix_memalign(&p, alignment < sizeof(void*) ? sizeof(void*) : alignment, bytes ? bytes : 1) != 0) return nullptr;
-        std::memset(p, 0xa5, bytes);
+        std::memset(p, fill, bytes);
         bytes_alive_ += bytes;
         std::lock_guard lock(mutex_);
         alive_[p] = {bytes, alignment};

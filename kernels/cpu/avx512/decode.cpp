@@ -1,8 +1,8 @@
 // Attention of few rows. The codes are multiplied as they are stored:
 //   sum_d q_d (step_d c_d + z_d) = sum_d (q_d step_d) c_d + sum_d q_d z_d     with q_d step_d as two s8 digits, 256 hi + lo
 //   sum_t P_t (step_d c_td + z_d) = step_d sum_t P_t c_td + z_d sum_t P_t     with P_t as one or two u8 digits
-// A byte holds 8 / bits fields, tiles that meet the same q or P. Only the fields above one are masked off: with A_f the sum over
-// the fields up to f, field f sums to (A_f - A_f-1) >> bits f.
+// A byte holds 8 / bits fields, tiles that meet the same q or P. Only the fields above one are masked off: with A_f the sum
+// over the fields up to f, field f sums to (A_f - A_f-1) >> bits f.
 // Before the products, decode_codes.h brings the codes into the order that they are multiplied in, so that lanes are tokens (K)
 // or channels (V) and nothing has to be added across them. That is shuffling, for which the products leave room, so it runs
 // between them, one matrix ahead: V of a page while its K is multiplied, K of the next page while V is.
@@ -112,8 +112,8 @@ void take_rows(const KOrder& order, const RowGroup& group, Work& work) {
 
 // ---- products ----
 
-// sum[row][tile] over `blocks` times 8 units, for `digits` digits, the highest first. `factors` holds a dword for each unit; its
-// rows and digits lie at the given distances. K: codes are u8 and q is s8; V: P is u8 and codes are s8.
+// sum[row][tile] over `blocks` times 8 units, for `digits` digits, the highest first. `factors` holds a dword for each unit;
+// its rows and digits lie at the given distances. K: codes are u8 and q is s8; V: P is u8 and codes are s8.
 template <Matrix MATRIX, int BITS, int ROWS, int TILES>
 [[gnu::always_inline]] inline void multiply(const uint8_t* codes, int blocks, int digits, const uint8_t* factors,
                                             int row_stride, int digit_stride, Preparation& next_in_memory,
@@ -284,7 +284,7 @@ void start_group(const AttendTask& t, const KOrder& order, const VOrder& v_order
 }
 
 bool sees(const AttendTask& t, int row, int rows, int64_t first_key) {
-    if (t.p_running) return true;  // even P = 0 has an effect: see skip_page
+    if (t.p_running) return true;  // P = 0 turns -0 in O into +0
     bool seen = false;
     for (int k = 0; k < rows; ++k) {
         const Visible v = visible_keys(t, row + k, first_key);
@@ -362,7 +362,7 @@ class CodesPath {
         const uint8_t* piece = t.pages[n].piece;
         const bool token_page = is_token(n);
         const VOrder& v_order = token_page ? token_order : channel_order;
-        read_scales(t, n, work.scales);
+        read_scales(t, n, lane_tokens(), work.scales);
         if (!token_page) {
             read_k_parameters(k_order, channel, piece, work);
             read_v_parameters(v_order, channel, piece, work);

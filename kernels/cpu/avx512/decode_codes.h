@@ -9,8 +9,8 @@ namespace {
 inline constexpr int kMaxQVectors = kMaxHeadDim / 64;
 inline constexpr int kLoadBytes = 512;
 
-// The order of q and of K's steps: qword 4 step + i = channels (d/4) i + 8 step .., so that dword 8 step + j belongs to vector j
-// of load `step` after transpose_qwords. Padded with zeros to a multiple of 64.
+// The order of q and of K's steps: qword 4 step + i = channels (d/4) i + 8 step .., so that dword 8 step + j belongs to
+// vector j of load `step` after transpose_qwords. Padded with zeros to a multiple of 64.
 struct KOrder {
     int vectors;
     __mmask8 valid[kMaxQVectors];

@@ -1,262 +1,442 @@
-// Attention of many rows: a page is unpacked once to INT8 tiles that stay in L1, and blocks of rows pass over them with register
-// tiled integer products.
+// Attention of many rows. A page is unpacked once to INT8 that stays in L1, and blocks of up to 48 rows pass over it. Rows are
+// the lanes throughout: q, P and O are kept transposed, as vectors of 16 rows, and K and V are broadcast. So the softmax
+// reduces nothing across lanes, and neither product shuffles anything.
 #include "kernels/cpu/avx512/paths.h"
-#include "kernels/cpu/avx512/softmax.h"
+#include "kernels/cpu/avx512/tile_softmax.h"
 #include "kernels/cpu/avx512/unpack.h"
 
 namespace ta::cpu::avx512 {
 namespace {
 
-constexpr int kScoreRows = 6;   // of the micro kernel for Q K
-constexpr int kBlockRows = 24;  // rows between the two products: their scores, P, q and O stay in L1 with the tiles
-static_assert(kBlockRows % kScoreRows == 0 && kBlockRows % kRowBatch == 0);
+constexpr int kBlockVectors = 3;  // of 16 rows: with 8 tokens or channels they fill 24 accumulators
+constexpr int kPass = 8;          // tokens or channels of a pass: the r of a row tile
 
-// The part of the workspace with a fixed size; the rest is the tiles, then q_sum of all rows.
+// 16 rows for the whole call. Rows beyond the task's repeat the last in q, see nothing, and are dropped in the end.
+struct Lanes {
+    int row, rows;
+    int64_t first_seen, last_seen;        // keys from first_seen and below last_seen are seen by a row,
+    int64_t first_by_all, last_by_all;    // and these by all 16
+    alignas(64) int32_t q_start[kLanes];  // -128 sum_d q_d: the scores of K + 128 less those of K
+};
+
+// The part of the workspace with a fixed size. Then: Lanes, q [unit][16][4] and O [channel][16] of each 16 rows.
 struct Block {
     PageScales scales;
-    alignas(64) int32_t scores[kBlockRows][kPageTokens];
-    alignas(64) uint8_t p[kBlockRows * kPBytes<PForm::kFloat>];
-    float rest[kBlockRows];
-    alignas(64) RowUpdate update[kBlockRows / kRowBatch];
-    alignas(64) uint8_t k_fraction8[kMaxHeadDim];
+    LaneUpdate update[kBlockVectors];
+    alignas(64) uint8_t k[kPageTokens * kMaxHeadDim];                  // unpack.h
+    alignas(64) uint8_t v[kPageTokens * kMaxHeadDim];                  // V codes padded to 128 channels at d = 96 included
+    alignas(64) int32_t scores[kPageTokens * kBlockVectors * kLanes];  // [token][vector][row]
+    alignas(64) uint8_t p[2][16 * kBlockVectors * 64];                 // [plane][unit][vector][row][4]
+    alignas(64) int32_t sums[kPass * kBlockVectors * kLanes];          // of a pass
+    alignas(64) uint8_t k_fraction8[kMaxHeadDim];                      // by unit
     alignas(64) float v_fraction8[kMaxHeadDim];
+    bool has_k_fraction;
 };
 static_assert(sizeof(Block) <= 65536);
 
-// Scores of 6 rows with the 64 tokens of a page. Rows from n on repeat the last.
-void scores_of_rows(const AttendTask& t, int row, int n, const uint8_t* k_tile, const int32_t* q_sum,
-                    int32_t (*scores)[kPageTokens]) {
-    const int8_t* q[kScoreRows];
-    __m512i sum[kScoreRows][kVectors];
-#pragma GCC unroll 6
-    for (int k = 0; k < kScoreRows; ++k) {
-        const int from = k < n ? row + k : row + n - 1;
-        q[k] = t.q + int64_t(from) * t.head_dim;
-        const __m512i start = _mm512_set1_epi32(-128 * q_sum[from]);  // the tile holds K + 128
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[k][v] = start;
-    }
-    for (int c = 0; c < t.head_dim; c += 4) {
-        __m512i key[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) key[v] = load_i(k_tile + 64 * (c + v));
-#pragma GCC unroll 6
-        for (int k = 0; k < kScoreRows; ++k) {
-            const __m512i q_k = broadcast_i32(q[k] + c);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) add_dot(sum[k][v], key[v], q_k);
-        }
-    }
-#pragma GCC unroll 6
-    for (int k = 0; k < kScoreRows; ++k) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) store_i(scores[k] + 16 * v, sum[k][v]);
-    }
-}
-
-// sum_d q_d fraction8_d
-void fractions_of_rows(const AttendTask& t, int row, int n, const uint8_t* fraction8, float* rest) {
-    for (int batch = 0; batch < n; batch += kRowBatch) {
-        __m512i sum[kRowBatch];
-#pragma GCC unroll 4
-        for (int k = 0; k < kRowBatch; ++k) {
-            const int from = batch + k < n ? row + batch + k : row + n - 1;
-            const int8_t* q = t.q + int64_t(from) * t.head_dim;
-            sum[k] = _mm512_setzero_si512();
-            for (int c = 0; c < t.head_dim; c += 64) {
-                const __mmask64 held = t.head_dim - c < 64 ? (__mmask64(1) << (t.head_dim - c)) - 1 : ~__mmask64(0);
-                sum[k] = _mm512_dpbusd_epi32(sum[k], load_i(fraction8 + c), _mm512_maskz_loadu_epi8(held, q + c));
-            }
-        }
-        _mm_storeu_ps(rest + batch, _mm_cvtepi32_ps(sum_rows(sum)));
-    }
-}
-
-// O of ROWS rows and CHANNELS vectors of 16 channels.
-template <int ROWS, int CHANNELS, int PLANES>
-[[gnu::always_inline]] inline void values_of_rows(int n, int d, const uint8_t* v_tile, const float* fraction8, const uint8_t* p,
-                                                  const RowUpdate* update, int first, float* o) {
-    __m512i sum[ROWS][CHANNELS];
-    const uint8_t* p_row[ROWS];
-#pragma GCC unroll 6
-    for (int k = 0; k < ROWS; ++k) {
-        p_row[k] = p + (first + (k < n ? k : n - 1)) * 64 * PLANES;
+// 16 x 16 dwords.
+[[gnu::always_inline]] inline void transpose_dwords(__m512i (&x)[16]) {
+    __m512i y[16];
 #pragma GCC unroll 8
-        for (int v = 0; v < CHANNELS; ++v) sum[k][v] = _mm512_setzero_si512();
+    for (int n = 0; n < 16; n += 2) {
+        y[n] = _mm512_unpacklo_epi32(x[n], x[n + 1]);
+        y[n + 1] = _mm512_unpackhi_epi32(x[n], x[n + 1]);
     }
-#pragma GCC unroll 2
-    for (int plane = PLANES - 1; plane >= 0; --plane) {  // the high bytes first
-        if (plane < PLANES - 1) {
-#pragma GCC unroll 6
-            for (int k = 0; k < ROWS; ++k) {
+#pragma GCC unroll 4
+    for (int n = 0; n < 16; n += 4) {  // x[n + i]: column i of each lane of 128 bits, rows n .. n + 3
+        x[n + 0] = _mm512_unpacklo_epi64(y[n], y[n + 2]);
+        x[n + 1] = _mm512_unpackhi_epi64(y[n], y[n + 2]);
+        x[n + 2] = _mm512_unpacklo_epi64(y[n + 1], y[n + 3]);
+        x[n + 3] = _mm512_unpackhi_epi64(y[n + 1], y[n + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        y[i + 0] = _mm512_shuffle_i64x2(x[i], x[4 + i], 0x88);
+        y[i + 4] = _mm512_shuffle_i64x2(x[8 + i], x[12 + i], 0x88);
+        y[i + 8] = _mm512_shuffle_i64x2(x[i], x[4 + i], 0xDD);
+        y[i + 12] = _mm512_shuffle_i64x2(x[8 + i], x[12 + i], 0xDD);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        x[i + 0] = _mm512_shuffle_i64x2(y[i], y[i + 4], 0x88);
+        x[i + 8] = _mm512_shuffle_i64x2(y[i], y[i + 4], 0xDD);
+        x[i + 4] = _mm512_shuffle_i64x2(y[i + 8], y[i + 12], 0x88);
+        x[i + 12] = _mm512_shuffle_i64x2(y[i + 8], y[i + 12], 0xDD);
+    }
+}
+
+// q of 16 rows as [unit][row][4 channels].
+void transpose_q(const AttendTask& t, Lanes& lanes, uint8_t* out) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int c = 0; c < t.head_dim; c += 64) {
+        const int held = t.head_dim - c < 64 ? t.head_dim - c : 64;
+        __m512i x[kLanes];
+        for (int k = 0; k < kLanes; ++k) {
+            const int row = lanes.row + (k < lanes.rows ? k : lanes.rows - 1);
+            x[k] = _mm512_maskz_loadu_epi32(__mmask16((1u << held / 4) - 1), t.q + int64_t(row) * t.head_dim + c);
+        }
+        transpose_dwords(x);
+        for (int k = 0; k < held / 4; ++k) {
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), x[k]);
+            store_i(out + 64 * k_channel_unit(t.head_dim, c + 4 * k), x[k]);
+        }
+    }
+    store_i(lanes.q_start, _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), sum), 7));
+}
+
+// Where O keeps a channel: in the order that the passes of values_of_block meet them, so that a pass works on adjacent
+// vectors; or in the natural order where 2-bit V codes are padded (d = 96), since the passes of token pages then meet others.
+struct OOrder {
+    int d;
+    bool natural;
+    int place(int channel) const { return natural ? channel : channel % (d / 8) * kPass + channel / (d / 8); }
+};
+
+// O of 16 rows as vectors, `stride` floats apart.
+void transpose_o_in(const AttendTask& t, const Lanes& lanes, OOrder order, float* out, int stride) {
+    for (int c = 0; c < t.head_dim; c += 16) {
+        __m512i x[kLanes];
+        for (int k = 0; k < kLanes; ++k) {
+            x[k] = k < lanes.rows ? load_i(t.o + int64_t(lanes.row + k) * t.head_dim + c) : _mm512_setzero_si512();
+        }
+        transpose_dwords(x);
+        for (int k = 0; k < kLanes; ++k) store_i(out + stride * order.place(c + k), x[k]);
+    }
+}
+void transpose_o_out(const AttendTask& t, const Lanes& lanes, OOrder order, const float* from, int stride) {
+    for (int c = 0; c < t.head_dim; c += 16) {
+        __m512i x[kLanes];
+        for (int k = 0; k < kLanes; ++k) x[k] = load_i(from + stride * order.place(c + k));
+        transpose_dwords(x);
+        for (int k = 0; k < lanes.rows; ++k) store_i(t.o + int64_t(lanes.row + k) * t.head_dim + c, x[k]);
+    }
+}
+
+void start_lanes(const AttendTask& t, int row, Lanes& lanes) {
+    lanes.row = row;
+    lanes.rows = t.rows - row < kLanes ? t.rows - row : kLanes;
+    lanes.first_seen = lanes.last_by_all = INT64_MAX;
+    lanes.last_seen = lanes.first_by_all = INT64_MIN;
+    for (int k = row; k < row + lanes.rows; ++k) {
+        const int64_t begin = t.key_begin[k], end = t.key_end[k];
+        if (begin < end) {
+            if (begin < lanes.first_seen) lanes.first_seen = begin;
+            if (end > lanes.last_seen) lanes.last_seen = end;
+        }
+        if (begin > lanes.first_by_all) lanes.first_by_all = begin;
+        if (end < lanes.last_by_all) lanes.last_by_all = end;
+    }
+    if (lanes.rows < kLanes) lanes.last_by_all = INT64_MIN;  // the others see nothing
+}
+
+// One pass of either product: sums of VECTORS times 16 rows with the 8 r of a row tile, over 8 `steps` units, as
+// [r][vector][row]. `lanes` holds a vector for each unit, `unit_bytes` apart, and `dwords` as unpack.h has them. The highest
+// of `planes` first. NOTES: what becomes of the sums is not done here, or GCC 12 wants more registers than there are and
+// spills them at every unit.
+template <int VECTORS, bool LANES_ARE_U8>
+[[gnu::noinline]] void multiply_pass(const uint8_t* const* lanes, int unit_bytes, int planes, ptrdiff_t plane_bytes,
+                                     const uint8_t* dwords, int steps, const int32_t* const* start, int32_t* out) {
+    __m512i sum[VECTORS][kPass];
+#pragma GCC unroll 3
+    for (int v = 0; v < VECTORS; ++v) {
+        const __m512i first = start ? load_i(start[v]) : _mm512_setzero_si512();
 #pragma GCC unroll 8
-                for (int v = 0; v < CHANNELS; ++v) sum[k][v] = _mm512_slli_epi32(sum[k][v], 8);
-            }
-        }
-#pragma GCC unroll 1
-        for (int quad = 0; quad < 16; ++quad) {
-            __m512i p_k[ROWS];
-#pragma GCC unroll 6
-            for (int k = 0; k < ROWS; ++k) p_k[k] = broadcast_i32(p_row[k] + 64 * plane + 4 * quad);
-#pragma GCC unroll 8
-            for (int v = 0; v < CHANNELS; ++v) {
-                const __m512i value = load_i(v_tile + 4 * quad * d + 64 * v);
-#pragma GCC unroll 6
-                for (int k = 0; k < ROWS; ++k) add_dot(sum[k][v], p_k[k], value);
-            }
-        }
+        for (int r = 0; r < kPass; ++r) sum[v][r] = first;
     }
-#pragma GCC unroll 6
-    for (int k = 0; k < ROWS; ++k) {
-        if (k >= n) break;
-        const RowUpdate& u = update[(first + k) / kRowBatch];
-        const int lane = (first + k) % kRowBatch;
-        const __m512 alpha = _mm512_set1_ps(u.alpha[lane]), g = _mm512_set1_ps(u.g[lane]);
-        const __m512 code_sum = _mm512_set1_ps(float(u.code_sum[lane]));
-#pragma GCC unroll 8
-        for (int v = 0; v < CHANNELS; ++v) {
-            float* at = o + int64_t(k) * d + 16 * v;
-            const __m512 f =
-                _mm512_mul_ps(_mm512_load_ps(fraction8 + 16 * v), code_sum);  // exact factors: rounds as float(F) does
-            const __m512 added = _mm512_fmadd_ps(f, _mm512_set1_ps(0.125f), _mm512_cvtepi32_ps(sum[k][v]));
-            _mm512_store_ps(at, _mm512_fmadd_ps(added, g, _mm512_mul_ps(_mm512_load_ps(at), alpha)));
-        }
-    }
-}
-
-template <int ROWS, int CHANNELS, int PLANES>
-void values_of_block(const AttendTask& t, int row, int n, const uint8_t* v_tile, const Block& block) {
-    const int d = t.head_dim;
-    for (int k = 0; k < n; k += ROWS) {
-        for (int c = 0; c < d; c += 16 * CHANNELS) {
-            values_of_rows<ROWS, CHANNELS, PLANES>(n - k < ROWS ? n - k : ROWS, d, v_tile + 4 * c, block.v_fraction8 + c,
-                                                   block.p, block.update, k, t.o + int64_t(row + k) * d + c);
-        }
-    }
-}
-
-template <int PLANES>
-void values_of_block(const AttendTask& t, int row, int n, const uint8_t* v_tile, const Block& block) {
-    switch (t.head_dim) {
-        case 64:
-            return values_of_block<6, 4, PLANES>(t, row, n, v_tile, block);
-        case 96:
-            return values_of_block<4, 6, PLANES>(t, row, n, v_tile, block);
-        default:
-            return values_of_block<3, 8, PLANES>(t, row, n, v_tile, block);
-    }
-}
-
-// Half-INT8: float V, key by key as the order of the sum demands.
-template <int CHANNELS>
-void float_values_of_row(const AttendTask& t, int row, int64_t first_key, const float* p, float alpha) {
-    for (int c = 0; c < t.head_dim; c += 16 * CHANNELS) {
-        float* o = t.o + int64_t(row) * t.head_dim + c;
-        __m512 sum[CHANNELS];
-        for (int v = 0; v < CHANNELS; ++v) sum[v] = _mm512_mul_ps(_mm512_load_ps(o + 16 * v), _mm512_set1_ps(alpha));
-        for (int j = 0; j < kPageTokens; ++j) {
-            if (p[j] <= 0.0f) continue;
-            const float* value = t.v_float + (first_key + j) * t.v_float_stride + c;
-            for (int v = 0; v < CHANNELS; ++v)
-                sum[v] = _mm512_fmadd_ps(_mm512_set1_ps(p[j]), _mm512_loadu_ps(value + 16 * v), sum[v]);
-        }
-        for (int v = 0; v < CHANNELS; ++v) _mm512_store_ps(o + 16 * v, sum[v]);
-    }
-}
-void float_values_of_block(const AttendTask& t, int row, int n, int64_t first_key, const Block& block) {
-    for (int k = 0; k < n; ++k) {
-        const float* p = reinterpret_cast<const float*>(block.p) + k * kPageTokens;
-        const float alpha = block.update[k / kRowBatch].alpha[k % kRowBatch];
-        switch (t.head_dim) {
-            case 64:
-                float_values_of_row<4>(t, row + k, first_key, p, alpha);
-                break;
-            case 96:
-                float_values_of_row<6>(t, row + k, first_key, p, alpha);
-                break;
-            default:
-                float_values_of_row<8>(t, row + k, first_key, p, alpha);
-                break;
-        }
-    }
-}
-
-// Fractions of the zero points in eighths, zeros on a token page.
-void read_fractions(const ChannelLayout& layout, const uint8_t* piece, bool token, Block& block) {
-    for (int c = 0; c < layout.d; ++c) {
-        block.k_fraction8[c] = token ? 0 : fraction_eighths_of(piece[layout.k_step() + c], layout.k_bits);
-        block.v_fraction8[c] = token ? 0.0f : float(fraction_eighths_of(piece[layout.v_step() + c], layout.v_bits));
-    }
-}
-
-template <PForm FORM>
-void attend_pages(const AttendTask& t) {
-    const int d = t.head_dim;
-    const ChannelLayout channel(d, t.k_bits, t.v_bits);
-    const TokenLayout token(d);
-    Block& block = *reinterpret_cast<Block*>(t.workspace);
-    uint8_t* k_tile = t.workspace + (sizeof(Block) + 63) / 64 * 64;
-    uint8_t* v_tile = k_tile + kPageTokens * d;
-    int32_t* q_sum = reinterpret_cast<int32_t*>(v_tile + kPageTokens * d);
-    for (int row = 0; row < t.rows; ++row) {
-        int32_t sum = 0;
-        for (int c = 0; c < d; ++c) sum += t.q[int64_t(row) * d + c];
-        q_sum[row] = sum;
-    }
-    for (int c = 0; c < kMaxHeadDim; ++c) block.k_fraction8[c] = 0;
-
-    for (int64_t n = t.page_begin; n < t.page_end; ++n) {
-        const int64_t first_key = n * kPageTokens;
-        const uint8_t* piece = t.pages[n].piece;
-        const bool is_token = t.pages[n].kind == PageKind::kToken;
-        bool unpacked = false;
-        for (int row = 0; row < t.rows; row += kBlockRows) {
-            const int rows = t.rows - row < kBlockRows ? t.rows - row : kBlockRows;
-            bool seen = false;
-            for (int k = 0; k < rows; ++k) {
-                const Visible v = visible_keys(t, row + k, first_key);
-                seen |= v.first < v.last;
-            }
-            if (!seen) {
-                skip_page(t, n, row, rows, t.o + int64_t(row) * d, d, d);
-                continue;
-            }
-            if (!unpacked) {
-                read_scales(t, n, block.scales);
-                read_fractions(channel, piece, is_token, block);
-                unpack_k(d, is_token ? 8 : t.k_bits, piece, piece + channel.k_step(), piece + channel.k_zero(), k_tile);
-                if constexpr (FORM != PForm::kFloat) {
-                    unpack_v(d, is_token ? 8 : t.v_bits, piece + (is_token ? token.v_codes() : channel.v_codes()),
-                             piece + channel.v_step(), piece + channel.v_zero(), v_tile);
+    const uint8_t* vector[VECTORS];
+    for (int plane = planes - 1;; --plane) {
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) vector[v] = lanes[v] + plane * plane_bytes;
+        const uint8_t* dword = dwords;
+        for (int step = 0; step < steps; ++step) {
+            for (int u = 0; u < 8; ++u) {
+                __m512i x[VECTORS];
+#pragma GCC unroll 3
+                for (int v = 0; v < VECTORS; ++v) {
+                    x[v] = load_i(vector[v]);
+                    vector[v] += unit_bytes;
                 }
-                unpacked = true;
+#pragma GCC unroll 8
+                for (int r = 0; r < kPass; ++r) {
+                    const __m512i y = broadcast_i32(dword + 64 * r);
+#pragma GCC unroll 3
+                    for (int v = 0; v < VECTORS; ++v) add_dot(sum[v][r], LANES_ARE_U8 ? x[v] : y, LANES_ARE_U8 ? y : x[v]);
+                }
+                dword += 8;
             }
-            for (int k = 0; k < rows; k += kScoreRows) {
-                scores_of_rows(t, row + k, rows - k < kScoreRows ? rows - k : kScoreRows, k_tile, q_sum, block.scores + k);
-            }
-            fractions_of_rows(t, row, rows, block.k_fraction8, block.rest);
-            for (int k = 0; k < rows; k += kRowBatch) {
-                softmax<FORM>(t, row + k, rows - k < kRowBatch ? rows - k : kRowBatch, first_key, block.scales, block.scores[k],
-                              block.rest + k, block.p + k * kPBytes<FORM>, block.update[k / kRowBatch]);
-            }
-            if constexpr (FORM == PForm::kFloat) {
-                float_values_of_block(t, row, rows, first_key, block);
-            } else {
-                values_of_block<FORM == PForm::kByte ? 1 : 2>(t, row, rows, v_tile, block);
-            }
+            dword += kStepBytes - 64;
+        }
+        if (plane == 0) break;
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 8
+            for (int r = 0; r < kPass; ++r) sum[v][r] = _mm512_slli_epi32(sum[v][r], 8);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kPass; ++r) {
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) store_i(out + (r * VECTORS + v) * kLanes, sum[v][r]);
+    }
+}
+
+// Scores of VECTORS times 16 rows with the 64 tokens of the page: 8 of one row tile and half (w) in a pass.
+template <int VECTORS>
+void scores_of_block(int d, const uint8_t* const* q, const Lanes* lanes, Block& block) {
+    const int32_t* start[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) start[v] = lanes[v].q_start;
+    for (int pass = 0; pass < 2 * kPageTokens / 16; ++pass) {
+        const uint8_t* key = block.k + pass / 2 * (d / 32) * kStepBytes + 4 * (pass % 2);
+        multiply_pass<VECTORS, false>(q, 64, 1, 0, key, d / 32, start, block.scores + pass * kPass * VECTORS * kLanes);
+    }
+}
+
+// sum_d q_d fraction8_d of 16 rows; both in the order of units.
+__m512 fractions_of_lanes(int d, const uint8_t* q, const uint8_t* fraction8) {
+    __m512i sum[4];
+    for (__m512i& s : sum) s = _mm512_setzero_si512();
+    for (int unit = 0; unit < d / 4; unit += 4) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) add_dot(sum[k], broadcast_i32(fraction8 + 4 * (unit + k)), load_i(q + 64 * (unit + k)));
+    }
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_add_epi32(sum[0], sum[1]), _mm512_add_epi32(sum[2], sum[3])));
+}
+
+// O = O alpha + .. of VECTORS times 16 rows for 8 channels: `held` of them are below head_dim. DECAYS: some alpha is not 1.
+template <int VECTORS, int PLANES, bool DECAYS>
+[[gnu::noinline]] void finish_values(const int32_t* sums, const LaneUpdate* update, int held, const float* fraction8,
+                                     int fraction_stride, float* o, ptrdiff_t o_stride) {
+    const __m512 eighth = _mm512_set1_ps(0.125f);
+    __m512 alpha[VECTORS], g[VECTORS], total[VECTORS];
+#pragma GCC unroll 3
+    for (int v = 0; v < VECTORS; ++v) {
+        alpha[v] = _mm512_load_ps(update[v].alpha);
+        g[v] = _mm512_load_ps(update[v].g);
+        total[v] = _mm512_load_ps(update[v].code_sum);
+        if (PLANES == 1) total[v] = _mm512_mul_ps(total[v], eighth);
+    }
+    for (int r = 0; r < held; ++r) {
+        const __m512 fraction = _mm512_set1_ps(fraction8[r * fraction_stride]);
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) {
+            float* at = o + r * o_stride + v * kLanes;
+            const __m512 u = _mm512_cvtepi32_ps(load_i(sums + (r * VECTORS + v) * kLanes));
+            // float(F): both factors are exact, so one rounding here as there; with one byte of P, F is exact
+            const __m512 added = PLANES == 1 ? _mm512_fmadd_ps(fraction, total[v], u)
+                                             : _mm512_fmadd_ps(_mm512_mul_ps(fraction, total[v]), eighth, u);
+            __m512 old = _mm512_load_ps(at);
+            if constexpr (DECAYS) old = _mm512_mul_ps(old, alpha[v]);
+            _mm512_store_ps(at, _mm512_fmadd_ps(added, g[v], old));
         }
     }
 }
+template <int VECTORS, int PLANES>
+void values_of_block(int d, int stored, OOrder order, Block& block, float* o) {
+    const uint8_t* p[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) p[v] = block.p[0] + 64 * v;
+    __mmask16 decays = 0;
+    for (int v = 0; v < VECTORS; ++v)
+        decays |= _mm512_cmp_ps_mask(_mm512_load_ps(block.update[v].alpha), _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+    const auto finish = decays ? finish_values<VECTORS, PLANES, true> : finish_values<VECTORS, PLANES, false>;
+    const int per_r = stored / 8;
+    for (int pass = 0; pass < per_r; ++pass) {  // channels per_r r + pass
+        const uint8_t* value = block.v + pass / 2 * 2 * kStepBytes + 4 * (pass % 2);
+        const int held = (d - pass + per_r - 1) / per_r;  // 8, but for the padding of 2-bit codes at d = 96
+        multiply_pass<VECTORS, true>(p, 64 * VECTORS, PLANES, sizeof block.p[0], value, 2, nullptr, block.sums);
+        finish(block.sums, block.update, held, block.v_fraction8 + pass, per_r, o + order.place(pass) * VECTORS * kLanes,
+               (order.natural ? per_r : 1) * VECTORS * kLanes);
+    }
+}
+
+// Half-INT8: float V, key by key as the order of the sum demands. P is in the scores.
+template <int VECTORS>
+void float_values_of_block(const AttendTask& t, int64_t first_key, OOrder order, const Block& block, float* o) {
+    const int keys = int(t.n_keys - first_key < kPageTokens ? t.n_keys - first_key : kPageTokens);
+    const float* p = reinterpret_cast<const float*>(block.scores);
+    for (int c = 0; c < t.head_dim; c += kPass) {
+        __m512 sum[VECTORS][kPass];
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) {
+            const __m512 alpha = _mm512_load_ps(block.update[v].alpha);
+#pragma GCC unroll 8
+            for (int r = 0; r < kPass; ++r)
+                sum[v][r] = _mm512_mul_ps(_mm512_load_ps(o + (order.place(c + r) * VECTORS + v) * kLanes), alpha);
+        }
+        for (int j = 0; j < keys; ++j) {
+            const float* value = t.v_float + (first_key + j) * t.v_float_stride + c;
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; ++v) {
+                const __m512 p_v = _mm512_load_ps(p + (j * VECTORS + v) * kLanes);
+                const __mmask16 adds = _mm512_cmp_ps_mask(p_v, _mm512_setzero_ps(), _CMP_GT_OQ);
+#pragma GCC unroll 8
+                for (int r = 0; r < kPass; ++r)
+                    sum[v][r] = _mm512_mask3_fmadd_ps(p_v, _mm512_set1_ps(value[r]), sum[v][r], adds);
+            }
+        }
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 8
+            for (int r = 0; r < kPass; ++r) _mm512_store_ps(o + (order.place(c + r) * VECTORS + v) * kLanes, sum[v][r]);
+        }
+    }
+}
+
+// A task on its way through the pages.
+class TilesPath {
+  public:
+    explicit TilesPath(const AttendTask& task)
+        : t(task),
+          channel(t.head_dim, t.k_bits, t.v_bits),
+          token(t.head_dim),
+          order{t.head_dim, v_stored_channels(t.head_dim, t.v_bits) != t.head_dim},
+          n_lanes((t.rows + kLanes - 1) / kLanes),
+          n_blocks((n_lanes + kBlockVectors - 1) / kBlockVectors),
+          block(*reinterpret_cast<Block*>(t.workspace)) {
+        uint8_t* at = t.workspace + (sizeof(Block) + 63) / 64 * 64;
+        lanes = reinterpret_cast<Lanes*>(at);
+        all_q = at + size_t(n_lanes) * sizeof(Lanes);
+        all_o = reinterpret_cast<float*>(all_q + size_t(n_lanes) * kLanes * t.head_dim);
+        for (int b = 0; b < n_blocks; ++b) {
+            for (int n = first_of(b); n < first_of(b + 1); ++n) {
+                start_lanes(t, n * kLanes, lanes[n]);
+                transpose_q(t, lanes[n], all_q + n * kLanes * t.head_dim);
+                transpose_o_in(t, lanes[n], order, o_of(b) + (n - first_of(b)) * kLanes, stride_of(b));
+            }
+        }
+    }
+
+    template <PForm FORM>
+    void run() {
+        for (int64_t n = t.page_begin; n < t.page_end; ++n) {
+            bool unpacked = false;
+            for (int b = 0; b < n_blocks; ++b) {
+                if (!seen(n, b)) {
+                    skip(n, b);
+                    continue;
+                }
+                if (!unpacked) unpack<FORM>(n);
+                unpacked = true;
+                switch (first_of(b + 1) - first_of(b)) {
+                    case 1:
+                        attend_block<FORM, 1>(n, b);
+                        break;
+                    case 2:
+                        attend_block<FORM, 2>(n, b);
+                        break;
+                    default:
+                        attend_block<FORM, 3>(n, b);
+                        break;
+                }
+            }
+        }
+        for (int b = 0; b < n_blocks; ++b) {
+            for (int n = first_of(b); n < first_of(b + 1); ++n) {
+                transpose_o_out(t, lanes[n], order, o_of(b) + (n - first_of(b)) * kLanes, stride_of(b));
+            }
+        }
+    }
+
+  private:
+    // Blocks are of even size: one vector alone leaves the products waiting.
+    int first_of(int b) const { return n_lanes * b / n_blocks; }
+    // O of a block: [place][vector][row].
+    float* o_of(int b) const { return all_o + int64_t(first_of(b)) * kLanes * t.head_dim; }
+    int stride_of(int b) const { return (first_of(b + 1) - first_of(b)) * kLanes; }
+
+    bool is_token(int64_t n) const { return t.pages[n].kind == PageKind::kToken; }
+    bool seen(int64_t n, int b) const {
+        for (int k = first_of(b); k < first_of(b + 1); ++k) {
+            if (lanes[k].first_seen < (n + 1) * kPageTokens && lanes[k].last_seen > n * kPageTokens) return true;
+        }
+        return false;
+    }
+
+    // A page that no row of a block sees leaves m and l alone, and O but for this: with p_running a row that saw keys before
+    // adds P V = +0, which turns -0 into +0.
+    void skip(int64_t n, int b) {
+        if (!t.p_running || t.v_float) return;
+        PageScales scales;
+        read_scales(t, n, natural(), scales);
+        if (scales.v_scale == 0.0f) return;
+        for (int k = first_of(b); k < first_of(b + 1); ++k) {
+            const __mmask16 rows = __mmask16((1u << lanes[k].rows) - 1);
+            const __m512 m = _mm512_mask_loadu_ps(_mm512_set1_ps(kMinusInf), rows, t.m + lanes[k].row);
+            const __mmask16 alive = _mm512_cmp_ps_mask(m, _mm512_set1_ps(kMinusInf), _CMP_GT_OQ);
+            for (int c = 0; c < t.head_dim; ++c) {
+                float* at = o_of(b) + order.place(c) * stride_of(b) + (k - first_of(b)) * kLanes;
+                const __m512 x = _mm512_load_ps(at);
+                _mm512_store_ps(at, _mm512_mask_add_ps(x, alive, x, _mm512_setzero_ps()));
+            }
+        }
+    }
+
+    static __m512i natural() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+    template <PForm FORM>
+    void unpack(int64_t n) {
+        const uint8_t* piece = t.pages[n].piece;
+        const int d = t.head_dim;
+        read_scales(t, n, natural(), block.scales);
+        const uint8_t *k_step = piece + channel.k_step(), *k_zero = piece + channel.k_zero();
+        const uint8_t *v_step = piece + channel.v_step(), *v_zero = piece + channel.v_zero();
+        unpack_k(d, is_token(n) ? 8 : t.k_bits, piece, k_step, k_zero, block.k);
+        if constexpr (FORM != PForm::kFloat) {
+            unpack_v(d, is_token(n) ? 8 : t.v_bits, piece + (is_token(n) ? token.v_codes() : channel.v_codes()), v_step, v_zero,
+                     block.v);
+        }
+        block.has_k_fraction = false;
+        for (int c = 0; c < d; ++c) block.v_fraction8[c] = is_token(n) ? 0.0f : float(fraction_eighths_of(v_step[c], t.v_bits));
+        for (int c = 0; c < d && !is_token(n); ++c) {
+            const uint8_t fraction = uint8_t(fraction_eighths_of(k_step[c], t.k_bits));
+            block.k_fraction8[4 * k_channel_unit(d, c) + c % 4] = fraction;
+            block.has_k_fraction |= fraction != 0;
+        }
+    }
+
+    template <PForm FORM, int VECTORS>
+    void attend_block(int64_t n, int b) {
+        const int d = t.head_dim, from = first_of(b);
+        const int64_t first_key = n * kPageTokens;
+        const uint8_t* q[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) q[v] = all_q + (from + v) * kLanes * d;
+        scores_of_block<VECTORS>(d, q, lanes + from, block);
+        const LaneSoftmaxFn softmax = is_token(n) ? lane_softmax<FORM, true>(t.exp) : lane_softmax<FORM, false>(t.exp);
+        for (int v = 0; v < VECTORS; ++v) {
+            const Lanes& rows = lanes[from + v];
+            const __m512 rest = block.has_k_fraction ? fractions_of_lanes(d, q[v], block.k_fraction8) : _mm512_setzero_ps();
+            const bool all = rows.first_by_all <= first_key && rows.last_by_all >= first_key + kPageTokens;
+            softmax(t, rows.row, rows.rows, first_key, all, block.scales, block.scores + kLanes * v, kLanes * VECTORS, rest,
+                    block.p[0] + 64 * v, 64 * VECTORS, sizeof block.p[0], block.update[v]);
+        }
+        if constexpr (FORM == PForm::kFloat) {
+            float_values_of_block<VECTORS>(t, first_key, order, block, o_of(b));
+        } else {
+            constexpr int kPlanes = FORM == PForm::kByte ? 1 : 2;
+            values_of_block<VECTORS, kPlanes>(d, v_stored_channels(d, is_token(n) ? 8 : t.v_bits), order, block, o_of(b));
+        }
+    }
+
+    const AttendTask& t;
+    const ChannelLayout channel;
+    const TokenLayout token;
+    const OOrder order;
+    const int n_lanes, n_blocks;
+    Block& block;
+    Lanes* lanes;
+    uint8_t* all_q;
+    float* all_o;
+};
 
 }  // namespace
 
 void attend_tiles(const AttendTask& task) {
+    TilesPath path(task);
     if (task.v_float) {
-        attend_pages<PForm::kFloat>(task);
+        path.run<PForm::kFloat>();
     } else if (task.p_levels <= 255) {
-        attend_pages<PForm::kByte>(task);
+        path.run<PForm::kByte>();
     } else {
-        attend_pages<PForm::kTwoBytes>(task);
+        path.run<PForm::kTwoBytes>();
     }
 }
 

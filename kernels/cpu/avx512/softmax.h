@@ -1,5 +1,5 @@
-// Steps 2 to 6 of attend.h for 4 rows and a page, from integer scores to the integers of P. The 64 tokens of a page are 4 vectors
-// of 16 in the lane order of vec.h. Nothing here knows how codes are stored.
+// Steps 2 to 6 of attend.h for 4 rows and a page, from integer scores to the integers of P. The 64 tokens of a page are 4
+// vectors of 16 in the lane order of vec.h. Nothing here knows how codes are stored.
 #pragma once
 
 #include "kernels/cpu/avx512/vec.h"
@@ -10,7 +10,7 @@ namespace {
 inline constexpr int kRowBatch = 4;
 inline constexpr int kVectors = kPageTokens / 16;
 
-// What a page's scales come down to; arrays in lane order.
+// What a page's scales come down to; arrays in the order asked for: `order` has the token of each of 16 places.
 struct PageScales {
     bool token;
     float k_scale8;                          // channel pages: K scale / 8
@@ -19,35 +19,34 @@ struct PageScales {
     alignas(64) float v_ratio[kPageTokens];  // r_t
 };
 
-inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piece, PageScales& out) {
+inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piece, __m512i order, PageScales& out) {
     out.token = false;
     out.k_scale8 = read_f32(piece + layout.k_scale()) * 0.125f;
     out.v_scale = read_f32(piece + layout.v_scale());
-    // 16 exponents are 8 bytes; lane 2 r + w wants nibble r + 8 w. 2^-e has the exponent field 127 - e.
-    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(lane_tokens(), 0), 2);
+    // 16 exponents are 8 bytes; token k is nibble k. 2^-e has the exponent field 127 - e.
+    const __m512i dword = _mm512_srli_epi32(order, 3),
+                  shift = _mm512_slli_epi32(_mm512_and_si512(order, _mm512_set1_epi32(7)), 2);
     for (int v = 0; v < kVectors; ++v) {
-        const __m512i word =
-            _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + layout.v_exponents() + 8 * v)));
-        const __m512i packed = _mm512_permutexvar_epi32(_mm512_srli_epi32(lane_tokens(), 3), word);
-        const __m512i e =
-            _mm512_and_si512(_mm512_srlv_epi32(packed, _mm512_and_si512(shift, _mm512_set1_epi32(31))), _mm512_set1_epi32(15));
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + layout.v_exponents() + 8 * v));
+        const __m512i packed = _mm512_permutexvar_epi32(dword, _mm512_castsi128_si512(bytes));
+        const __m512i e = _mm512_and_si512(_mm512_srlv_epi32(packed, shift), _mm512_set1_epi32(15));
         store_i(out.v_ratio + 16 * v, _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), e), 23));
     }
 }
 
 // `valid`: slots of the page that hold tokens, any number.
-inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, int64_t valid, PageScales& out) {
+inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, int64_t valid, __m512i order, PageScales& out) {
     out.token = true;
     const float* k_scales = reinterpret_cast<const float*>(piece + layout.k_scale());
     const float* v_scales = reinterpret_cast<const float*>(piece + layout.v_scale());
     const __m512i n = _mm512_set1_epi32(int(valid < 0 ? 0 : valid > kPageTokens ? kPageTokens : valid));
     __m512 held[kVectors], max = _mm512_setzero_ps();
     for (int v = 0; v < kVectors; ++v) {
-        const __m512i token = _mm512_add_epi32(lane_tokens(), _mm512_set1_epi32(16 * v));
-        const __m512 s = _mm512_permutexvar_ps(lane_tokens(), _mm512_load_ps(v_scales + 16 * v));
+        const __m512i token = _mm512_add_epi32(order, _mm512_set1_epi32(16 * v));
+        const __m512 s = _mm512_permutexvar_ps(order, _mm512_load_ps(v_scales + 16 * v));
         held[v] = _mm512_maskz_mov_ps(_mm512_cmplt_epi32_mask(token, n), s);
         max = _mm512_max_ps(max, held[v]);
-        _mm512_store_ps(out.k_scale + 16 * v, _mm512_permutexvar_ps(lane_tokens(), _mm512_load_ps(k_scales + 16 * v)));
+        _mm512_store_ps(out.k_scale + 16 * v, _mm512_permutexvar_ps(order, _mm512_load_ps(k_scales + 16 * v)));
     }
     out.v_scale = _mm512_reduce_max_ps(max);
     for (int v = 0; v < kVectors; ++v) {
@@ -56,32 +55,18 @@ inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, i
     }
 }
 
-inline void read_scales(const AttendTask& t, int64_t page, PageScales& out) {
+inline void read_scales(const AttendTask& t, int64_t page, __m512i order, PageScales& out) {
     const PageRef& ref = t.pages[page];
     if (ref.kind == PageKind::kChannel) {
-        read_channel_scales(ChannelLayout(t.head_dim, t.k_bits, t.v_bits), ref.piece, out);
+        read_channel_scales(ChannelLayout(t.head_dim, t.k_bits, t.v_bits), ref.piece, order, out);
     } else {
-        read_token_scales(TokenLayout(t.head_dim), ref.piece, t.n_keys - page * kPageTokens, out);
+        read_token_scales(TokenLayout(t.head_dim), ref.piece, t.n_keys - page * kPageTokens, order, out);
     }
 }
 
-// A page that no row sees leaves m and l alone, and O but for this: with p_running a row that saw keys before adds P V = +0,
-// which turns -0 into +0.
-inline void skip_page(const AttendTask& t, int64_t page, int row, int n, float* o, int o_stride, int o_size) {
-    if (!t.p_running || t.v_float) return;
-    PageScales scales;
-    read_scales(t, page, scales);
-    if (scales.v_scale == 0.0f) return;
-    for (int k = 0; k < n; ++k) {
-        if (t.m[row + k] == kMinusInf) continue;
-        float* o_k = o + int64_t(k) * o_stride;
-        for (int c = 0; c < o_size; c += 16)
-            _mm512_store_ps(o_k + c, _mm512_add_ps(_mm512_load_ps(o_k + c), _mm512_setzero_ps()));
-    }
-}
-
-// How the update of O ends for 4 rows: O = fma(fma(fraction8 code_sum, 0.125, U), g, O alpha). A row that takes nothing from the
-// page has P = 0 and g = -0, which leaves O alpha as it is, the sign of a zero included; alpha is 1 if the row saw nothing yet.
+// How the update of O ends for 4 rows: O = fma(fma(fraction8 code_sum, 0.125, U), g, O alpha). A row that takes nothing from
+// the page has P = 0 and g = -0, which leaves O alpha as it is, the sign of a zero included; alpha is 1 if the row saw
+// nothing yet.
 struct RowUpdate {
     alignas(16) float alpha[kRowBatch];
     alignas(16) float g[kRowBatch];
@@ -89,12 +74,10 @@ struct RowUpdate {
 };
 
 // P of a row: planes of 64 bytes, dword 2 L + h holding tokens 32 h + 8 b + L (b = 0..3), the quads that V codes are stored in:
-// one plane of bytes, or low bytes and high bytes; or 64 floats in the order of tokens.
+// one plane of bytes, or low bytes and high bytes. kFloat: see tile_softmax.h.
 enum class PForm { kByte, kTwoBytes, kFloat };
 template <PForm FORM>
-inline constexpr int kPBytes = FORM == PForm::kByte       ? 64
-                               : FORM == PForm::kTwoBytes ? 128
-                                                          : 256;
+inline constexpr int kPBytes = FORM == PForm::kByte ? 64 : 128;
 
 // Keys that a row sees of a page: [first, last), empty if first >= last.
 struct Visible {
@@ -207,16 +190,6 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
     const __m128 l = _mm_maskz_loadu_ps(rows, t.l + row);
     _mm_mask_storeu_ps(t.l + row, rows & alive, _mm_fmadd_ps(l, alpha, sum_rows(part)));
     _mm_mask_storeu_ps(t.m + row, rows & alive, m_new);
-
-    if constexpr (FORM == PForm::kFloat) {
-        const __m512i in_order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-        for (int k = 0; k < kRowBatch; ++k) {
-            for (int v = 0; v < kVectors; ++v) {
-                _mm512_store_ps(p_out + kPBytes<FORM> * k + 64 * v, _mm512_permutexvar_ps(in_order, x[k][v]));
-            }
-        }
-        return;
-    }
 
 #pragma GCC unroll 4
     for (int k = 0; k < kRowBatch; ++k) {

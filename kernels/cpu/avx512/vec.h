@@ -19,8 +19,8 @@ namespace {
 [[gnu::always_inline]] inline void store_i(void* p, __m512i x) {
     _mm512_store_si512(p, x);
 }
-// sum += u8 . s8 in place. The intrinsic lets GCC 12 copy and spill accumulators that a loop carries: P times V ran at a quarter
-// of its speed.
+// sum += u8 . s8 in place. The intrinsic lets GCC 12 copy and spill accumulators that a loop carries: P times V ran at a
+// quarter of its speed.
 [[gnu::always_inline]] inline void add_dot(__m512i& sum, __m512i u8, __m512i s8) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
 }
