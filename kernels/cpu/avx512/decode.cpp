@@ -6,6 +6,8 @@
 // Before the products, decode_codes.h brings the codes into the order that they are multiplied in, so that lanes are tokens (K)
 // or channels (V) and nothing has to be added across them. That is shuffling, for which the products leave room, so it runs
 // between them, one matrix ahead: V of a page while its K is multiplied, K of the next page while V is.
+#include <type_traits>
+
 #include "kernels/cpu/avx512/decode_codes.h"
 #include "kernels/cpu/avx512/paths.h"
 #include "kernels/cpu/avx512/softmax.h"
@@ -66,17 +68,21 @@ void read_v_parameters(const VOrder& order, const ChannelLayout& layout, const u
         const __m512i bytes = order.load(piece + layout.v_step(), v), zeros = order.load(piece + layout.v_zero(), v);
         const __m512i steps = _mm512_and_si512(bytes, step_mask);
         const __m512i fractions = _mm512_and_si512(_mm512_srli_epi16(bytes, 5), fraction_mask);
-#pragma GCC unroll 4
-        for (int lane = 0; lane < 4; ++lane) {
+        const auto store_lane = [&]<int lane>(std::integral_constant<int, lane>) {
             const int at = 64 * v + 16 * lane;
             const __m512i zero = _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(zeros, lane));
             store_i(work.v_step + at, _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(steps, lane)));
             store_i(work.v_zero + at, _mm512_mask_blend_epi16(0xAAAAAAAA, zero, _mm512_slli_epi32(zero, 23)));
             _mm512_store_ps(work.v_fraction8 + at,
                             _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(fractions, lane))));
-        }
+        };
+        store_lane(std::integral_constant<int, 0>());
+        store_lane(std::integral_constant<int, 1>());
+        store_lane(std::integral_constant<int, 2>());
+        store_lane(std::integral_constant<int, 3>());
     }
 }
+
 // q step in two digits and q zero8, split so that the score in eighths is 8 (sum + base) + rest.
 void fold_rows(const KOrder& order, const RowGroup& group, Work& work) {
     constexpr __mmask64 kOddBytes = 0xAAAAAAAAAAAAAAAA;
