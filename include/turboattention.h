@@ -376,7 +376,8 @@ typedef struct ta_attend_options {
 
 /* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
  *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head h / (q_heads / kv_heads)
- *   out      as q, any of the three types; overlaps neither q, lse nor itself; F16 beyond 65504 becomes Inf
+ *   out      as q, any of the three types; overlaps neither q, lse nor itself (the longer of its two strides steps over all
+ *            that the shorter one reaches); F16 beyond 65504 becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
  * New tokens are read at 8 bits (stage 1), earlier closed pages at their stored bits. After an append with new tokens the plan

@@ -48,12 +48,7 @@ Status check_dense_shapes(const DenseCall& c) {
     if (Status s = check_tensor_shape(c.q, "q", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(1);
     if (Status s = check_tensor_shape(c.v, "v", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(3);
     if (Status s = check_tensor_shape(c.out, "out", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(4);
-    const TensorView* inputs[] = {&c.q, &c.k, &c.v};
-    const char* names[] = {"q", "k", "v"};
-    for (int i = 0; i < 3; ++i) {
-        if (may_overlap(*inputs[i], c.out)) return fail(TA_E_INVALID, "out overlaps %s", names[i]).argument(4);
-    }
-    return {};
+    return check_outputs({{"q", c.q}, {"k", c.k}, {"v", c.v}}, c.out, c.lse, 4);
 }
 
 Status check_dense_options(const ta_dense_options& o) {

@@ -12,7 +12,7 @@ namespace ta {
 namespace {
 
 // Rows of one job: enough to use an unpacked page many times, few enough for a worker's cache.
-constexpr int64_t kRowTile = 256;
+constexpr int64_t kRowTile = 240;
 // Pages of one job; a longer range is split along the sequence, so that a single long sequence uses every core.
 constexpr int64_t kDecodePages = 16, kPrefillPages = 64;
 // Rows x pages below which the call is done before another thread would wake up.

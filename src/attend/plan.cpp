@@ -63,6 +63,8 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         }
     } rollback{this};
     workspace_pages_ = 0;
+    const Geometry& g = pool_->geometry();
+    const uint64_t most_blocks = pool_->blocks().budget() / (g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes);
     for (size_t i = 0; i < members_.size(); ++i) {
         Member& m = members_[i];
         m.sequence = sequences_[i];
@@ -78,9 +80,17 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
                 .argument(4)
                 .sequence(int64_t(i));
         }
-        if (Status s = reserve(m); !s.ok()) return std::move(s).sequence(int64_t(i));
+        const int64_t grows_by = blocks_for(total) - blocks_for(m.length);
+        if (uint64_t(grows_by) > most_blocks) {
+            return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the sequence needs %lld more blocks",
+                        (unsigned long long)pool_->blocks().budget(), (long long)grows_by)
+                .sequence(int64_t(i))
+                .block(blocks_for(total) - 1);
+        }
+        list_touched(m);
     }
-    const size_t workspace_bytes = size_t(workspace_pages_) * pool_->geometry().token_page_bytes;
+    TA_RETURN_IF_ERROR(reserve_blocks());
+    const size_t workspace_bytes = size_t(workspace_pages_) * g.token_page_bytes;
     if (!workspace_.reserve(workspace_bytes)) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes);
     }
@@ -95,58 +105,77 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     return {};
 }
 
-// Takes every block that the member's new tokens need.
-Status Plan::reserve(Member& m) {
-    if (m.n_new == 0) return {};
+// The blocks that the member's new tokens come into, and where their bytes will come from.
+void Plan::list_touched(Member& m) {
+    if (m.n_new == 0) return;
     const Geometry& g = pool_->geometry();
-    const Numerics& n = pool_->numerics();
-    const int64_t total = m.length + m.n_new;
+    const int64_t sinks = int64_t(pool_->numerics().sink_blocks), total = m.length + m.n_new;
     m.open_amax = m.sequence->open_amax;
     for (int64_t b = m.length / kPageTokens; b < blocks_for(total); ++b) {
         Touched t;
         t.index = b;
         t.have = int(std::clamp<int64_t>(m.length - b * kPageTokens, 0, kPageTokens));
         t.end = int(std::min<int64_t>(kPageTokens, total - b * kPageTokens));
-        t.stays_8_bits = g.all_8_bits || b < int64_t(n.sink_blocks);
-        const bool closes = t.end == kPageTokens && !t.stays_8_bits;
+        t.stays_8_bits = g.all_8_bits || b < sinks;
+        t.closes = t.end == kPageTokens && !t.stays_8_bits;
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
             // A full block that a truncate cut has hashes over all its tokens; they must hold again should the step be aborted.
-            if (present->kind() == PageKind::kToken && !present->sealed() && is_sole_owner(present)) {
-                t.token = present;
-            } else {
-                Result<BlockPtr> copy = writable_copy(*present, t.have);
-                if (!copy.ok()) return std::move(copy).status().block(b);
-                t.token = copy.take();
-                ++(present->sealed() ? m.reopened : m.copied);
-            }
-        } else if (closes) {
+            if (present->kind() == PageKind::kToken && !present->sealed() && is_sole_owner(present)) t.token = present;
+        } else if (t.closes) {
             t.workspace_page = workspace_pages_++;
-        } else {
-            Result<BlockPtr> fresh = pool_->blocks().acquire(PageKind::kToken);
-            if (!fresh.ok()) return std::move(fresh).status().block(b);
-            t.token = fresh.take();
-        }
-        if (closes) {
-            Result<BlockPtr> fresh = pool_->blocks().acquire(PageKind::kChannel);
-            if (!fresh.ok()) return std::move(fresh).status().block(b);
-            t.channel = fresh.take();
         }
         m.touched.push_back(std::move(t));
     }
-    m.sequence->blocks.reserve(size_t(blocks_for(total)));  // so that end cannot fail; last, since this stays after a failure
+}
+
+// Takes all blocks of the step at once: a step that does not fit takes none from others.
+Status Plan::reserve_blocks() {
+    std::vector<PageKind> wanted;
+    std::vector<std::pair<size_t, Touched*>> owner;  // of wanted: member and touched block
+    for (size_t i = 0; i < members_.size(); ++i) {
+        for (Touched& t : members_[i].touched) {
+            const auto want = [&](PageKind kind) {
+                wanted.push_back(kind);
+                owner.emplace_back(i, &t);
+            };
+            if (!t.token && t.workspace_page < 0) want(PageKind::kToken);
+            if (t.closes) want(PageKind::kChannel);
+        }
+        // So that end cannot fail. A larger capacity may stay behind after a failure.
+        Sequence& s = *members_[i].sequence;
+        s.blocks.reserve(size_t(blocks_for(members_[i].length + members_[i].n_new)));
+    }
+    size_t failed = wanted.size();
+    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted, &failed);
+    if (!taken.ok()) {
+        Status s = std::move(taken).status();
+        if (failed == wanted.size()) return s;
+        return std::move(s).sequence(int64_t(owner[failed].first)).block(owner[failed].second->index);
+    }
+    std::vector<BlockPtr> blocks = taken.take();
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        Touched& t = *owner[i].second;
+        (wanted[i] == PageKind::kToken ? t.token : t.channel) = std::move(blocks[i]);
+    }
+    for (Member& m : members_) {
+        for (Touched& t : m.touched) {
+            if (t.have == 0) continue;
+            const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
+            if (t.token == present) continue;
+            copy_tokens(*present, t.have, *t.token);
+            ++(present->sealed() ? m.reopened : m.copied);
+        }
+    }
     return {};
 }
 
-// A token block of our own with the first `tokens` tokens of another block, which may be shared, closed, or both.
-Result<BlockPtr> Plan::writable_copy(const Block& block, int tokens) {
-    Result<BlockPtr> fresh = pool_->blocks().acquire(PageKind::kToken);
-    if (!fresh.ok()) return fresh;
+// The first `tokens` tokens of a block, which may be shared, closed, or both, into a token block of our own.
+void Plan::copy_tokens(const Block& from, int tokens, Block& to) {
     const Geometry& g = pool_->geometry();
-    uint8_t* to = fresh.value()->slot();
-    if (block.kind() == PageKind::kToken) {
-        std::memcpy(to, block.slot(), g.token_payload_bytes);
-        return fresh;
+    if (from.kind() == PageKind::kToken) {
+        std::memcpy(to.slot(), from.slot(), g.token_payload_bytes);
+        return;
     }
     const cpu::PageCodec& codec = *pool_->context().kernels().codec;
     pool_->context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int) {
@@ -155,12 +184,11 @@ Result<BlockPtr> Plan::writable_copy(const Block& block, int tokens) {
             const auto piece_of = [&](PageKind kind) {
                 return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
             };
-            codec.decode_channel_piece(block.slot() + piece_of(PageKind::kChannel), g.channel_layout(uint32_t(layer), head),
+            codec.decode_channel_piece(from.slot() + piece_of(PageKind::kChannel), g.channel_layout(uint32_t(layer), head),
                                        tokens, values);
-            codec.store_token_piece(values, int(g.head_dim), 0, tokens, to + piece_of(PageKind::kToken));
+            codec.store_token_piece(values, int(g.head_dim), 0, tokens, to.slot() + piece_of(PageKind::kToken));
         }
     });
-    return fresh;
 }
 
 // ------------------------------------------------------------------------------------------------------------------ attend
@@ -220,7 +248,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
         return std::move(s).argument(2).layer(layer);
     if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, q.head_dim); !s.ok())
         return std::move(s).argument(3).layer(layer);
-    if (may_overlap(q, out)) return fail(TA_E_INVALID, "out overlaps q").argument(3).layer(layer);
+    if (Status s = check_outputs({{"q", q}}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
     Result<AttendSettings> settings = resolve_attend(options, q.heads, int(g.head_dim), n.exp, n.p);
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
     const cpu::PageCodec& codec = *pool_->context().kernels().codec;

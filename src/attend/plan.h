@@ -36,7 +36,7 @@ class Plan {
         BlockPtr token;
         int64_t workspace_page = -1;
         BlockPtr channel;  // what the block becomes; null while it stays open or at 8 bits
-        bool stays_8_bits = false;
+        bool stays_8_bits = false, closes = false;
     };
     struct Member {
         Sequence* sequence = nullptr;
@@ -54,8 +54,9 @@ class Plan {
     };
     struct AppendScratch;
 
-    Status reserve(Member& member);
-    Result<BlockPtr> writable_copy(const Block& block, int tokens);
+    void list_touched(Member& member);
+    Status reserve_blocks();
+    void copy_tokens(const Block& from, int tokens, Block& to);
     Status check_layer(uint32_t layer) const;
     void make_append_tasks();
     uint8_t* token_page(const Touched& t, uint32_t layer) const;

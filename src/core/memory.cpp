@@ -12,17 +12,20 @@ void* Allocator::allocate(size_t bytes, size_t alignment) {
     } else if (posix_memalign(&ptr, alignment, bytes) != 0) {
         ptr = nullptr;
     }
-    if (!ptr) return nullptr;
+    if (ptr) count_allocated(bytes);
+    return ptr;
+}
+
+void Allocator::count_allocated(size_t bytes) {
     const uint64_t now = in_use_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
     uint64_t peak = peak_.load(std::memory_order_relaxed);
     while (now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
     }
-    return ptr;
 }
 
 void Allocator::deallocate(void* ptr, size_t bytes, size_t alignment) {
     if (!ptr) return;
-    in_use_.fetch_sub(bytes, std::memory_order_relaxed);
+    count_freed(bytes);
     if (hooks_.allocate) {
         hooks_.deallocate(ptr, bytes, alignment, hooks_.user);
     } else {

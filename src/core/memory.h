@@ -22,6 +22,11 @@ class Allocator {
     void* allocate(size_t bytes, size_t alignment);
     void deallocate(void* ptr, size_t bytes, size_t alignment);
 
+    // For memory that comes straight from the system where there are no hooks.
+    bool has_hooks() const { return hooks_.allocate != nullptr; }
+    void count_allocated(size_t bytes);
+    void count_freed(size_t bytes) { in_use_.fetch_sub(bytes, std::memory_order_relaxed); }
+
     uint64_t bytes_in_use() const { return in_use_.load(std::memory_order_relaxed); }
     uint64_t bytes_peak() const { return peak_.load(std::memory_order_relaxed); }
 

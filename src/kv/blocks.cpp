@@ -77,69 +77,105 @@ Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_ind
     return {};
 }
 
+BlockStore::BlockStore(Allocator& allocator, const Geometry& geometry, uint64_t budget)
+    : geometry_(geometry),
+      budget_(budget),
+      memory_{{allocator, geometry.token_slot_bytes, budget}, {allocator, geometry.channel_slot_bytes, budget}} {}
+
 BlockStore::~BlockStore() {
     trim();
 }
 
 void BlockStore::trim() {
     std::lock_guard lock(mutex_);
-    free_cached(PageKind::kToken);
-    free_cached(PageKind::kChannel);
+    free_cached(PageKind::kToken, 0);
+    free_cached(PageKind::kChannel, 0);
 }
 
-void BlockStore::free_cached(PageKind kind) {
+void BlockStore::free_cached(PageKind kind, size_t keep) {
     auto& list = cached_[size_t(kind)];
-    const size_t bytes = geometry_.slot_bytes(kind);
-    for (uint8_t* slot : list) allocator_.deallocate(slot, bytes, kSlotAlignment);
-    held_ -= list.size() * bytes;
-    list.clear();
+    while (list.size() > keep) {
+        memory_[size_t(kind)].give(list.back());
+        list.pop_back();
+        held_ -= geometry_.slot_bytes(kind);
+    }
 }
 
-Result<BlockPtr> BlockStore::acquire(PageKind kind) {
-    const size_t bytes = geometry_.slot_bytes(kind);
-    uint8_t* slot = nullptr;
+Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed) {
+    std::vector<BlockPtr> blocks;
+    std::vector<uint8_t*> slots;
+    blocks.reserve(wanted.size());
+    slots.reserve(wanted.size());
+    size_t need[2] = {0, 0};
+    for (PageKind kind : wanted) ++need[size_t(kind)];
     {
         std::lock_guard lock(mutex_);
-        auto& list = cached_[size_t(kind)];
-        list.reserve(kCachedSlots);  // so that release never allocates
-        if (!list.empty()) {
-            slot = list.back();
-            list.pop_back();
-        } else {
-            const PageKind other = kind == PageKind::kToken ? PageKind::kChannel : PageKind::kToken;
-            if (held_ + bytes > budget_) free_cached(other);
-            if (held_ + bytes > budget_) {
-                return fail(TA_E_TIER_FULL, "the device tier holds %llu of %llu bytes; a %s block needs %zu more",
-                            (unsigned long long)held_, (unsigned long long)budget_,
-                            kind == PageKind::kToken ? "token" : "channel", bytes);
+        const uint64_t in_use = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
+        const uint64_t more = need[0] * geometry_.token_slot_bytes + need[1] * geometry_.channel_slot_bytes;
+        if (more > budget_ - in_use) return beyond_budget(wanted, in_use, failed);
+        for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
+        // What is kept for reuse and not wanted now gives way.
+        const size_t reused[2] = {std::min(need[0], cached_[0].size()), std::min(need[1], cached_[1].size())};
+        const uint64_t fresh = more - reused[0] * geometry_.token_slot_bytes - reused[1] * geometry_.channel_slot_bytes;
+        if (fresh > budget_ - held_) free_cached(PageKind::kToken, reused[0]);
+        if (fresh > budget_ - held_) free_cached(PageKind::kChannel, reused[1]);
+        for (PageKind kind : wanted) {
+            auto& list = cached_[size_t(kind)];
+            uint8_t* slot = nullptr;
+            if (!list.empty()) {
+                slot = list.back();
+                list.pop_back();
+            } else {
+                slot = memory_[size_t(kind)].take();
+                if (slot) held_ += geometry_.slot_bytes(kind);
             }
-            slot = static_cast<uint8_t*>(allocator_.allocate(bytes, kSlotAlignment));
-            if (!slot) return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", bytes);
-            held_ += bytes;
+            if (!slot) {
+                for (size_t i = 0; i < slots.size(); ++i) put_back(wanted[i], slots[i]);
+                return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));
+            }
+            slots.push_back(slot);
         }
-        ++in_use_[size_t(kind)];
-        const uint64_t used = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
-        peak_ = std::max(peak_, used);
+        for (size_t kind = 0; kind < 2; ++kind) in_use_[kind] += need[kind];
+        peak_ = std::max(peak_, in_use + more);
     }
     try {
-        return std::make_shared<Block>(*this, kind, slot, next_content_id());
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            blocks.push_back(std::make_shared<Block>(*this, wanted[i], slots[i], next_content_id()));
+        }
     } catch (const std::bad_alloc&) {
-        release(kind, slot);
+        for (size_t i = blocks.size(); i < wanted.size(); ++i) release(wanted[i], slots[i]);
         return fail(TA_E_MEMORY, "no memory for a block's bookkeeping");
     }
+    return blocks;
 }
 
-void BlockStore::release(PageKind kind, uint8_t* slot) {
-    std::lock_guard lock(mutex_);
-    --in_use_[size_t(kind)];
+Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const {
+    uint64_t need = 0;
+    size_t fitting = wanted.size();
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        need += geometry_.slot_bytes(wanted[i]);
+        if (fitting == wanted.size() && need > budget_ - in_use) fitting = i;
+    }
+    if (failed) *failed = fitting;
+    return fail(TA_E_TIER_FULL, "the device tier holds %llu of %llu bytes; this needs %llu more", (unsigned long long)in_use,
+                (unsigned long long)budget_, (unsigned long long)need);
+}
+
+// A slot that nobody uses: kept for reuse while there are few.
+void BlockStore::put_back(PageKind kind, uint8_t* slot) {
     auto& list = cached_[size_t(kind)];
     if (list.size() < list.capacity() && list.size() < kCachedSlots) {
         list.push_back(slot);
         return;
     }
-    const size_t bytes = geometry_.slot_bytes(kind);
-    allocator_.deallocate(slot, bytes, kSlotAlignment);
-    held_ -= bytes;
+    memory_[size_t(kind)].give(slot);
+    held_ -= geometry_.slot_bytes(kind);
+}
+
+void BlockStore::release(PageKind kind, uint8_t* slot) {
+    std::lock_guard lock(mutex_);
+    --in_use_[size_t(kind)];
+    put_back(kind, slot);
 }
 
 BlockStore::Usage BlockStore::usage() const {

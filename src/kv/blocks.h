@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "src/core/memory.h"
 #include "src/kv/geometry.h"
+#include "src/kv/slot_memory.h"
 
 namespace ta {
 
@@ -50,14 +52,15 @@ using BlockPtr = std::shared_ptr<Block>;
 // Hands out slots of both kinds and keeps freed ones for reuse. All bytes it holds, in use or cached, stay within the budget.
 class BlockStore {
   public:
-    BlockStore(Allocator& allocator, const Geometry& geometry, uint64_t budget)
-        : allocator_(allocator), geometry_(geometry), budget_(budget) {}
+    BlockStore(Allocator& allocator, const Geometry& geometry, uint64_t budget);
     ~BlockStore();
     BlockStore(const BlockStore&) = delete;
     BlockStore& operator=(const BlockStore&) = delete;
 
-    // A block with unspecified bytes: kernels never read slots of tokens that were not written. TA_E_TIER_FULL beyond the budget, TA_E_MEMORY when the allocator has none.
-    Result<BlockPtr> acquire(PageKind kind);
+    // One block for each kind in `wanted`, in that order, or none and nothing changed. Their bytes are unspecified: kernels never
+    // read slots of tokens that were not written. TA_E_TIER_FULL beyond the budget, `failed` is then the first that does not fit;
+    // TA_E_MEMORY when the allocator has none.
+    Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr);
     // Gives the slots kept for reuse back to the allocator.
     void trim();
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
@@ -71,17 +74,19 @@ class BlockStore {
   private:
     friend class Block;
     void release(PageKind kind, uint8_t* slot);
-    void free_cached(PageKind kind);
+    void free_cached(PageKind kind, size_t keep);
+    void put_back(PageKind kind, uint8_t* slot);
+    Status beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const;
 
-    Allocator& allocator_;
     const Geometry& geometry_;
     const uint64_t budget_;
     std::atomic<uint64_t> content_ids_{1};
     mutable std::mutex mutex_;
-    std::vector<uint8_t*> cached_[2];  // by PageKind
-    uint64_t in_use_[2] = {0, 0};      // slots
-    uint64_t held_ = 0;                // bytes, in use and cached
-    uint64_t peak_ = 0;                // bytes in use
+    SlotMemory memory_[2];  // by PageKind, as all below
+    std::vector<uint8_t*> cached_[2];
+    uint64_t in_use_[2] = {0, 0};  // slots
+    uint64_t held_ = 0;            // bytes, in use and cached
+    uint64_t peak_ = 0;            // bytes in use
 };
 
 }  // namespace ta

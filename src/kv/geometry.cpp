@@ -35,7 +35,9 @@ Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
 Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
                                 const uint8_t* v_bits) {
     TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim));
-    if (bits != 0 && bits != 8 && bits != 4 && bits != 2) return fail(TA_E_INVALID, "bits is %u; it takes 8, 4 or 2", bits);
+    const bool uses_bits = !k_bits || !v_bits;
+    if (uses_bits && bits != 0 && bits != 8 && bits != 4 && bits != 2)
+        return fail(TA_E_INVALID, "bits is %u; it takes 8, 4 or 2", bits);
     Geometry g;
     g.layers = layers;
     g.kv_heads = kv_heads;

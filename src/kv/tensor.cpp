@@ -99,11 +99,39 @@ Status check_finite(const cpu::PageCodec& codec, const TensorView& v, const char
         .head(bad_head);
 }
 
+namespace {
+
 bool may_overlap(const TensorView& a, const TensorView& b) {
     const Extent ea = *extent_of(a), eb = *extent_of(b);
     const auto begin = [](const TensorView& v, const Extent& e) { return intptr_t(v.data) + e.low; };
     const auto end = [](const TensorView& v, const Extent& e) { return intptr_t(v.data) + e.high; };
     return ea.high > ea.low && eb.high > eb.low && begin(a, ea) < end(b, eb) && begin(b, eb) < end(a, ea);
+}
+
+// True unless the rows lie apart: the longer stride steps over everything that the shorter one reaches.
+bool rows_may_coincide(const TensorView& v) {
+    if (v.tokens < 2 || v.heads < 2) return false;  // view_tensor has looked at one stride alone
+    const int64_t token = std::abs(v.stride_token), head = std::abs(v.stride_head);
+    const int64_t reach = token < head ? (v.tokens - 1) * token : (v.heads - 1) * head;
+    return std::max(token, head) < reach + v.head_dim;
+}
+
+}  // namespace
+
+Status check_outputs(std::initializer_list<NamedView> inputs, const TensorView& out, const float* lse, int argument) {
+    if (rows_may_coincide(out))
+        return fail(TA_E_INVALID, "out overlaps itself: its strides let rows coincide").argument(argument);
+    TensorView l;
+    l.data = reinterpret_cast<uint8_t*>(const_cast<float*>(lse));
+    l.tokens = lse ? out.tokens : 0;
+    l.heads = 1;
+    l.head_dim = l.stride_token = l.stride_head = out.heads;
+    for (const NamedView& input : inputs) {
+        if (may_overlap(input.view, out)) return fail(TA_E_INVALID, "out overlaps %s", input.name).argument(argument);
+        if (may_overlap(input.view, l)) return fail(TA_E_INVALID, "lse overlaps %s", input.name).argument(argument + 1);
+    }
+    if (may_overlap(out, l)) return fail(TA_E_INVALID, "lse overlaps out").argument(argument + 1);
+    return {};
 }
 
 }  // namespace ta

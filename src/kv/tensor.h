@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "include/turboattention.h"
 #include "kernels/cpu/page_codec.h"
@@ -32,7 +33,12 @@ Status check_tensor_shape(const TensorView& v, const char* name, int64_t tokens,
 // TA_E_NONFINITE with token and head of the first value that is NaN, Inf or above 2^56.
 Status check_finite(const cpu::PageCodec& codec, const TensorView& v, const char* name);
 
-// True when some element of one may share memory with the other.
-bool may_overlap(const TensorView& a, const TensorView& b);
+struct NamedView {
+    const char* name;
+    const TensorView& view;
+};
+// TA_E_INVALID when rows of `out` may share memory with each other, with an input or with lse [out.tokens, out.heads] (may be
+// nullptr), or lse with an input. `argument` is that of out in the public call, lse's is the next.
+Status check_outputs(std::initializer_list<NamedView> inputs, const TensorView& out, const float* lse, int argument);
 
 }  // namespace ta

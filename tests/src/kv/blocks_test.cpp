@@ -26,8 +26,8 @@ class Blocks : public ::testing::Test {
         return *store_;
     }
     static BlockPtr take(BlockStore& s, PageKind kind) {
-        Result<BlockPtr> b = s.acquire(kind);
-        return b.ok() ? b.take() : nullptr;
+        Result<std::vector<BlockPtr>> b = s.acquire({&kind, 1});
+        return b.ok() ? b.take().front() : nullptr;
     }
 
     const Geometry geometry = small_geometry();
@@ -44,7 +44,7 @@ TEST_F(Blocks, TheBudgetHoldsToTheByte) {
     const BlockPtr a = take(s, PageKind::kToken), b = take(s, PageKind::kToken), c = take(s, PageKind::kChannel);
     ASSERT_TRUE(a && b && c);
     for (PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
-        Result<BlockPtr> more = s.acquire(kind);
+        Result<std::vector<BlockPtr>> more = s.acquire({&kind, 1});
         ASSERT_FALSE(more.ok());
         EXPECT_EQ(std::move(more).status().code(), TA_E_TIER_FULL);
     }
@@ -52,6 +52,22 @@ TEST_F(Blocks, TheBudgetHoldsToTheByte) {
     EXPECT_EQ(s.usage().token_blocks, 2u);
     EXPECT_EQ(s.usage().channel_blocks, 1u);
     EXPECT_EQ(counting.bytes_alive(), 2 * token + channel);
+}
+
+TEST_F(Blocks, AllOrNothing) {
+    BlockStore& s = store(3 * token);
+    const BlockPtr held = take(s, PageKind::kToken);
+    take(s, PageKind::kToken).reset();
+    const auto was = s.usage();
+    const PageKind wanted[] = {PageKind::kToken, PageKind::kToken, PageKind::kChannel};
+    size_t failed = 0;
+    Result<std::vector<BlockPtr>> more = s.acquire(wanted, &failed);
+    ASSERT_FALSE(more.ok());
+    EXPECT_EQ(failed, 2u) << "two token blocks fit, the channel block after them does not";
+    EXPECT_EQ(s.usage().used, was.used);
+    EXPECT_EQ(s.usage().cached, was.cached);
+    EXPECT_EQ(s.usage().peak, was.peak);
+    EXPECT_TRUE(s.acquire({wanted, 2}).ok());
 }
 
 TEST_F(Blocks, FreedSlotsAreReused) {
@@ -115,9 +131,31 @@ TEST_F(Blocks, OnlyTheLastOwnerGivesTheSlotBack) {
     EXPECT_EQ(s.usage().token_blocks, 0u);
 }
 
+TEST_F(Blocks, WithoutHooksSlotsLieInChunks) {
+    Allocator system{ta_allocator{}};
+    BlockStore s(system, geometry, 64 << 20);
+    std::vector<BlockPtr> all;
+    for (int i = 0; i < 2000; ++i) {
+        all.push_back(take(s, i % 3 ? PageKind::kChannel : PageKind::kToken));
+        ASSERT_TRUE(all.back());
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(all.back()->slot()) % kSlotAlignment, 0u);
+        std::memset(all.back()->slot(), i, geometry.slot_bytes(all.back()->kind()));
+    }
+    for (int i = 0; i < 2000; ++i) {
+        const size_t bytes = geometry.slot_bytes(all[size_t(i)]->kind());
+        for (size_t b = 0; b < bytes; b += 509) ASSERT_EQ(all[size_t(i)]->slot()[b], uint8_t(i)) << "slots overlap";
+    }
+    EXPECT_EQ(system.bytes_in_use(), s.usage().used);
+    all.clear();
+    s.trim();
+    EXPECT_EQ(system.bytes_in_use(), 0u);
+    EXPECT_TRUE(take(s, PageKind::kChannel));
+}
+
 TEST_F(Blocks, AnAllocatorWithoutMemoryIsNotAFullTier) {
     counting.fails = [] { return true; };
-    Result<BlockPtr> b = store(1 << 20).acquire(PageKind::kToken);
+    const PageKind kind = PageKind::kToken;
+    Result<std::vector<BlockPtr>> b = store(1 << 20).acquire({&kind, 1});
     ASSERT_FALSE(b.ok());
     EXPECT_EQ(std::move(b).status().code(), TA_E_MEMORY);
 }
