@@ -264,7 +264,7 @@ typedef struct ta_numerics {
     ta_exp exp;                /* accurate: POLY; paper: SAS */
     ta_p p;                    /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
-    uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint */
+    uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
 } ta_numerics;
 

@@ -87,7 +87,7 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     r.v_search = pick(n.v_search, accurate);
     r.hadamard = pick(n.hadamard, accurate && rotatable);
     r.saturate = n.nonfinite == TA_NONFINITE_SATURATE;
-    r.hadamard_seed = n.hadamard_seed;
+    r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
     r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
     r.p = n.p != TA_P_DEFAULT ? n.p : accurate ? TA_P_AUTO : TA_P_S8_119;
     Result<cpu::ExpMode> exp = resolve_exp(n.exp, accurate ? cpu::ExpMode::kPoly : cpu::ExpMode::kSas);

@@ -1,4 +1,4 @@
-// Queries, keys and values of the kinds that DESIGN section 10 asks for: N(0,1) hides every known failure of a quantizer.
+// Queries, keys and values of several kinds: N(0,1) hides every known failure of a quantizer.
 #pragma once
 
 #include <cstdint>

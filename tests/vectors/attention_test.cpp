@@ -119,7 +119,7 @@ void log_distance(const Case& test, const std::string& what, const Distance& d) 
     }
 }
 
-// Tight: the same arithmetic in the same tiles. `slack` adds to rel_l2 and lse_atol what DESIGN departs by.
+// Tight: the same arithmetic in the same tiles. `slack` adds to rel_l2 and lse_atol what docs/numerics.md departs by.
 void expect_tight(const Result& got, const Case& test, const std::string& ref, double slack = 0.0) {
     const Distance d = distance(got, test, ref);
     log_distance(test, "tight." + ref, d);
@@ -443,7 +443,7 @@ void check_decode(const char* name, ta_cpu_isa isa) {
     // The last tokens of the chunk do not fill a page: the reference gives them a scale of their own, we the open
     // page's.
     expect_tight(settings[0].result, test, "spec", chunk ? 1.5e-3 : 0.0);
-    // DESIGN departs from the printed rescale: at most 4e-4 for each earlier tile. In a chunk, `paper` has tile scales
+    // The exact rescale departs from the printed one: at most 4e-4 for each earlier tile. In a chunk, `paper` has tile scales
     // of Q too.
     const double rescale = 4e-4 * double((test.array<float>("k").shape[0] + 63) / 64);
     if (!chunk) expect_tight(settings[1].result, test, "paper", rescale);

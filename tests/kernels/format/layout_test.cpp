@@ -141,7 +141,7 @@ TEST(Places, FormFragmentsForEveryHeadDim) {
     }
 }
 
-// The maps of ../shared/kernels-decode.md, section 1, which were measured at d = 128: "lane = 4r+i, w = word 0..3, b =
+// The maps that were measured at d = 128: "lane = 4r+i, w = word 0..3, b =
 // byte".
 TEST(Places, MatchTheMeasuredDecodeKernelAt128) {
     for (int bits : {4, 2}) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace ta {
@@ -83,6 +84,23 @@ TEST(Rotation, SpreadsAnOutlierOverAllChannels) {
         rotate(x.data(), d, 3);
         for (float v : x) EXPECT_FLOAT_EQ(std::fabs(v), 40.0f / std::sqrt(float(d)));
     }
+}
+
+TEST(Rotation, TheDefaultSignsHaveTheFlattestSpectrum) {
+    // The largest rotated value of a vector of ones, whose rotated values have a mean square of 1: the worst d, then the sum.
+    const auto peaks = [](uint64_t seed) {
+        float worst = 0.0f, sum = 0.0f;
+        for (int d : {64, 128, 256}) {
+            std::vector<float> x(d, 1.0f);
+            rotate(x.data(), d, seed);
+            float peak = 0.0f;
+            for (float v : x) peak = std::fmax(peak, std::fabs(v));
+            worst = std::fmax(worst, peak);
+            sum += peak;
+        }
+        return std::pair(worst, sum);
+    };
+    for (uint64_t seed = 1; seed <= 16; ++seed) EXPECT_LE(peaks(kDefaultRotationSeed), peaks(seed)) << "seed " << seed;
 }
 
 TEST(Rotation, IntegersStayExactUpToTheNorm) {
