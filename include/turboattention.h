@@ -198,6 +198,9 @@ typedef struct ta_tensor {
 
 /* ------------------------------------------------------------------------------------------------ context */
 
+/* A CUDA stream: cudaStream_t and CUstream are this type. NULL is the legacy default stream. */
+typedef struct CUstream_st* ta_stream;
+
 typedef struct ta_context ta_context;
 
 /* Where host memory comes from. Both functions are called from any thread, do not unwind and do not call this library; NULL means

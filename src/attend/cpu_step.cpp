@@ -1,0 +1,272 @@
+// Steps on a CPU: stage 1 of the new tokens, the closing of pages that they fill, attention. Everything is synchronous.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "src/attend/executor.h"
+#include "src/attend/stage1.h"
+#include "src/attend/step.h"
+
+namespace ta {
+namespace {
+
+// Elements of an append below which it is done before another thread would wake up.
+constexpr int64_t kAloneElements = 1 << 14;
+
+// One worker's buffers for one page of one head.
+struct AppendScratch {
+    cpu::HeadStage1 codes;
+    alignas(64) float k[kPageTokens * kMaxHeadDim];
+    alignas(64) float v[kPageTokens * kMaxHeadDim];
+    float k_amax[kPageTokens], v_amax[kPageTokens];
+};
+
+class CpuStep final : public StepBackend {
+  public:
+    explicit CpuStep(Pool& pool)
+        : pool_(pool),
+          workspace_(pool.context().allocator()),
+          append_scratch_(pool.context().allocator()),
+          executor_(pool.context()) {}
+
+    Status set_stream(ta_stream) override {
+        return fail(TA_E_UNSUPPORTED, "a CPU has no streams: calls return when their work is done");
+    }
+    Status begin(Step& step) override;
+    Status copy_tokens(const Block& from, int tokens, Block& to) override;
+    Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
+    Status attend(uint32_t layer, AttendCall& call) override;
+    bool replays() const override { return false; }
+    void seal() override;
+    void finish() override { step_ = nullptr; }
+
+  private:
+    struct AppendTask {
+        size_t member;
+        uint32_t head;
+        size_t first, last;  // of touched
+    };
+
+    void make_append_tasks();
+    uint8_t* token_page(const StepBlock& t, uint32_t layer);
+    void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
+                      AppendScratch& scratch);
+    void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, bool rotate, float* out,
+                   float* amax);
+    void list_pages(uint32_t layer);
+
+    const cpu::PageCodec& codec() const { return *pool_.context().kernels().codec; }
+
+    Pool& pool_;
+    Step* step_ = nullptr;
+    std::vector<AppendTask> append_tasks_;
+    std::atomic<uint64_t> saturated_{0}, clamped_{0};
+    std::vector<PageBase> pages_;
+    std::vector<AttendSequence> attend_sequences_;
+    Buffer workspace_, append_scratch_;
+    AttendExecutor executor_;
+};
+
+Status CpuStep::begin(Step& step) {
+    const size_t workspace_bytes = size_t(step.workspace_pages) * pool_.geometry().token_page_bytes;
+    if (!workspace_.reserve(workspace_bytes)) {
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes);
+    }
+    step_ = &step;
+    make_append_tasks();
+    saturated_ = clamped_ = 0;
+    return {};
+}
+
+// One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it.
+void CpuStep::make_append_tasks() {
+    append_tasks_.clear();
+    const bool in_order = pool_.numerics().universal_open_scale;
+    for (size_t i = 0; i < step_->members.size(); ++i) {
+        const size_t blocks = step_->members[i].touched.size();
+        const size_t step = in_order ? std::max<size_t>(blocks, 1) : 1;
+        for (size_t first = 0; first < blocks; first += step) {
+            for (uint32_t head = 0; head < pool_.geometry().kv_heads; ++head) {
+                append_tasks_.push_back({i, head, first, std::min(first + step, blocks)});
+            }
+        }
+    }
+}
+
+Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
+    if (!pool_.numerics().saturate) {
+        if (Status s = check_finite(codec(), k, "k"); !s.ok()) return std::move(s).argument(2);
+        if (Status s = check_finite(codec(), v, "v"); !s.ok()) return std::move(s).argument(3);
+    }
+    ThreadPool& threads = pool_.context().threads();
+    if (!append_scratch_.reserve(sizeof(AppendScratch) * size_t(threads.threads()))) {
+        return fail(TA_E_MEMORY, "the allocator has no memory for the append workspace");
+    }
+    // A decode step's few tokens are done before another thread would wake up.
+    const int64_t tasks = int64_t(append_tasks_.size());
+    const bool alone = step_->total_new * int64_t(pool_.geometry().kv_heads * pool_.geometry().head_dim) < kAloneElements;
+    threads.parallel_for(tasks, alone ? tasks : 1, [&](int64_t i, int worker) {
+        const AppendTask& task = append_tasks_[size_t(i)];
+        StepMember& m = step_->members[task.member];
+        auto& scratch = reinterpret_cast<AppendScratch*>(append_scratch_.data())[worker];
+        for (size_t b = task.first; b < task.last; ++b) append_block(m, m.touched[b], layer, task.head, k, v, scratch);
+    });
+    return {};
+}
+
+// Widens n rows of one head from `row` on, prepared for stage 1, and takes their largest magnitudes.
+void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, bool rotate, float* out,
+                        float* amax) {
+    const cpu::PageCodec& codec = this->codec();
+    const int d = int(x.head_dim);
+    int64_t replaced = 0;
+    for (int t = 0; t < n; ++t) {
+        float* to = out + t * d;
+        replaced += codec.to_float(x.at(row + t, head), x.dtype, d, pool_.numerics().saturate, to);
+        if (offset) {
+            for (int c = 0; c < d; ++c) to[c] -= offset[c];
+        }
+        if (rotate) codec.rotate(to, d, pool_.rotation_signs());
+        amax[t] = codec.amax(to, d);
+    }
+    if (replaced) saturated_.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
+}
+
+ScaleRule rule_for(bool whole_page, bool page_scale, bool exponents, bool universal) {
+    if (whole_page && page_scale) return exponents ? ScaleRule::kPageExp : ScaleRule::kPage;
+    return universal ? ScaleRule::kUniversal : ScaleRule::kToken;
+}
+
+// The universal scale of a page: fixed when its first token that is not zero comes, from the largest magnitude of the head so
+// far. Tokens of zeros before it keep the scale 0: an aborted step must not leave them another.
+float universal_scale(const float* page_scales, int have, float seen, const float* amax, int n) {
+    const float fixed = have > 0 ? *std::max_element(page_scales, page_scales + have) : 0.0f;
+    if (fixed > 0.0f) return fixed;
+    for (int t = 0; t < n; ++t) seen = std::max(seen, amax[t]);
+    return stage1_scale(seen, kStage1Levels);
+}
+
+void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
+                           AppendScratch& s) {
+    const Geometry& g = pool_.geometry();
+    const Numerics& num = pool_.numerics();
+    const cpu::PageCodec& codec = this->codec();
+    const int d = int(g.head_dim), n = t.end - t.have;
+    const int64_t row = m.new_row + t.index * kPageTokens + t.have - m.length;
+    const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.index(layer, head) * g.head_dim;
+    read_rows(k, row, n, head, offset, num.hadamard, s.k, s.k_amax);
+    read_rows(v, row, n, head, nullptr, false, s.v, s.v_amax);
+
+    uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
+    if (t.have > 0 && (t.channel || num.universal_open_scale)) codec.load_token_piece(piece, d, t.have, s.codes);
+
+    float k_universal = 0.0f, v_universal = 0.0f;
+    if (num.universal_open_scale) {
+        float* seen = m.open_amax.data() + g.index(layer, head) * 2;
+        k_universal = universal_scale(s.codes.k_scale, t.have, seen[0], s.k_amax, n);
+        v_universal = universal_scale(s.codes.v_scale, t.have, seen[1], s.v_amax, n);
+        for (int i = 0; i < n; ++i) {
+            seen[0] = std::max(seen[0], s.k_amax[i]);
+            seen[1] = std::max(seen[1], s.v_amax[i]);
+        }
+    }
+    const bool whole = n == kPageTokens;
+    const ScaleRule k_rule =
+        rule_for(whole && (!t.stays_8_bits || num.k_page_scale_at_8_bits), num.k_page_scale, false, num.universal_open_scale);
+    const ScaleRule v_rule = rule_for(whole && (!t.stays_8_bits || num.v_page_scale_at_8_bits), num.v_page_scale,
+                                      num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
+    const int64_t clamped =
+        quantize_tokens(codec, s.k, s.k_amax, d, t.have, t.end, k_rule, k_universal, kStage1Levels, s.codes.k,
+                        s.codes.k_scale) +
+        quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
+    if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
+    codec.store_token_piece(s.codes, d, t.have, t.end, piece);
+
+    if (!t.channel) return;
+    uint8_t* closed =
+        t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
+    const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search};
+    codec.encode_channel_piece(s.codes, g.channel_layout(layer, head), options, closed);
+}
+
+Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
+    const Geometry& g = pool_.geometry();
+    if (from.kind() == PageKind::kToken) {
+        std::memcpy(to.slot(), from.slot(), g.token_payload_bytes);
+        return {};
+    }
+    const cpu::PageCodec& codec = this->codec();
+    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int) {
+        cpu::HeadStage1 values;
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const auto piece_of = [&](PageKind kind) {
+                return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
+            };
+            codec.decode_channel_piece(from.slot() + piece_of(PageKind::kChannel), g.channel_layout(uint32_t(layer), head),
+                                       tokens, values);
+            codec.store_token_piece(values, int(g.head_dim), 0, tokens, to.slot() + piece_of(PageKind::kToken));
+        }
+    });
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------------------------ attend
+
+uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
+    const Geometry& g = pool_.geometry();
+    if (t.token) return t.token->slot() + g.page_offset(PageKind::kToken, layer);
+    return workspace_.data() + size_t(t.workspace_page) * g.token_page_bytes;
+}
+
+// Where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as they are stored.
+void CpuStep::list_pages(uint32_t layer) {
+    const Geometry& g = pool_.geometry();
+    pages_.clear();
+    attend_sequences_.clear();
+    size_t total = 0;
+    for (const StepMember& m : step_->members) total += size_t(Step::untouched_blocks(m)) + m.touched.size();
+    pages_.reserve(total);
+    for (const StepMember& m : step_->members) {
+        const PageBase* first = pages_.data() + pages_.size();
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            pages_.push_back({block.slot() + g.page_offset(block.kind(), layer), block.kind()});
+        }
+        for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
+        attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
+    }
+}
+
+Status CpuStep::attend(uint32_t layer, AttendCall& call) {
+    if (!call.saturate) {
+        if (Status s = check_finite(codec(), call.q, "q"); !s.ok()) return std::move(s).argument(2);
+    }
+    list_pages(layer);
+    call.sequences = attend_sequences_;
+    uint64_t saturated = 0;
+    TA_RETURN_IF_ERROR(executor_.run(call, &saturated));
+    if (saturated) pool_.counters().saturated_values += saturated;
+    return {};
+}
+
+void CpuStep::seal() {
+    const Geometry& g = pool_.geometry();
+    std::vector<const StepBlock*> blocks;
+    for (const StepMember& m : step_->members) {
+        for (const StepBlock& t : m.touched) blocks.push_back(&t);
+    }
+    pool_.context().threads().parallel_for(int64_t(blocks.size()), 1, [&](int64_t i, int) {
+        const StepBlock& t = *blocks[size_t(i)];
+        (t.channel ? t.channel : t.token)->seal(g, pool_.fingerprint(), uint64_t(t.index), uint32_t(t.end));
+    });
+    pool_.counters().saturated_values += saturated_.load();
+    pool_.counters().clamped_values += clamped_.load();
+}
+
+}  // namespace
+
+std::unique_ptr<StepBackend> make_cpu_step(Pool& pool) {
+    return std::make_unique<CpuStep>(pool);
+}
+
+}  // namespace ta

@@ -1,0 +1,70 @@
+// One batch step as the plan hands it to the device that runs it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "src/attend/executor.h"
+#include "src/kv/pool.h"
+#include "src/kv/tensor.h"
+
+namespace ta {
+
+// A block that receives tokens [have, end) in this step. Its INT8 page is `token`'s or, when all 64 tokens arrive now and the
+// block closes, one of the workspace, which holds a single layer: nobody reads it after the layer's attend.
+struct StepBlock {
+    int64_t index = 0;  // within the sequence
+    int have = 0, end = 0;
+    BlockPtr token;
+    int64_t workspace_page = -1;
+    BlockPtr channel;  // what the block becomes; null while it stays open or at 8 bits
+    bool stays_8_bits = false, closes = false;
+};
+
+struct StepMember {
+    Sequence* sequence = nullptr;
+    int64_t length = 0;  // before the step
+    int64_t n_new = 0, n_query = 0;
+    int64_t new_row = 0, query_row = 0;
+    std::vector<StepBlock> touched;
+    std::vector<float> open_amax;  // the sequence's, updated by this step's tokens
+    uint64_t reopened = 0, copied = 0;
+};
+
+struct Step {
+    std::vector<StepMember> members;
+    int64_t total_new = 0, total_query = 0;
+    int64_t workspace_pages = 0;
+
+    // Blocks of a member that the step does not touch: [0, this).
+    static int64_t untouched_blocks(const StepMember& m) {
+        return m.touched.empty() ? (m.length + kPageTokens - 1) / kPageTokens : m.touched.front().index;
+    }
+};
+
+// Where the work of steps runs. The plan has checked shapes, order of calls and options; a failed call changes nothing.
+class StepBackend {
+  public:
+    virtual ~StepBackend() = default;
+    // The stream of the calls that follow; TA_E_UNSUPPORTED where there are none.
+    virtual Status set_stream(ta_stream stream) = 0;
+    // All blocks are reserved. The step stays where it is until finish().
+    virtual Status begin(Step& step) = 0;
+    // The first `tokens` tokens of a block, which may be shared, closed, or both, into a token block of our own. Before begin().
+    virtual Status copy_tokens(const Block& from, int tokens, Block& to) = 0;
+    virtual Status append(uint32_t layer, const TensorView& k, const TensorView& v) = 0;
+    // `call` without its sequences.
+    virtual Status attend(uint32_t layer, AttendCall& call) = 0;
+    // True when calls were captured into a graph that is replayed in place of later ones: a step's calls are not seen then.
+    virtual bool replays() const = 0;
+    // Before the commit: hashes and trailers of the touched blocks, counters of the pool.
+    virtual void seal() = 0;
+    // The step is over, committed or not; also called where begin() never was.
+    virtual void finish() = 0;
+};
+
+std::unique_ptr<StepBackend> make_cpu_step(Pool& pool);
+
+}  // namespace ta
