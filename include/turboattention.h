@@ -79,6 +79,9 @@ enum {
     /* 0x04xx: the data is wrong */
     TA_E_NONFINITE = 0x0401, /* NaN, Inf or a magnitude above 2^56 in q, k or v */
     TA_E_CORRUPT = 0x0402,   /* a page does not match its hash */
+    /* 0x05xx: the GPU */
+    TA_E_DEVICE = 0x0501,      /* a CUDA call failed; the text has CUDA's reason */
+    TA_E_DEVICE_LOST = 0x0502, /* an earlier error ended the GPU for this process; every call on its context returns this */
     /* 0x0fxx */
     TA_E_INTERNAL = 0x0f01 /* a defect of this library; please report the text */
 };
@@ -113,7 +116,7 @@ typedef int32_t ta_dtype;
 enum { TA_DTYPE_F16 = 1, TA_DTYPE_BF16 = 2, TA_DTYPE_F32 = 3 };
 
 typedef int32_t ta_device_kind;
-enum { TA_DEVICE_CPU = 0 };
+enum { TA_DEVICE_CPU = 0, TA_DEVICE_CUDA = 1 };
 
 typedef int32_t ta_cpu_isa; /* which CPU kernels run; all give the same integers */
 enum { TA_CPU_ISA_AUTO = 0, TA_CPU_ISA_SCALAR = 1, TA_CPU_ISA_AVX2 = 2, TA_CPU_ISA_AVX_VNNI = 3, TA_CPU_ISA_AVX512 = 4 };
@@ -217,13 +220,14 @@ typedef void (*ta_log_fn)(ta_log_level level, const char* message, void* user);
 
 typedef struct ta_context_options {
     uint32_t struct_size;
-    ta_device_kind device;         /* TA_DEVICE_CPU */
+    ta_device_kind device;         /* TA_DEVICE_CUDA: an NVIDIA GPU from sm_80 on, in a build with CUDA */
     int32_t threads;               /* 1..1024 including the calling one; default: CPUs this process may run on */
     ta_cpu_isa cpu_isa;            /* default: the best this CPU has; one it lacks is TA_E_UNSUPPORTED */
     const ta_allocator* allocator; /* default: the C library; for pages and workspaces, not small bookkeeping */
     ta_log_fn log;                 /* default: none */
     void* log_user;
     ta_log_level log_level; /* most detailed level that is delivered; default TA_LOG_WARNING */
+    int32_t device_ordinal; /* which GPU, as cudaSetDevice numbers them */
 } ta_context_options;
 
 typedef struct ta_context_info {
@@ -235,11 +239,18 @@ typedef struct ta_context_info {
     uint64_t bytes_in_use;   /* got from the allocator and not given back */
     uint64_t bytes_peak;
     char device_name[64];
-    char degraded[256]; /* what is missing here and why; empty when nothing is */
+    char degraded[256];     /* what is missing here and why; empty when nothing is */
+    int32_t device_ordinal; /* the GPU; 0 on a CPU */
+    int32_t compute_capability; /* 90: sm_90; 0 on a CPU */
+    uint64_t device_bytes_in_use; /* GPU memory of the context's pools and plans */
+    uint64_t device_bytes_peak;
 } ta_context_info;
 
 /* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY, TA_E_LIMIT (threads could not be started). */
+ * On a GPU tensors lie in its memory (or in host memory registered with CUDA), the caller's current device is left as it is, and
+ * append and attend enqueue work on the plan's stream and return.
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a GPU), TA_E_MEMORY, TA_E_LIMIT
+ * (threads could not be started), TA_E_DEVICE. */
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
 /* Gives up the caller's handle. The context ends with its last pool, plan and calibrator. */
 TA_API void ta_context_destroy(ta_context* context);
@@ -307,7 +318,8 @@ typedef struct ta_kv_pool_stats {
     uint64_t clamped_values;   /* values cut off by a universal open scale */
 } ta_kv_pool_stats;
 
-/* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes.
+/* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
+ * is taken now, and an open scale UNIVERSAL (profile PAPER) is TA_E_UNSUPPORTED.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY. */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
@@ -336,7 +348,7 @@ TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
 /* Recomputes the hash of every closed page. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
- * TA_E_CLOSED. */
+ * TA_E_CLOSED, TA_E_UNSUPPORTED (on a GPU). */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ plan */
@@ -349,6 +361,13 @@ typedef struct ta_plan ta_plan;
 TA_API ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, ta_error* err);
 /* Aborts the plan if it is open, then frees it. */
 TA_API void ta_plan_destroy(ta_plan* plan);
+
+/* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls may be
+ * captured into a graph (cudaStreamBeginCapture between begin and end) after a step of the same kind has run without, and the
+ * graph launched in place of those calls between any later begin and end: with as many sequences, as many query tokens for each
+ * and the same tensors, but other lengths. end() refuses a step that is not of the captured kind.
+ * Errors: TA_E_STATE (the plan is open), TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
+TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
 
 /* Opens the plan on a batch and reserves all memory that the step needs, copies of shared blocks included.
  *   seqs      [n_seqs] distinct sequences of the pool that are in no other open plan
@@ -372,7 +391,8 @@ typedef struct ta_attend_options {
     float softcap;             /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
     int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
     const float* alibi_slopes; /* [q_heads], up to 2^56: adds slope * (j - p) for key j and query position p; NULL: none */
-    const float* sinks;        /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none */
+    const float* sinks;        /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none. Like the slopes in
+                                  the memory of the tensors, on a GPU in use until the work is done */
     ta_exp exp;                /* default: the pool's */
     ta_p p;                    /* default: the pool's */
 } ta_attend_options;

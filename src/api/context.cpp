@@ -10,8 +10,12 @@ namespace {
 
 Result<Context::Options> resolve_options(const ta_context_options& o) {
     Context::Options r;
-    if (o.device != TA_DEVICE_CPU)
-        return fail(TA_E_UNSUPPORTED, "options.device is %d; this build has TA_DEVICE_CPU", o.device);
+    if (o.device != TA_DEVICE_CPU && o.device != TA_DEVICE_CUDA) {
+        return fail(TA_E_INVALID, "options.device is %d; it takes a ta_device_kind", o.device);
+    }
+    if (o.device_ordinal < 0 || (o.device == TA_DEVICE_CPU && o.device_ordinal != 0)) {
+        return fail(TA_E_INVALID, "options.device_ordinal is %d; a GPU takes 0 and up, a CPU 0", o.device_ordinal);
+    }
     if (o.threads < 0 || o.threads > 1024)
         return fail(TA_E_INVALID, "options.threads is %d; it takes 1..1024, or 0", o.threads);
     if (o.cpu_isa < TA_CPU_ISA_AUTO || o.cpu_isa > TA_CPU_ISA_AVX512) {
@@ -28,6 +32,7 @@ Result<Context::Options> resolve_options(const ta_context_options& o) {
         }
         r.allocator = allocator.value();
     }
+    if (o.device == TA_DEVICE_CUDA) r.gpu = o.device_ordinal;
     r.threads = o.threads;
     r.isa = o.cpu_isa;
     r.log = o.log;
@@ -71,14 +76,23 @@ ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, 
         TA_RETURN_IF_ERROR(check_process(c));
         const cpu::Kernels& best = *cpu::find_kernels(TA_CPU_ISA_AUTO);
         ta_context_info r{};
-        r.device = TA_DEVICE_CPU;
+        const Device* device = c.device();
+        r.device = device ? TA_DEVICE_CUDA : TA_DEVICE_CPU;
         r.threads = c.thread_count();
         r.cpu_isa = c.kernels().isa;
         r.cpu_isa_best = best.isa;
         r.bytes_in_use = c.allocator().bytes_in_use();
         r.bytes_peak = c.allocator().bytes_peak();
-        std::snprintf(r.device_name, sizeof r.device_name, "cpu (%s)", c.kernels().name);
-        if (best.isa == TA_CPU_ISA_SCALAR) {
+        if (device) {
+            std::snprintf(r.device_name, sizeof r.device_name, "%s", device->name());
+            r.device_ordinal = device->ordinal();
+            r.compute_capability = device->compute_capability();
+            r.device_bytes_in_use = device->bytes_in_use();
+            r.device_bytes_peak = device->bytes_peak();
+        } else {
+            std::snprintf(r.device_name, sizeof r.device_name, "cpu (%s)", c.kernels().name);
+        }
+        if (!device && best.isa == TA_CPU_ISA_SCALAR) {
             std::snprintf(r.degraded, sizeof r.degraded,
                           "this CPU has neither AVX2 nor AVX-512 VNNI; scalar kernels are very slow");
         }
@@ -89,7 +103,8 @@ ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, 
 ta_status ta_context_health(const ta_context* context, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
-        return check_process(*context->impl);
+        TA_RETURN_IF_ERROR(check_process(*context->impl));
+        return context->impl->device() ? context->impl->device()->health() : Status();
     });
 }
 

@@ -74,6 +74,7 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
         TA_RETURN_IF_ERROR(check_process(*context->impl));
+        TA_RETURN_IF_ERROR(check_on_cpu(*context->impl, "ta_attend_dense"));
         DenseCall call;
         const ta_tensor* given[] = {q, k, v, out};
         TensorView* views[] = {&call.q, &call.k, &call.v, &call.out};

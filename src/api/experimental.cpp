@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "include/turboattention_experimental.h"
 #include "kernels/format/rotation.h"
@@ -15,13 +16,23 @@ uint32_t highest_bits(const Geometry& g) {
     return std::max(k, *std::max_element(g.v_bits.begin(), g.v_bits.end()));
 }
 
-// Dequantizes tokens [first, last) of one block's head into rows of `stride` floats.
-void dequantize_head(const Pool& pool, const Block& block, uint32_t layer, uint32_t head, int first, int last, int64_t stride,
-                     float* k, float* v) {
+// One layer's page of a block in host memory: `copy` holds it where the block lies on a device.
+Result<const uint8_t*> readable_page(const Pool& pool, const Block& block, uint32_t layer, std::vector<uint8_t>& copy) {
+    const Geometry& g = pool.geometry();
+    const uint8_t* page = block.slot() + g.page_offset(block.kind(), layer);
+    if (!pool.context().device()) return page;
+    copy.resize(g.page_bytes(block.kind(), layer));
+    TA_RETURN_IF_ERROR(pool.context().device()->read(copy.data(), page, copy.size()));
+    return copy.data();
+}
+
+// Dequantizes tokens [first, last) of one head of a page into rows of `stride` floats.
+void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint32_t layer, uint32_t head, int first, int last,
+                     int64_t stride, float* k, float* v) {
     const Geometry& g = pool.geometry();
     const Numerics& n = pool.numerics();
     const int d = int(g.head_dim);
-    const uint8_t* piece = block.slot() + g.page_offset(block.kind(), layer) + g.head_offset(block.kind(), layer, head);
+    const uint8_t* piece = page + g.head_offset(kind, layer, head);
     const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, head) * g.head_dim;
     const auto scale_at = [piece](size_t at) {
         float x;
@@ -31,7 +42,7 @@ void dequantize_head(const Pool& pool, const Block& block, uint32_t layer, uint3
     for (int t = first; t < last; ++t) {
         float row_k[kMaxHeadDim], row_v[kMaxHeadDim];
         for (int c = 0; c < d; ++c) {
-            if (block.kind() == PageKind::kToken) {
+            if (kind == PageKind::kToken) {
                 const TokenLayout layout(d);
                 row_k[c] = float(int8_t(piece[layout.k_codes() + k_place(d, 8, t, c).byte])) *
                            scale_at(layout.k_scale() + size_t(t) * 4);
@@ -92,7 +103,14 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
                     .argument(5);
             }
             TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
-            if (buffer) std::memcpy(buffer, b->slot(), r.bytes);
+            if (!buffer) return {};
+            Device* device = p.context().device();
+            if (!device) {
+                std::memcpy(buffer, b->slot(), r.bytes);
+                return {};
+            }
+            TA_RETURN_IF_ERROR(device->read(buffer, b->slot(), r.bytes));
+            b->write_trailer(g, p.fingerprint(), block, r.tokens, static_cast<uint8_t*>(buffer));
             return {};
         });
     });
@@ -114,11 +132,15 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
                     .argument(3);
             }
             const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
+            std::vector<uint8_t> copy;
             for (int64_t at = first; at < first + tokens;) {
                 const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
+                const Block& block = *s.blocks[size_t(b)];
+                Result<const uint8_t*> page = readable_page(p, block, layer, copy);
+                if (!page.ok()) return std::move(page).status();
                 for (uint32_t head = 0; head < g.kv_heads; ++head) {
                     const int64_t to = (at - first) * stride + int64_t(head) * g.head_dim;
-                    dequantize_head(p, *s.blocks[size_t(b)], layer, head, int(at - b * kPageTokens),
+                    dequantize_head(p, page.value(), block.kind(), layer, head, int(at - b * kPageTokens),
                                     int(last - b * kPageTokens), stride, k ? k + to : nullptr, v ? v + to : nullptr);
                 }
                 at = last;

@@ -26,6 +26,13 @@ ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, t
     });
 }
 
+ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_plan(plan));
+        return plan->impl->set_stream(stream);
+    });
+}
+
 void ta_plan_destroy(ta_plan* plan) {
     if (plan && plan->impl->pool().context().owned_by_this_process()) delete plan;
 }

@@ -27,6 +27,8 @@ const char* ta_status_name(ta_status status) {
         TA_CASE(TA_E_LIMIT);
         TA_CASE(TA_E_NONFINITE);
         TA_CASE(TA_E_CORRUPT);
+        TA_CASE(TA_E_DEVICE);
+        TA_CASE(TA_E_DEVICE_LOST);
         TA_CASE(TA_E_INTERNAL);
 #undef TA_CASE
         default:

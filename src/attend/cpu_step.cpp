@@ -37,7 +37,7 @@ class CpuStep final : public StepBackend {
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return false; }
-    void seal() override;
+    Status seal() override;
     void finish() override { step_ = nullptr; }
 
   private:
@@ -249,7 +249,7 @@ Status CpuStep::attend(uint32_t layer, AttendCall& call) {
     return {};
 }
 
-void CpuStep::seal() {
+Status CpuStep::seal() {
     const Geometry& g = pool_.geometry();
     std::vector<const StepBlock*> blocks;
     for (const StepMember& m : step_->members) {
@@ -261,6 +261,7 @@ void CpuStep::seal() {
     });
     pool_.counters().saturated_values += saturated_.load();
     pool_.counters().clamped_values += clamped_.load();
+    return {};
 }
 
 }  // namespace

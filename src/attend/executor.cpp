@@ -49,7 +49,8 @@ Status check_magnitudes(const float* x, int64_t n, float limit, const char* name
 
 }  // namespace
 
-Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p) {
+Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p,
+                                      bool readable) {
     const ta_attend_options o = given ? *given : ta_attend_options{};
     AttendSettings s;
     if (o.mask != TA_MASK_CAUSAL && o.mask != TA_MASK_FULL)
@@ -62,9 +63,11 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_
         return fail(TA_E_INVALID, "options.softcap is %g; it takes 2^-10..2^14, or 0 for none", double(o.softcap));
     }
     if (o.window < 0) return fail(TA_E_INVALID, "options.window is %lld; it takes 0 or more", (long long)o.window);
-    // Times a distance, a slope must stay finite.
-    TA_RETURN_IF_ERROR(check_magnitudes(o.alibi_slopes, q_heads, kMaxMagnitude, "alibi_slopes"));
-    TA_RETURN_IF_ERROR(check_magnitudes(o.sinks, q_heads, std::numeric_limits<float>::max(), "sinks"));
+    if (readable) {
+        // Times a distance, a slope must stay finite.
+        TA_RETURN_IF_ERROR(check_magnitudes(o.alibi_slopes, q_heads, kMaxMagnitude, "alibi_slopes"));
+        TA_RETURN_IF_ERROR(check_magnitudes(o.sinks, q_heads, std::numeric_limits<float>::max(), "sinks"));
+    }
     TA_RETURN_IF_ERROR(check_p(o.p));
     Result<cpu::ExpMode> mode = resolve_exp(o.exp, exp);
     if (!mode.ok()) return std::move(mode).status();

@@ -37,8 +37,9 @@ struct AttendSettings {
     cpu::ExpMode exp = cpu::ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
 };
-Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, cpu::ExpMode exp,
-                                      ta_p p);
+// `readable`: the arrays of the options can be looked at from here.
+Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p,
+                                      bool readable = true);
 
 struct AttendCall {
     int head_dim = 0, kv_heads = 0, group = 0;

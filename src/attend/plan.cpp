@@ -22,7 +22,9 @@ bool is_sole_owner(const BlockPtr& block) {
 }  // namespace
 
 Plan::Plan(std::shared_ptr<Pool> pool)
-    : pool_(std::move(pool)), backend_(make_cpu_step(*pool_)), appended_(pool_->geometry().layers, 0) {}
+    : pool_(std::move(pool)),
+      backend_(pool_->context().device() ? pool_->context().device()->make_step(*pool_) : make_cpu_step(*pool_)),
+      appended_(pool_->geometry().layers, 0) {}
 
 Plan::~Plan() {
     if (open_) (void)abort();
@@ -157,7 +159,7 @@ Status Plan::reserve_blocks() {
             const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
             if (t.token == present) continue;
             TA_RETURN_IF_ERROR(backend_->copy_tokens(*present, t.have, *t.token));
-            ++(present->sealed() ? m.reopened : m.copied);
+            ++(present->kind() == PageKind::kChannel || present->sealed() ? m.reopened : m.copied);
         }
     }
     return {};
@@ -209,7 +211,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, q.head_dim); !s.ok())
         return std::move(s).argument(3).layer(layer);
     if (Status s = check_outputs({{"q", q}}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
-    Result<AttendSettings> settings = resolve_attend(options, q.heads, int(g.head_dim), n.exp, n.p);
+    Result<AttendSettings> settings = resolve_attend(options, q.heads, int(g.head_dim), n.exp, n.p, !pool_->context().device());
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
     AttendCall call;
     call.head_dim = int(g.head_dim);
@@ -242,7 +244,7 @@ Status Plan::end() {
                 return fail(TA_E_STATE, "layer %u lacks its ta_append; the plan stays open", layer).layer(layer);
         }
     }
-    backend_->seal();
+    TA_RETURN_IF_ERROR(backend_->seal());
     Pool::Counters& counters = pool_->counters();
     for (StepMember& m : step_.members) {
         for (const StepBlock& t : m.touched) counters.closed_pages += t.channel ? g.layers : 0;

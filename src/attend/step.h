@@ -59,8 +59,9 @@ class StepBackend {
     virtual Status attend(uint32_t layer, AttendCall& call) = 0;
     // True when calls were captured into a graph that is replayed in place of later ones: a step's calls are not seen then.
     virtual bool replays() const = 0;
-    // Before the commit: hashes and trailers of the touched blocks, counters of the pool.
-    virtual void seal() = 0;
+    // Before the commit: hashes and trailers of the touched blocks, counters of the pool. TA_E_STATE for a step that was left to
+    // a graph of another kind of step.
+    virtual Status seal() = 0;
     // The step is over, committed or not; also called where begin() never was.
     virtual void finish() = 0;
 };

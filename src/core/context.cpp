@@ -34,6 +34,12 @@ Result<std::shared_ptr<Context>> Context::create(const Options& options) {
         return fail(TA_E_UNSUPPORTED, "this CPU lacks the instruction set asked for; its best is %s",
                     cpu::find_kernels(TA_CPU_ISA_AUTO)->name);
     }
+    if (options.gpu >= 0) {
+        Result<std::unique_ptr<Device>> device = open_cuda_device(options.gpu);
+        if (!device.ok()) return std::move(device).status();
+        context->device_ = device.take();
+        context->log(TA_LOG_INFO, "context: GPU %d, %s", options.gpu, context->device_->name());
+    }
     const int threads = options.threads > 0 ? options.threads : std::min(available_cpus(), 1024);
     TA_RETURN_IF_ERROR(context->threads_.start(threads));
     context->log(TA_LOG_INFO, "context: cpu %s, %d threads", context->kernels_->name, threads);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/cpu/kernels.h"
+#include "src/core/device.h"
 #include "src/core/memory.h"
 #include "src/core/status.h"
 #include "src/core/thread_pool.h"
@@ -22,6 +23,7 @@ class Context {
         ta_log_fn log = nullptr;
         void* log_user = nullptr;
         ta_log_level log_level = TA_LOG_WARNING;
+        int gpu = -1;  // CUDA ordinal; -1: a CPU context
     };
     static Result<std::shared_ptr<Context>> create(const Options& options);
 
@@ -29,6 +31,8 @@ class Context {
     Allocator& allocator() { return allocator_; }
     const Allocator& allocator() const { return allocator_; }
     ThreadPool& threads() { return threads_; }
+    // Where pages and tensors lie; nullptr: in host memory.
+    Device* device() const { return device_.get(); }
     int thread_count() const { return threads_.threads(); }
 
     // False in a child process of the one that made the context: threads and locks do not survive fork().
@@ -44,6 +48,7 @@ class Context {
     ta_log_fn log_;
     void* log_user_;
     ta_log_level log_level_;
+    std::unique_ptr<Device> device_;
     ThreadPool threads_;
 };
 

@@ -40,7 +40,12 @@ Block::~Block() {
 }
 
 void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens) {
-    SlotTrailer* t = trailer_of(g, kind_, slot_);
+    write_trailer(g, fingerprint, block_index, tokens, slot_);
+    sealed_ = tokens == kPageTokens;
+}
+
+void Block::write_trailer(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens, uint8_t* slot) const {
+    SlotTrailer* t = trailer_of(g, kind_, slot);
     *t = SlotTrailer{};
     t->magic = kSlotMagic;
     t->version = kFormatVersion;
@@ -51,10 +56,10 @@ void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, 
     t->tokens = tokens;
     t->layers = g.layers;
     auto* hashes = reinterpret_cast<uint64_t*>(t + 1);
-    sealed_ = tokens == kPageTokens;
-    const size_t used = size_t(reinterpret_cast<uint8_t*>(hashes + g.layers) - slot_);
-    std::memset(slot_ + used, 0, g.slot_bytes(kind_) - used);
-    for (uint32_t layer = 0; layer < g.layers; ++layer) hashes[layer] = sealed_ ? hash_of(g, kind_, *t, slot_, layer) : 0;
+    const size_t used = size_t(reinterpret_cast<uint8_t*>(hashes + g.layers) - slot);
+    std::memset(slot + used, 0, g.slot_bytes(kind_) - used);
+    const bool full = tokens == kPageTokens;
+    for (uint32_t layer = 0; layer < g.layers; ++layer) hashes[layer] = full ? hash_of(g, kind_, *t, slot, layer) : 0;
 }
 
 void Block::unseal(uint64_t content_id) {
@@ -77,10 +82,18 @@ Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_ind
     return {};
 }
 
-BlockStore::BlockStore(Allocator& allocator, const Geometry& geometry, uint64_t budget)
+BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget)
     : geometry_(geometry),
       budget_(budget),
-      memory_{{allocator, geometry.token_slot_bytes, budget}, {allocator, geometry.channel_slot_bytes, budget}} {}
+      slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
+      memory_{{allocator, slab_.get(), geometry.token_slot_bytes, budget},
+              {allocator, slab_.get(), geometry.channel_slot_bytes, budget}} {}
+
+Status BlockStore::take_slab() {
+    const size_t bytes = std::max(memory_[0].bytes_for(budget_), memory_[1].bytes_for(budget_));
+    if (slab_->take(bytes)) return {};
+    return fail(TA_E_MEMORY, "the GPU has no %zu bytes for the pool", bytes);
+}
 
 BlockStore::~BlockStore() {
     trim();
@@ -131,6 +144,10 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
             }
             if (!slot) {
                 for (size_t i = 0; i < slots.size(); ++i) put_back(wanted[i], slots[i]);
+                if (slab_) {
+                    return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
+                                geometry_.slot_bytes(kind));
+                }
                 return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));
             }
             slots.push_back(slot);

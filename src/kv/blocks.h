@@ -34,6 +34,9 @@ class Block {
 
     // Writes the trailer: identity, and one hash per page when `tokens` is 64.
     void seal(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens);
+    // The same into a host copy of the slot.
+    void write_trailer(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens,
+                       uint8_t* slot) const;
     // The block will be written again: its hashes no longer hold, and it becomes new content.
     void unseal(uint64_t content_id);
     // Recomputes the hashes of a sealed block. TA_E_CORRUPT names the layer.
@@ -52,7 +55,9 @@ using BlockPtr = std::shared_ptr<Block>;
 // Hands out slots of both kinds and keeps freed ones for reuse. All bytes it holds, in use or cached, stay within the budget.
 class BlockStore {
   public:
-    BlockStore(Allocator& allocator, const Geometry& geometry, uint64_t budget);
+    BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget);
+    // With a device, before anything else: its memory for the whole budget.
+    Status take_slab();
     ~BlockStore();
     BlockStore(const BlockStore&) = delete;
     BlockStore& operator=(const BlockStore&) = delete;
@@ -82,7 +87,8 @@ class BlockStore {
     const uint64_t budget_;
     std::atomic<uint64_t> content_ids_{1};
     mutable std::mutex mutex_;
-    SlotMemory memory_[2];  // by PageKind, as all below
+    std::unique_ptr<SlotSlab> slab_;  // with a device
+    SlotMemory memory_[2];            // by PageKind, as all below
     std::vector<uint8_t*> cached_[2];
     uint64_t in_use_[2] = {0, 0};  // slots
     uint64_t held_ = 0;            // bytes, in use and cached

@@ -46,13 +46,38 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
       max_sequences_(max_sequences),
       first_generation_(some_generation(this)),
       fingerprint_(fingerprint_of(geometry_, numerics_)),
-      blocks_(std::make_unique<BlockStore>(context_->allocator(), geometry_, budget)) {
+      blocks_(std::make_unique<BlockStore>(context_->allocator(), context_->device(), geometry_, budget)),
+      nonfinite_(nullptr, {context_->device()}) {
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
 }
 
 Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
                                            uint64_t budget, uint32_t max_sequences) {
-    return std::shared_ptr<Pool>(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
+    std::shared_ptr<Pool> pool(
+        new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
+    if (Device* device = pool->context().device()) {
+        if (pool->numerics_.universal_open_scale) {
+            return fail(TA_E_UNSUPPORTED, "numerics.open_scale UNIVERSAL (profile PAPER) runs on a CPU context only");
+        }
+        TA_RETURN_IF_ERROR(pool->blocks_->take_slab());
+        pool->nonfinite_.reset(device->allocate_counters(max_sequences));
+        if (!pool->nonfinite_) return fail(TA_E_MEMORY, "no pinned host memory for %u counters", max_sequences);
+    }
+    return pool;
+}
+
+// On a device a value that is not finite is replaced, counted, and reported by the sequence's next step, once.
+Status Pool::take_nonfinite_mark(Sequence& s) {
+    if (!nonfinite_) return {};
+    const uint32_t now = std::atomic_ref(nonfinite_[s.slot]).load(std::memory_order_relaxed);
+    const uint32_t values = now - s.nonfinite_seen;
+    s.nonfinite_seen = now;
+    if (values == 0) return {};
+    if (numerics_.saturate) {
+        counters_.saturated_values += values;
+        return {};
+    }
+    return fail(TA_E_NONFINITE, "%u values of k or v appended to the sequence were NaN, infinite or above 2^56; they became 0", values);
 }
 
 Status Pool::check_open_locked() const {
@@ -92,6 +117,8 @@ Result<uint32_t> Pool::take_slot() {
     }
     const uint32_t slot = free_slots_.back();
     Sequence& s = *sequences_[slot];
+    s.slot = slot;
+    if (nonfinite_) s.nonfinite_seen = nonfinite_[slot];
     if (numerics_.universal_open_scale) s.open_amax.assign(size_t(geometry_.layers) * geometry_.kv_heads * 2, 0.0f);
     free_slots_.pop_back();
     ++s.generation;
@@ -187,6 +214,9 @@ Result<int64_t> Pool::length(ta_seq seq) const {
 }
 
 Status Pool::verify(ta_seq seq) const {
+    if (context_->device()) {
+        return fail(TA_E_UNSUPPORTED, "pages in GPU memory have no hashes yet: they are computed when a page leaves it");
+    }
     // The blocks are held, so that hashing them needs no lock.
     std::vector<BlockPtr> blocks;
     TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
@@ -217,6 +247,11 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
             status = std::find(taken.begin(), taken.end(), found.value()) != taken.end()
                          ? fail(TA_E_INVALID, "the sequence stands twice in the list").argument(2).sequence(int64_t(i))
                          : busy(seqs[i]).sequence(int64_t(i));
+            break;
+        }
+        status = take_nonfinite_mark(*found.value());
+        if (!status.ok()) {
+            status = std::move(status).sequence(int64_t(i));
             break;
         }
         found.value()->in_plan = true;

@@ -17,12 +17,14 @@ namespace ta {
 
 // Tokens [0, length) in blocks of 64. While `in_plan`, only that plan touches it.
 struct Sequence {
+    uint32_t slot = 0;
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
     std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale
+    uint32_t nonfinite_seen = 0;   // of the device's counter
 };
 
 class Pool {
@@ -44,6 +46,8 @@ class Pool {
     const BlockStore& blocks() const { return *blocks_; }
     Counters& counters() { return counters_; }
     const Counters& counters() const { return counters_; }
+    // [max_sequences] values that kernels replaced in each sequence's slot, or nullptr: a CPU looks before it changes anything.
+    uint32_t* nonfinite_counters() const { return nonfinite_.get(); }
     const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
 
     Status close();
@@ -85,6 +89,7 @@ class Pool {
   private:
     Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences);
     Result<Sequence*> find(ta_seq seq) const;
+    Status take_nonfinite_mark(Sequence& sequence);
     Result<uint32_t> take_slot();
     Status check_open_locked() const;
     static Status busy(ta_seq seq);
@@ -99,6 +104,11 @@ class Pool {
     float signs_[kMaxHeadDim];
     std::unique_ptr<BlockStore> blocks_;
     Counters counters_;
+    struct FreeCounters {
+        Device* device;
+        void operator()(uint32_t* counters) const { device->deallocate_counters(counters); }
+    };
+    std::unique_ptr<uint32_t[], FreeCounters> nonfinite_;
 
     mutable std::mutex mutex_;
     bool closed_ = false;

@@ -26,14 +26,46 @@ size_t round_up(size_t n, size_t to) {
 
 }  // namespace
 
-SlotMemory::SlotMemory(Allocator& allocator, size_t slot_bytes, uint64_t most)
-    : allocator_(allocator), slot_bytes_(slot_bytes), stride_(round_up(slot_bytes, kSlotAlignment)), most_(most) {}
+bool SlotSlab::take(size_t bytes) {
+    data_ = device_.allocate(bytes);
+    if (!data_) return false;
+    bytes_ = bytes;
+    return true;
+}
+
+uint8_t* SlotSlab::cut(size_t bytes) {
+    if (bytes > bytes_ - used_) return nullptr;
+    used_ += bytes;
+    return data_ + (used_ - bytes);
+}
+
+SlotMemory::SlotMemory(Allocator& allocator, SlotSlab* slab, size_t slot_bytes, uint64_t most)
+    : allocator_(allocator), slab_(slab), slot_bytes_(slot_bytes), stride_(round_up(slot_bytes, kSlotAlignment)), most_(most) {}
 
 SlotMemory::~SlotMemory() {
     for (const Chunk& chunk : chunks_) munmap(chunk.data, chunk.bytes);
 }
 
+size_t SlotMemory::bytes_for(uint64_t most) const {
+    return slot_bytes_ ? size_t(most / slot_bytes_ + 1) * stride_ : 0;
+}
+
 uint8_t* SlotMemory::take() {
+    if (slab_) {
+        if (free_.empty()) {
+            try {
+                if (free_.capacity() <= slots_) free_.reserve(2 * slots_ + 16);
+            } catch (const std::bad_alloc&) {
+                return nullptr;
+            }
+            uint8_t* slot = slab_->cut(stride_);
+            if (slot) ++slots_;
+            return slot;
+        }
+        uint8_t* slot = free_.back();
+        free_.pop_back();
+        return slot;
+    }
     if (!kUseChunks || allocator_.has_hooks()) {
         return static_cast<uint8_t*>(allocator_.allocate(slot_bytes_, kSlotAlignment));
     }
@@ -45,6 +77,7 @@ uint8_t* SlotMemory::take() {
 }
 
 void SlotMemory::give(uint8_t* slot) {
+    if (slab_) return free_.push_back(slot);
     if (!kUseChunks || allocator_.has_hooks()) return allocator_.deallocate(slot, slot_bytes_, kSlotAlignment);
     madvise(slot, stride_, MADV_DONTNEED);
     free_.push_back(slot);

@@ -6,15 +6,34 @@
 #include <cstdint>
 #include <vector>
 
+#include "src/core/device.h"
 #include "src/core/memory.h"
 
 namespace ta {
 
+// The memory of all slots on a device, taken once; slots of both kinds are cut from it as they are needed.
+class SlotSlab {
+  public:
+    explicit SlotSlab(Device& device) : device_(device) {}
+    ~SlotSlab() { device_.deallocate(data_, bytes_); }
+    SlotSlab(const SlotSlab&) = delete;
+    SlotSlab& operator=(const SlotSlab&) = delete;
+
+    bool take(size_t bytes);
+    // nullptr when nothing is left that was never a slot.
+    uint8_t* cut(size_t bytes);
+
+  private:
+    Device& device_;
+    uint8_t* data_ = nullptr;
+    size_t bytes_ = 0, used_ = 0;
+};
+
 // Slots of one size. Not synchronised.
 class SlotMemory {
   public:
-    // `most`: the bytes that all slots together may come to.
-    SlotMemory(Allocator& allocator, size_t slot_bytes, uint64_t most);
+    // `most`: the bytes that all slots together may come to. `slab`: where they lie on a device, else nullptr.
+    SlotMemory(Allocator& allocator, SlotSlab* slab, size_t slot_bytes, uint64_t most);
     ~SlotMemory();
     SlotMemory(const SlotMemory&) = delete;
     SlotMemory& operator=(const SlotMemory&) = delete;
@@ -23,6 +42,8 @@ class SlotMemory {
     uint8_t* take();
     // The slot's memory goes back to the system; its addresses stay for the next one.
     void give(uint8_t* slot);
+    // What slots of this kind alone take of a slab.
+    size_t bytes_for(uint64_t most) const;
 
   private:
     struct Chunk {
@@ -32,6 +53,7 @@ class SlotMemory {
     bool add_chunk();
 
     Allocator& allocator_;
+    SlotSlab* const slab_;
     const size_t slot_bytes_, stride_;
     const uint64_t most_;
     std::vector<Chunk> chunks_;

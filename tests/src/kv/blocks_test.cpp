@@ -22,7 +22,7 @@ Geometry small_geometry() {
 class Blocks : public ::testing::Test {
   protected:
     BlockStore& store(uint64_t budget) {
-        store_ = std::make_unique<BlockStore>(allocator_, geometry, budget);
+        store_ = std::make_unique<BlockStore>(allocator_, nullptr, geometry, budget);
         return *store_;
     }
     static BlockPtr take(BlockStore& s, PageKind kind) {
@@ -133,7 +133,7 @@ TEST_F(Blocks, OnlyTheLastOwnerGivesTheSlotBack) {
 
 TEST_F(Blocks, WithoutHooksSlotsLieInChunks) {
     Allocator system{ta_allocator{}};
-    BlockStore s(system, geometry, 64 << 20);
+    BlockStore s(system, nullptr, geometry, 64 << 20);
     std::vector<BlockPtr> all;
     for (int i = 0; i < 2000; ++i) {
         all.push_back(take(s, i % 3 ? PageKind::kChannel : PageKind::kToken));

@@ -1,0 +1,628 @@
+// Steps on a GPU: begin() copies the step's tables to the device, append() and attend() enqueue kernels that read them. Between
+// begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
+// depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+
+#include "kernels/cuda/append.h"
+#include "kernels/cuda/decode.h"
+#include "kernels/cuda/prefill.h"
+#include "src/attend/step.h"
+#include "src/core/cuda_device.h"
+
+namespace ta {
+namespace {
+
+using cuda::AppendArgs;
+using cuda::AppendTask;
+using cuda::AttendArgs;
+using cuda::HeadArgs;
+using cuda::SequenceArgs;
+
+constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a sequence, so that positions and slopes fit 32 bits with room
+
+size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// Device memory that grows. What it outgrows stays until the end, since a captured graph may still read it.
+class DeviceBuffer {
+  public:
+    explicit DeviceBuffer(CudaDevice& device) : device_(device) {}
+    ~DeviceBuffer() {
+        for (const auto& [data, bytes] : parts_) device_.deallocate(data, bytes);
+    }
+    DeviceBuffer(const DeviceBuffer&) = delete;
+    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+    bool holds(size_t bytes) const { return bytes <= this->bytes(); }
+    Status reserve(size_t bytes, const char* what) {
+        if (holds(bytes)) return {};
+        const size_t wanted = round_up(std::max(bytes, 2 * this->bytes()), 4096);
+        uint8_t* data = device_.allocate(wanted);
+        if (!data) return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), wanted, what);
+        parts_.emplace_back(data, wanted);
+        return {};
+    }
+    uint8_t* data() const { return parts_.empty() ? nullptr : parts_.back().first; }
+    size_t bytes() const { return parts_.empty() ? 0 : parts_.back().second; }
+
+  private:
+    CudaDevice& device_;
+    std::vector<std::pair<uint8_t*, size_t>> parts_;
+};
+
+// Pinned host memory that copies to the device start from; one for each of the last steps, reused when its copies are over.
+class Staging {
+  public:
+    Staging() = default;
+    ~Staging() {
+        if (done_) {
+            cudaEventSynchronize(done_);
+            cudaEventDestroy(done_);
+        }
+        cudaFreeHost(data_);
+    }
+    Staging(const Staging&) = delete;
+    Staging& operator=(const Staging&) = delete;
+
+    Status take(const CudaDevice& device, size_t bytes) {
+        if (!done_) TA_RETURN_IF_ERROR(device.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event"));
+        TA_RETURN_IF_ERROR(device.check(cudaEventSynchronize(done_), "waiting for an earlier step"));
+        used_ = 0;
+        if (bytes <= bytes_) return {};
+        cudaFreeHost(data_);
+        data_ = nullptr;
+        bytes_ = 0;
+        const size_t wanted = round_up(2 * bytes, 4096);
+        TA_RETURN_IF_ERROR(device.check(cudaHostAlloc(&data_, wanted, cudaHostAllocDefault), "pinned host memory"));
+        bytes_ = wanted;
+        return {};
+    }
+    // The next part; take() has been told the sum.
+    void* part(size_t bytes) {
+        void* p = static_cast<uint8_t*>(data_) + used_;
+        used_ += round_up(bytes, 16);
+        return p;
+    }
+    Status record(const CudaDevice& device, cudaStream_t stream) {
+        return device.check(cudaEventRecord(done_, stream), "recording an event");
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t bytes_ = 0, used_ = 0;
+    cudaEvent_t done_ = nullptr;
+};
+
+// A schedule of prefill depends on more than lengths: one for each combination that the plan has met.
+struct PrefillKey {
+    int group;
+    bool causal;
+    int window;
+    bool by_kernel;  // the prefill kernel, else the decode kernel with chunks of the queries
+    auto operator<=>(const PrefillKey&) const = default;
+};
+
+class CudaStep final : public StepBackend {
+  public:
+    CudaStep(Pool& pool, CudaDevice& device)
+        : pool_(pool),
+          device_(device),
+          constants_(device),
+          tasks_(device),
+          sequences_(device),
+          table_(device),
+          workspace_pages_(device),
+          decode_workspace_(device) {}
+    ~CudaStep() override;
+
+    Status set_stream(ta_stream stream) override;
+    Status begin(Step& step) override;
+    Status copy_tokens(const Block& from, int tokens, Block& to) override;
+    Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
+    Status attend(uint32_t layer, AttendCall& call) override;
+    bool replays() const override { return captured_; }
+    Status seal() override;
+    void finish() override;
+
+  private:
+    struct Schedule {
+        explicit Schedule(CudaDevice& device) : buffer(device) {}
+        DeviceBuffer buffer;
+        Staging staging;
+        uint64_t step = 0;  // that it was made for
+        int chunks = 0;
+        size_t counts_at = 0;
+    };
+
+    Status prepare();
+    Status upload_constants();
+    Status upload(uint8_t* to, const void* staged, size_t bytes);
+    Status upload_sequences(int group);
+    Status upload_schedule(const PrefillKey& key, Schedule& schedule);
+    Status decode(AttendArgs& args, ta_p p, int max_rows, bool captured);
+    Status prefill(AttendArgs& args, ta_p p, bool captured);
+    Status capturing(bool* yes);
+    std::vector<uint64_t> kind_of_step() const;
+    static Status needs_a_run(const char* what);
+    uint8_t* pages_before_of_step() const { return sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs); }
+    const float* signs() const {
+        return pool_.numerics().hadamard ? reinterpret_cast<const float*>(constants_.data()) : nullptr;
+    }
+    const float* k_offset_of(uint32_t layer) const {
+        if (pool_.numerics().k_offset.empty()) return nullptr;
+        const Geometry& g = pool_.geometry();
+        return reinterpret_cast<const float*>(constants_.data() + offset_of_k_offset_) + g.index(layer, 0) * g.head_dim;
+    }
+    const HeadArgs* heads_of(uint32_t layer) const {
+        return reinterpret_cast<const HeadArgs*>(constants_.data() + offset_of_heads_) + pool_.geometry().index(layer, 0);
+    }
+    static cuda::TensorArgs tensor_args(const TensorView& v) {
+        return {v.data, v.stride_token, v.stride_head, v.dtype};
+    }
+    Status check_device_memory(const void* data, const char* name) const;
+
+    Pool& pool_;
+    CudaDevice& device_;
+    cudaStream_t stream_ = nullptr;
+    cudaEvent_t fence_ = nullptr;
+    bool ran_ = false;       // on stream_ since the fence was last recorded
+    bool captured_ = false;  // some call was captured
+    bool seen_calls_ = false;  // in this step
+    std::vector<uint64_t> captured_kind_;
+    Step* step_ = nullptr;
+    uint64_t steps_ = 0;
+    int group_ = 0;  // that sequences_ was made for
+    int max_rows_ = 0;  // of the step's decode sequences, query tokens x group
+    bool any_prefill_ = false;
+    std::vector<SequenceArgs> prefill_sequences_;
+
+    // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets]
+    DeviceBuffer constants_;
+    size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0;
+    int largest_piece_ = 0;  // of a channel page's heads
+
+    DeviceBuffer tasks_;      // int32 count, at 16: AppendTask
+    DeviceBuffer sequences_;  // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
+    DeviceBuffer table_;      // uint64 entries
+    DeviceBuffer workspace_pages_, decode_workspace_;
+    size_t sequence_capacity_ = 0;
+    Staging staging_[4], sequence_staging_[4];
+    uint64_t sequence_uploads_ = 0;
+    std::map<PrefillKey, Schedule> schedules_;
+    cuda::AppendPlan append_plan_{};
+};
+
+CudaStep::~CudaStep() {
+    const CudaScope scope(device_.ordinal());
+    if (fence_) device_.remove_fence(fence_);
+}
+
+Status CudaStep::set_stream(ta_stream stream) {
+    const CudaScope scope(device_.ordinal());
+    // What ran on the old stream comes before what will run on the new one.
+    if (fence_ && stream != stream_) {
+        TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, fence_, 0), "waiting for the plan's earlier steps"));
+    }
+    stream_ = stream;
+    return {};
+}
+
+Status CudaStep::upload_constants() {
+    if (constants_.data()) return {};
+    const Geometry& g = pool_.geometry();
+    const Numerics& n = pool_.numerics();
+    const size_t heads = size_t(g.layers) * g.kv_heads;
+    offset_of_k_offset_ = round_up(g.head_dim * sizeof(float), 16);
+    offset_of_heads_ = offset_of_k_offset_ + round_up(n.k_offset.size() * sizeof(float), 16);
+    offset_of_layers_ = offset_of_heads_ + round_up(heads * sizeof(HeadArgs), 16);
+    std::vector<uint8_t> bytes(offset_of_layers_ + g.layers * sizeof(uint64_t));
+    std::memcpy(bytes.data(), pool_.rotation_signs(), g.head_dim * sizeof(float));
+    if (!n.k_offset.empty()) {
+        std::memcpy(bytes.data() + offset_of_k_offset_, n.k_offset.data(), n.k_offset.size() * sizeof(float));
+    }
+    for (uint32_t layer = 0; layer < g.layers && !g.all_8_bits; ++layer) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const size_t i = g.index(layer, head);
+            const HeadArgs h{uint32_t(g.channel_head_offset[i]), g.k_bits[i], g.v_bits[i], 0};
+            std::memcpy(bytes.data() + offset_of_heads_ + i * sizeof h, &h, sizeof h);
+            largest_piece_ = std::max(largest_piece_, int(g.channel_layout(layer, head).bytes()));
+        }
+        const uint64_t offset = g.page_offset(PageKind::kChannel, layer);
+        std::memcpy(bytes.data() + offset_of_layers_ + layer * sizeof offset, &offset, sizeof offset);
+    }
+    TA_RETURN_IF_ERROR(constants_.reserve(bytes.size(), "a plan's constants"));
+    return device_.write(constants_.data(), bytes.data(), bytes.size());
+}
+
+Status CudaStep::upload(uint8_t* to, const void* staged, size_t bytes) {
+    if (bytes == 0) return {};
+    return device_.check(cudaMemcpyAsync(to, staged, bytes, cudaMemcpyHostToDevice, stream_), "copying a step's tables");
+}
+
+Status CudaStep::begin(Step& step) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(prepare());
+    for (size_t i = 0; i < step.members.size(); ++i) {
+        const StepMember& m = step.members[i];
+        if (m.length + m.n_new > kMaxKeys) {
+            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; on a GPU the limit is 2^30", (long long)(m.length + m.n_new))
+                .sequence(int64_t(i));
+        }
+    }
+    size_t tasks = 0, entries = 0;
+    for (const StepMember& m : step.members) {
+        tasks += m.touched.size();
+        entries += size_t(Step::untouched_blocks(m)) + m.touched.size();
+    }
+    const size_t task_bytes = 16 + tasks * sizeof(AppendTask), entry_bytes = entries * sizeof(uint64_t);
+    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(task_bytes, 1 << 16), "a step's new pages"));
+    TA_RETURN_IF_ERROR(table_.reserve(std::max<size_t>(entry_bytes, 1 << 19), "a step's block table"));
+    TA_RETURN_IF_ERROR(workspace_pages_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * pool_.geometry().token_page_bytes,
+                                                "a step's INT8 pages"));
+    if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
+        const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
+        TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + sizeof(int32_t), "a step's sequences"));
+        sequence_capacity_ = capacity;
+    }
+    const Geometry& g = pool_.geometry();
+    if (cudaError_t e = cudaError_t(cuda::plan_append(device_.ordinal(), int(g.head_dim), int(g.kv_heads), INT32_MAX, &append_plan_)); e != cudaSuccess)
+        return device_.check(e, "planning an append");
+
+    Staging& staging = staging_[steps_ % std::size(staging_)];
+    TA_RETURN_IF_ERROR(staging.take(device_, task_bytes + entry_bytes + 64));
+    auto* staged_tasks = static_cast<uint8_t*>(staging.part(task_bytes));
+    auto* task = reinterpret_cast<AppendTask*>(staged_tasks + 16);
+    auto* staged_entries = static_cast<uint64_t*>(staging.part(entry_bytes));
+    uint64_t* entry = staged_entries;
+    const int32_t n_tasks = int32_t(tasks);
+    std::memcpy(staged_tasks, &n_tasks, sizeof n_tasks);
+    for (size_t i = 0; i < step.members.size(); ++i) {
+        const StepMember& m = step.members[i];
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            *entry++ = uint64_t(uintptr_t(block.slot())) | (block.kind() == PageKind::kChannel ? cuda::kEntryChannel : 0);
+        }
+        for (const StepBlock& t : m.touched) {
+            uint64_t page = 0;
+            if (t.token) {
+                page = uint64_t(uintptr_t(t.token->slot()));
+            } else {
+                page = uint64_t(uintptr_t(workspace_pages_.data())) + uint64_t(t.workspace_page) * g.token_page_bytes;
+                page |= cuda::kEntrySingleLayer;
+            }
+            *entry++ = page;
+            AppendTask a{};
+            a.token_page = page;
+            a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
+            a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
+            a.sequence = int32_t(m.sequence->slot);
+            a.have = uint8_t(t.have);
+            a.end = uint8_t(t.end);
+            a.stays_8_bits = t.stays_8_bits;
+            *task++ = a;
+        }
+    }
+    TA_RETURN_IF_ERROR(upload(tasks_.data(), staged_tasks, task_bytes));
+    TA_RETURN_IF_ERROR(upload(table_.data(), staged_entries, entry_bytes));
+    TA_RETURN_IF_ERROR(staging.record(device_, stream_));
+    step_ = &step;
+    ++steps_;
+    seen_calls_ = false;
+    // What the last steps attended with, so that their captured calls find this step's tables.
+    if (group_ > 0) TA_RETURN_IF_ERROR(upload_sequences(group_));
+    if (any_prefill_) {
+        for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
+    }
+    return {};
+}
+
+Status CudaStep::prepare() {
+    TA_RETURN_IF_ERROR(device_.health());
+    if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
+    TA_RETURN_IF_ERROR(upload_constants());
+    // Slots of this step may have been freed by other plans, whose kernels may still read them.
+    TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
+    ran_ = true;
+    return {};
+}
+
+// Sequences of up to 16 query rows per kv head go to the decode kernel, the others to prefill; the table of the former.
+Status CudaStep::upload_sequences(int group) {
+    const size_t batch = step_->members.size();
+    Staging& staging = sequence_staging_[sequence_uploads_++ % std::size(sequence_staging_)];
+    TA_RETURN_IF_ERROR(staging.take(device_, batch * (sizeof(SequenceArgs) + sizeof(int32_t)) + 64));
+    std::span decode(static_cast<SequenceArgs*>(staging.part(batch * sizeof(SequenceArgs))), batch);
+    auto* pages_before = static_cast<int32_t*>(staging.part((batch + 1) * sizeof(int32_t)));
+    prefill_sequences_.clear();
+    max_rows_ = 0;
+    any_prefill_ = false;
+    int32_t entry = 0;
+    for (size_t i = 0; i < batch; ++i) {
+        const StepMember& m = step_->members[i];
+        SequenceArgs s{int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row), entry};
+        entry += int32_t(Step::untouched_blocks(m) + int64_t(m.touched.size()));
+        const bool to_decode = s.n_query * int64_t(group) <= cuda::kDecodeRows;
+        if (to_decode) max_rows_ = std::max(max_rows_, s.n_query * group);
+        any_prefill_ |= !to_decode;
+        prefill_sequences_.push_back(s);
+        if (to_decode) prefill_sequences_.back().n_query = 0;
+        if (!to_decode) s.n_query = 0;
+        decode[i] = s;
+    }
+    cuda::count_pages(decode, pages_before);
+    TA_RETURN_IF_ERROR(upload(sequences_.data(), decode.data(), decode.size_bytes()));
+    TA_RETURN_IF_ERROR(upload(pages_before_of_step(), pages_before, (batch + 1) * sizeof(int32_t)));
+    TA_RETURN_IF_ERROR(staging.record(device_, stream_));
+    group_ = group;
+    return {};
+}
+
+// The prefill kernel's tiles or, where it cannot run the call, chunks of 16 rows for the decode kernel: query tokens [i, i + c) of
+// a sequence are the last ones of a shorter sequence under a causal mask.
+Status CudaStep::upload_schedule(const PrefillKey& key, Schedule& schedule) {
+    const int kv_heads = int(pool_.geometry().kv_heads);
+    if (key.by_kernel) {
+        const int64_t tiles = cuda::count_prefill_tiles(prefill_sequences_, group_, kv_heads);
+        const size_t bytes = cuda::prefill_schedule_bytes(device_.properties().multiProcessorCount, tiles);
+        TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
+        TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
+        void* staged = schedule.staging.part(bytes);
+        cuda::plan_prefill(prefill_sequences_, group_, kv_heads, key.causal, key.window, device_.properties().multiProcessorCount,
+                           staged);
+        TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
+    } else {
+        std::vector<SequenceArgs> chunks;
+        const int32_t tokens = cuda::kDecodeRows / group_;
+        for (const SequenceArgs& s : prefill_sequences_) {
+            for (int32_t first = 0; first < s.n_query; first += tokens) {
+                SequenceArgs c = s;
+                c.n_query = std::min(tokens, s.n_query - first);
+                c.row = s.row + first;
+                if (key.causal) c.n_keys = s.n_keys - s.n_query + first + c.n_query;
+                chunks.push_back(c);
+            }
+        }
+        const size_t counts_at = round_up(chunks.size() * sizeof(SequenceArgs), 16);
+        const size_t bytes = counts_at + (chunks.size() + 1) * sizeof(int32_t);
+        TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's chunks"));
+        TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
+        auto* staged = static_cast<uint8_t*>(schedule.staging.part(bytes));
+        std::memcpy(staged, chunks.data(), chunks.size() * sizeof(SequenceArgs));
+        cuda::count_pages(chunks, reinterpret_cast<int32_t*>(staged + counts_at));
+        TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
+        schedule.chunks = int(chunks.size());
+        schedule.counts_at = counts_at;
+    }
+    TA_RETURN_IF_ERROR(schedule.staging.record(device_, stream_));
+    schedule.step = steps_;
+    return {};
+}
+
+Status CudaStep::capturing(bool* yes) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(stream_, &status), "asking whether the stream is captured"));
+    *yes = status != cudaStreamCaptureStatusNone;
+    seen_calls_ = true;
+    if (*yes) {
+        captured_ = true;
+        captured_kind_ = kind_of_step();
+    }
+    return {};
+}
+
+Status CudaStep::check_device_memory(const void* data, const char* name) const {
+    if (!data) return {};
+    cudaPointerAttributes a{};
+    TA_RETURN_IF_ERROR(device_.check(cudaPointerGetAttributes(&a, data), "looking at a pointer"));
+    if (a.type == cudaMemoryTypeUnregistered) {
+        return fail(TA_E_INVALID, "%s lies in pageable host memory; on a GPU context tensors lie in device memory", name);
+    }
+    if (a.type == cudaMemoryTypeDevice && a.device != device_.ordinal()) {
+        return fail(TA_E_INVALID, "%s lies on GPU %d; the context is on GPU %d", name, a.device, device_.ordinal());
+    }
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------------------------ append
+
+Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(prepare());
+    const Geometry& g = pool_.geometry();
+    if (from.kind() == PageKind::kToken) {
+        return device_.check(cudaMemcpyAsync(to.slot(), from.slot(), g.token_payload_bytes, cudaMemcpyDeviceToDevice, stream_),
+                             "copying a block");
+    }
+    cuda::ReopenArgs args{};
+    args.head_dim = int32_t(g.head_dim);
+    args.kv_heads = int32_t(g.kv_heads);
+    args.layers = int32_t(g.layers);
+    args.tokens = tokens;
+    args.channel_slot = uint64_t(uintptr_t(from.slot()));
+    args.token_slot = uint64_t(uintptr_t(to.slot()));
+    args.channel_layer_offset = reinterpret_cast<const uint64_t*>(constants_.data() + offset_of_layers_);
+    args.heads = reinterpret_cast<const HeadArgs*>(constants_.data() + offset_of_heads_);
+    args.token_page_bytes = g.token_page_bytes;
+    return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
+}
+
+Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    if (Status s = check_device_memory(k.data, "k"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_device_memory(v.data, "v"); !s.ok()) return std::move(s).argument(3);
+    bool captured = false;
+    TA_RETURN_IF_ERROR(capturing(&captured));
+    const Geometry& g = pool_.geometry();
+    const Numerics& n = pool_.numerics();
+    AppendArgs a{};
+    a.head_dim = int32_t(g.head_dim);
+    a.kv_heads = int32_t(g.kv_heads);
+    a.n_tasks = reinterpret_cast<const int32_t*>(tasks_.data());
+    a.tasks = reinterpret_cast<const AppendTask*>(tasks_.data() + 16);
+    a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
+    if (!g.all_8_bits) {
+        a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
+        a.heads = heads_of(layer);
+    }
+    a.k = tensor_args(k);
+    a.v = tensor_args(v);
+    a.signs = signs();
+    a.k_offset = k_offset_of(layer);
+    a.k_page_scale = n.k_page_scale;
+    a.v_page_scale = n.v_page_scale;
+    a.k_page_scale_at_8_bits = n.k_page_scale_at_8_bits;
+    a.v_page_scale_at_8_bits = n.v_page_scale_at_8_bits;
+    a.v_exponents = n.v_exponents;
+    a.fractional_zero = n.fractional_zero;
+    a.v_search = n.v_search;
+    a.saturate = n.saturate;
+    a.nonfinite = pool_.nonfinite_counters();
+    return device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append");
+}
+
+// ------------------------------------------------------------------------------------------------------------------ attend
+
+Status CudaStep::attend(uint32_t layer, AttendCall& call) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    if (Status s = check_device_memory(call.q.data, "q"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_device_memory(call.out.data, "out"); !s.ok()) return std::move(s).argument(3);
+    if (Status s = check_device_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
+    const AttendSettings& settings = call.settings;
+    if (Status s = check_device_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
+    if (Status s = check_device_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
+    bool captured = false;
+    TA_RETURN_IF_ERROR(capturing(&captured));
+    if (call.group != group_) {
+        if (captured) return needs_a_run("this number of query heads");
+        TA_RETURN_IF_ERROR(upload_sequences(call.group));
+    }
+
+    const Geometry& g = pool_.geometry();
+    AttendArgs a{};
+    a.head_dim = call.head_dim;
+    a.kv_heads = call.kv_heads;
+    a.group = call.group;
+    a.batch = int32_t(step_->members.size());
+    a.sequences = reinterpret_cast<const SequenceArgs*>(sequences_.data());
+    a.pages_before = reinterpret_cast<const int32_t*>(pages_before_of_step());
+    a.table = reinterpret_cast<const uint64_t*>(table_.data());
+    a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
+    if (!g.all_8_bits) {
+        a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
+        a.heads = heads_of(layer);
+    }
+    a.q = tensor_args(call.q);
+    a.out = tensor_args(call.out);
+    a.lse = call.lse;
+    a.signs = signs();
+    a.k_offset = k_offset_of(layer);
+    a.q_levels = call.q_levels;
+    a.saturate = call.saturate;
+    a.nonfinite = nullptr;
+    a.scale = settings.scale;
+    a.causal = settings.mask == TA_MASK_CAUSAL;
+    a.window = int32_t(std::min<int64_t>(settings.window, kMaxKeys));
+    a.softcap = settings.softcap;
+    a.alibi_slope = settings.alibi_slopes;
+    a.sink = settings.sinks;
+    a.exp = settings.exp;
+    if (max_rows_ > 0) TA_RETURN_IF_ERROR(decode(a, settings.p, max_rows_, captured));
+    if (any_prefill_) TA_RETURN_IF_ERROR(prefill(a, settings.p, captured));
+    return {};
+}
+
+Status CudaStep::decode(AttendArgs& a, ta_p p, int max_rows, bool captured) {
+    const PFormat format = p_format(p, max_rows);
+    a.p_levels = format.levels;
+    a.p_running = format.running;
+    cuda::DecodePlan plan{};
+    const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows, largest_piece_};
+    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &plan), "planning a decode"));
+    if (!decode_workspace_.holds(plan.workspace_bytes)) {
+        if (captured) return needs_a_run("this shape of a batch");
+        TA_RETURN_IF_ERROR(decode_workspace_.reserve(plan.workspace_bytes, "the workspace of a decode"));
+    }
+    return device_.check(cuda::launch_decode(plan, a, decode_workspace_.data(), stream_), "a decode");
+}
+
+Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
+    const PFormat format = p_format(p, cuda::kDecodeRows + 1);
+    a.p_levels = format.levels;
+    a.p_running = format.running;
+    const bool by_kernel = device_.properties().major == 9 && !cuda::prefill_refusal(a);
+    if (!by_kernel && !a.causal && (a.window > 0 || a.alibi_slope)) {
+        return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
+                    cuda::kDecodeRows);
+    }
+    const PrefillKey key{a.group, a.causal, a.window, by_kernel};
+    Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
+    if (schedule.step != steps_) {
+        if (captured) return needs_a_run("these options");
+        TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
+    }
+    if (by_kernel) {
+        return device_.check(
+            cuda::launch_prefill(a, schedule.buffer.data(), device_.properties().multiProcessorCount, stream_), "a prefill");
+    }
+    a.sequences = reinterpret_cast<const SequenceArgs*>(schedule.buffer.data());
+    a.pages_before = reinterpret_cast<const int32_t*>(schedule.buffer.data() + schedule.counts_at);
+    a.batch = schedule.chunks;
+    const int max_rows = cuda::kDecodeRows / a.group * a.group;
+    cuda::DecodePlan plan{};
+    const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows, largest_piece_};
+    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &plan), "planning a prefill"));
+    if (!decode_workspace_.holds(plan.workspace_bytes)) {
+        if (captured) return needs_a_run("this shape of a batch");
+        TA_RETURN_IF_ERROR(decode_workspace_.reserve(plan.workspace_bytes, "the workspace of a prefill"));
+    }
+    return device_.check(cuda::launch_decode(plan, a, decode_workspace_.data(), stream_), "a prefill");
+}
+
+Status CudaStep::needs_a_run(const char* what) {
+    return fail(TA_E_STATE, "%s must have been used by this plan in a step before the one that is captured", what);
+}
+
+// --------------------------------------------------------------------------------------------------------------------- end
+
+// Hashes of blocks in device memory are computed when they leave it. What a graph was captured with is compared here, since its
+// launch is not seen.
+Status CudaStep::seal() {
+    if (!captured_ || seen_calls_) return {};
+    if (kind_of_step() == captured_kind_) return {};
+    return fail(TA_E_STATE, "the step's calls were left to a graph, but the step is not of the kind that was captured: abort it, "
+                            "run it without the graph and capture again");
+}
+
+// All that a captured launch depends on beside the tables.
+std::vector<uint64_t> CudaStep::kind_of_step() const {
+    std::vector<uint64_t> kind{uint64_t(group_), uint64_t(max_rows_), uint64_t(any_prefill_)};
+    for (const DeviceBuffer* b : {&tasks_, &sequences_, &table_, &workspace_pages_}) kind.push_back(uint64_t(uintptr_t(b->data())));
+    for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
+    for (const auto& [key, schedule] : schedules_) {
+        kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));
+        kind.push_back(uint64_t(schedule.chunks));
+    }
+    return kind;
+}
+
+void CudaStep::finish() {
+    step_ = nullptr;
+    if (!ran_) return;
+    const CudaScope scope(device_.ordinal());
+    cudaEventRecord(fence_, stream_);
+    ran_ = false;
+}
+
+}  // namespace
+
+std::unique_ptr<StepBackend> CudaDevice::make_step(Pool& pool) {
+    return std::make_unique<CudaStep>(pool, *this);
+}
+
+}  // namespace ta

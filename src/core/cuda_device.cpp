@@ -1,0 +1,172 @@
+#include "src/core/cuda_device.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ta {
+namespace {
+
+// Errors after which every later call on the device fails too.
+bool ends_device(cudaError_t error) {
+    switch (error) {
+        case cudaErrorIllegalAddress:
+        case cudaErrorLaunchFailure:
+        case cudaErrorLaunchTimeout:
+        case cudaErrorHardwareStackError:
+        case cudaErrorIllegalInstruction:
+        case cudaErrorMisalignedAddress:
+        case cudaErrorInvalidAddressSpace:
+        case cudaErrorInvalidPc:
+        case cudaErrorAssert:
+        case cudaErrorECCUncorrectable:
+        case cudaErrorNvlinkUncorrectable:
+        case cudaErrorDevicesUnavailable:
+        case cudaErrorExternalDevice:
+        case cudaErrorContained:
+        case cudaErrorTensorMemoryLeak:
+            return true;
+        default:
+            return false;
+    }
+}
+
+}  // namespace
+
+CudaScope::CudaScope(int ordinal) : callers_error_(cudaPeekAtLastError() != cudaSuccess) {
+    if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
+    if (before_ == ordinal || ordinal < 0) {
+        before_ = -1;
+    } else {
+        cudaSetDevice(ordinal);
+    }
+}
+
+CudaScope::~CudaScope() {
+    if (before_ >= 0) cudaSetDevice(before_);
+    if (!callers_error_) cudaGetLastError();
+}
+
+Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
+    const CudaScope scope(-1);
+    int count = 0;
+    const cudaError_t counted = cudaGetDeviceCount(&count);
+    if (counted != cudaSuccess) {
+        return fail(TA_E_UNSUPPORTED, "no GPU can be used here: %s", cudaGetErrorString(counted));
+    }
+    if (ordinal < 0 || ordinal >= count) {
+        return fail(TA_E_INVALID, "options.device_ordinal is %d; this machine has %d GPUs", ordinal, count);
+    }
+    std::unique_ptr<CudaDevice> device(new CudaDevice(ordinal));
+    const CudaScope on_device(ordinal);
+    TA_RETURN_IF_ERROR(device->check(cudaGetDeviceProperties(&device->properties_, ordinal), "reading the GPU's properties"));
+    if (device->properties_.major < 8) {
+        return fail(TA_E_UNSUPPORTED, "%s has compute capability %d.%d; the kernels need 8.0", device->name(),
+                    device->properties_.major, device->properties_.minor);
+    }
+    TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(&device->copies_, cudaStreamNonBlocking), "creating a stream"));
+    return std::unique_ptr<Device>(std::move(device));
+}
+
+CudaDevice::~CudaDevice() {
+    if (!copies_) return;
+    const CudaScope scope(ordinal_);
+    cudaStreamDestroy(copies_);
+}
+
+uint8_t* CudaDevice::allocate(size_t bytes) {
+    const CudaScope scope(ordinal_);
+    void* ptr = nullptr;
+    // cudaMalloc aligns to 256 bytes at least, and to a page of 2 MiB from 1 MiB on.
+    if (cudaMalloc(&ptr, std::max<size_t>(bytes, 2 << 20)) != cudaSuccess) return nullptr;
+    const uint64_t now = in_use_.fetch_add(bytes) + bytes;
+    uint64_t peak = peak_.load();
+    while (now > peak && !peak_.compare_exchange_weak(peak, now)) {
+    }
+    return static_cast<uint8_t*>(ptr);
+}
+
+void CudaDevice::deallocate(uint8_t* ptr, size_t bytes) {
+    if (!ptr) return;
+    const CudaScope scope(ordinal_);
+    cudaFree(ptr);
+    in_use_.fetch_sub(bytes);
+}
+
+uint32_t* CudaDevice::allocate_counters(size_t n) {
+    const CudaScope scope(ordinal_);
+    void* ptr = nullptr;
+    if (cudaHostAlloc(&ptr, n * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) return nullptr;
+    std::memset(ptr, 0, n * sizeof(uint32_t));
+    return static_cast<uint32_t*>(ptr);
+}
+
+void CudaDevice::deallocate_counters(uint32_t* counters) {
+    if (!counters) return;
+    const CudaScope scope(ordinal_);
+    cudaFreeHost(counters);
+}
+
+Status CudaDevice::read(void* to, const uint8_t* from, size_t bytes) {
+    const CudaScope scope(ordinal_);
+    TA_RETURN_IF_ERROR(wait_for_fences(copies_, nullptr));
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, copies_), "copying from the GPU"));
+    return check(cudaStreamSynchronize(copies_), "copying from the GPU");
+}
+
+Status CudaDevice::write(uint8_t* to, const void* from, size_t bytes) {
+    const CudaScope scope(ordinal_);
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, copies_), "copying to the GPU"));
+    return check(cudaStreamSynchronize(copies_), "copying to the GPU");
+}
+
+Status CudaDevice::health() const {
+    const int lost = lost_.load(std::memory_order_relaxed);
+    if (lost == 0) return {};
+    return fail(TA_E_DEVICE_LOST, "%s (GPU %d) was lost: %s", name(), ordinal_, cudaGetErrorString(cudaError_t(lost)));
+}
+
+Status CudaDevice::check(cudaError_t error, const char* what) const {
+    if (error == cudaSuccess) return {};
+    if (ends_device(error)) {
+        int none = 0;
+        lost_.compare_exchange_strong(none, int(error));
+        return health();
+    }
+    if (error == cudaErrorMemoryAllocation) return fail(TA_E_MEMORY, "%s (GPU %d) has no memory for %s", name(), ordinal_, what);
+    return fail(TA_E_DEVICE, "%s (GPU %d): %s failed: %s", name(), ordinal_, what, cudaGetErrorString(error));
+}
+
+cudaEvent_t CudaDevice::add_fence() {
+    const CudaScope scope(ordinal_);
+    cudaEvent_t event = nullptr;
+    if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return nullptr;
+    std::lock_guard lock(mutex_);
+    fences_.push_back(event);
+    return event;
+}
+
+void CudaDevice::remove_fence(cudaEvent_t fence) {
+    if (!fence) return;
+    const CudaScope scope(ordinal_);
+    cudaEventSynchronize(fence);  // its blocks may be taken without anybody waiting for it from now on
+    std::lock_guard lock(mutex_);
+    std::erase(fences_, fence);
+    cudaEventDestroy(fence);
+}
+
+Status CudaDevice::wait_for_fences(cudaStream_t stream, cudaEvent_t except) const {
+    std::lock_guard lock(mutex_);
+    for (cudaEvent_t fence : fences_) {
+        if (fence == except) continue;
+        TA_RETURN_IF_ERROR(check(cudaStreamWaitEvent(stream, fence, 0), "waiting for another plan"));
+    }
+    return {};
+}
+
+Result<std::unique_ptr<Device>> open_cuda_device(int ordinal) {
+    return CudaDevice::open(ordinal);
+}
+
+}  // namespace ta

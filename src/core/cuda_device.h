@@ -1,0 +1,70 @@
+// A GPU through the CUDA runtime. Host code; only CUDA builds include this.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "src/core/device.h"
+
+namespace ta {
+
+// Makes a device (-1: none) current for a scope and puts the caller's back. What the calls in the scope leave as the thread's last error is
+// taken away, unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
+class CudaScope {
+  public:
+    explicit CudaScope(int ordinal);
+    ~CudaScope();
+    CudaScope(const CudaScope&) = delete;
+    CudaScope& operator=(const CudaScope&) = delete;
+
+  private:
+    int before_ = -1;
+    bool callers_error_ = false;
+};
+
+class CudaDevice final : public Device {
+  public:
+    static Result<std::unique_ptr<Device>> open(int ordinal);
+    ~CudaDevice() override;
+
+    int ordinal() const override { return ordinal_; }
+    const char* name() const override { return properties_.name; }
+    int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
+    const cudaDeviceProp& properties() const { return properties_; }
+    uint8_t* allocate(size_t bytes) override;
+    void deallocate(uint8_t* ptr, size_t bytes) override;
+    Status read(void* to, const uint8_t* from, size_t bytes) override;
+    Status write(uint8_t* to, const void* from, size_t bytes) override;
+    Status health() const override;
+    std::unique_ptr<StepBackend> make_step(Pool& pool) override;  // src/attend/cuda_step.cpp
+    uint32_t* allocate_counters(size_t n) override;
+    void deallocate_counters(uint32_t* counters) override;
+    uint64_t bytes_in_use() const override { return in_use_.load(std::memory_order_relaxed); }
+    uint64_t bytes_peak() const override { return peak_.load(std::memory_order_relaxed); }
+
+    // The status for the result of a CUDA call: `what` says what was tried. Errors that end the device are remembered.
+    Status check(cudaError_t error, const char* what) const;
+
+    // Steps of different streams meet in the slots that one frees and the other takes. An event for each plan: recorded where its
+    // last step ends, waited for by the steps of the others.
+    cudaEvent_t add_fence();
+    void remove_fence(cudaEvent_t fence);
+    Status wait_for_fences(cudaStream_t stream, cudaEvent_t except) const;
+
+  private:
+    explicit CudaDevice(int ordinal) : ordinal_(ordinal) {}
+
+    const int ordinal_;
+    cudaDeviceProp properties_{};
+    cudaStream_t copies_ = nullptr;
+    mutable std::mutex mutex_;  // of copies_ and fences_
+    std::vector<cudaEvent_t> fences_;
+    std::atomic<uint64_t> in_use_{0}, peak_{0};
+    mutable std::atomic<int> lost_{0};  // the error that ended the device
+};
+
+}  // namespace ta
