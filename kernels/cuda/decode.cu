@@ -1,0 +1,167 @@
+#include "kernels/cuda/decode.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/decode_launch.h"
+#include "kernels/cuda/decode_loader.cuh"
+
+namespace ta::cuda {
+namespace {
+
+constexpr size_t kWorkspaceAlignment = 256;
+
+size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// Counts the pages that lie within the window. One warp.
+__global__ void decode_window_kernel(const __grid_constant__ AttendArgs a, int32_t* pages_before) {
+    grid_dependency_wait();
+    grid_launch_dependents();
+    const int lane = int(threadIdx.x);
+    int32_t sum = 0;
+    if (lane == 0) pages_before[0] = 0;
+    for (int first = 0; first < a.batch; first += 32) {
+        const int seq = first + lane;
+        int32_t pages = 0;
+        if (seq < a.batch) {
+            const SequenceArgs s = a.sequences[seq];
+            if (s.n_query > 0) pages = (s.n_keys + kPageTokens - 1) / kPageTokens - first_page(a, s);
+        }
+        int32_t upto = pages;
+#pragma unroll
+        for (int h = 1; h < 32; h *= 2) {
+            const int32_t other = __shfl_up_sync(kAllLanes, upto, h);
+            if (lane >= h) upto += other;
+        }
+        if (seq < a.batch) pages_before[seq + 1] = sum + upto;
+        sum += __shfl_sync(kAllLanes, upto, 31);
+    }
+}
+
+bool kernels_of(int head_dim, DecodeKernels* kernels) {
+    switch (head_dim) {
+        case 64:
+            *kernels = decode_kernels_d64();
+            return true;
+        case 96:
+            *kernels = decode_kernels_d96();
+            return true;
+        case 128:
+            *kernels = decode_kernels_d128();
+            return true;
+        case 256:
+            *kernels = decode_kernels_d256();
+            return true;
+    }
+    return false;
+}
+
+int tiles_index(int tiles) {
+    return tiles == 4 ? 2 : tiles - 1;
+}
+
+struct Workspace {
+    size_t partial_o, partial_ml, pages_before, bytes;
+};
+Workspace lay_out(const DecodePlan& plan, int head_dim, int kv_heads, int batch) {
+    const size_t rows = (size_t(plan.ctas) * plan.warps + size_t(batch) * kv_heads) * 4 * plan.tiles;
+    Workspace w{};
+    w.partial_ml = round_up(rows * head_dim * sizeof(float), kWorkspaceAlignment);
+    w.pages_before = w.partial_ml + round_up(rows * sizeof(float2), kWorkspaceAlignment);
+    w.bytes = w.pages_before + round_up((size_t(batch) + 1) * sizeof(int32_t), kWorkspaceAlignment);
+    return w;
+}
+
+// Launches with programmatic dependent launch: the grid may start before those before it are complete.
+template <class... Args>
+cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t smem, cudaStream_t stream, Args... args) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = smem;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    void* pointers[] = {&args...};
+    return cudaLaunchKernelExC(&config, kernel, pointers);
+}
+
+}  // namespace
+
+cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) {
+    DecodeKernels kernels{};
+    if (!kernels_of(shape.head_dim, &kernels) || shape.max_rows < 1 || shape.max_rows > kDecodeRows || shape.batch < 1 ||
+        shape.kv_heads < 1 || shape.group < 1 || shape.warps < 0 || shape.warps > kDecodeMaxWarps) {
+        return cudaErrorInvalidValue;
+    }
+    int sms = 0, smem = 0, major = 0;
+    for (const auto& [value, attribute] : {std::pair(&sms, cudaDevAttrMultiProcessorCount),
+                                           std::pair(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                                           std::pair(&major, cudaDevAttrComputeCapabilityMajor)}) {
+        if (const cudaError_t e = cudaDeviceGetAttribute(value, attribute, device); e != cudaSuccess) return e;
+    }
+    if (major < 8 || (shape.path == LoadPath::kBulk && major < 9)) return cudaErrorInvalidValue;
+
+    DecodePlan p{};
+    p.bulk = shape.path == LoadPath::kAuto ? major >= 9 : shape.path == LoadPath::kBulk;
+    p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
+    p.ctas = sms;
+    const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());
+    const auto ring_of = [&](int warps) { return (smem / warps - warp_bytes) / kPieceAlignment * kPieceAlignment; };
+    // As many warps as can have two pieces of the usual kind in flight, and one token piece in any case.
+    const int usual = shape.channel_bytes > 0 ? shape.channel_bytes : token_bytes;
+    p.warps = shape.warps > 0 ? shape.warps : kDecodeMaxWarps;
+    while (p.warps > 1 && ring_of(p.warps) < std::max(token_bytes, shape.warps > 0 ? 0 : 2 * usual)) --p.warps;
+    p.ring_bytes = ring_of(p.warps);
+    if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
+    p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
+    // Partial results of a (sequence, head), on average: with more of them, more warps share a row.
+    const int64_t partials = int64_t(p.ctas) * p.warps / (int64_t(shape.batch) * shape.kv_heads) + 1;
+    p.merge_warps = partials > 32 ? 8 : partials > 16 ? 4 : partials > 8 ? 2 : 1;
+    p.workspace_bytes = lay_out(p, shape.head_dim, shape.kv_heads, shape.batch).bytes;
+    const void* kernel = kernels.attend[tiles_index(p.tiles)];
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem_bytes);
+        e != cudaSuccess) {
+        return e;
+    }
+    *plan = p;
+    return cudaSuccess;
+}
+
+cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream) {
+    DecodeKernels kernels{};
+    if (!kernels_of(args.head_dim, &kernels)) return cudaErrorInvalidValue;
+    auto* base = static_cast<uint8_t*>(workspace);
+    const Workspace w = lay_out(plan, args.head_dim, args.kv_heads, args.batch);
+    DecodeParams p{};
+    p.a = args;
+    p.pages_before = args.pages_before;
+    p.partial_o = reinterpret_cast<float*>(base + w.partial_o);
+    p.partial_ml = reinterpret_cast<float2*>(base + w.partial_ml);
+    p.unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
+    p.row_capacity = 4 * plan.tiles;
+    p.warps = plan.ctas * plan.warps;
+    p.ring_bytes = plan.ring_bytes;
+    p.bulk = plan.bulk;
+    if (args.window > 0) {
+        auto* counted = reinterpret_cast<int32_t*>(base + w.pages_before);
+        p.pages_before = counted;
+        const auto* kernel = reinterpret_cast<const void*>(decode_window_kernel);
+        if (const cudaError_t e = launch(kernel, dim3(1), 32, 0, stream, args, counted); e != cudaSuccess) return e;
+    }
+    const void* attend = kernels.attend[tiles_index(plan.tiles)];
+    if (const cudaError_t e = launch(attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
+        e != cudaSuccess) {
+        return e;
+    }
+    constexpr int kMergeWarps = 8;
+    const int rows_per_cta = kMergeWarps / plan.merge_warps;
+    const dim3 grid(unsigned(args.batch * args.kv_heads), unsigned((4 * plan.tiles + rows_per_cta - 1) / rows_per_cta));
+    return launch(kernels.merge, grid, 32 * kMergeWarps, 0, stream, p, plan.merge_warps);
+}
+
+}  // namespace ta::cuda

@@ -1,0 +1,107 @@
+// Joins the partial results of (sequence, head) pairs that several warps of the decode kernel worked on, and writes the rows of
+// those that no key belongs to. In the order of the pages, so that results do not depend on timing.
+#pragma once
+
+#include "kernels/cuda/decode_output.cuh"
+
+namespace ta::cuda {
+
+inline constexpr int kMergeWarps = 8;
+
+// One CTA: kMergeWarps / warps_per_row rows of one (sequence, head). blockIdx.x: sequence and head; blockIdx.y: which rows.
+template <int D>
+__global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __grid_constant__ DecodeParams p,
+                                                                        int warps_per_row) {
+    constexpr int W = D > 128 ? 2 : 1;
+    __shared__ float4 shared_o[kMergeWarps][D / 4];
+    __shared__ float2 shared_ml[kMergeWarps];
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+    const int seq = int(blockIdx.x) / p.a.kv_heads, head = int(blockIdx.x) % p.a.kv_heads;
+    const int part = warp % warps_per_row, row = int(blockIdx.y) * (kMergeWarps / warps_per_row) + warp / warps_per_row;
+
+    const SequenceArgs s = p.a.sequences[seq];
+    const int64_t units = int64_t(p.pages_before[p.a.batch]) * p.a.kv_heads;
+    const int32_t before = p.pages_before[seq], pages = p.pages_before[seq + 1] - before;
+    int32_t first = 0, last = -1;  // warps that had a share
+    if (pages > 0) {
+        const int64_t begin = int64_t(before) * p.a.kv_heads + int64_t(head) * pages;
+        first = range_of(units, p.warps, begin);
+        last = range_of(units, p.warps, begin + pages - 1);
+    }
+    grid_dependency_wait();
+    if (pages > 0 && first == last) return;  // that warp wrote the result
+    const bool exists = row < s.n_query * p.a.group;
+
+    float m = kLowest, l = 0.0f;
+    float4 o[W] = {};
+    if (exists) {
+        const int64_t slot = int64_t(seq) * p.a.kv_heads + head;
+        const auto row_of = [&](int32_t w) { return (slot + w) * p.row_capacity + row; };
+        for (int32_t w = first + lane; w <= last; w += 32) m = fmaxf(m, p.partial_ml[row_of(w)].x);
+#pragma unroll
+        for (int h = 16; h >= 1; h /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, h));
+        constexpr int kAtOnce = 8 / W;
+        for (int32_t w = first + part; w <= last; w += kAtOnce * warps_per_row) {
+            float4 x[kAtOnce][W];
+            float2 ml[kAtOnce];
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                const int32_t from = w + n * warps_per_row;
+                ml[n] = make_float2(kLowest, 0.0f);
+                if (from > last) continue;
+                ml[n] = p.partial_ml[row_of(from)];
+                const auto* source = reinterpret_cast<const float4*>(p.partial_o + row_of(from) * D);
+#pragma unroll
+                for (int j = 0; j < W; ++j) {
+                    if (lane + 32 * j < D / 4) x[n][j] = source[lane + 32 * j];
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                if (w + n * warps_per_row > last) break;
+                const float weight = ex2(ml[n].x - m);
+                l = fmaf(weight, ml[n].y, l);
+#pragma unroll
+                for (int j = 0; j < W; ++j) {
+                    o[j].x = fmaf(weight, x[n][j].x, o[j].x);
+                    o[j].y = fmaf(weight, x[n][j].y, o[j].y);
+                    o[j].z = fmaf(weight, x[n][j].z, o[j].z);
+                    o[j].w = fmaf(weight, x[n][j].w, o[j].w);
+                }
+            }
+        }
+    }
+    if (warps_per_row > 1) {
+        if (lane == 0) shared_ml[warp] = make_float2(m, l);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+            if (lane + 32 * j < D / 4) shared_o[warp][lane + 32 * j] = o[j];
+        }
+        __syncthreads();
+        if (part != 0) return;
+        for (int n = 1; n < warps_per_row; ++n) {
+            l += shared_ml[warp + n].y;
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                if (lane + 32 * j >= D / 4) continue;
+                const float4 other = shared_o[warp + n][lane + 32 * j];
+                o[j].x += other.x;
+                o[j].y += other.y;
+                o[j].z += other.z;
+                o[j].w += other.w;
+            }
+        }
+    }
+    if (!exists) return;
+    const int q_head = head * p.a.group + row % p.a.group;
+    const int64_t at = s.row + row / p.a.group;
+    const RowEnd end = end_row(p.a, m, l, q_head);
+    uint8_t* to = output_row(p.a, at, q_head);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+        if (lane + 32 * j < D / 4) store_word(to, p.a.out.dtype, lane + 32 * j, scaled(o[j], end.factor));
+    }
+    if (p.a.lse && lane == 0) p.a.lse[at * p.a.kv_heads * p.a.group + q_head] = end.lse;
+}
+
+}  // namespace ta::cuda
