@@ -82,7 +82,7 @@ __device__ __forceinline__ float exp2_neg_sas(float u) {
 }
 
 // Bias, softcap and ALiBi. x is the logit of token r + 8 k of the page in x[k].
-__device__ __noinline__ float adjusted_logit(const DecodeParams& p, float x, float bias, float slope, int32_t distance) {
+inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float x, float bias, float slope, int32_t distance) {
     x += bias;
     if (p.a.softcap > 0.0f) {
         const float e = ex2(fabsf(x / p.a.softcap) * (-2.0f * kLog2e));
@@ -323,10 +323,10 @@ __global__ void __launch_bounds__(32 * kDecodeMaxWarps, 1) decode_kernel(const _
     // NOTES: not before the wait: the merge reads the lengths, which grids before this one may still write.
     grid_launch_dependents();
 
-    const int64_t index = int64_t(blockIdx.x) * (blockDim.x / 32) + warp;
-    const int64_t units = int64_t(p.pages_before[p.a.batch]) * p.a.kv_heads;
-    const int64_t begin = range_begin(units, p.warps, index), end = range_begin(units, p.warps, index + 1);
-    if (begin == end) return;
+    const int64_t index = int64_t(warp) * gridDim.x + blockIdx.x;  // few ranges are spread over all SMs
+    const int64_t units = int64_t(p.pages_before[p.a.batch]) * p.a.kv_heads, n_ranges = ranges(units, p.warps);
+    if (index >= n_ranges) return;
+    const int64_t begin = range_begin(units, n_ranges, index), end = range_begin(units, n_ranges, index + 1);
     DecodeCursor at;
     at.seek(p, begin, lane);
     PieceLoader<D> loader(p, at, end - begin, base + kMemoryBytes, memory.barriers, lane);

@@ -22,14 +22,14 @@ __global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __
     const SequenceArgs s = p.a.sequences[seq];
     const int64_t units = int64_t(p.pages_before[p.a.batch]) * p.a.kv_heads;
     const int32_t before = p.pages_before[seq], pages = p.pages_before[seq + 1] - before;
-    int32_t first = 0, last = -1;  // warps that had a share
+    int32_t first = 0, last = -1;  // ranges with a share of it
     if (pages > 0) {
         const int64_t begin = int64_t(before) * p.a.kv_heads + int64_t(head) * pages;
-        first = range_of(units, p.warps, begin);
-        last = range_of(units, p.warps, begin + pages - 1);
+        first = range_of(units, ranges(units, p.warps), begin);
+        last = range_of(units, ranges(units, p.warps), begin + pages - 1);
     }
     grid_dependency_wait();
-    if (pages > 0 && first == last) return;  // that warp wrote the result
+    if (pages > 0 && first == last) return;  // whoever had it wrote the result
     const bool exists = row < s.n_query * p.a.group;
 
     float m = kLowest, l = 0.0f;
