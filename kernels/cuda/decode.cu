@@ -1,6 +1,8 @@
 #include "kernels/cuda/decode.h"
 
 #include <algorithm>
+#include <cmath>
+#include <utility>
 
 #include "kernels/cuda/decode_launch.h"
 #include "kernels/cuda/decode_loader.cuh"
@@ -95,7 +97,7 @@ cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t smem, cuda
 cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) {
     DecodeKernels kernels{};
     if (!kernels_of(shape.head_dim, &kernels) || shape.max_rows < 1 || shape.max_rows > kDecodeRows || shape.batch < 1 ||
-        shape.kv_heads < 1 || shape.group < 1 || shape.warps < 0 || shape.warps > kDecodeMaxWarps) {
+        shape.kv_heads < 1 || shape.group < 1 || shape.warps < 0) {
         return cudaErrorInvalidValue;
     }
     int sms = 0, smem = 0, major = 0;
@@ -114,7 +116,8 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     const auto ring_of = [&](int warps) { return (smem / warps - warp_bytes) / kPieceAlignment * kPieceAlignment; };
     // As many warps as can have two pieces of the usual kind in flight, and one token piece in any case.
     const int usual = shape.channel_bytes > 0 ? shape.channel_bytes : token_bytes;
-    p.warps = shape.warps > 0 ? shape.warps : kDecodeMaxWarps;
+    p.warps = decode_max_warps(shape.head_dim, p.tiles);
+    if (shape.warps > 0) p.warps = std::min(p.warps, shape.warps);
     while (p.warps > 1 && ring_of(p.warps) < std::max(token_bytes, shape.warps > 0 ? 0 : 2 * usual)) --p.warps;
     p.ring_bytes = ring_of(p.warps);
     if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
@@ -123,10 +126,10 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     const int64_t partials = int64_t(p.ctas) * p.warps / (int64_t(shape.batch) * shape.kv_heads) + 1;
     p.merge_warps = partials > 32 ? 8 : partials > 16 ? 4 : partials > 8 ? 2 : 1;
     p.workspace_bytes = lay_out(p, shape.head_dim, shape.kv_heads, shape.batch).bytes;
-    const void* kernel = kernels.attend[tiles_index(p.tiles)];
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem_bytes);
-        e != cudaSuccess) {
-        return e;
+    for (const auto& of_kind : kernels.attend) {
+        const void* kernel = of_kind[tiles_index(p.tiles)];
+        const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem_bytes);
+        if (e != cudaSuccess) return e;
     }
     *plan = p;
     return cudaSuccess;
@@ -143,6 +146,7 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.partial_o = reinterpret_cast<float*>(base + w.partial_o);
     p.partial_ml = reinterpret_cast<float2*>(base + w.partial_ml);
     p.unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
+    p.log2_levels = std::log2(float(args.p_levels));
     p.row_capacity = 4 * plan.tiles;
     p.warps = plan.ctas * plan.warps;
     p.ring_bytes = plan.ring_bytes;
@@ -153,7 +157,8 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
         const auto* kernel = reinterpret_cast<const void*>(decode_window_kernel);
         if (const cudaError_t e = launch(kernel, dim3(1), 32, 0, stream, args, counted); e != cudaSuccess) return e;
     }
-    const void* attend = kernels.attend[tiles_index(plan.tiles)];
+    const bool general = args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
+    const void* attend = kernels.attend[general][tiles_index(plan.tiles)];
     if (const cudaError_t e = launch(attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
         e != cudaSuccess) {
         return e;

@@ -9,9 +9,10 @@ namespace ta::cuda {
 
 template <int D>
 DecodeKernels decode_kernels() {
-    return {{reinterpret_cast<const void*>(decode_kernel<D, 1>), reinterpret_cast<const void*>(decode_kernel<D, 2>),
-             reinterpret_cast<const void*>(decode_kernel<D, 4>)},
-            reinterpret_cast<const void*>(decode_merge_kernel<D>),
+    const auto kernel = [](auto* k) { return reinterpret_cast<const void*>(k); };
+    return {{{kernel(decode_kernel<D, 1, false>), kernel(decode_kernel<D, 2, false>), kernel(decode_kernel<D, 4, false>)},
+             {kernel(decode_kernel<D, 1, true>), kernel(decode_kernel<D, 2, true>), kernel(decode_kernel<D, 4, true>)}},
+            kernel(decode_merge_kernel<D>),
             {kWarpMemoryBytes<D, 1>, kWarpMemoryBytes<D, 2>, kWarpMemoryBytes<D, 4>}};
 }
 

@@ -1,7 +1,6 @@
 // Decode: attention of at most 16 query rows per kv head over pages, one warp per page and kv head. Warps share nothing, so the
-// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the maximum that P refers to is
-// the page's own, the one that O and l refer to follows only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY
-// and EXACT alike, whose error is below both bounds.
+// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the maximum that O and l refer to follows
+// only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below POLY's.
 #pragma once
 
 #include "kernels/cuda/decode_output.cuh"
@@ -14,11 +13,10 @@ struct DecodeSegment {
     SequenceArgs s;
     int32_t seq, head;
     int32_t k_bits, v_bits;
-    int32_t v_codes, k_step;     // offsets in a channel piece
     int32_t min_end, max_begin;  // every row sees all keys of [max_begin, min_end)
 };
 
-__device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at, int d) {
+__device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at) {
     DecodeSegment g;
     g.s = p.a.sequences[at.seq];
     g.seq = at.seq;
@@ -26,9 +24,6 @@ __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, con
     const HeadArgs h = p.a.heads ? p.a.heads[at.head] : HeadArgs{0, 4, 4, 0};
     g.k_bits = h.k_bits;
     g.v_bits = h.v_bits;
-    const ChannelLayout layout(d, h.k_bits, h.v_bits);
-    g.v_codes = int(layout.v_codes());
-    g.k_step = int(layout.k_step());
     g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.s.n_keys - g.s.n_query).end;
     g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.s.n_keys - 1).begin;
     return g;
@@ -91,15 +86,55 @@ inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float
     return fmaf(slope, float(distance), x);
 }
 
-// Scores of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is what V
-// multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by.
-template <int D, int kTiles, int N, class Memory>
+// Keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible have any.
+template <int N>
+__device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
+                                     float (&x)[N][8], int lane) {
+    if (first_key + kPageTokens <= seg.min_end && first_key >= seg.max_begin) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int token = (4 * (tile + n) + lane % 4) / p.a.group;
+        const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.s.n_keys - seg.s.n_query + token);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int32_t key = first_key + lane / 4 + 8 * k;
+            if (key < keys.begin || key >= keys.end) x[n][k] = -kInfinity;
+        }
+    }
+}
+
+// The largest of each row; raises the rows' maxima where `headroom` is exceeded.
+template <int D, int kTiles, int N>
+__device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int tile, const float (&x)[N][8], float headroom,
+                                             float (&top)[N]) {
+    bool outgrown = false;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float (&v)[8] = x[n];
+        const float m = fmaxf(fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7])));
+        top[n] = fmaxf(max_over_tokens(m), kLowest);
+        outgrown |= top[n] > rows.m[tile + n] + headroom;
+    }
+    if (!__any_sync(kAllLanes, outgrown)) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float m = fmaxf(rows.m[tile + n], top[n]);
+        rows.scale(tile + n, ex2(rows.m[tile + n] - m));
+        rows.m[tile + n] = m;
+    }
+}
+
+constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
+
+// Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is what V
+// multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every option.
+template <bool kGeneral, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                         float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
                                         DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
     const int r = lane / 4, i = lane % 4;
-    const bool running = p.a.p_running || p.a.exp == ExpMode::kSas;  // values depend on the running maximum
-    if (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset) {
+    const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
+    if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + i, token = row / p.a.group, q_head = seg.head * p.a.group + row % p.a.group;
@@ -109,74 +144,78 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], memory.bias[row], slope, to_row + 8 * k);
         }
     }
-    if (first_key + kPageTokens > seg.min_end || first_key < seg.max_begin) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int token = (4 * (tile + n) + i) / p.a.group;
-            const KeyRange keys =
-                visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.s.n_keys - seg.s.n_query + token);
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                const int32_t key = first_key + r + 8 * k;
-                if (key < keys.begin || key >= keys.end) x[n][k] = -__int_as_float(0x7f800000);
-            }
-        }
-    }
+    mask(p, seg, first_key, tile, x, lane);
+    const bool running = p_running || sas;  // values depend on the running maximum
     float top[N];
-    bool outgrown = false;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        float m = x[n][0];
-#pragma unroll
-        for (int k = 1; k < 8; ++k) m = fmaxf(m, x[n][k]);
-        top[n] = fmaxf(max_over_tokens(m), kLowest);
-        outgrown |= top[n] > rows.m[tile + n] + (running ? 0.0f : 30.0f);
-    }
-    if (__any_sync(kAllLanes, outgrown)) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const float m = fmaxf(rows.m[tile + n], top[n]);
-            rows.scale(tile + n, ex2(rows.m[tile + n] - m));
-            rows.m[tile + n] = m;
-        }
-    }
+    raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
+    const float levels = float(p.a.p_levels), inverse_levels = reciprocal(levels);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const float base = running ? rows.m[tile + n] : top[n];
         float sum = 0.0f, largest = 0.0f;
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            const float prob = p.a.exp == ExpMode::kSas ? exp2_neg_sas(base - x[n][k]) : ex2(x[n][k] - base);
+            const float prob = sas ? exp2_neg_sas(base - x[n][k]) : ex2(x[n][k] - base);
             sum += prob;
             x[n][k] = prob * ratio[k];
             largest = fmaxf(largest, x[n][k]);
         }
         const float weight = ex2(base - rows.m[tile + n]);
         rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
-        largest = p.a.p_running ? 1.0f : max_over_tokens(largest);
-        const float levels = float(p.a.p_levels);
+        largest = p_running ? 1.0f : max_over_tokens(largest);
         const bool any = largest >= 0x1p-60f;
-        const float to_code = any ? __fdividef(levels, largest) : 0.0f;
-        factor[tile + n] = any ? largest / levels * vfac * weight : 0.0f;
+        const float to_code = any ? levels * reciprocal(largest) : 0.0f;
+        factor[tile + n] = any ? largest * inverse_levels * vfac * weight : 0.0f;
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
-        store_p(memory.p[tile + n], bits, lane);
+        store_p(memory.w.p[tile + n], bits, lane);
     }
 }
 
-// What the tokens r + 8 k of a page multiply V by, relative to the factor that is returned.
-__device__ __forceinline__ float channel_ratios(const uint8_t* exponents, float v_scale, float (&ratio)[8], int lane) {
+// The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and `power`
+// [8] are 2^exponent, which l takes back.
+template <int D, int kTiles, int N, class Memory>
+__device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
+                                                float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
+                                                DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
+    mask(p, seg, first_key, tile, x, lane);
+    float top[N];
+    raise_maxima(rows, tile, x, kHeadroom, top);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float base = top[n] - p.log2_levels;  // of P as an integer
+        const float weight = ex2(base - rows.m[tile + n]);
+        float sum[2] = {0.0f, 0.0f};
+        uint32_t bits[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float prob = ex2(x[n][k] - base);
+            sum[k % 2] = fmaf(prob, power[k], sum[k % 2]);
+            bits[k] = __float_as_uint(prob + 0x1p23f);
+        }
+        rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
+        factor[tile + n] = vfac * weight;
+        store_p(memory.w.p[tile + n], bits, lane);
+    }
+}
+
+// Exponents of the tokens r + 8 k of a channel page, and 2^exponent.
+__device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (&exponent)[8], float (&power)[8], int lane) {
     const int shift = lane / 4 * 4;  // token r + 8 k has nibble r of word k
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const uint4 w = reinterpret_cast<const uint4*>(exponents)[h];
         const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) ratio[4 * h + k] = __uint_as_float(0x3f800000u - ((words[k] >> shift & 15) << 23));
+        for (int k = 0; k < 4; ++k) {
+            exponent[4 * h + k] = __uint_as_float((words[k] >> shift & 15) | 0x4b000000u) - 0x1p23f;
+            power[4 * h + k] = ex2(exponent[4 * h + k]);
+        }
     }
-    return v_scale;
 }
+
+// What the tokens r + 8 k of a token page multiply V by, relative to the largest, which is returned.
 __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t valid, float (&ratio)[8], int lane) {
     const int r = lane / 4;
     float largest = 0.0f;
@@ -186,70 +225,90 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
         largest = fmaxf(largest, ratio[k]);
     }
     largest = max_over_tokens(largest);
-    const float inverse = largest > 0.0f ? 1.0f / largest : 0.0f;
+    const float inverse = largest > 0.0f ? reciprocal(largest) : 0.0f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) ratio[k] *= inverse;
     return largest;
 }
 
-template <int D, int kTiles, class Memory>
-__device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece, bool channel,
-                                            int32_t first_key, Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
+// kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4.
+template <int D, int kTiles, bool kGeneral, int kKBits, int kVBits, class Memory>
+__device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
+                                            int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
+                                            DecodeRows<D, kTiles>& rows, int lane) {
     constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
-    float ratio[8], vfac;
-    const uint8_t* k_step = piece + seg.k_step;
-    constexpr TokenLayout kToken(D);
-    if (channel) {
-        vfac = channel_ratios(k_step + 4 * D, *reinterpret_cast<const float*>(k_step + 4 * D + kPageTokens / 2 + 4), ratio, lane);
-        if (seg.k_bits == 4) {
-            scale_queries<D, 4>(k_step, memory, lane);
-        } else {
-            scale_queries<D, 2>(k_step, memory, lane);
-        }
-    } else {
-        vfac = token_ratios(reinterpret_cast<const float*>(piece + kToken.v_scale()), seg.s.n_keys - first_key, ratio, lane);
-    }
     float factor[kTiles];
+    if constexpr (kKBits == 8) {
+        constexpr TokenLayout kLayout(D);
+        float ratio[8];
+        const float vfac =
+            token_ratios(reinterpret_cast<const float*>(piece + kLayout.v_scale()), seg.s.n_keys - first_key, ratio, lane);
+        const auto* k_scale = reinterpret_cast<const float*>(piece + kLayout.k_scale()) + lane / 4;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; tile += N) {
-        int s[N][8];
-        float x[N][8];
-        if (channel) {
-            if (seg.k_bits == 4) {
-                channel_scores<D, 4>(piece, k_step, memory, tile, s, lane);
-            } else {
-                channel_scores<D, 2>(piece, k_step, memory, tile, s, lane);
-            }
-            const float k_scale = *reinterpret_cast<const float*>(k_step + 4 * D + kPageTokens / 2) * 0.125f;
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const float c = rows.q_scale[tile + n] * k_scale;
-#pragma unroll
-                for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * c;
-            }
-        } else {
+        for (int tile = 0; tile < kTiles; tile += N) {
+            int s[N][8];
+            float x[N][8];
             token_scores<D>(piece, memory, tile, s, lane);
-            const auto* k_scale = reinterpret_cast<const float*>(piece + kToken.k_scale()) + lane / 4;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
             }
+            softmax<kGeneral>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
         }
-        softmax(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+    } else {
+        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+        const uint8_t* k_step = piece + kLayout.k_step();
+        if constexpr (kTiles == 1) {
+            scale_queries<D, kKBits>(k_step, q, memory, 0, lane);
+        } else {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                HalfQueries<D, 4> of_tile;
+                of_tile.load(memory, 4 * tile, lane);
+                scale_queries<D, kKBits>(k_step, of_tile, memory, 4 * tile, lane);
+            }
+        }
+        float exponent[8], power[8];
+        load_exponents(piece + kLayout.v_exponents(), exponent, power, lane);
+        const float k_scale = *reinterpret_cast<const float*>(piece + kLayout.k_scale()) * 0.125f;
+        const float vfac = *reinterpret_cast<const float*>(piece + kLayout.v_scale());
+        __syncwarp();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile += N) {
+            int s[N][8];
+            float x[N][8];
+            channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const float c = rows.q_scale[tile + n] * k_scale;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+            }
+            if constexpr (kGeneral) {
+                float ratio[8];
+#pragma unroll
+                for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
+                softmax<true>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+            } else {
+                channel_softmax(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
+            }
+        }
     }
     __syncwarp();
     uint32_t b[kTiles][2][2];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) load_p(memory.p[n], lane, b[n]);
-    if (!channel) {
-        token_values<D>(piece + kToken.v_codes(), b, factor, rows.o, lane);
-    } else if (seg.v_bits == 4) {
-        channel_values<D, 4>(piece + seg.v_codes, k_step + 2 * D, b, factor, rows.o, lane);
-    } else if constexpr (DecodeRows<D, kTiles>::kTwoOrders) {
-        channel_values<D, 2>(piece + seg.v_codes, k_step + 2 * D, b, factor, rows.o2, lane);
+    for (int n = 0; n < kTiles; ++n) load_p(memory.w.p[n], lane, b[n]);
+    if constexpr (kKBits == 8) {
+        token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, rows.o, lane);
     } else {
-        channel_values<D, 2>(piece + seg.v_codes, k_step + 2 * D, b, factor, rows.o, lane);
+        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+        const uint8_t *codes = piece + kLayout.v_codes(), *v_step = piece + kLayout.v_step();
+        if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
+            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o2, lane);
+        } else {
+            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o, lane);
+        }
     }
 }
 
@@ -259,7 +318,7 @@ __device__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, b
                               DecodeRows<D, kTiles>& rows, int lane) {
     using Rows = DecodeRows<D, kTiles>;
     const int r = lane / 4, i = lane % 4, n_rows = seg.s.n_query * p.a.group;
-    float* staging = memory.staging();  // [4, D]
+    float* staging = memory.staging;  // [4, D]
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
         if (4 * n >= n_rows) break;
@@ -305,8 +364,9 @@ inline constexpr int kWarpMemoryBytes =
     (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
 
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
-template <int D, int kTiles>
-__global__ void __launch_bounds__(32 * kDecodeMaxWarps, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+// kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
+template <int D, int kTiles, bool kGeneral>
+__global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     static_assert(D % 32 == 0, "an MMA step has 32 channels");
     using Memory = WarpMemory<D, 4 * kTiles>;
     extern __shared__ __align__(128) uint8_t smem[];
@@ -319,32 +379,50 @@ __global__ void __launch_bounds__(32 * kDecodeMaxWarps, 1) decode_kernel(const _
     mbarrier_init_fence();
     __syncwarp();
 #endif
+    // The lengths are needed first and in turn: have them on their way. Into L2 only, which stays coherent.
+    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
+        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
+    }
+    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
     grid_dependency_wait();
     // NOTES: not before the wait: the merge reads the lengths, which grids before this one may still write.
     grid_launch_dependents();
 
-    const int64_t index = int64_t(warp) * gridDim.x + blockIdx.x;  // few ranges are spread over all SMs
-    const int64_t units = int64_t(p.pages_before[p.a.batch]) * p.a.kv_heads, n_ranges = ranges(units, p.warps);
-    if (index >= n_ranges) return;
-    const int64_t begin = range_begin(units, n_ranges, index), end = range_begin(units, n_ranges, index + 1);
+    const int32_t probe = DecodeCursor::first_probe(p, lane);
+    const DecodeCut cut(__shfl_sync(kAllLanes, probe, 31) * p.a.kv_heads, p.warps);
+    const int32_t range = warp * int32_t(gridDim.x) + int32_t(blockIdx.x);  // few ranges are spread over all SMs
+    if (range >= cut.ranges) return;
+    const int32_t begin = cut.begin(range);
+    int32_t left = cut.begin(range + 1) - begin;
     DecodeCursor at;
-    at.seek(p, begin, lane);
-    PieceLoader<D> loader(p, at, end - begin, base + kMemoryBytes, memory.barriers, lane);
+    at.seek(p, begin, probe, lane);
+    PieceLoader<D> loader(p, at, left, base + kMemoryBytes, memory.barriers, lane);
     loader.fill();
-    for (int64_t left = end - begin;;) {
-        const DecodeSegment seg = open_segment(p, at, D);
-        const int32_t pages = int32_t(min(int64_t(at.pages - at.page), left));
+    for (;;) {
+        const DecodeSegment seg = open_segment(p, at);
+        const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
         rows.clear();
         prepare_queries<D, kTiles>(p, seg.s, seg.seq, seg.head, p.a.nonfinite && at.page == 0, memory, rows.q_scale, lane);
+        HalfQueries<D, 4> q;
+        q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;
         for (int32_t page = first; page < first + pages; ++page) {
             const auto piece = loader.take();
-            attend_page(p, seg, piece.data, piece.channel, page * kPageTokens, memory, rows, lane);
+            const auto attend = [&]<int kKBits, int kVBits>() {
+                attend_page<D, kTiles, kGeneral, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
+            };
+            if (!piece.channel) {
+                attend.template operator()<8, 8>();
+            } else if (seg.k_bits == 4) {
+                seg.v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
+            } else {
+                seg.v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
+            }
             loader.release();
             loader.fill();
         }
-        const int64_t slot = index + int64_t(seg.seq) * p.a.kv_heads + seg.head;
+        const int64_t slot = range + int64_t(seg.seq) * p.a.kv_heads + seg.head;
         close_segment(p, seg, pages == at.pages, slot, memory, rows, lane);
         left -= pages;
         if (left == 0) break;

@@ -20,13 +20,13 @@ __global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __
     const int part = warp % warps_per_row, row = int(blockIdx.y) * (kMergeWarps / warps_per_row) + warp / warps_per_row;
 
     const SequenceArgs s = p.a.sequences[seq];
-    const int64_t units = int64_t(p.pages_before[p.a.batch]) * p.a.kv_heads;
+    const DecodeCut cut(p.pages_before[p.a.batch] * p.a.kv_heads, p.warps);
     const int32_t before = p.pages_before[seq], pages = p.pages_before[seq + 1] - before;
     int32_t first = 0, last = -1;  // ranges with a share of it
     if (pages > 0) {
-        const int64_t begin = int64_t(before) * p.a.kv_heads + int64_t(head) * pages;
-        first = range_of(units, ranges(units, p.warps), begin);
-        last = range_of(units, ranges(units, p.warps), begin + pages - 1);
+        const int32_t begin = before * p.a.kv_heads + head * pages;
+        first = cut.range_of(begin);
+        last = cut.range_of(begin + pages - 1);
     }
     grid_dependency_wait();
     if (pages > 0 && first == last) return;  // whoever had it wrote the result

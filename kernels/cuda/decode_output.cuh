@@ -20,7 +20,7 @@ __device__ __forceinline__ RowEnd end_row(const AttendArgs& a, float m, float l,
         weight = ex2(m - top);
         denominator = fmaf(l, weight, ex2(sink - top));
     }
-    if (!(denominator > 0.0f)) return {0.0f, -__int_as_float(0x7f800000)};
+    if (!(denominator > 0.0f)) return {0.0f, -kInfinity};
     return {weight / denominator, (top + log2f(denominator)) * 0.693147181f};
 }
 

@@ -30,43 +30,69 @@ __device__ __forceinline__ uint32_t step_bits(uint32_t step_bytes) {
 
 // ---------------------------------------------------------------------------------------------------------------- scores
 
-// Splits q * step of all rows and channels into digits, 128 high + low with |low| <= 64, and leaves them in memory.digits. In fp16,
-// adding 1536 rounds to an integer, which the low byte then is: |q step| <= 127 * 80, and each operation is exact but for
-// that rounding. A lane owns the channels 4 lane .. + 3 (and + 128).
-template <int D, int kBits, class Memory>
-__device__ __forceinline__ void scale_queries(const uint8_t* k_step, Memory& memory, int lane) {
-    constexpr int W = D > 128 ? 2 : 1;
-    const __half2 magic = __floats2half2_rn(1536.0f, 1536.0f);
-    const auto halves = [](uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); };
-    const auto bits_of = [](__half2 x) { return *reinterpret_cast<const uint32_t*>(&x); };
+__device__ __forceinline__ __half2 half2_of(uint32_t bits) {
+    return *reinterpret_cast<const __half2*>(&bits);
+}
+__device__ __forceinline__ uint32_t bits_of(__half2 x) {
+    return *reinterpret_cast<const uint32_t*>(&x);
+}
+
+// A lane's channels 4 lane .. + 3 (and + 128) of the queries as fp16. Held in registers over a segment where there are few rows.
+template <int D, int kRows>
+struct HalfQueries {
+    static constexpr int W = D > 128 ? 2 : 1;
+    __half2 x[kRows][W][2];
+
+    template <class Memory>
+    __device__ __forceinline__ void load(const Memory& memory, int first_row, int lane) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
+        for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                const int word = min(lane + 32 * j, D / 4 - 1), from = first_row + row;
+                const uint32_t q = *reinterpret_cast<const uint32_t*>(memory.w.query[from] + swizzled_word<D>(from, word));
+                const uint32_t biased = q ^ 0x80808080u;  // 0x6400 | n is 1024 + n
+                const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);
+                x[row][j][0] = __hsub2(half2_of(__byte_perm(biased, 0x64, 0x4140)), bias);
+                x[row][j][1] = __hsub2(half2_of(__byte_perm(biased, 0x64, 0x4342)), bias);
+            }
+        }
+    }
+};
+
+// Splits q * step of kRows rows and all channels into digits, 128 high + low with |low| <= 64, and leaves them in memory. In fp16,
+// adding 1536 rounds to an integer, which the low byte then is: |q step| <= 127 * 80, and each operation is exact but for
+// that rounding.
+template <int D, int kBits, int kRows, class Memory>
+__device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQueries<D, kRows>& q, Memory& memory,
+                                              int first_row, int lane) {
+    const __half2 magic = __floats2half2_rn(1536.0f, 1536.0f);
+#pragma unroll
+    for (int j = 0; j < HalfQueries<D, kRows>::W; ++j) {
         const int word = lane + 32 * j;
         if (D / 4 < 32 && word >= D / 4) break;
         const uint32_t steps = step_bits<kBits>(*reinterpret_cast<const uint32_t*>(k_step + 4 * word));
         __half2 step[2], part[2];  // step, step / 128
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {  // 0x6400 | n is 1024 + n
-            step[c] = __hsub2(halves(__byte_perm(steps, 0x64, c ? 0x4342 : 0x4140)), __floats2half2_rn(1024.0f, 1024.0f));
+        for (int c = 0; c < 2; ++c) {
+            step[c] = __hsub2(half2_of(__byte_perm(steps, 0x64, c ? 0x4342 : 0x4140)), __floats2half2_rn(1024.0f, 1024.0f));
             part[c] = __hmul2(step[c], __floats2half2_rn(0x1p-7f, 0x1p-7f));
         }
 #pragma unroll
-        for (int row = 0; row < Memory::kRowCapacity; ++row) {
-            const uint2 q = *reinterpret_cast<const uint2*>(&memory.half[row][2 * word]);
+        for (int row = 0; row < kRows; ++row) {
             uint32_t high[2], low[2];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const __half2 x = halves(c ? q.y : q.x), h = __hfma2(x, part[c], magic);
+                const __half2 x = q.x[row][j][c], h = __hfma2(x, part[c], magic);
                 high[c] = bits_of(h);
                 low[c] = bits_of(__hfma2(x, step[c], __hfma2(__hsub2(h, magic), __floats2half2_rn(-128.0f, -128.0f), magic)));
             }
-            *reinterpret_cast<uint32_t*>(memory.digits[2 * row] + swizzled_word<D>(0, word)) =
-                __byte_perm(high[0], high[1], 0x6420);
-            *reinterpret_cast<uint32_t*>(memory.digits[2 * row + 1] + swizzled_word<D>(1, word)) =
+            const int to = 2 * (first_row + row);
+            *reinterpret_cast<uint32_t*>(memory.w.digits[to] + swizzled_word<D>(0, word)) = __byte_perm(high[0], high[1], 0x6420);
+            *reinterpret_cast<uint32_t*>(memory.w.digits[to + 1] + swizzled_word<D>(1, word)) =
                 __byte_perm(low[0], low[1], 0x6420);
         }
     }
-    __syncwarp();
 }
 
 // s[n][k] = sum over channels of q (8 step c + zero8) for token r + 8 k and query row 4 n + i of `tile` on.
@@ -97,7 +123,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + r / 2;
             uint32_t q[D / 32][2];
-            load_fragments<D>(memory.query[row], row, i, q);
+            load_fragments<D>(memory.w.query[row], row, i, q);
             int c[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int k = 0; k < D / 32; ++k) {
@@ -111,7 +137,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
     }
     uint32_t b[N][D / 32][2];
 #pragma unroll
-    for (int n = 0; n < N; ++n) load_fragments<D>(memory.digits[8 * (tile + n) + r], r, i, b[n]);
+    for (int n = 0; n < N; ++n) load_fragments<D>(memory.w.digits[8 * (tile + n) + r], r, i, b[n]);
     constexpr int kSubs = 8 / kBits;
 #pragma unroll
     for (int group = 0; group < 4 / kSubs; ++group) {
@@ -151,7 +177,7 @@ __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory&
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int row = 4 * (tile + n) + r / 2;
-        load_fragments<D>(memory.query[row], row, i, b[n]);
+        load_fragments<D>(memory.w.query[row], row, i, b[n]);
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {

@@ -15,16 +15,17 @@ namespace ta::cuda {
 template <int D, int kRows>
 struct WarpMemory {
     static constexpr int kRowCapacity = kRows;
-    alignas(16) uint8_t digits[2 * kRows][D];  // high and low digits of q * step, rows 2 r and 2 r + 1 for query row r
-    alignas(16) __half2 half[kRows][D / 2];    // queries as fp16
-    alignas(16) uint8_t query[kRows][D];       // queries as int8
-    alignas(16) uint4 p[kRows / 4][32];        // P on its way from the layout of scores to that of an operand
-    float bias[kRows];                         // what K offsets take from every score
+    struct Working {
+        uint8_t digits[2 * kRows][D];  // high and low digits of q * step, rows 2 r and 2 r + 1 for query row r
+        uint8_t query[kRows][D];       // stage-1 codes
+        uint4 p[kRows / 4][32];        // P on its way from the layout of scores to that of an operand
+    };
+    union {
+        alignas(16) Working w;
+        float staging[4 * D];  // results on their way out, at the end of a segment
+    };
+    float bias[kRows];  // what K offsets take from every score
     uint64_t barriers[kDecodeMaxInFlight];
-
-    // Results on their way out take the place of digits and half, which belong to the segment.
-    __device__ float* staging() { return reinterpret_cast<float*>(digits); }
-    static_assert(sizeof(digits) + sizeof(half) >= 4 * D * sizeof(float));
 };
 
 // Place of a word of 4 channels in a row of bytes. Fragments are read 16 bytes at a time by lanes of two rows and four quarters of
@@ -85,14 +86,18 @@ __device__ __forceinline__ void load_word(const void* row, DType type, int word,
     }
 }
 
+constexpr float kInfinity = __builtin_huge_valf();
+
 __device__ __forceinline__ float finite_or(float x, DType type, bool saturate) {
     if (!saturate || x != x) return 0.0f;
     return copysignf(type == DType::kF16 ? 65504.0f : kMaxMagnitude, x);
 }
 
-// Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words.
+// Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words. Four rows at a time, whose
+// shuffles overlap.
 template <int D, int W>
-__device__ __forceinline__ void rotate_lanes(float (&x)[W][4], const float* signs, int lane) {
+__device__ __forceinline__ void rotate_rows(float (&x)[4][W][4], const float* signs, int lane) {
+    constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;
     const auto butterfly = [](float& a, float& b) {
         const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
         a = sum;
@@ -100,36 +105,73 @@ __device__ __forceinline__ void rotate_lanes(float (&x)[W][4], const float* sign
     };
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-        const int word = lane % (D / 4 < 32 ? D / 4 : 32) + 32 * j;
         float s[4];
-        load_word(signs, DType::kF32, word, s);
+        load_word(signs, DType::kF32, lane % kLanes + 32 * j, s);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) x[j][c] = s[c] < 0.0f ? -x[j][c] : x[j][c];
-        butterfly(x[j][0], x[j][1]);
-        butterfly(x[j][2], x[j][3]);
-        butterfly(x[j][0], x[j][2]);
-        butterfly(x[j][1], x[j][3]);
+        for (int k = 0; k < 4; ++k) {
+            float(&v)[4] = x[k][j];
 #pragma unroll
-        for (int h = 1; h < (D / 4 < 32 ? D / 4 : 32); h *= 2) {
+            for (int c = 0; c < 4; ++c) v[c] = s[c] < 0.0f ? -v[c] : v[c];
+            butterfly(v[0], v[1]);
+            butterfly(v[2], v[3]);
+            butterfly(v[0], v[2]);
+            butterfly(v[1], v[3]);
+        }
+    }
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const float other = __shfl_xor_sync(kAllLanes, x[j][c], h);
-                x[j][c] = lane & h ? __fsub_rn(other, x[j][c]) : __fadd_rn(x[j][c], other);
+    for (int h = 1; h < kLanes; h *= 2) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+#pragma unroll
+                for (float& v : x[k][j]) {
+                    const float other = __shfl_xor_sync(kAllLanes, v, h);
+                    v = lane & h ? __fsub_rn(other, v) : __fadd_rn(v, other);
+                }
             }
         }
     }
-    if constexpr (W == 2) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) butterfly(x[0][c], x[1][c]);
-    }
+    for (int k = 0; k < 4; ++k) {
+        if constexpr (W == 2) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
+            for (int c = 0; c < 4; ++c) butterfly(x[k][0][c], x[k][1][c]);
+        }
 #pragma unroll
-        for (int c = 0; c < 4; ++c) x[j][c] = __fmul_rn(x[j][c], rotation_norm(D));
+        for (int j = 0; j < W; ++j) {
+#pragma unroll
+            for (float& v : x[k][j]) v = __fmul_rn(v, rotation_norm(D));
+        }
     }
 }
 
-// Fills memory.query, half and bias for the rows of (sequence, head). A lane's q_scale[n] is that of row 4 n + lane % 4. Rows that
+// x / scale, rounded to nearest: what nvcc makes of a division, without its branch for extreme exponents, which do not occur:
+// a scale is 0 or above 2^-62 (see up), and amax / levels has no remainder below the denormals.
+__device__ __forceinline__ float divide(float x, float scale, float inverse) {
+    float q = __fmul_rn(x, inverse);
+    q = fmaf(fmaf(-scale, q, x), inverse, q);
+    return fmaf(fmaf(-scale, q, x), inverse, q);
+}
+
+// stage1_code of codec.h for a row.
+struct RowQuantizer {
+    float stage1;  // the row's scale
+    float scale, up, inverse, limit;
+    __device__ __forceinline__ RowQuantizer(float amax, int levels) : limit(float(levels)) {
+        const float one = reciprocal(limit);
+        stage1 = amax < kMinAmax ? 0.0f : divide(amax, limit, fmaf(fmaf(-limit, one, 1.0f), one, one));
+        up = amax < 0x1p-54f ? 0x1p64f : 1.0f;  // exact
+        scale = __fmul_rn(stage1, up);
+        const float about = reciprocal(scale);
+        inverse = scale > 0.0f ? fmaf(fmaf(-scale, about, 1.0f), about, about) : 0.0f;
+    }
+    __device__ __forceinline__ int code(float x) const {
+        return __float2int_rn(fminf(fmaxf(rintf(divide(__fmul_rn(x, up), scale, inverse)), -limit), limit));
+    }
+};
+
+// Fills memory.w.query and bias for the rows of (sequence, head). A lane's q_scale[n] is that of row 4 n + lane % 4. Rows that
 // do not exist get zeros. `count`: this warp counts replaced values.
 template <int D, int kTiles>
 __device__ void prepare_queries(const DecodeParams& p, const SequenceArgs& s, int seq, int head, bool count,
@@ -154,23 +196,44 @@ __device__ void prepare_queries(const DecodeParams& p, const SequenceArgs& s, in
                 if (row < rows && has_word) load_word(data, p.a.q.dtype, word_lane + 32 * j, x[k][j]);
             }
         }
+        float amax[4];
+        const auto largest = [&] {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int row = 4 * n + k;
-            float amax = 0.0f;
+            for (int k = 0; k < 4; ++k) {
+                amax[k] = 0.0f;
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
+                for (int j = 0; j < W; ++j) {
 #pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    if (fabsf(x[k][j][c]) <= kMaxMagnitude) continue;
-                    x[k][j][c] = finite_or(x[k][j][c], p.a.q.dtype, p.a.saturate);
-                    if (count && lane < kLanes) atomicAdd(p.a.nonfinite + seq, 1u);
+                    for (const float v : x[k][j]) amax[k] = v == v ? fmaxf(amax[k], fabsf(v)) : kInfinity;
                 }
             }
-            float bias = 0.0f;
-            if (p.a.k_offset) {
+#pragma unroll
+            for (int h = 16; h >= 1; h /= 2) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(kAllLanes, amax[k], h));
+            }
+        };
+        largest();
+        if (!(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])) <= kMaxMagnitude)) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                for (int j = 0; j < W; ++j) {
+#pragma unroll
+                    for (float& v : x[k][j]) {
+                        if (fabsf(v) <= kMaxMagnitude) continue;
+                        v = finite_or(v, p.a.q.dtype, p.a.saturate);
+                        if (count && lane < kLanes) atomicAdd(p.a.nonfinite + seq, 1u);
+                    }
+                }
+            }
+            largest();
+        }
+        if (p.a.k_offset) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
                 double dot = 0.0;
-                if (has_word && lane < kLanes) {
+                if (lane < kLanes) {
 #pragma unroll
                     for (int j = 0; j < W; ++j) {
                         float mu[4];
@@ -181,35 +244,34 @@ __device__ void prepare_queries(const DecodeParams& p, const SequenceArgs& s, in
                 }
 #pragma unroll
                 for (int h = 16; h >= 1; h /= 2) dot += __shfl_xor_sync(kAllLanes, dot, h);
-                bias = float(dot * double(p.unit));
+                if (lane == 0) memory.bias[4 * n + k] = float(dot * double(p.unit));
             }
-            if constexpr (can_rotate(D)) {
-                if (p.a.signs) rotate_lanes<D>(x[k], p.a.signs, lane);
+        } else if (lane < 4) {
+            memory.bias[4 * n + lane] = 0.0f;
+        }
+        if constexpr (can_rotate(D)) {
+            if (p.a.signs) {
+                rotate_rows<D>(x, p.a.signs, lane);
+                largest();
             }
+        }
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) amax = fmaxf(amax, fabsf(x[k][j][c]));
-            }
-#pragma unroll
-            for (int h = 16; h >= 1; h /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, h));
-            const float scale = stage1_scale(amax, p.a.q_levels);
+        for (int k = 0; k < 4; ++k) {
+            const int row = 4 * n + k;
+            const RowQuantizer quantizer(amax[k], p.a.q_levels);
 #pragma unroll
             for (int j = 0; j < W; ++j) {
                 int code[4];
 #pragma unroll
-                for (int c = 0; c < 4; ++c) code[c] = stage1_code(x[k][j][c], scale, p.a.q_levels);
-                if (lane >= kLanes) continue;
-                const int word = lane + 32 * j;
-                *reinterpret_cast<uint32_t*>(memory.query[row] + swizzled_word<D>(row, word)) =
-                    __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
-                memory.half[row][2 * word] = __floats2half2_rn(float(code[0]), float(code[1]));
-                memory.half[row][2 * word + 1] = __floats2half2_rn(float(code[2]), float(code[3]));
+                for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[k][j][c]);
+                if (lane < kLanes) {
+                    *reinterpret_cast<uint32_t*>(memory.w.query[row] + swizzled_word<D>(row, lane + 32 * j)) =
+                        __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
+                }
             }
-            if (lane == 0) memory.bias[row] = bias;
             if (lane % 4 == k) {
 #pragma unroll
-                for (int m = 0; m < kTiles; ++m) q_scale[m] = m == n ? scale * p.unit : q_scale[m];
+                for (int m = 0; m < kTiles; ++m) q_scale[m] = m == n ? quantizer.stage1 * p.unit : q_scale[m];
             }
         }
     }

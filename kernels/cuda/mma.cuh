@@ -33,13 +33,17 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
-__device__ __forceinline__ float lg2(float x) {
+__device__ __forceinline__ float reciprocal(float x) {
     float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // ------------------------------------------------------------------------------------------------- copies to shared memory
+
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 
 // 16 bytes; complete after cp_async_wait.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global) {

@@ -478,7 +478,7 @@ __global__ void query_probe(const __grid_constant__ DecodeParams p, int8_t* code
     for (int row = 0; row < 4 * kTiles; ++row) {
         for (int w = lane; w < D / 4; w += 32) {
             *reinterpret_cast<uint32_t*>(codes + row * D + 4 * w) =
-                *reinterpret_cast<const uint32_t*>(memory.query[row] + swizzled_word<D>(row, w));
+                *reinterpret_cast<const uint32_t*>(memory.w.query[row] + swizzled_word<D>(row, w));
         }
     }
     if (lane < 4) {
@@ -493,15 +493,23 @@ __global__ void score_probe(const __grid_constant__ DecodeParams p, const uint8_
     const int lane = int(threadIdx.x);
     float scale[kTiles];
     prepare_queries<D, kTiles>(p, p.a.sequences[0], 0, 0, false, memory, scale, lane);
+    const auto scale_all = [&](auto bits, const uint8_t* k_step) {
+        for (int n = 0; n < kTiles; ++n) {
+            HalfQueries<D, 4> q;
+            q.load(memory, 4 * n, lane);
+            scale_queries<D, decltype(bits)::value>(k_step, q, memory, 4 * n, lane);
+        }
+        __syncwarp();
+    };
     int s[kTiles][8];
     const uint8_t* k_step = piece + ChannelLayout(D, k_bits, v_bits).k_step();
     if (!channel) {
         token_scores<D>(piece, memory, 0, s, lane);
     } else if (k_bits == 4) {
-        scale_queries<D, 4>(k_step, memory, lane);
+        scale_all(std::integral_constant<int, 4>(), k_step);
         channel_scores<D, 4>(piece, k_step, memory, 0, s, lane);
     } else {
-        scale_queries<D, 2>(k_step, memory, lane);
+        scale_all(std::integral_constant<int, 2>(), k_step);
         channel_scores<D, 2>(piece, k_step, memory, 0, s, lane);
     }
     for (int n = 0; n < kTiles; ++n) {
