@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "kernels/cuda/decode_launch.h"
-#include "kernels/cuda/decode_loader.cuh"
 
 namespace ta::cuda {
 namespace {
@@ -14,31 +13,6 @@ constexpr size_t kWorkspaceAlignment = 256;
 
 size_t round_up(size_t n, size_t to) {
     return (n + to - 1) / to * to;
-}
-
-// Counts the pages that lie within the window. One warp.
-__global__ void decode_window_kernel(const __grid_constant__ AttendArgs a, int32_t* pages_before) {
-    grid_dependency_wait();
-    grid_launch_dependents();
-    const int lane = int(threadIdx.x);
-    int32_t sum = 0;
-    if (lane == 0) pages_before[0] = 0;
-    for (int first = 0; first < a.batch; first += 32) {
-        const int seq = first + lane;
-        int32_t pages = 0;
-        if (seq < a.batch) {
-            const SequenceArgs s = a.sequences[seq];
-            if (s.n_query > 0) pages = (s.n_keys + kPageTokens - 1) / kPageTokens - first_page(a, s);
-        }
-        int32_t upto = pages;
-#pragma unroll
-        for (int h = 1; h < 32; h *= 2) {
-            const int32_t other = __shfl_up_sync(kAllLanes, upto, h);
-            if (lane >= h) upto += other;
-        }
-        if (seq < a.batch) pages_before[seq + 1] = sum + upto;
-        sum += __shfl_sync(kAllLanes, upto, 31);
-    }
 }
 
 bool kernels_of(int head_dim, DecodeKernels* kernels) {
@@ -63,17 +37,26 @@ int tiles_index(int tiles) {
     return tiles == 4 ? 2 : tiles - 1;
 }
 
+// Offsets in the workspace.
 struct Workspace {
-    size_t partial_o, partial_ml, pages_before, bytes;
+    size_t partial_o, partial_ml, query_codes, query_scale, query_bias, windowed_pages, bytes = 0;
+
+    Workspace(const DecodePlan& plan, int head_dim, int kv_heads, int batch) {
+        const auto take = [this](size_t n) {
+            const size_t at = bytes;
+            bytes += round_up(n, kWorkspaceAlignment);
+            return at;
+        };
+        const size_t capacity = 4 * size_t(plan.tiles), pairs = size_t(batch) * kv_heads;
+        const size_t rows = pairs * capacity, partial_rows = (size_t(plan.ctas) * plan.warps + pairs) * capacity;
+        partial_o = take(partial_rows * head_dim * sizeof(float));
+        partial_ml = take(partial_rows * sizeof(float2));
+        query_codes = take(rows * head_dim);
+        query_scale = take(rows * sizeof(float));
+        query_bias = take(rows * sizeof(float));
+        windowed_pages = take((size_t(batch) + 1) * sizeof(int32_t));
+    }
 };
-Workspace lay_out(const DecodePlan& plan, int head_dim, int kv_heads, int batch) {
-    const size_t rows = (size_t(plan.ctas) * plan.warps + size_t(batch) * kv_heads) * 4 * plan.tiles;
-    Workspace w{};
-    w.partial_ml = round_up(rows * head_dim * sizeof(float), kWorkspaceAlignment);
-    w.pages_before = w.partial_ml + round_up(rows * sizeof(float2), kWorkspaceAlignment);
-    w.bytes = w.pages_before + round_up((size_t(batch) + 1) * sizeof(int32_t), kWorkspaceAlignment);
-    return w;
-}
 
 // Launches with programmatic dependent launch: the grid may start before those before it are complete.
 template <class... Args>
@@ -124,8 +107,14 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
     // Partial results of a (sequence, head), on average: with more of them, more warps share a row.
     const int64_t partials = int64_t(p.ctas) * p.warps / (int64_t(shape.batch) * shape.kv_heads) + 1;
-    p.merge_warps = partials > 32 ? 8 : partials > 16 ? 4 : partials > 8 ? 2 : 1;
-    p.workspace_bytes = lay_out(p, shape.head_dim, shape.kv_heads, shape.batch).bytes;
+    p.merge_warps = partials > 24 ? 8 : partials > 12 ? 4 : partials > 6 ? 2 : 1;
+    p.workspace_bytes = Workspace(p, shape.head_dim, shape.kv_heads, shape.batch).bytes;
+    // All three kernels ask for the same split of L1 and shared memory: an SM must drain before it changes.
+    for (const void* kernel : {kernels.query, kernels.merge}) {
+        const cudaError_t e =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        if (e != cudaSuccess) return e;
+    }
     for (const auto& of_kind : kernels.attend) {
         const void* kernel = of_kind[tiles_index(p.tiles)];
         const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem_bytes);
@@ -139,33 +128,34 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     DecodeKernels kernels{};
     if (!kernels_of(args.head_dim, &kernels)) return cudaErrorInvalidValue;
     auto* base = static_cast<uint8_t*>(workspace);
-    const Workspace w = lay_out(plan, args.head_dim, args.kv_heads, args.batch);
+    const Workspace w(plan, args.head_dim, args.kv_heads, args.batch);
     DecodeParams p{};
     p.a = args;
-    p.pages_before = args.pages_before;
+    p.windowed_pages = args.window > 0 ? reinterpret_cast<int32_t*>(base + w.windowed_pages) : nullptr;
+    p.pages_before = args.window > 0 ? p.windowed_pages : args.pages_before;
+    p.query_codes = reinterpret_cast<uint32_t*>(base + w.query_codes);
+    p.query_scale = reinterpret_cast<float*>(base + w.query_scale);
+    p.query_bias = reinterpret_cast<float*>(base + w.query_bias);
     p.partial_o = reinterpret_cast<float*>(base + w.partial_o);
     p.partial_ml = reinterpret_cast<float2*>(base + w.partial_ml);
     p.unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
     p.log2_levels = std::log2(float(args.p_levels));
+    p.inverse_levels = 1.0f / float(args.p_levels);
     p.row_capacity = 4 * plan.tiles;
     p.warps = plan.ctas * plan.warps;
     p.ring_bytes = plan.ring_bytes;
     p.bulk = plan.bulk;
-    if (args.window > 0) {
-        auto* counted = reinterpret_cast<int32_t*>(base + w.pages_before);
-        p.pages_before = counted;
-        const auto* kernel = reinterpret_cast<const void*>(decode_window_kernel);
-        if (const cudaError_t e = launch(kernel, dim3(1), 32, 0, stream, args, counted); e != cudaSuccess) return e;
-    }
+    const int pairs = args.batch * args.kv_heads;
+    const unsigned query_ctas = unsigned((pairs * plan.tiles + kQueryWarps - 1) / kQueryWarps) + 1;
+    if (const cudaError_t e = launch(kernels.query, dim3(query_ctas), 32 * kQueryWarps, 0, stream, p); e != cudaSuccess) return e;
     const bool general = args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
     const void* attend = kernels.attend[general][tiles_index(plan.tiles)];
     if (const cudaError_t e = launch(attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
         e != cudaSuccess) {
         return e;
     }
-    constexpr int kMergeWarps = 8;
     const int rows_per_cta = kMergeWarps / plan.merge_warps;
-    const dim3 grid(unsigned(args.batch * args.kv_heads), unsigned((4 * plan.tiles + rows_per_cta - 1) / rows_per_cta));
+    const dim3 grid(unsigned(pairs), unsigned((4 * plan.tiles + rows_per_cta - 1) / rows_per_cta));
     return launch(kernels.merge, grid, 32 * kMergeWarps, 0, stream, p, plan.merge_warps);
 }
 

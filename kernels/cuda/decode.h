@@ -40,7 +40,7 @@ struct DecodePlan {
 // Fails with cudaErrorInvalidValue for shapes that are not supported, and on devices before sm_80.
 cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 
-// Enqueues one call: the attention kernel and the merge, and before them a tiny kernel where a window is set. `workspace` is device
+// Enqueues one call: three kernels, for queries, attention and the merge. `workspace` is device
 // memory of the plan's size, 256-byte aligned, and belongs to the call until the stream has passed it. Every sequence must have at
 // most shape.max_rows rows. args.batch, kv_heads, group and head_dim must be the shape's.
 cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream);

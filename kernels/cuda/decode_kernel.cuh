@@ -139,16 +139,17 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + i, token = row / p.a.group, q_head = seg.head * p.a.group + row % p.a.group;
             const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
+            const int64_t at = (int64_t(seg.seq) * p.a.kv_heads + seg.head) * p.row_capacity + row;
+            const float bias = p.a.k_offset ? p.query_bias[at] : 0.0f;
             const int32_t to_row = first_key + r - (seg.s.n_keys - seg.s.n_query + token);
 #pragma unroll
-            for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], memory.bias[row], slope, to_row + 8 * k);
+            for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
         }
     }
     mask(p, seg, first_key, tile, x, lane);
     const bool running = p_running || sas;  // values depend on the running maximum
     float top[N];
     raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
-    const float levels = float(p.a.p_levels), inverse_levels = reciprocal(levels);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const float base = running ? rows.m[tile + n] : top[n];
@@ -164,8 +165,8 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
         largest = p_running ? 1.0f : max_over_tokens(largest);
         const bool any = largest >= 0x1p-60f;
-        const float to_code = any ? levels * reciprocal(largest) : 0.0f;
-        factor[tile + n] = any ? largest * inverse_levels * vfac * weight : 0.0f;
+        const float to_code = any ? float(p.a.p_levels) * reciprocal(largest) : 0.0f;
+        factor[tile + n] = any ? largest * p.inverse_levels * vfac * weight : 0.0f;
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
@@ -184,13 +185,13 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
     raise_maxima(rows, tile, x, kHeadroom, top);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float base = top[n] - p.log2_levels;  // of P as an integer
-        const float weight = ex2(base - rows.m[tile + n]);
+        const float weight = ex2(top[n] - rows.m[tile + n]) * p.inverse_levels;
         float sum[2] = {0.0f, 0.0f};
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            const float prob = ex2(x[n][k] - base);
+            // NOTES: in this order. x - (top - log2 levels) can exceed log2 levels where x is large, and P its 16 bits.
+            const float prob = ex2((x[n][k] - top[n]) + p.log2_levels);  // P before it is rounded
             sum[k % 2] = fmaf(prob, power[k], sum[k % 2]);
             bits[k] = __float_as_uint(prob + 0x1p23f);
         }
@@ -384,9 +385,9 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
     }
     if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
-    grid_dependency_wait();
-    // NOTES: not before the wait: the merge reads the lengths, which grids before this one may still write.
-    grid_launch_dependents();
+    // NOTES: pages and lengths are read before the wait. That is right because the query kernel lets this one start only after its
+    // own wait: what came before it is complete. Only what it writes itself must be waited for.
+    if (p.windowed_pages) grid_dependency_wait();
 
     const int32_t probe = DecodeCursor::first_probe(p, lane);
     const DecodeCut cut(__shfl_sync(kAllLanes, probe, 31) * p.a.kv_heads, p.warps);
@@ -398,12 +399,14 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     at.seek(p, begin, probe, lane);
     PieceLoader<D> loader(p, at, left, base + kMemoryBytes, memory.barriers, lane);
     loader.fill();
+    grid_dependency_wait();
+    grid_launch_dependents();
     for (;;) {
         const DecodeSegment seg = open_segment(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
         rows.clear();
-        prepare_queries<D, kTiles>(p, seg.s, seg.seq, seg.head, p.a.nonfinite && at.page == 0, memory, rows.q_scale, lane);
+        load_queries<D, kTiles>(p, seg.seq * p.a.kv_heads + seg.head, memory, rows.q_scale, lane);
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;

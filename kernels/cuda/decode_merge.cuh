@@ -6,8 +6,6 @@
 
 namespace ta::cuda {
 
-inline constexpr int kMergeWarps = 8;
-
 // One CTA: kMergeWarps / warps_per_row rows of one (sequence, head). blockIdx.x: sequence and head; blockIdx.y: which rows.
 template <int D>
 __global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __grid_constant__ DecodeParams p,
@@ -35,38 +33,38 @@ __global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __
     float m = kLowest, l = 0.0f;
     float4 o[W] = {};
     if (exists) {
-        const int64_t slot = int64_t(seq) * p.a.kv_heads + head;
-        const auto row_of = [&](int32_t w) { return (slot + w) * p.row_capacity + row; };
-        for (int32_t w = first + lane; w <= last; w += 32) m = fmaxf(m, p.partial_ml[row_of(w)].x);
+        const int64_t at = (int64_t(seq) * p.a.kv_heads + head + first) * p.row_capacity + row;  // of the first part
+        const float2* ml = p.partial_ml + at;
+        const float4* source = reinterpret_cast<const float4*>(p.partial_o + at * D) + lane;
+        const int32_t parts = last - first + 1;
+        for (int32_t n = lane; n < parts; n += 32) m = fmaxf(m, ml[n * p.row_capacity].x);
 #pragma unroll
         for (int h = 16; h >= 1; h /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, h));
         constexpr int kAtOnce = 8 / W;
-        for (int32_t w = first + part; w <= last; w += kAtOnce * warps_per_row) {
+        for (int32_t n = part; n < parts; n += kAtOnce * warps_per_row) {
             float4 x[kAtOnce][W];
-            float2 ml[kAtOnce];
+            float2 of_part[kAtOnce];
 #pragma unroll
-            for (int n = 0; n < kAtOnce; ++n) {
-                const int32_t from = w + n * warps_per_row;
-                ml[n] = make_float2(kLowest, 0.0f);
-                if (from > last) continue;
-                ml[n] = p.partial_ml[row_of(from)];
-                const auto* source = reinterpret_cast<const float4*>(p.partial_o + row_of(from) * D);
+            for (int k = 0; k < kAtOnce; ++k) {
+                const int32_t from = n + k * warps_per_row;
+                of_part[k] = make_float2(kLowest, 0.0f);
+                if (from < parts) of_part[k] = ml[from * p.row_capacity];
 #pragma unroll
                 for (int j = 0; j < W; ++j) {
-                    if (lane + 32 * j < D / 4) x[n][j] = source[lane + 32 * j];
+                    x[k][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (from < parts && lane + 32 * j < D / 4) x[k][j] = source[from * p.row_capacity * (D / 4) + 32 * j];
                 }
             }
 #pragma unroll
-            for (int n = 0; n < kAtOnce; ++n) {
-                if (w + n * warps_per_row > last) break;
-                const float weight = ex2(ml[n].x - m);
-                l = fmaf(weight, ml[n].y, l);
+            for (int k = 0; k < kAtOnce; ++k) {
+                const float weight = ex2(of_part[k].x - m);
+                l = fmaf(weight, of_part[k].y, l);
 #pragma unroll
                 for (int j = 0; j < W; ++j) {
-                    o[j].x = fmaf(weight, x[n][j].x, o[j].x);
-                    o[j].y = fmaf(weight, x[n][j].y, o[j].y);
-                    o[j].z = fmaf(weight, x[n][j].z, o[j].z);
-                    o[j].w = fmaf(weight, x[n][j].w, o[j].w);
+                    o[j].x = fmaf(weight, x[k][j].x, o[j].x);
+                    o[j].y = fmaf(weight, x[k][j].y, o[j].y);
+                    o[j].z = fmaf(weight, x[k][j].z, o[j].z);
+                    o[j].w = fmaf(weight, x[k][j].w, o[j].w);
                 }
             }
         }

@@ -1,5 +1,5 @@
-// Queries of one segment: rotated, quantized to stage 1 and left in the warp's shared memory, in the arithmetic of
-// kernels/format/{rotation,codec}.h to the bit.
+// Queries rotated and quantized to stage 1, in the arithmetic of kernels/format/{rotation,codec}.h to the bit, by a small kernel of
+// their own: within the decode kernel this code costs more to fetch than to run. And how a warp of the decode kernel gets them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,6 @@ struct WarpMemory {
         alignas(16) Working w;
         float staging[4 * D];  // results on their way out, at the end of a segment
     };
-    float bias[kRows];  // what K offsets take from every score
     uint64_t barriers[kDecodeMaxInFlight];
 };
 
@@ -171,110 +170,151 @@ struct RowQuantizer {
     }
 };
 
-// Fills memory.w.query and bias for the rows of (sequence, head). A lane's q_scale[n] is that of row 4 n + lane % 4. Rows that
-// do not exist get zeros. `count`: this warp counts replaced values.
-template <int D, int kTiles>
-__device__ void prepare_queries(const DecodeParams& p, const SequenceArgs& s, int seq, int head, bool count,
-                                WarpMemory<D, 4 * kTiles>& memory, float (&q_scale)[kTiles], int lane) {
-    constexpr int W = D > 128 ? 2 : 1;                     // words of 4 channels per lane
-    constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;        // that hold one
-    const int word_lane = D == 64 ? lane % kLanes : lane;  // at 64 the upper lanes do the same once more
-    const bool has_word = word_lane < kLanes;
+// pages_before for the pages within the window, by one warp.
+__device__ __forceinline__ void count_window_pages(const AttendArgs& a, int32_t* pages_before, int lane) {
+    int32_t sum = 0;
+    if (lane == 0) pages_before[0] = 0;
+    for (int first = 0; first < a.batch; first += 32) {
+        const int seq = first + lane;
+        int32_t upto = 0;
+        if (seq < a.batch) {
+            const SequenceArgs s = a.sequences[seq];
+            if (s.n_query > 0) upto = (s.n_keys + kPageTokens - 1) / kPageTokens - first_page(a, s);
+        }
+#pragma unroll
+        for (int h = 1; h < 32; h *= 2) {
+            const int32_t other = __shfl_up_sync(kAllLanes, upto, h);
+            if (lane >= h) upto += other;
+        }
+        if (seq < a.batch) pages_before[seq + 1] = sum + upto;
+        sum += __shfl_sync(kAllLanes, upto, 31);
+    }
+}
+
+// One warp: 4 query rows of a (sequence, kv head), in the order of p.queries; rows that do not exist get zeros. The last CTA counts
+// the pages that lie within the window.
+template <int D>
+__global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __grid_constant__ DecodeParams p) {
+    grid_dependency_wait();
+    // NOTES: not before the wait: the decode kernel reads pages and lengths without one of its own.
+    grid_launch_dependents();
+    constexpr int W = D > 128 ? 2 : 1;               // words of 4 channels per lane
+    constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold one
+    const int lane = int(threadIdx.x) % 32, tiles = p.row_capacity / 4;
+    if (blockIdx.x == gridDim.x - 1) {
+        if (p.windowed_pages && threadIdx.x < 32) count_window_pages(p.a, p.windowed_pages, lane);
+        return;
+    }
+    const int task = int(blockIdx.x) * kQueryWarps + int(threadIdx.x) / 32, segment = task / tiles, n = task % tiles;
+    if (segment >= p.a.batch * p.a.kv_heads) return;
+    const int seq = segment / p.a.kv_heads, head = segment % p.a.kv_heads;
+    const SequenceArgs s = p.a.sequences[seq];
     const int rows = s.n_query * p.a.group;
-#pragma unroll 1
-    for (int n = 0; n < kTiles; ++n) {
-        float x[4][W][4];
+    const int word_lane = D == 64 ? lane % kLanes : lane;  // at 64 the upper lanes do the same once more
+    const int64_t first = int64_t(segment) * p.row_capacity + 4 * n;
+    uint32_t* codes = p.query_codes + first * (D / 4);
+    float x[4][W][4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int row = 4 * n + k, token = row / p.a.group, q_head = head * p.a.group + row % p.a.group;
-            const int64_t at = (s.row + token) * p.a.q.stride_row + q_head * p.a.q.stride_head;
-            const auto* data = static_cast<const uint8_t*>(p.a.q.data) + at * int64_t(cpu::dtype_bytes(p.a.q.dtype));
+    for (int k = 0; k < 4; ++k) {
+        const int row = 4 * n + k, token = row / p.a.group, q_head = head * p.a.group + row % p.a.group;
+        const int64_t at = (s.row + token) * p.a.q.stride_row + q_head * p.a.q.stride_head;
+        const auto* data = static_cast<const uint8_t*>(p.a.q.data) + at * int64_t(cpu::dtype_bytes(p.a.q.dtype));
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
+        for (int j = 0; j < W; ++j) {
 #pragma unroll
-                for (int c = 0; c < 4; ++c) x[k][j][c] = 0.0f;
-                if (row < rows && has_word) load_word(data, p.a.q.dtype, word_lane + 32 * j, x[k][j]);
-            }
-        }
-        float amax[4];
-        const auto largest = [&] {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                amax[k] = 0.0f;
-#pragma unroll
-                for (int j = 0; j < W; ++j) {
-#pragma unroll
-                    for (const float v : x[k][j]) amax[k] = v == v ? fmaxf(amax[k], fabsf(v)) : kInfinity;
-                }
-            }
-#pragma unroll
-            for (int h = 16; h >= 1; h /= 2) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(kAllLanes, amax[k], h));
-            }
-        };
-        largest();
-        if (!(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])) <= kMaxMagnitude)) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                for (int j = 0; j < W; ++j) {
-#pragma unroll
-                    for (float& v : x[k][j]) {
-                        if (fabsf(v) <= kMaxMagnitude) continue;
-                        v = finite_or(v, p.a.q.dtype, p.a.saturate);
-                        if (count && lane < kLanes) atomicAdd(p.a.nonfinite + seq, 1u);
-                    }
-                }
-            }
-            largest();
-        }
-        if (p.a.k_offset) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                double dot = 0.0;
-                if (lane < kLanes) {
-#pragma unroll
-                    for (int j = 0; j < W; ++j) {
-                        float mu[4];
-                        load_word(p.a.k_offset + int64_t(head) * D, DType::kF32, lane + 32 * j, mu);
-#pragma unroll
-                        for (int c = 0; c < 4; ++c) dot += double(x[k][j][c]) * double(mu[c]);
-                    }
-                }
-#pragma unroll
-                for (int h = 16; h >= 1; h /= 2) dot += __shfl_xor_sync(kAllLanes, dot, h);
-                if (lane == 0) memory.bias[4 * n + k] = float(dot * double(p.unit));
-            }
-        } else if (lane < 4) {
-            memory.bias[4 * n + lane] = 0.0f;
-        }
-        if constexpr (can_rotate(D)) {
-            if (p.a.signs) {
-                rotate_rows<D>(x, p.a.signs, lane);
-                largest();
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int row = 4 * n + k;
-            const RowQuantizer quantizer(amax[k], p.a.q_levels);
-#pragma unroll
-            for (int j = 0; j < W; ++j) {
-                int code[4];
-#pragma unroll
-                for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[k][j][c]);
-                if (lane < kLanes) {
-                    *reinterpret_cast<uint32_t*>(memory.w.query[row] + swizzled_word<D>(row, lane + 32 * j)) =
-                        __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
-                }
-            }
-            if (lane % 4 == k) {
-#pragma unroll
-                for (int m = 0; m < kTiles; ++m) q_scale[m] = m == n ? quantizer.stage1 * p.unit : q_scale[m];
-            }
+            for (int c = 0; c < 4; ++c) x[k][j][c] = 0.0f;
+            if (row < rows && word_lane < kLanes) load_word(data, p.a.q.dtype, word_lane + 32 * j, x[k][j]);
         }
     }
+    float amax[4];
+    const auto largest = [&] {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            amax[k] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+#pragma unroll
+                for (const float v : x[k][j]) amax[k] = v == v ? fmaxf(amax[k], fabsf(v)) : kInfinity;
+            }
+        }
+#pragma unroll
+        for (int h = 16; h >= 1; h /= 2) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(kAllLanes, amax[k], h));
+        }
+    };
+    largest();
+    if (!(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])) <= kMaxMagnitude)) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+#pragma unroll
+                for (float& v : x[k][j]) {
+                    if (fabsf(v) <= kMaxMagnitude) continue;
+                    v = finite_or(v, p.a.q.dtype, p.a.saturate);
+                    if (p.a.nonfinite && lane < kLanes) atomicAdd(p.a.nonfinite + seq, 1u);
+                }
+            }
+        }
+        largest();
+    }
+    if (p.a.k_offset) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            double dot = 0.0;
+            if (lane < kLanes) {
+#pragma unroll
+                for (int j = 0; j < W; ++j) {
+                    float mu[4];
+                    load_word(p.a.k_offset + int64_t(head) * D, DType::kF32, lane + 32 * j, mu);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) dot += double(x[k][j][c]) * double(mu[c]);
+                }
+            }
+#pragma unroll
+            for (int h = 16; h >= 1; h /= 2) dot += __shfl_xor_sync(kAllLanes, dot, h);
+            if (lane == 0) p.query_bias[first + k] = float(dot * double(p.unit));
+        }
+    }
+    if constexpr (can_rotate(D)) {
+        if (p.a.signs) {
+            rotate_rows<D>(x, p.a.signs, lane);
+            largest();
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const RowQuantizer quantizer(amax[k], p.a.q_levels);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+            int code[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[k][j][c]);
+            if (lane < kLanes) {
+                codes[k * (D / 4) + lane + 32 * j] =
+                    __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
+            }
+        }
+        if (lane == 0) p.query_scale[first + k] = quantizer.stage1 * p.unit;
+    }
+}
+
+// Brings the queries of a (sequence, kv head) into memory.w.query. A lane's q_scale[n] is that of row 4 n + lane % 4.
+template <int D, int kTiles>
+__device__ __forceinline__ void load_queries(const DecodeParams& p, int segment, WarpMemory<D, 4 * kTiles>& memory,
+                                             float (&q_scale)[kTiles], int lane) {
+    const int64_t first = int64_t(segment) * (4 * kTiles);
+    const uint32_t* codes = p.query_codes + first * (D / 4);
+#pragma unroll
+    for (int row = 0; row < 4 * kTiles; ++row) {
+#pragma unroll
+        for (int word = lane; word < D / 4; word += 32) {
+            *reinterpret_cast<uint32_t*>(memory.w.query[row] + swizzled_word<D>(row, word)) = codes[row * (D / 4) + word];
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) q_scale[n] = p.query_scale[first + 4 * n + lane % 4];
     __syncwarp();
 }
 

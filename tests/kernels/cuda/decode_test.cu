@@ -470,29 +470,12 @@ std::vector<Case> make_cases(bool quick) {
 // ------------------------------------------------------------------------------------------------ integers, bit by bit
 
 template <int D, int kTiles>
-__global__ void query_probe(const __grid_constant__ DecodeParams p, int8_t* codes, float* scales) {
-    __shared__ WarpMemory<D, 4 * kTiles> memory;
-    const int lane = int(threadIdx.x);
-    float scale[kTiles];
-    prepare_queries<D, kTiles>(p, p.a.sequences[0], 0, 0, false, memory, scale, lane);
-    for (int row = 0; row < 4 * kTiles; ++row) {
-        for (int w = lane; w < D / 4; w += 32) {
-            *reinterpret_cast<uint32_t*>(codes + row * D + 4 * w) =
-                *reinterpret_cast<const uint32_t*>(memory.w.query[row] + swizzled_word<D>(row, w));
-        }
-    }
-    if (lane < 4) {
-        for (int n = 0; n < kTiles; ++n) scales[4 * n + lane] = scale[n];
-    }
-}
-
-template <int D, int kTiles>
 __global__ void score_probe(const __grid_constant__ DecodeParams p, const uint8_t* piece, bool channel, int k_bits, int v_bits,
                             int* scores) {
     __shared__ WarpMemory<D, 4 * kTiles> memory;
     const int lane = int(threadIdx.x);
     float scale[kTiles];
-    prepare_queries<D, kTiles>(p, p.a.sequences[0], 0, 0, false, memory, scale, lane);
+    load_queries<D, kTiles>(p, 0, memory, scale, lane);
     const auto scale_all = [&](auto bits, const uint8_t* k_step) {
         for (int n = 0; n < kTiles; ++n) {
             HalfQueries<D, 4> q;
@@ -534,17 +517,20 @@ bool check_integers(DataKind kind, bool rotate) {
     p.a.signs = rotate ? d_signs.get() : nullptr;
     p.a.q_levels = kStage1Levels;
     p.unit = 0.1f;
-    const Device<int8_t> codes(kRows * D);
+    p.row_capacity = kRows;
+    const Device<uint32_t> codes(kRows * D / 4);
     const Device<float> scales(kRows);
-    query_probe<D, 2><<<1, 32>>>(p, codes.get(), scales.get());
+    p.query_codes = codes.get(), p.query_scale = scales.get();
+    decode_query_kernel<D><<<2, 32 * kQueryWarps>>>(p);
     CHECK(cudaDeviceSynchronize());
-    const std::vector<int8_t> got_codes = codes.copy();
+    const std::vector<uint32_t> got_words = codes.copy();
+    const auto* got_codes = reinterpret_cast<const int8_t*>(got_words.data());
     const std::vector<float> got_scales = scales.copy();
     std::vector<QueryCodes> want;
     for (int row = 0; row < kRows; ++row) {
         want.push_back(quantize_query(data.q.data() + row * D, D, rotate ? signs.data() : nullptr, nullptr, p.unit, kStage1Levels));
         wrong_codes += got_scales[size_t(row)] != want.back().scale;
-        for (int c = 0; c < D; ++c) wrong_codes += got_codes[size_t(row * D + c)] != want.back().code[size_t(c)];
+        for (int c = 0; c < D; ++c) wrong_codes += got_codes[row * D + c] != want.back().code[size_t(c)];
     }
     for (int k_bits : {4, 2, 8}) {
         const int v_bits = 4;
