@@ -1,9 +1,8 @@
-#include "kernels/cuda/decode.h"
-
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
+#include "kernels/cuda/decode.h"
 #include "kernels/cuda/decode_launch.h"
 
 namespace ta::cuda {
@@ -84,9 +83,9 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
         return cudaErrorInvalidValue;
     }
     int sms = 0, smem = 0, major = 0;
-    for (const auto& [value, attribute] : {std::pair(&sms, cudaDevAttrMultiProcessorCount),
-                                           std::pair(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                                           std::pair(&major, cudaDevAttrComputeCapabilityMajor)}) {
+    for (const auto& [value, attribute] :
+         {std::pair(&sms, cudaDevAttrMultiProcessorCount), std::pair(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          std::pair(&major, cudaDevAttrComputeCapabilityMajor)}) {
         if (const cudaError_t e = cudaDeviceGetAttribute(value, attribute, device); e != cudaSuccess) return e;
     }
     if (major < 8 || (shape.path == LoadPath::kBulk && major < 9)) return cudaErrorInvalidValue;
@@ -97,11 +96,10 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.ctas = sms;
     const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());
     const auto ring_of = [&](int warps) { return (smem / warps - warp_bytes) / kPieceAlignment * kPieceAlignment; };
-    // As many warps as can have two pieces of the usual kind in flight, and one token piece in any case.
-    const int usual = shape.channel_bytes > 0 ? shape.channel_bytes : token_bytes;
+    // More warps hide more latency than more pieces in flight of each do, measured at 8 to 12 warps.
     p.warps = decode_max_warps(shape.head_dim, p.tiles);
     if (shape.warps > 0) p.warps = std::min(p.warps, shape.warps);
-    while (p.warps > 1 && ring_of(p.warps) < std::max(token_bytes, shape.warps > 0 ? 0 : 2 * usual)) --p.warps;
+    while (p.warps > 1 && ring_of(p.warps) < token_bytes) --p.warps;
     p.ring_bytes = ring_of(p.warps);
     if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
     p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
@@ -109,12 +107,6 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     const int64_t partials = int64_t(p.ctas) * p.warps / (int64_t(shape.batch) * shape.kv_heads) + 1;
     p.merge_warps = partials > 24 ? 8 : partials > 12 ? 4 : partials > 6 ? 2 : 1;
     p.workspace_bytes = Workspace(p, shape.head_dim, shape.kv_heads, shape.batch).bytes;
-    // All three kernels ask for the same split of L1 and shared memory: an SM must drain before it changes.
-    for (const void* kernel : {kernels.query, kernels.merge}) {
-        const cudaError_t e =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-        if (e != cudaSuccess) return e;
-    }
     for (const auto& of_kind : kernels.attend) {
         const void* kernel = of_kind[tiles_index(p.tiles)];
         const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem_bytes);
@@ -146,9 +138,12 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.ring_bytes = plan.ring_bytes;
     p.bulk = plan.bulk;
     const int pairs = args.batch * args.kv_heads;
-    const unsigned query_ctas = unsigned((pairs * plan.tiles + kQueryWarps - 1) / kQueryWarps) + 1;
-    if (const cudaError_t e = launch(kernels.query, dim3(query_ctas), 32 * kQueryWarps, 0, stream, p); e != cudaSuccess) return e;
-    const bool general = args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
+    const int query_warps = pairs * p.row_capacity / kQueryRows;
+    const unsigned query_ctas = unsigned((query_warps + kQueryWarps - 1) / kQueryWarps) + 1;
+    if (const cudaError_t e = launch(kernels.query, dim3(query_ctas), 32 * kQueryWarps, 0, stream, p); e != cudaSuccess)
+        return e;
+    const bool general =
+        args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
     const void* attend = kernels.attend[general][tiles_index(plan.tiles)];
     if (const cudaError_t e = launch(attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
         e != cudaSuccess) {

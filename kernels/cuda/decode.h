@@ -13,26 +13,25 @@
 namespace ta::cuda {
 
 enum class LoadPath : uint8_t {
-    kAuto,     // bulk copies where the device has them (sm_90)
-    kAsync,    // cp.async: sm_80 on
-    kBulk,     // cp.async.bulk
+    kAuto,   // bulk copies where the device has them (sm_90)
+    kAsync,  // cp.async: sm_80 on
+    kBulk,   // cp.async.bulk
 };
 
 // What a plan depends on: no lengths, so one plan serves every replay of a graph.
 struct DecodeShape {
     int head_dim, kv_heads, group, batch;
-    int max_rows;         // query tokens x group of any sequence, at most kDecodeRows
-    int channel_bytes;    // of the largest channel piece of a head; 0 when there are no channel pages
+    int max_rows;  // query tokens x group of any sequence, at most kDecodeRows
     LoadPath path = LoadPath::kAuto;
-    int warps = 0;        // of a CTA; 0: chosen
+    int warps = 0;  // of a CTA; 0: chosen
 };
 
 struct DecodePlan {
-    int tiles;          // of 4 query rows
-    int ctas, warps;    // warps of each CTA
-    int smem_bytes;     // of each CTA
-    int ring_bytes;     // of each warp
-    int merge_warps;    // that share a row in the merge
+    int tiles;        // of 4 query rows
+    int ctas, warps;  // warps of each CTA
+    int smem_bytes;   // of each CTA
+    int ring_bytes;   // of each warp
+    int merge_warps;  // that share a row in the merge
     bool bulk;
     size_t workspace_bytes;
 };

@@ -110,7 +110,7 @@ __device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int ti
     bool outgrown = false;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float (&v)[8] = x[n];
+        const float(&v)[8] = x[n];
         const float m = fmaxf(fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7])));
         top[n] = fmaxf(max_over_tokens(m), kLowest);
         outgrown |= top[n] > rows.m[tile + n] + headroom;
@@ -362,7 +362,7 @@ __device__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, b
 
 template <int D, int kTiles>
 inline constexpr int kWarpMemoryBytes =
-    (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+    (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment* kPieceAlignment;
 
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
 // kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.

@@ -128,13 +128,20 @@ class PieceLoader {
     }
 
   private:
+    template <int kKBits, int kVBits>
+    static constexpr uint32_t kBytes = ChannelLayout(D, kKBits, kVBits).bytes();
+
     // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
-    __device__ __forceinline__ uint32_t tail() const { return (uint32_t(queue_) & 0xfffe) * (kPieceAlignment / 2); }
+    __device__ __forceinline__ uint32_t tail() const {
+        return (uint32_t(queue_) & 0xfffe) * (kPieceAlignment / 2);
+    }
 
     __device__ void open_segment() {
         const SequenceArgs s = p_.a.sequences[at_.seq];
         const HeadArgs h = p_.a.heads ? p_.a.heads[at_.head] : HeadArgs{0, 4, 4, 0};
-        channel_bytes_ = uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes());
+        channel_bytes_ = h.k_bits == 4   ? h.v_bits == 4 ? kBytes<4, 4> : kBytes<4, 2>
+                           : h.v_bits == 4 ? kBytes<2, 4>
+                                         : kBytes<2, 2>;
         channel_offset_ = h.channel_offset;
         batch_left_ = min(at_.pages - at_.page, left_);
         next_entry_ = p_.a.table + s.first_entry + first_page(p_.a, s) + at_.page + lane_;
@@ -150,7 +157,9 @@ class PieceLoader {
     }
 
     // This lane's entry, `ahead` after the batch at hand.
-    __device__ uint64_t load_entry(int ahead) const { return lane_ + ahead < batch_left_ ? next_entry_[ahead] : 0; }
+    __device__ uint64_t load_entry(int ahead) const {
+        return lane_ + ahead < batch_left_ ? next_entry_[ahead] : 0;
+    }
 
     __device__ __forceinline__ const uint8_t* source_of(uint64_t entry, bool channel) const {
         const uint64_t layer = entry & kEntrySingleLayer ? 0 : channel ? p_.a.channel_layer_offset : p_.a.token_layer_offset;

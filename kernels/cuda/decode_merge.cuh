@@ -8,8 +8,8 @@ namespace ta::cuda {
 
 // One CTA: kMergeWarps / warps_per_row rows of one (sequence, head). blockIdx.x: sequence and head; blockIdx.y: which rows.
 template <int D>
-__global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __grid_constant__ DecodeParams p,
-                                                                        int warps_per_row) {
+__global__ void __launch_bounds__(32 * kMergeWarps)
+    decode_merge_kernel(const __grid_constant__ DecodeParams p, int warps_per_row) {
     constexpr int W = D > 128 ? 2 : 1;
     __shared__ float4 shared_o[kMergeWarps][D / 4];
     __shared__ float2 shared_ml[kMergeWarps];
@@ -35,9 +35,12 @@ __global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __
     if (exists) {
         const int64_t at = (int64_t(seq) * p.a.kv_heads + head + first) * p.row_capacity + row;  // of the first part
         const float2* ml = p.partial_ml + at;
-        const float4* source = reinterpret_cast<const float4*>(p.partial_o + at * D) + lane;
+        const float4* source = reinterpret_cast<const float4*>(p.partial_o + at * D);
         const int32_t parts = last - first + 1;
-        for (int32_t n = lane; n < parts; n += 32) m = fmaxf(m, ml[n * p.row_capacity].x);
+        for (int32_t n = lane; n < parts; n += 256) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) m = fmaxf(m, ml[min(n + 32 * k, parts - 1) * p.row_capacity].x);
+        }
 #pragma unroll
         for (int h = 16; h >= 1; h /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, h));
         constexpr int kAtOnce = 8 / W;
@@ -46,13 +49,14 @@ __global__ void __launch_bounds__(32 * kMergeWarps) decode_merge_kernel(const __
             float2 of_part[kAtOnce];
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
-                const int32_t from = n + k * warps_per_row;
-                of_part[k] = make_float2(kLowest, 0.0f);
-                if (from < parts) of_part[k] = ml[from * p.row_capacity];
+                const int32_t from =
+                    min(n + k * warps_per_row, parts - 1);  // no branch, so that all loads are under way at once
+                of_part[k] = ml[from * p.row_capacity];
+                if (n + k * warps_per_row >= parts) of_part[k] = make_float2(-kInfinity, 0.0f);
 #pragma unroll
                 for (int j = 0; j < W; ++j) {
-                    x[k][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (from < parts && lane + 32 * j < D / 4) x[k][j] = source[from * p.row_capacity * (D / 4) + 32 * j];
+                    const int word = min(lane + 32 * j, D / 4 - 1);
+                    x[k][j] = source[from * p.row_capacity * (D / 4) + word];
                 }
             }
 #pragma unroll

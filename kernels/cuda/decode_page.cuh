@@ -88,7 +88,8 @@ __device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQ
                 low[c] = bits_of(__hfma2(x, step[c], __hfma2(__hsub2(h, magic), __floats2half2_rn(-128.0f, -128.0f), magic)));
             }
             const int to = 2 * (first_row + row);
-            *reinterpret_cast<uint32_t*>(memory.w.digits[to] + swizzled_word<D>(0, word)) = __byte_perm(high[0], high[1], 0x6420);
+            *reinterpret_cast<uint32_t*>(memory.w.digits[to] + swizzled_word<D>(0, word)) =
+                __byte_perm(high[0], high[1], 0x6420);
             *reinterpret_cast<uint32_t*>(memory.w.digits[to + 1] + swizzled_word<D>(1, word)) =
                 __byte_perm(low[0], low[1], 0x6420);
         }
@@ -127,12 +128,12 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
             int c[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int k = 0; k < D / 32; ++k) {
-                constexpr uint32_t kMask = kBits == 4 ? 0x07070707u : 0x01010101u;
-                constexpr int kShift = kBits == 4 ? 5 : 7;
-                const uint32_t a[4] = {z[k][0], f[k][0] >> kShift & kMask, z[k][1], f[k][1] >> kShift & kMask};
+                // At 2 bits the fraction is bit 7, which as a signed byte is -128.
+                const auto fraction = [](uint32_t x) { return kBits == 4 ? x >> 5 & 0x07070707u : x & 0x80808080u; };
+                const uint32_t a[4] = {z[k][0], fraction(f[k][0]), z[k][1], fraction(f[k][1])};
                 mma_s8_s8(c, a, q[k][0], q[k][1]);
             }
-            zero8[n] = 8 * c[1] + (kBits == 4 ? 1 : 4) * c[3];
+            zero8[n] = 8 * c[1] + (kBits == 4 ? c[3] : -(c[3] >> 5));
         }
     }
     uint32_t b[N][D / 32][2];

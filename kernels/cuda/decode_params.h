@@ -11,6 +11,7 @@ inline constexpr int kDecodeRows = 16;        // query rows (query tokens x grou
 inline constexpr int kDecodeMaxInFlight = 4;  // pieces of one warp
 
 inline constexpr int kQueryWarps = 4;  // of a CTA of the query kernel
+inline constexpr int kQueryRows = 1;   // of each of its warps: the fewer, the sooner they are done
 inline constexpr int kMergeWarps = 8;  // of a CTA of the merge kernel
 
 // Warps of a CTA that a kernel may be launched with: what its registers allow.

@@ -92,10 +92,10 @@ __device__ __forceinline__ float finite_or(float x, DType type, bool saturate) {
     return copysignf(type == DType::kF16 ? 65504.0f : kMaxMagnitude, x);
 }
 
-// Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words. Four rows at a time, whose
-// shuffles overlap.
-template <int D, int W>
-__device__ __forceinline__ void rotate_rows(float (&x)[4][W][4], const float* signs, int lane) {
+// Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words. The shuffles of
+// several rows overlap.
+template <int D, int R, int W>
+__device__ __forceinline__ void rotate_rows(float (&x)[R][W][4], const float* signs, int lane) {
     constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;
     const auto butterfly = [](float& a, float& b) {
         const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void rotate_rows(float (&x)[4][W][4], const float* si
         float s[4];
         load_word(signs, DType::kF32, lane % kLanes + 32 * j, s);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < R; ++k) {
             float(&v)[4] = x[k][j];
 #pragma unroll
             for (int c = 0; c < 4; ++c) v[c] = s[c] < 0.0f ? -v[c] : v[c];
@@ -120,7 +120,7 @@ __device__ __forceinline__ void rotate_rows(float (&x)[4][W][4], const float* si
 #pragma unroll
     for (int h = 1; h < kLanes; h *= 2) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < R; ++k) {
 #pragma unroll
             for (int j = 0; j < W; ++j) {
 #pragma unroll
@@ -132,7 +132,7 @@ __device__ __forceinline__ void rotate_rows(float (&x)[4][W][4], const float* si
         }
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < R; ++k) {
         if constexpr (W == 2) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) butterfly(x[k][0][c], x[k][1][c]);
@@ -191,8 +191,8 @@ __device__ __forceinline__ void count_window_pages(const AttendArgs& a, int32_t*
     }
 }
 
-// One warp: 4 query rows of a (sequence, kv head), in the order of p.queries; rows that do not exist get zeros. The last CTA counts
-// the pages that lie within the window.
+// One warp: kQueryRows query rows of a (sequence, kv head); rows that do not exist get zeros. The last CTA counts the pages that lie
+// within the window.
 template <int D>
 __global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __grid_constant__ DecodeParams p) {
     grid_dependency_wait();
@@ -200,23 +200,24 @@ __global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __
     grid_launch_dependents();
     constexpr int W = D > 128 ? 2 : 1;               // words of 4 channels per lane
     constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold one
-    const int lane = int(threadIdx.x) % 32, tiles = p.row_capacity / 4;
+    const int lane = int(threadIdx.x) % 32, per_segment = p.row_capacity / kQueryRows;
     if (blockIdx.x == gridDim.x - 1) {
         if (p.windowed_pages && threadIdx.x < 32) count_window_pages(p.a, p.windowed_pages, lane);
         return;
     }
-    const int task = int(blockIdx.x) * kQueryWarps + int(threadIdx.x) / 32, segment = task / tiles, n = task % tiles;
+    const int task = int(blockIdx.x) * kQueryWarps + int(threadIdx.x) / 32, segment = task / per_segment;
+    const int first_row = task % per_segment * kQueryRows;
     if (segment >= p.a.batch * p.a.kv_heads) return;
     const int seq = segment / p.a.kv_heads, head = segment % p.a.kv_heads;
     const SequenceArgs s = p.a.sequences[seq];
     const int rows = s.n_query * p.a.group;
     const int word_lane = D == 64 ? lane % kLanes : lane;  // at 64 the upper lanes do the same once more
-    const int64_t first = int64_t(segment) * p.row_capacity + 4 * n;
+    const int64_t first = int64_t(segment) * p.row_capacity + first_row;
     uint32_t* codes = p.query_codes + first * (D / 4);
-    float x[4][W][4];
+    float x[kQueryRows][W][4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const int row = 4 * n + k, token = row / p.a.group, q_head = head * p.a.group + row % p.a.group;
+    for (int k = 0; k < kQueryRows; ++k) {
+        const int row = first_row + k, token = row / p.a.group, q_head = head * p.a.group + row % p.a.group;
         const int64_t at = (s.row + token) * p.a.q.stride_row + q_head * p.a.q.stride_head;
         const auto* data = static_cast<const uint8_t*>(p.a.q.data) + at * int64_t(cpu::dtype_bytes(p.a.q.dtype));
 #pragma unroll
@@ -226,10 +227,10 @@ __global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __
             if (row < rows && word_lane < kLanes) load_word(data, p.a.q.dtype, word_lane + 32 * j, x[k][j]);
         }
     }
-    float amax[4];
+    float amax[kQueryRows];
     const auto largest = [&] {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < kQueryRows; ++k) {
             amax[k] = 0.0f;
 #pragma unroll
             for (int j = 0; j < W; ++j) {
@@ -240,13 +241,15 @@ __global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __
 #pragma unroll
         for (int h = 16; h >= 1; h /= 2) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(kAllLanes, amax[k], h));
+            for (int k = 0; k < kQueryRows; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(kAllLanes, amax[k], h));
         }
     };
     largest();
-    if (!(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])) <= kMaxMagnitude)) {
+    bool finite = true;
+    for (const float m : amax) finite &= m <= kMaxMagnitude;
+    if (!finite) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < kQueryRows; ++k) {
 #pragma unroll
             for (int j = 0; j < W; ++j) {
 #pragma unroll
@@ -261,7 +264,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __
     }
     if (p.a.k_offset) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < kQueryRows; ++k) {
             double dot = 0.0;
             if (lane < kLanes) {
 #pragma unroll
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __
         }
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < kQueryRows; ++k) {
         const RowQuantizer quantizer(amax[k], p.a.q_levels);
 #pragma unroll
         for (int j = 0; j < W; ++j) {

@@ -8,13 +8,13 @@ namespace ta::cuda {
 // c += a b with a [16, 32] and b [32, 8] of bytes, c [16, 8] int32. With lane = 4 r + i: a[0], a[2] are row r, columns
 // 4i..4i+3 and 16+4i..; a[1], a[3] row r + 8; b0, b1 are column r, rows 4i.. and 16+4i..; c[0], c[1] are row r, columns 2i and
 // 2i+1, c[2], c[3] row r + 8. Inputs and outputs are separate operands: a c of zeros then costs no register.
-#define TA_MMA_16832(NAME, TYPES)                                                                                            \
-    __device__ __forceinline__ void NAME(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {                    \
-        int d[4];                                                                                                            \
-        asm("mma.sync.aligned.m16n8k32.row.col.s32." TYPES ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"  \
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                                 \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));     \
-        c[0] = d[0], c[1] = d[1], c[2] = d[2], c[3] = d[3];                                                                  \
+#define TA_MMA_16832(NAME, TYPES)                                                                                           \
+    __device__ __forceinline__ void NAME(int(&c)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {                     \
+        int d[4];                                                                                                           \
+        asm("mma.sync.aligned.m16n8k32.row.col.s32." TYPES ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                                \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));    \
+        c[0] = d[0], c[1] = d[1], c[2] = d[2], c[3] = d[3];                                                                 \
     }
 TA_MMA_16832(mma_u8_s8, "u8.s8")
 TA_MMA_16832(mma_s8_s8, "s8.s8")

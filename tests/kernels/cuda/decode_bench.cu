@@ -113,7 +113,8 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[size_t(random.below(int64_t(i)))]);
     std::vector<uint64_t> table;
     for (int64_t o : order) {
-        table.push_back(reinterpret_cast<uint64_t>(slots) + uint64_t(o * slot) + (kind == PageKind::kChannel ? kEntryChannel : 0));
+        table.push_back(reinterpret_cast<uint64_t>(slots) + uint64_t(o * slot) +
+                        (kind == PageKind::kChannel ? kEntryChannel : 0));
     }
     std::vector<SequenceArgs> sequences;
     for (int b = 0; b < s.batch; ++b) sequences.push_back({s.n, s.n_query, b * s.n_query, b * n_pages});
@@ -141,7 +142,7 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     a.causal = true, a.exp = ExpMode::kPoly, a.p_levels = 65535;
 
     DecodePlan plan;
-    CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, bits == 8 ? 0 : pool.largest_channel_piece(), options.path, options.warps}, &plan));
+    CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, options.path, options.warps}, &plan));
     void* workspace;
     CHECK(cudaMalloc(&workspace, plan.workspace_bytes));
     cudaStream_t stream;
@@ -201,12 +202,16 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     }
     const double piece = bits == 8 ? double(TokenLayout(s.d).bytes()) : double(pool.largest_channel_piece());
     const double bytes = piece * double(n_slots) * s.kv_heads, t = median(times), b2b = double(together) * 1000.0 / kBackToBack;
-    std::printf("%-27s INT%d %8.1f us %6.0f GB/s %5.1f%%  b2b %8.1f us %5.1f%%  min %7.1f  goal %6.1f %-4s error %.1e  W%d\n", s.name, bits, t,
-                bytes / t * 1e-3, 100.0 * bytes / t * 1e6 / kReadBandwidth, b2b, 100.0 * bytes / b2b * 1e6 / kReadBandwidth,
-                double(*std::min_element(times.begin(), times.end())), goal, goal == 0.0 ? "" : t <= goal ? "met" : "MISS", worst, plan.warps);
+    std::printf("%-27s INT%d %8.1f us %6.0f GB/s %5.1f%%  b2b %8.1f us %5.1f%%  min %7.1f  goal %6.1f %-4s error %.1e  W%d\n",
+                s.name, bits, t, bytes / t * 1e-3, 100.0 * bytes / t * 1e6 / kReadBandwidth, b2b,
+                100.0 * bytes / b2b * 1e6 / kReadBandwidth, double(*std::min_element(times.begin(), times.end())), goal,
+                goal == 0.0 ? ""
+                : t <= goal ? "met"
+                            : "MISS",
+                worst, plan.warps);
     std::fflush(stdout);
-    for (void* p : {static_cast<void*>(templates), static_cast<void*>(slots), static_cast<void*>(flush), static_cast<void*>(sink),
-                    static_cast<void*>(d_q), static_cast<void*>(d_out), workspace}) {
+    for (void* p : {static_cast<void*>(templates), static_cast<void*>(slots), static_cast<void*>(flush),
+                    static_cast<void*>(sink), static_cast<void*>(d_q), static_cast<void*>(d_out), workspace}) {
         CHECK(cudaFree(p));
     }
     for (cudaEvent_t e : events) CHECK(cudaEventDestroy(e));
@@ -221,7 +226,8 @@ int run_bench(int argc, char** argv) {
         if (!std::strcmp(argv[i], "--warps")) options.warps = std::atoi(argv[i + 1]);
         if (!std::strcmp(argv[i], "--only")) options.only = argv[i + 1];
         if (!std::strcmp(argv[i], "--bits")) options.bits = {std::atoi(argv[i + 1])};
-        if (!std::strcmp(argv[i], "--path")) options.path = std::strcmp(argv[i + 1], "async") ? LoadPath::kBulk : LoadPath::kAsync;
+        if (!std::strcmp(argv[i], "--path"))
+            options.path = std::strcmp(argv[i + 1], "async") ? LoadPath::kBulk : LoadPath::kAsync;
     }
     for (const Shape& s : kShapes) {
         if (!options.only.empty() && options.only != s.name) continue;

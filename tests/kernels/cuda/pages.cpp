@@ -42,9 +42,9 @@ int PagePool::largest_channel_piece() const {
 }
 
 size_t PagePool::slot_bytes(PageKind kind) const {
-    const size_t page = kind == PageKind::kChannel ? channel_page_ + channel_layer_offset()
-                                                   : TokenLayout(shape_.head_dim).bytes() * size_t(shape_.kv_heads) +
-                                                         token_layer_offset();
+    const size_t page = kind == PageKind::kChannel
+                            ? channel_page_ + channel_layer_offset()
+                            : TokenLayout(shape_.head_dim).bytes() * size_t(shape_.kv_heads) + token_layer_offset();
     return round_up(page, 4096);
 }
 
