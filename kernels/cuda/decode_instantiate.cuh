@@ -1,0 +1,20 @@
+// Included by kernels/cuda/decode_d*.cu.
+#pragma once
+
+#include "kernels/cuda/decode_kernel.cuh"
+#include "kernels/cuda/decode_launch.h"
+#include "kernels/cuda/decode_merge.cuh"
+
+namespace ta::cuda {
+
+template <int D>
+DecodeKernels decode_kernels() {
+    const auto kernel = [](auto* k) { return reinterpret_cast<const void*>(k); };
+    return {{{kernel(decode_kernel<D, 1, false>), kernel(decode_kernel<D, 2, false>), kernel(decode_kernel<D, 4, false>)},
+             {kernel(decode_kernel<D, 1, true>), kernel(decode_kernel<D, 2, true>), kernel(decode_kernel<D, 4, true>)}},
+            kernel(decode_query_kernel<D>),
+            kernel(decode_merge_kernel<D>),
+            {kWarpMemoryBytes<D, 1>, kWarpMemoryBytes<D, 2>, kWarpMemoryBytes<D, 4>}};
+}
+
+}  // namespace ta::cuda

@@ -1,0 +1,221 @@
+// How one warp of the decode kernel walks its range of units and gets their pieces into shared memory.
+#pragma once
+
+#include "kernels/cuda/decode_params.h"
+#include "kernels/cuda/mma.cuh"
+
+namespace ta::cuda {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// A place in the flattened units; the same in all lanes.
+struct DecodeCursor {
+    int32_t seq, head;
+    int32_t page, pages;  // next page of `pages` that the sequence's queries see
+
+    // The place of unit u, which exists. Each round reads 32 entries of the prefix sums at once: one round up to 32 sequences. `upto`
+    // is this lane's entry of the first round.
+    __device__ void seek(const DecodeParams& p, int32_t u, int32_t upto, int lane) {
+        int32_t first = 0, n = p.a.batch, begin, end;  // the sequence is among [first, first + n)
+        for (;;) {
+            const int32_t stride = (n + 31) / 32;
+            if (first > 0 || n < p.a.batch) upto = p.pages_before[first + min((lane + 1) * stride, n)];
+            const uint32_t before = __ballot_sync(kAllLanes, (lane + 1) * stride <= n && upto * p.a.kv_heads <= u);
+            const int32_t skipped = __popc(before);
+            first += skipped * stride;
+            n = min(stride, n - skipped * stride);
+            if (stride > 1) continue;
+            seq = first;
+            end = __shfl_sync(kAllLanes, upto, skipped);
+            begin = skipped > 0 ? __shfl_sync(kAllLanes, upto, skipped - 1) : seq > 0 ? p.pages_before[seq] : 0;
+            break;
+        }
+        pages = end - begin;
+        const int32_t rest = u - begin * p.a.kv_heads;
+        head = rest / pages;
+        page = rest - head * pages;
+    }
+    static __device__ int32_t first_probe(const DecodeParams& p, int lane) {
+        return p.pages_before[min((lane + 1) * ((p.a.batch + 31) / 32), p.a.batch)];
+    }
+
+    // The first unit of the next (sequence, head) that has any; there is one.
+    __device__ void next_segment(const DecodeParams& p) {
+        page = 0;
+        if (++head < p.a.kv_heads) return;
+        head = 0;
+        do {
+            ++seq;
+            pages = p.pages_before[seq + 1] - p.pages_before[seq];
+        } while (pages == 0);
+    }
+};
+
+// The first page of a sequence that its queries see.
+__device__ __forceinline__ int32_t first_page(const AttendArgs& a, const SequenceArgs& s) {
+    if (a.window == 0) return 0;
+    return visible_keys(a.causal, a.window, s.n_keys, s.n_keys - s.n_query).begin / kPageTokens;
+}
+
+// Pieces of a warp's range, in order, in a ring of bytes: token and channel pieces differ in size, and so do the bits of heads.
+// Up to kDecodeMaxInFlight pieces are on their way or held.
+template <int D>
+class PieceLoader {
+  public:
+    struct Piece {
+        const uint8_t* data;
+        bool channel;
+    };
+
+    // `units` from `at` on will be taken.
+    __device__ PieceLoader(const DecodeParams& p, DecodeCursor at, int32_t units, uint8_t* ring, uint64_t* barriers, int lane)
+        : p_(p), at_(at), left_(units), ring_(ring), barriers_(smem_address(barriers)), lane_(lane) {
+        if (left_ > 0) open_segment();
+    }
+
+    // Starts as many copies as there is room for.
+    __device__ __forceinline__ void fill() {
+        while (left_ > 0 && in_flight_ < kDecodeMaxInFlight) {
+            const bool channel = kinds_ >> in_batch_ & 1;
+            const uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
+            uint32_t place = head_;
+            if (in_flight_ == 0) {
+                place = 0;
+            } else if (head_ > tail()) {
+                if (place + bytes > uint32_t(p_.ring_bytes)) place = 0;
+                if (place == 0 && bytes > tail()) break;
+            } else if (place + bytes > tail()) {
+                break;
+            }
+            head_ = place + bytes;
+            copy(channel, bytes, place);
+            queue_ |= uint64_t(place / kPieceAlignment * 2 + channel) << 16 * in_flight_;
+            ++in_flight_;
+            advance();
+        }
+    }
+
+    // Waits for the oldest piece.
+    __device__ __forceinline__ Piece take() {
+#if __CUDA_ARCH__ >= 900
+        if (p_.bulk) mbarrier_wait(barriers_ + 8 * (taken_ % kDecodeMaxInFlight), taken_ / kDecodeMaxInFlight & 1);
+#endif
+        if (!p_.bulk) {
+            switch (in_flight_) {  // the instruction takes a constant
+                case 1:
+                    cp_async_wait<0>();
+                    break;
+                case 2:
+                    cp_async_wait<1>();
+                    break;
+                case 3:
+                    cp_async_wait<2>();
+                    break;
+                default:
+                    cp_async_wait<3>();
+            }
+            __syncwarp();
+        }
+        return {ring_ + tail(), bool(queue_ & 1)};
+    }
+
+    // The oldest piece has been read by all lanes: its bytes may be overwritten.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        queue_ >>= 16;
+        ++taken_;
+        --in_flight_;
+    }
+
+  private:
+    template <int kKBits, int kVBits>
+    static constexpr uint32_t kBytes = ChannelLayout(D, kKBits, kVBits).bytes();
+
+    // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
+    __device__ __forceinline__ uint32_t tail() const {
+        return (uint32_t(queue_) & 0xfffe) * (kPieceAlignment / 2);
+    }
+
+    __device__ void open_segment() {
+        const SequenceArgs s = p_.a.sequences[at_.seq];
+        const HeadArgs h = p_.a.heads ? p_.a.heads[at_.head] : HeadArgs{0, 4, 4, 0};
+        channel_bytes_ = h.k_bits == 4   ? h.v_bits == 4 ? kBytes<4, 4> : kBytes<4, 2>
+                           : h.v_bits == 4 ? kBytes<2, 4>
+                                         : kBytes<2, 2>;
+        channel_offset_ = h.channel_offset;
+        batch_left_ = min(at_.pages - at_.page, left_);
+        next_entry_ = p_.a.table + s.first_entry + first_page(p_.a, s) + at_.page + lane_;
+        entry_ = load_entry(0);
+        open_batch();
+    }
+
+    // The batch of 32 entries that this lane's `entry_` is of; loads the one after it.
+    __device__ void open_batch() {
+        in_batch_ = 0;
+        kinds_ = __ballot_sync(kAllLanes, entry_ & kEntryChannel);
+        following_ = load_entry(32);
+    }
+
+    // This lane's entry, `ahead` after the batch at hand.
+    __device__ uint64_t load_entry(int ahead) const {
+        return lane_ + ahead < batch_left_ ? next_entry_[ahead] : 0;
+    }
+
+    __device__ __forceinline__ const uint8_t* source_of(uint64_t entry, bool channel) const {
+        const uint64_t layer = entry & kEntrySingleLayer ? 0 : channel ? p_.a.channel_layer_offset : p_.a.token_layer_offset;
+        const uint64_t head = channel ? channel_offset_ : at_.head * TokenLayout(D).bytes();
+        return reinterpret_cast<const uint8_t*>((entry & ~kEntryFlags) + layer + head);
+    }
+
+    __device__ __forceinline__ void copy(bool channel, uint32_t bytes, uint32_t place) {
+#if __CUDA_ARCH__ >= 900
+        if (p_.bulk) {
+            if (lane_ == in_batch_) {  // the lane that has the entry
+                const uint32_t barrier = barriers_ + 8 * ((taken_ + in_flight_) % kDecodeMaxInFlight);
+                mbarrier_expect(barrier, bytes);
+                bulk_copy(smem_address(ring_ + place), source_of(entry_, channel), bytes, barrier);
+            }
+            return;
+        }
+#endif
+        const uint8_t* source = source_of(__shfl_sync(kAllLanes, entry_, in_batch_), channel);
+        const uint32_t target = smem_address(ring_ + place);
+        for (uint32_t i = lane_ * 16; i < bytes; i += 512) cp_async_16(target + i, source + i);
+        cp_async_commit();
+    }
+
+    __device__ __forceinline__ void advance() {
+        --left_;
+        if (++at_.page == at_.pages) {
+            if (left_ == 0) return;
+            at_.next_segment(p_);
+            open_segment();
+        } else if (++in_batch_ == 32) {
+            batch_left_ -= 32;
+            next_entry_ += 32;
+            entry_ = following_;
+            open_batch();
+        }
+    }
+
+    const DecodeParams& p_;
+    DecodeCursor at_;  // of the next piece to be copied
+    int32_t left_;
+    uint8_t* const ring_;
+    const uint32_t barriers_;
+    const int lane_;
+
+    // 16 bits per piece in flight, the oldest lowest: its place in the ring in pieces' alignment, and below that whether it is of a
+    // channel page.
+    uint64_t queue_ = 0;
+    uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
+
+    // Lane k has entry k of a batch of 32, and of the next batch.
+    const uint64_t* next_entry_;
+    uint64_t entry_, following_;
+    uint32_t kinds_;  // bit k: entry k is of a channel page
+    int32_t in_batch_, batch_left_;
+    uint32_t channel_bytes_, channel_offset_;
+};
+
+}  // namespace ta::cuda

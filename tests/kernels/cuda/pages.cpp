@@ -1,0 +1,178 @@
+#include "tests/kernels/cuda/pages.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "kernels/cpu/kernels.h"
+#include "src/attend/stage1.h"
+
+namespace ta::cuda::testing {
+namespace {
+
+const cpu::PageCodec& codec() {
+    return *cpu::find_kernels(TA_CPU_ISA_AUTO)->codec;
+}
+
+size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
+float load_f32(const uint8_t* p) {
+    float x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+}  // namespace
+
+PagePool::PagePool(PoolShape shape) : shape_(std::move(shape)) {
+    for (int h = 0; h < shape_.kv_heads; ++h) {
+        const uint8_t kb = shape_.k_bits[size_t(h)], vb = shape_.v_bits[size_t(h)];
+        heads_.push_back({uint32_t(channel_page_), kb, vb, 0});
+        channel_page_ += ChannelLayout(shape_.head_dim, kb, vb).bytes();
+    }
+}
+
+int PagePool::largest_channel_piece() const {
+    size_t most = 0;
+    for (const HeadArgs& h : heads_) most = std::max(most, ChannelLayout(shape_.head_dim, h.k_bits, h.v_bits).bytes());
+    return int(most);
+}
+
+size_t PagePool::slot_bytes(PageKind kind) const {
+    const size_t page = kind == PageKind::kChannel
+                            ? channel_page_ + channel_layer_offset()
+                            : TokenLayout(shape_.head_dim).bytes() * size_t(shape_.kv_heads) + token_layer_offset();
+    return round_up(page, 4096);
+}
+
+const uint8_t* PagePool::piece(uint64_t entry, int head) const {
+    const bool channel = entry & kEntryChannel;
+    const uint64_t layer = entry & kEntrySingleLayer ? 0 : channel ? channel_layer_offset() : token_layer_offset();
+    const size_t in_page = channel ? heads_[size_t(head)].channel_offset : TokenLayout(shape_.head_dim).bytes() * size_t(head);
+    return bytes_.data() + (entry & ~kEntryFlags) + layer + in_page;
+}
+
+uint64_t PagePool::add(PageKind kind, const float* k, const float* v, int tokens, bool single_layer) {
+    const int d = shape_.head_dim;
+    const bool channel = kind == PageKind::kChannel;
+    const uint64_t entry = bytes_.size() | (channel ? kEntryChannel : 0) | (single_layer ? kEntrySingleLayer : 0);
+    bytes_.resize(bytes_.size() + slot_bytes(kind), 0xFF);
+    const auto in = std::make_unique<cpu::HeadStage1>();
+    std::vector<float> x(size_t(kPageTokens) * size_t(d)), amax(kPageTokens);
+    for (int h = 0; h < shape_.kv_heads; ++h) {
+        for (const bool is_k : {true, false}) {
+            for (int t = 0; t < tokens; ++t) {
+                const float* from = (is_k ? k : v) + (size_t(t) * size_t(shape_.kv_heads) + size_t(h)) * size_t(d);
+                std::memcpy(x.data() + size_t(t) * size_t(d), from, size_t(d) * sizeof(float));
+                amax[size_t(t)] = codec().amax(from, d);
+            }
+            const ScaleRule rule = !channel ? ScaleRule::kToken : is_k ? ScaleRule::kPage : ScaleRule::kPageExp;
+            quantize_tokens(codec(), x.data(), amax.data(), d, 0, tokens, rule, 0.0f, kStage1Levels, is_k ? in->k : in->v,
+                            is_k ? in->k_scale : in->v_scale);
+        }
+        auto* to = const_cast<uint8_t*>(piece(entry, h));
+        if (channel) {
+            const HeadArgs& head = heads_[size_t(h)];
+            codec().encode_channel_piece(*in, ChannelLayout(d, head.k_bits, head.v_bits), {true, true, false}, to);
+        } else {
+            codec().store_token_piece(*in, d, 0, tokens, to);
+        }
+    }
+    return entry;
+}
+
+PageNumbers read_piece(const uint8_t* piece, PageKind kind, int d, int k_bits, int v_bits, int valid) {
+    PageNumbers n;
+    n.k.resize(size_t(kPageTokens) * size_t(d));
+    n.v.resize(n.k.size());
+    const auto code = [](const uint8_t* codes, CodePlace at, int bits) {
+        return codes[at.byte] >> at.shift & ((1 << bits) - 1);
+    };
+    const ChannelLayout channel(d, k_bits, v_bits);
+    const TokenLayout token(d);
+    for (int t = 0; t < kPageTokens; ++t) {
+        for (int c = 0; c < d; ++c) {
+            const size_t at = size_t(t) * size_t(d) + size_t(c);
+            if (kind == PageKind::kToken) {
+                n.k[at] = t < valid ? int8_t(piece[token.k_codes() + k_place(d, 8, t, c).byte]) : 0;
+                n.v[at] = t < valid ? int8_t(piece[token.v_codes() + v_place(d, 8, t, c).byte]) : 0;
+                continue;
+            }
+            const uint8_t ks = piece[channel.k_step() + size_t(c)], vs = piece[channel.v_step() + size_t(c)];
+            const int kz = 8 * int8_t(piece[channel.k_zero() + size_t(c)]) + fraction_eighths_of(ks, k_bits);
+            const int vz = 8 * int8_t(piece[channel.v_zero() + size_t(c)]) + fraction_eighths_of(vs, v_bits);
+            n.k[at] = 8 * step_of(ks, k_bits) * code(piece + channel.k_codes(), k_place(d, k_bits, t, c), k_bits) + kz;
+            n.v[at] = 8 * step_of(vs, v_bits) * code(piece + channel.v_codes(), v_place(d, v_bits, t, c), v_bits) + vz;
+        }
+        if (t >= valid) {
+            n.k_scale[t] = n.v_scale[t] = 0.0;
+        } else if (kind == PageKind::kToken) {
+            n.k_scale[t] = load_f32(piece + token.k_scale() + 4 * size_t(t));
+            n.v_scale[t] = load_f32(piece + token.v_scale() + 4 * size_t(t));
+        } else {
+            const int exponent = piece[channel.v_exponents() + size_t(t) / 2] >> (t % 2 * 4) & 15;
+            n.k_scale[t] = load_f32(piece + channel.k_scale()) / 8.0;
+            n.v_scale[t] = std::ldexp(load_f32(piece + channel.v_scale()) / 8.0, -exponent);
+        }
+    }
+    return n;
+}
+
+QueryCodes quantize_query(const float* q, int d, const float* signs, const float* k_offset, float unit, int levels) {
+    alignas(64) float x[kMaxHeadDim];
+    std::memcpy(x, q, size_t(d) * sizeof(float));
+    QueryCodes out{std::vector<int8_t>(size_t(d)), 0.0f, 0.0f};
+    if (k_offset) {
+        double dot = 0.0;
+        for (int c = 0; c < d; ++c) dot += double(x[c]) * double(k_offset[c]);
+        out.bias = float(dot * double(unit));
+    }
+    if (signs) codec().rotate(x, d, signs);
+    const float s1 = stage1_scale(codec().amax(x, d), levels);
+    alignas(64) int8_t code[kMaxHeadDim];
+    codec().quantize(x, d, s1, levels, code);
+    std::memcpy(out.code.data(), code, size_t(d));
+    out.scale = s1 * unit;
+    return out;
+}
+
+double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int d, const RowRules& rules, double* out) {
+    constexpr double kLog2e = 1.4426950408889634;
+    std::vector<double> x(pages.size() * kPageTokens);
+    double top = -std::numeric_limits<double>::infinity();
+    for (size_t j = 0; j < x.size(); ++j) {
+        if (int64_t(j) < rules.keys.begin || int64_t(j) >= rules.keys.end) {
+            x[j] = -std::numeric_limits<double>::infinity();
+            continue;
+        }
+        const PageNumbers& page = *pages[j / kPageTokens];
+        const int32_t* k = page.k.data() + j % kPageTokens * size_t(d);
+        int64_t s = 0;
+        for (int c = 0; c < d; ++c) s += int64_t(q.code[size_t(c)]) * k[c];
+        x[j] = double(s) * double(q.scale) * page.k_scale[j % kPageTokens] + double(q.bias);
+        if (rules.softcap > 0.0) x[j] = rules.softcap * kLog2e * std::tanh(x[j] / rules.softcap);
+        x[j] += rules.slope * kLog2e * double(int64_t(j) - rules.position);
+        top = std::max(top, x[j]);
+    }
+    const double sink = rules.sink ? double(*rules.sink) * kLog2e : -std::numeric_limits<double>::infinity();
+    top = std::max(top, sink);
+    std::fill_n(out, d, 0.0);
+    if (top == -std::numeric_limits<double>::infinity()) return top;
+    double sum = rules.sink ? std::exp2(sink - top) : 0.0;
+    for (size_t j = 0; j < x.size(); ++j) {
+        const double p = std::exp2(x[j] - top);
+        if (p == 0.0) continue;
+        sum += p;
+        const PageNumbers& page = *pages[j / kPageTokens];
+        const int32_t* v = page.v.data() + j % kPageTokens * size_t(d);
+        const double w = p * page.v_scale[j % kPageTokens];
+        for (int c = 0; c < d; ++c) out[c] += w * v[c];
+    }
+    for (int c = 0; c < d; ++c) out[c] /= sum;
+    return (top + std::log2(sum)) / kLog2e;
+}
+
+}  // namespace ta::cuda::testing

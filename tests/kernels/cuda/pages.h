@@ -1,0 +1,73 @@
+// Pages for the CUDA kernel tests, made by the CPU codec in host memory that is then copied to the device as it is, and attention
+// in float64 over the numbers they stand for.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/cpu/page_codec.h"
+#include "kernels/cuda/attend_args.h"
+
+namespace ta::cuda::testing {
+
+struct PoolShape {
+    int head_dim = 128, kv_heads = 1;
+    std::vector<uint8_t> k_bits, v_bits;  // [kv_heads] of channel pages
+};
+
+// Slots of one layer's pages, 4096-byte aligned, in the order they were added. Everything that is not written is 0xFF: padding,
+// scales and codes of slots without a token, and what lies around the layer's page.
+class PagePool {
+  public:
+    explicit PagePool(PoolShape shape);
+
+    const PoolShape& shape() const { return shape_; }
+    const std::vector<HeadArgs>& heads() const { return heads_; }
+    const std::vector<uint8_t>& bytes() const { return bytes_; }
+    uint64_t token_layer_offset() const { return kLayerOffset; }
+    uint64_t channel_layer_offset() const { return 2 * kLayerOffset; }
+    int largest_channel_piece() const;
+    size_t slot_bytes(PageKind kind) const;
+
+    // k, v [tokens, kv_heads, head_dim]. Returns a block table entry whose address is relative to the start of bytes().
+    uint64_t add(PageKind kind, const float* k, const float* v, int tokens, bool single_layer);
+    // The piece of a head in the page of such an entry.
+    const uint8_t* piece(uint64_t entry, int head) const;
+
+  private:
+    static constexpr uint64_t kLayerOffset = 640;
+    PoolShape shape_;
+    std::vector<HeadArgs> heads_;
+    size_t channel_page_ = 0;
+    std::vector<uint8_t> bytes_;
+};
+
+// The numbers of one head's page: value = number * scale.
+struct PageNumbers {
+    std::vector<int32_t> k, v;    // [64, head_dim] in eighths on channel pages
+    double k_scale[kPageTokens];  // 0 from `valid` on
+    double v_scale[kPageTokens];
+};
+PageNumbers read_piece(const uint8_t* piece, PageKind kind, int head_dim, int k_bits, int v_bits, int valid);
+
+// Stage 1 of a query row as the runtime does it.
+struct QueryCodes {
+    std::vector<int8_t> code;
+    float scale;
+    float bias;  // of a K offset
+};
+QueryCodes quantize_query(const float* q, int head_dim, const float* signs, const float* k_offset, float unit, int levels);
+
+struct RowRules {
+    KeyRange keys;
+    int64_t position = 0;
+    double unit = 1.0;     // of scores in log2 units, or in natural ones under a softcap
+    double softcap = 0.0;  // natural units
+    double slope = 0.0;
+    const float* sink = nullptr;
+};
+// Attention of one row over pages [first, ...) in float64: out [head_dim] and the LSE.
+double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int head_dim, const RowRules& rules,
+                 double* out);
+
+}  // namespace ta::cuda::testing
