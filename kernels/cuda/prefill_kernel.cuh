@@ -9,26 +9,28 @@
 
 namespace ta::cuda::prefill {
 
-// Everything per row that comes before the first product.
+// Everything per row that comes before the first product. `info` is that of row g, info + 8 that of the other.
 template <int D>
-TA_DEVICE void start_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, Queries<D>& q, Rows& rows) {
+TA_DEVICE void start_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, Queries<D>& q, Rows& rows,
+                          RowInfo* info) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
         const int row = first_row + 8 * which;
-        load_query<D>(args, tile, row, which, i, q);
-        const int position = tile.n_keys - tile.n_query + row / args.group;
-        const KeyRange seen = visible_keys(args.causal, args.window, tile.n_keys, position);
+        RowInfo r;
+        load_query<D>(args, tile, row, which, i, q, r);
+        r.position = tile.n_keys - tile.n_query + row / args.group;
+        const KeyRange seen = visible_keys(args.causal, args.window, tile.n_keys, r.position);
         const bool exists = row < tile.n_query * args.group;
-        rows.m[which] = rows.natural[which] = kNever;
-        rows.l[which] = 0.0f;
-        rows.p_sum[which] = 0;
         // A row that does not exist sees all keys, so that no block takes a slower path because of it.
-        rows.key_begin[which] = exists ? seen.begin : 0;
-        rows.key_end[which] = exists ? seen.end : tile.n_keys;
-        rows.position[which] = position;
-        rows.slope[which] =
-            args.alibi_slope && exists ? args.alibi_slope[tile.head * args.group + row % args.group] * 1.44269504f : 0.0f;
+        r.key_begin = exists ? seen.begin : 0;
+        r.key_end = exists ? seen.end : tile.n_keys;
+        r.slope = args.alibi_slope && exists ? args.alibi_slope[tile.head * args.group + row % args.group] * 1.44269504f : 0.0f;
+        r.natural = kNever;
+        if (i == 0) info[8 * which] = r;
+        rows.m[which] = kNever;
+        rows.l[which] = 0.0f;
     }
+    __syncwarp();
 }
 
 template <typename T, int N>
@@ -52,7 +54,7 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 // O / l and LSE of a lane's two rows.
 template <int D>
 TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, float v_base,
-                           const Queries<D>& q, const Rows& rows, const int32_t (&o)[D / 2]) {
+                           const RowInfo* info, const Rows& rows, const int32_t (&o)[D / 2]) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
@@ -61,7 +63,7 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int 
         const int head = tile.head * args.group + row % args.group;
         if (row >= tile.n_query * args.group) continue;
         // Score of the row = what P carries + shift; with softcap the offset is in the scores already.
-        const float shift = args.softcap > 0.0f ? 0.0f : q.bias[which];
+        const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
         float m = rows.m[which];
         if (args.sink) {
             const float sink = args.sink[head] * kLog2e - shift;
@@ -132,19 +134,20 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
     const bool has_options = args.softcap > 0.0f || options.sas || options.alibi;
     Ring<kStages> stage;
     for (const PrefillTile* next = first; next < last; ++next) {
-        const PrefillTile tile = *next;
-        const int first_row = tile.first_row + 64 * group + 16 * warp + lane / 4;
+        const PrefillTile& tile = *next;  // read again where it is needed: registers are short in between
+        const int row_in_tile = 64 * group + 16 * warp + lane / 4;
+        RowInfo* info = shared.rows + row_in_tile;
         Queries<D> q;
         Rows rows;
-        start_rows<D>(args, tile, first_row, i, q, rows);
+        start_rows<D>(args, tile, tile.first_row + row_in_tile, i, q, rows, info);
         int32_t o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0;
         float v_base = 0.0f;
         if (tile.page_begin < tile.page_end) {
             // Keys that every row of the warp sees.
-            const int all_begin = __reduce_max_sync(~0u, max(rows.key_begin[0], rows.key_begin[1]));
-            const int all_end = __reduce_min_sync(~0u, min(rows.key_end[0], rows.key_end[1]));
+            const int all_begin = __reduce_max_sync(~0u, max(info[0].key_begin, info[8].key_begin));
+            const int all_end = __reduce_min_sync(~0u, min(info[0].key_end, info[8].key_end));
             int32_t s[64], s_fraction[4];
             Pending pending;
             float m[2];
@@ -158,10 +161,10 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                     for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
                 }
                 const bool plain = scales.uniform[0] && scales.uniform[1] && !has_options && first_key >= all_begin;
-                const int end[2] = {rows.key_end[0] - first_key - 2 * i, rows.key_end[1] - first_key - 2 * i};
-                if (!plain || !fast_scores<D, kFractions>(s, q, scales, first_key + kBlockTokens > all_end, end, fraction, rows,
-                                                          pending, m)) {
-                    general_scores<D, kFractions>(s, q, scales, options, first_key, i, fraction, rows, pending, m);
+                const int key = first_key + 2 * i;
+                if (!plain || !fast_scores<kFractions>(s, info, scales, first_key + kBlockTokens > all_end, key, fraction, rows,
+                                                       pending, m)) {
+                    general_scores<kFractions>(s, info, scales, options, key, i, fraction, rows, pending, m);
                 }
             };
 
@@ -189,8 +192,8 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 multiply_k<D>(q, shared.k[stage.slot], s);
                 if (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
                 sm90::wgmma_commit();
-#pragma unroll
-                for (int row = 0; row < 2; ++row) rows.l[row] += pending.l[row];
+                sm90::pin_registers(pending.y[0]);  // else the exponentials move ahead of the product they should hide behind
+                sm90::pin_registers(pending.y[1]);
                 make_p(pending, rows, p);
                 sm90::wgmma_fence();
                 multiply_v<D>(p, shared.v[before], o);
@@ -205,7 +208,7 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 if (block % 128 == 0) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
 #pragma unroll
                     for (int row = 0; row < 2; ++row) {
-                        if (quad_sum(float(rows.p_sum[row])) < 0x1p23f) continue;
+                        if (quad_sum(rows.l[row]) * shared.scales[stage.slot].v_largest < 0x1p23f) continue;
                         m[row] += 1.0f;
                         pending.offset[row] = __vsub2(pending.offset[row], twice(kGrid));
                         pending.l[row] *= 0.5f;
@@ -213,8 +216,6 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 }
                 raise_maximum(rows, m, o);
             }
-#pragma unroll
-            for (int row = 0; row < 2; ++row) rows.l[row] += pending.l[row];
             make_p(pending, rows, p);
             sm90::wgmma_fence();
             multiply_v<D>(p, shared.v[stage.slot], o);
@@ -224,7 +225,8 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
             if (lane == 0) sm90::barrier_arrive(&shared.empty[stage.slot]);
             stage.next();
         }
-        finish_rows<D>(args, tile, first_row, i, v_base, q, rows, o);
+        finish_rows<D>(args, tile, tile.first_row + row_in_tile, i, v_base, info, rows, o);
+        __syncwarp();  // before the next tile writes `info`
     }
 }
 
@@ -246,12 +248,12 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     const int32_t* begin = reinterpret_cast<const int32_t*>(schedule);
     const PrefillTile* tiles = reinterpret_cast<const PrefillTile*>(schedule + prefill_tiles_offset(gridDim.x));
     const PrefillTile *first = tiles + begin[blockIdx.x], *last = tiles + begin[blockIdx.x + 1];
-    // 65536 registers: 128 x 56 and 256 x 224.
+    // 65536 registers: 128 x 48 and 256 x 232.
     if (warp < kProducerWarps) {
-        sm90::shrink_registers<56>();
+        sm90::shrink_registers<48>();
         produce<D>(args, first, last, shared, warp, lane);
     } else {
-        sm90::grow_registers<224>();
+        sm90::grow_registers<232>();
         consume<D, kFractions>(args, first, last, shared, warp / 4 - 1, warp % 4, lane);
     }
 }

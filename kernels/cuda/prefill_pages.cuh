@@ -248,6 +248,7 @@ struct ScaleReader {
             out.v_inverse[half] = exp2f(-page);
             out.uniform[half] = equal && page >= known - kOctavesDown;
             out.v_base = base;
+            out.v_largest = exp2f(top);
         }
     }
 };

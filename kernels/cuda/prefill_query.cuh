@@ -11,13 +11,10 @@
 
 namespace ta::cuda::prefill {
 
-// Two query rows per lane, g and g + 8 of its warp's 16.
+// Operand A of the products with K. Two query rows per lane, g and g + 8 of its warp's 16.
 template <int D>
 struct Queries {
-    uint32_t a[D / 32][4];  // operand A of the products with K
-    float scale[2];         // stage-1 scale * softmax scale, log2 units unless softcap is on
-    float bias[2];          // from K's offset, in the same unit
-    float magnitude[2];     // sum of |codes| * 127: bounds the row's scores
+    uint32_t a[D / 32][4];
 };
 
 template <typename T>
@@ -102,9 +99,10 @@ TA_DEVICE float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// Row `row` of the sequence's n_query * group into slot `which` (0 or 1) of `out`; rows that do not exist become zeros.
+// Row `row` of the sequence's n_query * group into slot `which` (0 or 1) of `out`, and its scale, magnitude and bias; rows that do
+// not exist become zeros.
 template <int D>
-TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int row, int which, int i, Queries<D>& out) {
+TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int row, int which, int i, Queries<D>& out, RowInfo& info) {
     float x[D / 4];
     const int rows = tile.n_query * args.group;
     const int head = tile.head * args.group + row % args.group;
@@ -118,13 +116,13 @@ TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int r
         for (int n = 0; n < D / 4; ++n) x[n] = 0.0f;
     }
     const float unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
-    out.bias[which] = 0.0f;
+    info.bias = 0.0f;
     if (args.k_offset) {
         const float* mu = args.k_offset + tile.head * D + i * (D / 4);
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < D / 4; ++n) sum = fmaf(x[n], __ldg(mu + n), sum);
-        out.bias[which] = quad_sum(sum) * unit;
+        info.bias = quad_sum(sum) * unit;
     }
     if (args.signs) rotate_quad<D>(x, args.signs, i);
     float amax = 0.0f;
@@ -143,8 +141,8 @@ TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int r
         }
         out.a[n / 8][2 * (n / 4 % 2) + which] = word;
     }
-    out.scale[which] = scale * unit;
-    out.magnitude[which] = quad_sum(float(magnitude)) * 127.0f;
+    info.scale = scale * unit;
+    info.magnitude = quad_sum(float(magnitude)) * 127.0f;
 }
 
 }  // namespace ta::cuda::prefill

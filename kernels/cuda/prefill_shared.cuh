@@ -24,7 +24,19 @@ struct BlockScales {
     float v_inverse[2];    // 2^-v_page
     uint32_t uniform[2];
     float v_base;  // an integer: of the first page of the tile of rows
-    uint32_t unused[3];
+    float v_largest;  // of V's scales up to this block, less `v_base`
+    uint32_t unused[2];
+};
+
+// What a query row needs once per block; registers are for the accumulators.
+struct alignas(16) RowInfo {
+    float scale;      // stage-1 scale * softmax scale, log2 units unless softcap is on
+    float magnitude;  // sum of |codes| * 127: bounds the row's scores
+    int key_begin, key_end;
+    int position;
+    float slope;    // ALiBi, log2 units
+    float bias;     // from K's offset, in the unit of `scale`
+    float natural;  // running maximum of the scores (SAS)
 };
 
 template <int D>
@@ -35,6 +47,7 @@ struct SharedMemory {
     alignas(1024) uint8_t k_fraction[kStages][8 * D];  // row p: fractions of page p's zero points, in eighths; rows 2 ... unused
     alignas(128) uint8_t raw[kRawPages][TokenLayout(D).bytes()];
     alignas(16) BlockScales scales[kStages];
+    RowInfo rows[kPrefillRows];
     uint2 spread[8];  // spread_fraction() of pages.cuh
     uint32_t raw_is_channel[kRawPages];
     uint64_t raw_full[kRawPages];

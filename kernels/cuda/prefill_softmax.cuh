@@ -16,13 +16,8 @@ inline constexpr float kNever = -1e30f;    // running maximum before the first k
 
 // Row state of a lane: rows g and g + 8 of its warp. Sums are over the lane's columns only.
 struct Rows {
-    float m[2];         // running maximum, an integer, equal in the quad; kNever: nothing yet
-    float natural[2];   // running maximum of the scores themselves (SAS), else unused
-    float l[2];         // sum of P / (V's scale as P carries it), in P's unit
-    uint32_t p_sum[2];  // sum of P in the unit of O: bounds |O|
-    int key_begin[2], key_end[2];
-    int position[2];
-    float slope[2];
+    float m[2];  // running maximum, an integer, equal in the quad; kNever: nothing yet
+    float l[2];  // sum of P / (V's scale as P carries it), in P's unit
 };
 
 // Scores of one block on their way to P.
@@ -71,7 +66,7 @@ TA_DEVICE void make_p(const Pending& pending, Rows& rows, uint32_t (&p)[4][4]) {
                 sums[group / 2] = __dp4a(word, 0x01010101u, sums[group / 2]);
             }
         }
-        rows.p_sum[row] += sums[0] + sums[1];
+        rows.l[row] += pending.l[row];
         rows.l[row] = fmaf(float(sums[0]), pending.inverse[0], fmaf(float(sums[1]), pending.inverse[1], rows.l[row]));
     }
 }
@@ -115,11 +110,11 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Fast& fast, const int (
 }
 
 // The 16-bit path over one block of scores. False, for the whole warp, when a score might leave its range; nothing but `out` has
-// changed then. `end` is where the rows' visible keys end, counted from column 2 i of the block. `fraction` are the sums of K's
-// zero point fractions for (row, page), in eighths.
-template <int D, bool kFractions>
-TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Queries<D>& q, const BlockScales& scales, bool masked,
-                           const int (&end)[2], const float (&fraction)[2][2], const Rows& rows, Pending& out, float (&m)[2]) {
+// changed then. `first_key` is the key of the lane's first column. `info` is that of row g, info + 8 that of the other.
+// `fraction` are the sums of K's zero point fractions for (row, page), in eighths.
+template <bool kFractions>
+TA_DEVICE bool fast_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, bool masked, int first_key,
+                           const float (&fraction)[2][2], const Rows& rows, Pending& out, float (&m)[2]) {
     Fast fast;
     bool fits = true;
 #pragma unroll
@@ -127,19 +122,20 @@ TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Queries<D>& q, const Bl
         const float addend = fmaf(scales.v_page[page], kGrid * 65536.0f, 32768.0f);  // rounds the high half to nearest
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float factor = q.scale[row] * scales.k_page[page] * (kGrid * 65536.0f);
+            const float factor = info[8 * row].scale * scales.k_page[page] * (kGrid * 65536.0f);
             const float all = kFractions ? fmaf(fraction[row][page] * 0.125f, factor, addend) : addend;
             fast.factor[row][page] = __float2int_rn(factor);
             fast.addend[row][page] = __float2int_rn(all);
-            fits = fits && fmaf(q.magnitude[row], factor, fabsf(all)) < 2147000000.0f;
+            fits = fits && fmaf(info[8 * row].magnitude, factor, fabsf(all)) < 2147000000.0f;
         }
         out.inverse[page] = scales.v_inverse[page];
     }
     if (!__all_sync(~0u, fits)) return false;
     if (masked) {
+        const int end[2] = {info[0].key_end - first_key, info[8].key_end - first_key};
         pack_scores<true>(s, fast, end, out);
     } else {
-        pack_scores<false>(s, fast, end, out);
+        pack_scores<false>(s, fast, {}, out);
     }
     const uint32_t largest = largest_of_rows(out);
 #pragma unroll
@@ -189,10 +185,12 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
-// The fp32 path: every scale, mask and option. Scores of `s` are replaced. `first_key` is the block's first key.
-template <int D, bool kFractions>
-TA_DEVICE void general_scores(int32_t (&s)[64], const Queries<D>& q, const BlockScales& scales, const ScoreOptions& options,
-                              int first_key, int i, const float (&fraction)[2][2], Rows& rows, Pending& out, float (&m)[2]) {
+// The fp32 path: every scale, mask and option. Scores of `s` are replaced. `first_key` is the key of the lane's first column, 2 i.
+template <bool kFractions>
+TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
+                              int first_key, int i, const float (&fraction)[2][2], const Rows& rows, Pending& out,
+                              float (&m)[2]) {
+    const RowInfo info[2] = {row_info[0], row_info[8]};
     float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -200,13 +198,13 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const Queries<D>& q, const Block
         const float2 v = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int row = e / 2, h = e % 2, key = first_key + 8 * j + 2 * i + h;
+            const int row = e / 2, h = e % 2, key = first_key + 8 * j + h;
             float x = float(s[4 * j + e]);
             if (kFractions) x = fmaf(fraction[row][j / 8], 0.125f, x);
-            x *= q.scale[row] * (h ? k.y : k.x);
-            if (options.softcap > 0.0f) x = soft_capped(x + q.bias[row], options);
-            if (options.alibi) x = fmaf(rows.slope[row], float(key - rows.position[row]), x);
-            if (key < rows.key_begin[row] || key >= rows.key_end[row]) x = -INFINITY;
+            x *= info[row].scale * (h ? k.y : k.x);
+            if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
+            if (options.alibi) x = fmaf(info[row].slope, float(key - info[row].position), x);
+            if (key < info[row].key_begin || key >= info[row].key_end) x = -INFINITY;
             natural[row] = fmaxf(natural[row], x);
             top[row] = fmaxf(top[row], x == -INFINITY ? x : x + (h ? v.y : v.x));
             s[4 * j + e] = __float_as_int(x);
@@ -215,7 +213,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const Queries<D>& q, const Block
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         m[row] = fmaxf(rows.m[row], fmaxf(ceilf(quad_max(top[row])), kNever));
-        if (options.sas) rows.natural[row] = fmaxf(rows.natural[row], quad_max(natural[row]));
+        natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
         out.offset[row] = twice(kLowestOne + 1023);
         out.l[row] = 0.0f;
         out.inverse[row] = 0.0f;
@@ -233,7 +231,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const Queries<D>& q, const Block
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const bool sees = x[n] != -INFINITY;
-                if (options.sas && sees) x[n] = rows.natural[row] + log2_sas(rows.natural[row] - x[n]);
+                if (options.sas && sees) x[n] = natural[row] + log2_sas(natural[row] - x[n]);
                 out.l[row] += exp2_approx(x[n] - m[row]);
                 const float steps = fmaxf((x[n] + v[n] - m[row]) * float(kGrid), -20000.0f);
                 y[n] = sees ? __float2int_rn(fminf(steps, 0.0f)) : -20000;
@@ -242,7 +240,10 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const Queries<D>& q, const Block
         }
     }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) out.l[row] *= 255.0f;
+    for (int row = 0; row < 2; ++row) {
+        out.l[row] *= 255.0f;
+        if (options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
+    }
 }
 
 // Brings O and the sums to a larger maximum. True for a row that has none yet: O is still zero.
@@ -255,7 +256,6 @@ TA_DEVICE void raise_maximum(Rows& rows, const float (&m)[2], int32_t (&o)[N]) {
         const float octaves = m[row] - rows.m[row];
         shift[row] = int(fminf(octaves, 31.0f));
         rows.l[row] *= exp2_approx(-octaves);
-        rows.p_sum[row] >>= shift[row];
         rows.m[row] = m[row];
     }
 #pragma unroll

@@ -74,8 +74,8 @@ TA_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // The accumulators may not be touched between issue and wait; this keeps the compiler from moving uses across the wait.
-template <int N>
-TA_DEVICE void pin_registers(int32_t (&d)[N]) {
+template <typename T, int N>
+TA_DEVICE void pin_registers(T (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }

@@ -477,11 +477,12 @@ std::vector<Case> all_cases(bool quick) {
 __global__ void quantize_kernel(const __grid_constant__ AttendArgs args, PrefillTile tile, uint32_t* codes, float* scales) {
     prefill::Queries<128> q;
     const int lane = int(threadIdx.x) % 32, row = lane / 4;
-    for (int which = 0; which < 2; ++which) prefill::load_query<128>(args, tile, row + 8 * which, which, lane % 4, q);
+    prefill::RowInfo info[2];
+    for (int which = 0; which < 2; ++which) prefill::load_query<128>(args, tile, row + 8 * which, which, lane % 4, q, info[which]);
     for (int which = 0; which < 2; ++which) {
         for (int word = 0; word < 8; ++word)
             codes[(row + 8 * which) * 32 + lane % 4 * 8 + word] = q.a[word / 2][2 * (word % 2) + which];
-        scales[row + 8 * which] = q.scale[which];
+        scales[row + 8 * which] = info[which].scale;
     }
 }
 
