@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     const int32_t* begin = reinterpret_cast<const int32_t*>(schedule);
     const PrefillTile* tiles = reinterpret_cast<const PrefillTile*>(schedule + prefill_tiles_offset(gridDim.x));
     const PrefillTile *first = tiles + begin[blockIdx.x], *last = tiles + begin[blockIdx.x + 1];
-    // 65536 registers: 128 x 48 and 256 x 232.
+    // The CTA starts with 168 registers a thread, 504 for a thread of each warpgroup: 40 + 2 x 232.
     if (warp < kProducerWarps) {
-        sm90::shrink_registers<48>();
+        sm90::shrink_registers<40>();
         produce<D>(args, first, last, shared, warp, lane);
     } else {
         sm90::grow_registers<232>();
