@@ -12,12 +12,12 @@ namespace ta::cuda::prefill {
 // Everything per row that comes before the first product. `info` is that of row g, info + 8 that of the other.
 template <int D>
 TA_DEVICE void start_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, Queries<D>& q, Rows& rows,
-                          RowInfo* info) {
+                          uint32_t negative, RowInfo* info) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
         const int row = first_row + 8 * which;
         RowInfo r;
-        load_query<D>(args, tile, row, which, i, q, r);
+        load_query<D>(args, tile, row, which, i, negative, q, r);
         r.position = tile.n_keys - tile.n_query + row / args.group;
         const KeyRange seen = visible_keys(args.causal, args.window, tile.n_keys, r.position);
         const bool exists = row < tile.n_query * args.group;
@@ -53,7 +53,7 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 
 // O / l and LSE of a lane's two rows.
 template <int D>
-TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, float v_base,
+TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i,
                            const RowInfo* info, const Rows& rows, const int32_t (&o)[D / 2]) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #pragma unroll
@@ -74,7 +74,7 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int 
             }
         }
         const int64_t token = tile.row + row / args.group;
-        const float norm = l > 0.0f ? exp2f(v_base) / l : 0.0f;
+        const float norm = l > 0.0f ? 1.0f / l : 0.0f;
         float x[D / 4];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -132,6 +132,7 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
     options.sas = args.exp == ExpMode::kSas;
     options.alibi = args.alibi_slope != nullptr;
     const bool has_options = args.softcap > 0.0f || options.sas || options.alibi;
+    const uint32_t negative = D == 128 ? shared.negative[i] : shared.negative[i / 2] >> (16 * (i & 1));
     Ring<kStages> stage;
     for (const PrefillTile* next = first; next < last; ++next) {
         const PrefillTile& tile = *next;  // read again where it is needed: registers are short in between
@@ -139,11 +140,10 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
         RowInfo* info = shared.rows + row_in_tile;
         Queries<D> q;
         Rows rows;
-        start_rows<D>(args, tile, tile.first_row + row_in_tile, i, q, rows, info);
+        start_rows<D>(args, tile, tile.first_row + row_in_tile, i, q, rows, negative, info);
         int32_t o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0;
-        float v_base = 0.0f;
         if (tile.page_begin < tile.page_end) {
             // Keys that every row of the warp sees.
             const int all_begin = __reduce_max_sync(~0u, max(info[0].key_begin, info[8].key_begin));
@@ -175,7 +175,6 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
             multiply_k<D>(q, shared.k[stage.slot], s);
             if (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
             sm90::wgmma_commit();
-            v_base = shared.scales[stage.slot].v_base;
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             if (kFractions) sm90::pin_registers(s_fraction);
@@ -192,8 +191,11 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 multiply_k<D>(q, shared.k[stage.slot], s);
                 if (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
                 sm90::wgmma_commit();
-                sm90::pin_registers(pending.y[0]);  // else the exponentials move ahead of the product they should hide behind
-                sm90::pin_registers(pending.y[1]);
+                // The exponentials wait for a number that came with this block, or the compiler moves them ahead of the product
+                // that they should hide behind.
+                const uint32_t zero = shared.scales[stage.slot].zero;
+                pending.offset[0] += zero;
+                pending.offset[1] += zero;
                 make_p(pending, rows, p);
                 sm90::wgmma_fence();
                 multiply_v<D>(p, shared.v[before], o);
@@ -206,9 +208,10 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 sm90::pin_registers(o);
                 if (lane == 0) sm90::barrier_arrive(&shared.empty[before]);
                 if (block % 128 == 0) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
+                    const float v_largest = fmaxf(shared.scales[stage.slot].v_largest[0], shared.scales[stage.slot].v_largest[1]);
 #pragma unroll
                     for (int row = 0; row < 2; ++row) {
-                        if (quad_sum(rows.l[row]) * shared.scales[stage.slot].v_largest < 0x1p23f) continue;
+                        if (quad_sum(rows.l[row]) * v_largest < 0x1p23f) continue;
                         m[row] += 1.0f;
                         pending.offset[row] = __vsub2(pending.offset[row], twice(kGrid));
                         pending.l[row] *= 0.5f;
@@ -225,7 +228,7 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
             if (lane == 0) sm90::barrier_arrive(&shared.empty[stage.slot]);
             stage.next();
         }
-        finish_rows<D>(args, tile, tile.first_row + row_in_tile, i, v_base, info, rows, o);
+        finish_rows<D>(args, tile, tile.first_row + row_in_tile, i, info, rows, o);
         __syncwarp();  // before the next tile writes `info`
     }
 }
@@ -236,7 +239,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     SharedMemory<D>& shared = *reinterpret_cast<SharedMemory<D>*>(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int n = 0; n < kRawPages; ++n) sm90::barrier_init(&shared.raw_full[n], 1);
+        for (int n = 0; n < kRawPages; ++n) {
+            sm90::barrier_init(&shared.raw_full[n], 1);
+            sm90::barrier_init(&shared.raw_empty[n], 2);
+        }
         for (int n = 0; n < kStages; ++n) {
             sm90::barrier_init(&shared.full[n], kProducerWarps);
             sm90::barrier_init(&shared.empty[n], 4 * kConsumerGroups);
@@ -244,16 +250,20 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         sm90::fence_barrier_init();
     }
     if (threadIdx.x < 8) shared.spread[threadIdx.x] = spread_fraction(threadIdx.x);
+    if (threadIdx.x < D) {
+        const uint32_t word = __ballot_sync(~0u, args.signs && args.signs[threadIdx.x] < 0.0f);
+        if (lane == 0) shared.negative[warp] = word;
+    }
     __syncthreads();
     const int32_t* begin = reinterpret_cast<const int32_t*>(schedule);
     const PrefillTile* tiles = reinterpret_cast<const PrefillTile*>(schedule + prefill_tiles_offset(gridDim.x));
     const PrefillTile *first = tiles + begin[blockIdx.x], *last = tiles + begin[blockIdx.x + 1];
-    // The CTA starts with 168 registers a thread, 504 for a thread of each warpgroup: 40 + 2 x 232.
+    // The CTA starts with 168 registers a thread, 504 for a thread of each warpgroup: 56 + 2 x 224.
     if (warp < kProducerWarps) {
-        sm90::shrink_registers<40>();
+        sm90::shrink_registers<56>();
         produce<D>(args, first, last, shared, warp, lane);
     } else {
-        sm90::grow_registers<232>();
+        sm90::grow_registers<224>();
         consume<D, kFractions>(args, first, last, shared, warp / 4 - 1, warp % 4, lane);
     }
 }

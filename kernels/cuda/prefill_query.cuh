@@ -53,6 +53,10 @@ TA_DEVICE void load_channels(const TensorArgs& t, int64_t offset, float (&x)[N])
 // Replaces what is not a number or too large; returns how many values were.
 template <int N>
 TA_DEVICE int make_finite(float (&x)[N], bool saturate, float limit) {
+    bool good = true;
+#pragma unroll
+    for (int n = 0; n < N; ++n) good = good && fabsf(x[n]) <= kMaxMagnitude;
+    if (good) return 0;
     int replaced = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -63,11 +67,32 @@ TA_DEVICE int make_finite(float (&x)[N], bool saturate, float limit) {
     return replaced;
 }
 
-// rotation.h over a quad: the last two distances are between lanes.
-template <int D>
-TA_DEVICE void rotate_quad(float (&x)[D / 4], const float* signs, int i) {
+// RNE(fl(x / scale)) of values within +-levels * scale. The product with the inverse rounds to the same integer unless it is next
+// to a half; then the row is divided.
+template <int N>
+TA_DEVICE void quantize(float (&x)[N], float scale, int levels) {
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    float nearest = 0.0f;  // distance from the integer that is chosen
+    float code[N];
 #pragma unroll
-    for (int n = 0; n < D / 4; ++n) x[n] *= __ldg(signs + i * (D / 4) + n);
+    for (int n = 0; n < N; ++n) {
+        const float r = x[n] * inverse;
+        code[n] = rintf(r);
+        nearest = fmaxf(nearest, fabsf(r - code[n]));
+    }
+    if (nearest > 0.5f - 0x1p-13f) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) code[n] = float(stage1_code(x[n], scale, levels));
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) x[n] = code[n];
+}
+
+// rotation.h over a quad: the last two distances are between lanes. Bit n of `negative`: the lane's channel n changes its sign.
+template <int D>
+TA_DEVICE void rotate_quad(float (&x)[D / 4], uint32_t negative, int i) {
+#pragma unroll
+    for (int n = 0; n < D / 4; ++n) x[n] = __int_as_float(__float_as_int(x[n]) ^ (negative << (31 - n) & 0x80000000u));
 #pragma unroll
     for (int h = 1; h < D / 4; h *= 2) {
 #pragma unroll
@@ -102,7 +127,8 @@ TA_DEVICE float quad_max(float x) {
 // Row `row` of the sequence's n_query * group into slot `which` (0 or 1) of `out`, and its scale, magnitude and bias; rows that do
 // not exist become zeros.
 template <int D>
-TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int row, int which, int i, Queries<D>& out, RowInfo& info) {
+TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int row, int which, int i, uint32_t negative,
+                          Queries<D>& out, RowInfo& info) {
     float x[D / 4];
     const int rows = tile.n_query * args.group;
     const int head = tile.head * args.group + row % args.group;
@@ -124,25 +150,26 @@ TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int r
         for (int n = 0; n < D / 4; ++n) sum = fmaf(x[n], __ldg(mu + n), sum);
         info.bias = quad_sum(sum) * unit;
     }
-    if (args.signs) rotate_quad<D>(x, args.signs, i);
+    if (args.signs) rotate_quad<D>(x, negative, i);
     float amax = 0.0f;
 #pragma unroll
     for (int n = 0; n < D / 4; ++n) amax = fmaxf(amax, fabsf(x[n]));
     const float scale = stage1_scale(quad_max(amax), args.q_levels);
-    int magnitude = 0;
+    quantize(x, scale, args.q_levels);
+    float magnitude = 0.0f;
 #pragma unroll
     for (int n = 0; n < D / 4; n += 4) {
-        uint32_t word = 0;
+        uint32_t bytes[4];
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
-            const int code = stage1_code(x[n + b], scale, args.q_levels);
-            word |= uint32_t(code & 255) << (8 * b);
-            magnitude += abs(code);
+            magnitude += fabsf(x[n + b]);
+            bytes[b] = __float_as_uint(x[n + b] + 12582912.0f);  // 1.5 * 2^23: the integer is in the low bits
         }
-        out.a[n / 8][2 * (n / 4 % 2) + which] = word;
+        const uint32_t low = __byte_perm(bytes[0], bytes[1], 0x0040), high = __byte_perm(bytes[2], bytes[3], 0x0040);
+        out.a[n / 8][2 * (n / 4 % 2) + which] = __byte_perm(low, high, 0x5410);
     }
     info.scale = scale * unit;
-    info.magnitude = quad_sum(float(magnitude)) * 127.0f;
+    info.magnitude = quad_sum(magnitude) * 127.0f;
 }
 
 }  // namespace ta::cuda::prefill

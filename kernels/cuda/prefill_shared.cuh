@@ -2,14 +2,12 @@
 // barriers between them.
 #pragma once
 
-#include "kernels/cuda/prefill.h"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/cuda/prefill_stream.cuh"
 
 namespace ta::cuda::prefill {
 
 inline constexpr int kBlockTokens = 2 * kPageTokens;  // a block of keys: two pages, one step of the main loop
 inline constexpr int kStages = 4;                     // blocks ready for the products
-inline constexpr int kRawPages = 5;                   // pages on their way from memory
 inline constexpr int kProducerWarps = 4;              // expand pages into tiles
 inline constexpr int kConsumerGroups = 2;             // warpgroups of 64 query rows
 inline constexpr int kThreads = 32 * kProducerWarps + 128 * kConsumerGroups;
@@ -18,14 +16,14 @@ inline constexpr int kThreads = 32 * kProducerWarps + 128 * kConsumerGroups;
 // without costing the row sums their precision; else the per-token arrays count.
 struct BlockScales {
     float k_token[kBlockTokens];
-    float v_token[kBlockTokens];  // log2 of V's scale, less `v_base`
+    float v_token[kBlockTokens];  // log2 of V's scale
     float k_page[2];
-    float v_page[2];       // log2 of V's scale, less `v_base`
-    float v_inverse[2];    // 2^-v_page
+    float v_page[2];     // log2 of V's scale
+    float v_inverse[2];  // 2^-v_page
+    float v_largest[2];  // of V's scales up to this block
     uint32_t uniform[2];
-    float v_base;  // an integer: of the first page of the tile of rows
-    float v_largest;  // of V's scales up to this block, less `v_base`
-    uint32_t unused[2];
+    uint32_t zero;  // 0, though the compiler does not know
+    uint32_t unused;
 };
 
 // What a query row needs once per block; registers are for the accumulators.
@@ -48,23 +46,12 @@ struct SharedMemory {
     alignas(128) uint8_t raw[kRawPages][TokenLayout(D).bytes()];
     alignas(16) BlockScales scales[kStages];
     RowInfo rows[kPrefillRows];
-    uint2 spread[8];  // spread_fraction() of pages.cuh
+    uint2 spread[8];       // spread_fraction() of pages.cuh
+    uint32_t negative[4];  // bit c % 32 of word c / 32: the rotation changes the sign of channel c
+    PageStream<D> stream;
     uint32_t raw_is_channel[kRawPages];
-    uint64_t raw_full[kRawPages];
+    uint64_t raw_full[kRawPages], raw_empty[kRawPages];
     uint64_t full[kStages], empty[kStages];
-};
-
-// Position in a ring of `N` slots and the parity of its barrier's phase.
-template <int N>
-struct Ring {
-    int slot = 0;
-    uint32_t phase = 0;
-    TA_DEVICE void next() {
-        if (++slot == N) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
 };
 
 }  // namespace ta::cuda::prefill
