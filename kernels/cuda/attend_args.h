@@ -1,0 +1,88 @@
+// What one attention call over pages (one layer) needs on the device; decode and prefill share it. Pointers are to device
+// memory, or to host memory mapped into it, unless said otherwise. Nothing here depends on lengths: a captured graph is replayed
+// with new lengths by rewriting what `sequences`, `pages_before` and `table` point at.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cpu/attend.h"
+#include "kernels/cpu/page_codec.h"
+#include "kernels/format/layout.h"
+
+namespace ta::cuda {
+
+using cpu::DType;
+using cpu::ExpMode;
+
+// Entry of a block table: the address of a slot, 4096-byte aligned, and flags in the low bits.
+inline constexpr uint64_t kEntryChannel = 1;      // a channel page, else a token page
+inline constexpr uint64_t kEntrySingleLayer = 2;  // the address is that of this layer's page: no layer offset is added
+inline constexpr uint64_t kEntryFlags = 4095;
+
+struct alignas(16) SequenceArgs {
+    int32_t n_keys;       // keys visible to the call, those of the open page included
+    int32_t n_query;      // query tokens; under a causal mask they are the last n_query positions. 0: nothing to do
+    int32_t row;          // first row in q, out and lse
+    int32_t first_entry;  // of the sequence's ceil(n_keys / 64) entries in `table`
+};
+
+struct HeadArgs {
+    uint32_t channel_offset;  // of the head's piece within a channel page of one layer; a token page's is head * bytes
+    uint8_t k_bits, v_bits;   // of channel pages: 4 or 2
+    uint16_t unused;
+};
+
+// [rows, heads, head_dim] with head_dim contiguous; strides in elements. 16-byte aligned rows are read faster, none are required.
+struct TensorArgs {
+    void* data;
+    int64_t stride_row, stride_head;
+    DType dtype;
+};
+
+struct AttendArgs {
+    int32_t head_dim, kv_heads, group, batch;
+
+    const SequenceArgs* sequences;  // [batch]
+    const int32_t* pages_before;    // [batch + 1] pages of the sequences before; the last is the sum
+    const uint64_t* table;
+    const HeadArgs* heads;  // [kv_heads]; nullptr when no page is a channel page
+    uint64_t token_layer_offset, channel_layer_offset;
+
+    TensorArgs q, out;
+    float* lse;  // [rows, q_heads] natural logarithm, or nullptr
+
+    const float* signs;     // [head_dim] +1 or -1: queries are rotated; nullptr: they are not
+    const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr
+    int32_t q_levels;       // stage-1 levels of queries: 119 or 127
+    bool saturate;          // non-finite query values become the nearest finite ones instead of 0
+    uint32_t* nonfinite;    // [batch] counts query values that were replaced, or nullptr
+
+    float scale;               // of q.k, natural units
+    bool causal;               // aligned at the bottom right; otherwise a full mask
+    int32_t window;            // keys nearer than this are seen, on both sides under a full mask; 0: all
+    float softcap;             // 0: off
+    const float* alibi_slope;  // [q_heads] natural units, or nullptr
+    const float* sink;         // [q_heads] logits of learned sinks, natural units, or nullptr
+
+    ExpMode exp;
+    int32_t p_levels;  // 65535 (two bytes), 255, 127 or 119
+    bool p_running;    // P in units of the running maximum instead of the page's
+};
+
+// Keys that the query at position p sees: [begin, end), the same rule as the CPU's.
+struct KeyRange {
+    int32_t begin, end;
+};
+TA_HD inline KeyRange visible_keys(bool causal, int32_t window, int32_t n_keys, int32_t p) {
+    const auto within = [n_keys](int64_t j) { return int32_t(j < 0 ? 0 : j > n_keys ? n_keys : j); };
+    KeyRange r{0, n_keys};
+    if (causal) r.end = within(int64_t(p) + 1);
+    if (window > 0) {
+        r.begin = within(int64_t(p) - window + 1);
+        if (!causal) r.end = within(int64_t(p) + window);
+    }
+    if (r.begin > r.end) r.begin = r.end;
+    return r;
+}
+
+}  // namespace ta::cuda
