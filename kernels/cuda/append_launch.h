@@ -1,0 +1,16 @@
+// The instantiations of the append kernel, one source file per head_dim: kernels/cuda/append_d*.cu.
+#pragma once
+
+namespace ta::cuda {
+
+struct AppendKernel {
+    const void* kernel;  // of one argument, AppendArgs
+    int threads;
+};
+
+AppendKernel append_kernel_d64();
+AppendKernel append_kernel_d96();
+AppendKernel append_kernel_d128();
+AppendKernel append_kernel_d256();
+
+}  // namespace ta::cuda

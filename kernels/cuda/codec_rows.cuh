@@ -1,0 +1,176 @@
+// Stage 1 on CUDA: rows of K and V are read, rotated and quantized, 8 channels per lane, in the arithmetic of
+// kernels/format/{rotation,codec}.h to the bit, whatever the contraction of the compiler.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "kernels/cuda/attend_args.h"
+#include "kernels/format/codec.h"
+#include "kernels/format/rotation.h"
+
+namespace ta::cuda {
+
+inline constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+// How the rows of a page lie in a CTA: 16 at a time, a warp holding several rows of d / 8 lanes each.
+template <int D>
+struct RowShape {
+    static constexpr int kLanes = D == 96 ? 16 : D / 8;  // of a row; at 96 four of them hold nothing
+    static constexpr int kWarpRows = 32 / kLanes;
+    static constexpr int kWarps = 16 / kWarpRows;
+    static constexpr int kThreads = 32 * kWarps;
+};
+
+// A lane's 8 values as they lie in memory.
+struct RawRow {
+    uint4 a, b;  // b: fp32 only
+};
+
+__device__ __forceinline__ RawRow load_raw(const TensorArgs& x, bool aligned, int64_t at) {
+    const int size = int(cpu::dtype_bytes(x.dtype));
+    const auto* from = static_cast<const uint8_t*>(x.data) + at * size;
+    RawRow r{};
+    if (aligned) {
+        r.a = __ldg(reinterpret_cast<const uint4*>(from));
+        if (x.dtype == DType::kF32) r.b = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+    } else if (x.dtype == DType::kF32) {
+        const auto* w = reinterpret_cast<const uint32_t*>(from);
+        r.a = make_uint4(__ldg(w), __ldg(w + 1), __ldg(w + 2), __ldg(w + 3));
+        r.b = make_uint4(__ldg(w + 4), __ldg(w + 5), __ldg(w + 6), __ldg(w + 7));
+    } else {
+        const auto* h = reinterpret_cast<const uint16_t*>(from);
+        const auto two = [h](int j) { return uint32_t(__ldg(h + 2 * j)) | uint32_t(__ldg(h + 2 * j + 1)) << 16; };
+        r.a = make_uint4(two(0), two(1), two(2), two(3));
+    }
+    return r;
+}
+
+__device__ __forceinline__ void widen(const RawRow& r, DType type, float (&x)[8]) {
+    const uint32_t w[8] = {r.a.x, r.a.y, r.a.z, r.a.w, r.b.x, r.b.y, r.b.z, r.b.w};
+    if (type == DType::kF32) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __uint_as_float(w[j]);
+    } else if (type == DType::kBf16) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __uint_as_float(j % 2 ? w[j / 2] & 0xffff0000u : w[j / 2] << 16);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __half2float(__ushort_as_half(uint16_t(w[j / 2] >> j % 2 * 16)));
+    }
+}
+
+// Replaces values that no scale is made for; returns how many.
+__device__ __forceinline__ int replace_nonfinite(float (&x)[8], DType type, bool saturate) {
+    const float limit = type == DType::kF16 ? 65504.0f : kMaxMagnitude;
+    bool fine = true;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) fine &= fabsf(x[j]) <= limit;
+    if (fine) return 0;
+    int replaced = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        if (fabsf(x[j]) <= limit) continue;
+        x[j] = !saturate || x[j] != x[j] ? 0.0f : copysignf(limit, x[j]);
+        ++replaced;
+    }
+    return replaced;
+}
+
+// rotation.h: butterflies of distance 1, 2, 4 within a lane, the others across lanes. `sign` is the lane's.
+template <int D>
+__device__ __forceinline__ void rotate_row(float (&x)[8], const float (&sign)[8], int lane_in_row) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], sign[j]);
+#pragma unroll
+    for (int h = 1; h < 8; h *= 2) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j & h) continue;
+            const float a = x[j], b = x[j + h];
+            x[j] = __fadd_rn(a, b);
+            x[j + h] = __fsub_rn(a, b);
+        }
+    }
+#pragma unroll
+    for (int h = 1; h < D / 8; h *= 2) {
+        const float own = lane_in_row & h ? -1.0f : 1.0f;  // exact: the fma rounds like the addition it stands for
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = fmaf(x[j], own, __shfl_xor_sync(kWholeWarp, x[j], h));
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], rotation_norm(D));
+}
+
+// Of the whole row, in all of its lanes.
+template <int D>
+__device__ __forceinline__ float row_amax(const float (&x)[8]) {
+    float m = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) m = fmaxf(m, fabsf(x[j]));
+#pragma unroll
+    for (int h = 1; h < RowShape<D>::kLanes; h *= 2) m = fmaxf(m, __shfl_xor_sync(kWholeWarp, m, h));
+    return m;
+}
+
+// exponent_below of codec.h for x and limit that are 0 or normal, without its loop.
+__device__ __forceinline__ int exponent_below_normal(float x, float limit) {
+    if (!(x > 0.0f)) return 0;
+    const uint32_t a = __float_as_uint(x), b = __float_as_uint(limit);
+    const int e = int(b >> 23) - int(a >> 23) - int((a & 0x7fffffu) > (b & 0x7fffffu));
+    return e < 0 ? 0 : e > kMaxExponent ? kMaxExponent : e;
+}
+
+// Divides by one scale, rounded as IEEE division is: what nvcc makes of a division but for its branch for extreme exponents,
+// which a power of two keeps away.
+struct Divider {
+    float scale, up, inverse;
+    __device__ __forceinline__ explicit Divider(float s) {
+        up = s < 0x1p-60f ? 0x1p64f : 1.0f;
+        scale = __fmul_rn(s, up);
+        asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+        inverse = s > 0.0f ? fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse) : 0.0f;
+    }
+    // `x` times `up` already.
+    __device__ __forceinline__ float operator()(float x) const {
+        float q = __fmul_rn(x, inverse);
+        q = fmaf(fmaf(-scale, q, x), inverse, q);
+        return fmaf(fmaf(-scale, q, x), inverse, q);
+    }
+};
+
+inline constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
+
+// Stage-1 codes of a lane's values as the low bytes of `code`. `may_clamp`: the scale may be too small for the row; returns how
+// many values were clamped.
+__device__ __forceinline__ int quantize_row(const float (&x)[8], float scale, bool may_clamp, uint32_t (&code)[8]) {
+    const Divider divide(scale);
+    float y[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = x[j];
+    if (divide.up != 1.0f) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = __fmul_rn(y[j], divide.up);
+    }
+    int clamped = 0;
+    if (may_clamp) {
+        // Far beyond the scale the quotient could overflow.
+        const float limit = divide.scale * 128.0f, levels = float(kStage1Levels);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float r = rintf(divide(fminf(fmaxf(y[j], -limit), limit)));
+            clamped += scale > 0.0f ? fabsf(r) > levels : fabsf(x[j]) >= kMinAmax;
+            code[j] = __float_as_uint(__fadd_rn(fminf(fmaxf(r, -levels), levels), kRound));
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(y[j]), kRound));
+    }
+    return clamped;
+}
+
+// The low bytes of four words as one.
+__device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+}  // namespace ta::cuda

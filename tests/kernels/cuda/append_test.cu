@@ -1,0 +1,764 @@
+// The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written; and its speed.
+//
+// usage: append_test [--random] [--cases N] [--seed N]    correctness: N random cases, beside the fixed ones or alone; exits with 1 if one fails
+//        append_test --bench
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/append.h"
+#include "kernels/cuda/codec_page.cuh"
+#include "src/attend/stage1.h"
+
+namespace ta::cuda {
+namespace {
+
+using cpu::HeadStage1;
+
+void check(int e, const char* what) {
+    if (e == cudaSuccess) return;
+    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(cudaError_t(e)));
+    std::exit(2);
+}
+#define CHECK(x) check(int(x), #x)
+
+// Device memory of its own, so that compute-sanitizer sees accesses beyond it.
+template <class T>
+class Device {
+  public:
+    explicit Device(size_t n) : n_(n) {
+        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
+        CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n) * sizeof(T)));
+    }
+    explicit Device(const std::vector<T>& v) : Device(v.size()) { set(v); }
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+    ~Device() { cudaFree(p_); }
+    T* get() const { return p_; }
+    void set(const std::vector<T>& v) { CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+    std::vector<T> copy() const {
+        std::vector<T> v(n_);
+        CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+
+  private:
+    T* p_ = nullptr;
+    size_t n_ = 0;
+};
+
+constexpr uint64_t kSlot = 4096;  // alignment of slots
+
+// -------------------------------------------------------------------------------------------------------------- one case
+
+enum class Data { kNormal, kOutliers, kTokens, kZeros, kDenormal, kTiny, kConstant, kHuge, kNonfinite, kGrowing, kCount };
+
+struct Settings {
+    bool hadamard = true, k_offset = false;
+    bool k_page_scale = true, v_page_scale = true, k_page_scale_at_8_bits = false, v_page_scale_at_8_bits = false;
+    bool universal_open_scale = false, v_exponents = true, fractional_zero = true, v_search = true, saturate = false;
+};
+Settings paper() {
+    Settings s;
+    s.hadamard = s.v_exponents = s.fractional_zero = s.v_search = false;
+    s.k_page_scale_at_8_bits = s.v_page_scale_at_8_bits = s.universal_open_scale = true;
+    return s;
+}
+
+struct Grows {
+    int length, n_new;  // tokens before the step and in it
+};
+
+struct Case {
+    std::string name;
+    int d = 128, heads = 2;
+    int k_bits = 4, v_bits = 4;  // 8: all pages stay; 0: mixed
+    std::vector<Grows> sequences{{0, 64}};
+    cpu::DType type = cpu::DType::kBf16;
+    int layout = 0;  // 0: dense; 1: padded rows; 2: heads backwards, rows not aligned; 3: rows backwards
+    int sinks = 0;
+    Settings set;
+    Data data = Data::kNormal;
+    uint64_t seed = 1;
+};
+
+uint16_t to_bf16(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16 | 0x40);
+    return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+class Problem {
+  public:
+    explicit Problem(const Case& c) : c_(c), random_(c.seed), codec_(cpu::page_codec_scalar()) {
+        for (int h = 0; h < c.heads; ++h) {
+            HeadArgs a{};
+            a.k_bits = uint8_t(c.k_bits == 8 ? 4 : c.k_bits ? c.k_bits : h % 2 ? 2 : 4);
+            a.v_bits = uint8_t(c.v_bits == 8 ? 4 : c.v_bits ? c.v_bits : h / 2 % 2 ? 4 : 2);
+            a.channel_offset = uint32_t(channel_bytes_);
+            channel_bytes_ += ChannelLayout(c.d, a.k_bits, a.v_bits).bytes();
+            heads_.push_back(a);
+        }
+        for (int i = 0; i < c.d; ++i) signs_.push_back(rotation_sign(kDefaultRotationSeed, i) ? -1.0f : 1.0f);
+        for (int i = 0; i < c.d * c.heads; ++i) offset_.push_back(c.set.k_offset ? normal() : 0.0f);
+        make_tasks();
+        make_rows(k_bytes_);
+        make_rows(v_bytes_);
+        arena_.assign(arena_bytes_, 0xFF);
+        state_.assign(c.sequences.size() * size_t(c.heads) * 2, 0.0f);
+        fill_before();
+    }
+
+    // False with a printed reason when something differs.
+    bool run() {
+        Device<uint8_t> arena(arena_bytes_ + kSlot), k(k_bytes_), v(v_bytes_);
+        const uint64_t base = (reinterpret_cast<uint64_t>(arena.get()) + kSlot - 1) / kSlot * kSlot;
+        CHECK(cudaMemcpy(reinterpret_cast<void*>(base), arena_.data(), arena_bytes_, cudaMemcpyHostToDevice));
+        std::vector<AppendTask> tasks = tasks_;
+        for (AppendTask& t : tasks) {
+            t.token_page += base;
+            if (t.channel_slot) t.channel_slot += base;
+        }
+        Device<AppendTask> device_tasks(tasks);
+        Device<int32_t> n_tasks(std::vector<int32_t>{int32_t(tasks.size())});
+        Device<HeadArgs> heads(heads_);
+        Device<float> signs(signs_), offset(offset_), state(state_), state_out(state_);
+        Device<uint32_t> nonfinite(std::vector<uint32_t>(c_.sequences.size(), 0));
+        Device<uint64_t> clamped(std::vector<uint64_t>{0});
+        AppendArgs a = args();
+        a.tasks = device_tasks.get();
+        a.n_tasks = n_tasks.get();
+        a.heads = c_.k_bits == 8 ? nullptr : heads.get();
+        a.k = tensor(k.get());
+        a.v = tensor(v.get());
+        a.signs = c_.set.hadamard ? signs.get() : nullptr;
+        a.k_offset = c_.set.k_offset ? offset.get() : nullptr;
+        a.open_amax = state.get();
+        a.open_amax_out = state_out.get();
+        a.nonfinite = nonfinite.get();
+        a.clamped = clamped.get();
+        AppendPlan plan;
+        CHECK(plan_append(0, c_.d, c_.heads, int64_t(tasks.size()), &plan));
+        CHECK(launch_append(plan, a, nullptr));
+        CHECK(cudaDeviceSynchronize());
+        std::vector<uint8_t> got(arena_bytes_);
+        CHECK(cudaMemcpy(got.data(), reinterpret_cast<void*>(base), arena_bytes_, cudaMemcpyDeviceToHost));
+
+        std::vector<uint32_t> want_nonfinite(c_.sequences.size(), 0);
+        uint64_t want_clamped = 0;
+        for (const AppendTask& t : tasks_) append_on_cpu(t, k_bytes_, v_bytes_, want_nonfinite, want_clamped);
+        bool ok = compare(got);
+        if (c_.set.universal_open_scale && state_out.copy() != state_) ok = say("open_amax differs");
+        if (nonfinite.copy() != want_nonfinite) ok = say("counts of replaced values differ");
+        if (clamped.copy()[0] != want_clamped) {
+            std::printf("    clamped %llu, expected %llu\n", (unsigned long long)clamped.copy()[0], (unsigned long long)want_clamped);
+            ok = false;
+        }
+        return ok && reopen(base);
+    }
+
+  private:
+    static constexpr uint64_t kTokenLayer = 640, kChannelLayer = 1280;  // offsets of the layer within slots
+
+    bool say(const char* what) const {
+        std::printf("    %s\n", what);
+        return false;
+    }
+    float normal() { return std::normal_distribution<float>()(random_); }
+
+    // What Plan::list_touched decides.
+    void make_tasks() {
+        int row = 0;
+        const uint64_t token_bytes = c_.heads * TokenLayout(c_.d).bytes();
+        const auto take = [this](uint64_t bytes) {
+            const uint64_t at = arena_bytes_;
+            arena_bytes_ += (bytes + kSlot - 1) / kSlot * kSlot;
+            return at;
+        };
+        arena_bytes_ = kSlot;  // so that no slot is at 0
+        for (size_t i = 0; i < c_.sequences.size(); ++i) {
+            const Grows g = c_.sequences[i];
+            const int total = g.length + g.n_new;
+            for (int b = g.length / kPageTokens; g.n_new > 0 && b * kPageTokens < total; ++b) {
+                AppendTask t{};
+                t.have = uint8_t(std::clamp(g.length - b * kPageTokens, 0, kPageTokens));
+                t.end = uint8_t(std::min(kPageTokens, total - b * kPageTokens));
+                t.stays_8_bits = c_.k_bits == 8 || b < c_.sinks;
+                t.row = row + b * kPageTokens + t.have - g.length;
+                t.sequence = int32_t(i);
+                const bool closes = t.end == kPageTokens && !t.stays_8_bits;
+                if (t.have == 0 && closes) {
+                    t.token_page = take(token_bytes) | kEntrySingleLayer;
+                } else {
+                    t.token_page = take(kTokenLayer + token_bytes + 256);
+                }
+                if (closes) t.channel_slot = take(kChannelLayer + channel_bytes_ + 256);
+                tasks_.push_back(t);
+            }
+            row += g.n_new;
+        }
+        rows_ = row;
+    }
+
+    float value(int row, int channel, float last) {
+        const float x = normal();
+        switch (c_.data) {
+            case Data::kOutliers:
+                return channel % 37 == 5 ? 1e4f * x : x;
+            case Data::kTokens:
+                return std::ldexp(x, -int(uint32_t(row) * 2654435761u >> 28) - (channel == 3 ? 0 : 2));
+            case Data::kZeros:
+                return row % 3 ? 0.0f : x * float(channel % 2);
+            case Data::kDenormal:
+                return x * 1e-41f;
+            case Data::kTiny:
+                return std::ldexp(x, -100 - row % 25);
+            case Data::kConstant:
+                return channel % 4 == 0 ? -1.5f : channel % 4 == 1 ? float(channel) : channel % 4 == 2 ? last : x;
+            case Data::kHuge:
+                return std::ldexp(x, 52);
+            case Data::kNonfinite: {
+                const uint32_t n = uint32_t(random_() % 200);
+                return n == 0 ? NAN : n == 1 ? INFINITY : n == 2 ? -INFINITY : n == 3 ? 3e38f : n == 4 ? -3e38f : x;
+            }
+            case Data::kGrowing:
+                return std::ldexp(x, row % 40 - 20);
+            default:
+                return x;
+        }
+    }
+    int64_t stride_row() const {
+        const int64_t dense = int64_t(c_.heads) * c_.d;
+        return c_.layout == 0 ? dense : c_.layout == 1 ? dense + 64 : c_.layout == 2 ? dense + 3 : -dense;
+    }
+    int64_t stride_head() const { return c_.layout == 2 ? -(c_.d + 1) : c_.d; }
+    int64_t origin() const {
+        return c_.layout == 2 ? (c_.heads - 1) * (c_.d + 1) + 1 : c_.layout == 3 ? (rows_ - 1) * int64_t(c_.heads) * c_.d : 0;
+    }
+    int64_t at(int64_t row, int head) const { return origin() + row * stride_row() + head * stride_head(); }
+    size_t element() const { return cpu::dtype_bytes(c_.type); }
+
+    void store(std::vector<uint8_t>& bytes, int64_t i, float x) {
+        if (c_.type == cpu::DType::kF32) {
+            std::memcpy(&bytes[size_t(i) * 4], &x, 4);
+            return;
+        }
+        uint16_t h = to_bf16(x);
+        if (c_.type == cpu::DType::kF16) {
+            const __half half = __float2half_rn(x);
+            std::memcpy(&h, &half, 2);
+        }
+        std::memcpy(&bytes[size_t(i) * 2], &h, 2);
+    }
+    void make_rows(std::vector<uint8_t>& bytes) {
+        const int64_t last = std::abs(stride_row()) * std::max(0, rows_ - 1) + int64_t(c_.heads) * (c_.d + 2);
+        bytes.assign(size_t(last) * element(), 0xFF);
+        float x = 0.0f;
+        for (int r = 0; r < rows_; ++r) {
+            for (int h = 0; h < c_.heads; ++h) {
+                for (int c = 0; c < c_.d; ++c) store(bytes, at(r, h) + c, x = value(r, c, x));
+            }
+        }
+    }
+
+    // The tokens that the touched blocks have before the step, appended on the CPU at once.
+    void fill_before() {
+        const int rows = rows_;
+        rows_ = kPageTokens;
+        std::vector<uint8_t> k, v;
+        std::vector<uint32_t> nonfinite(c_.sequences.size(), 0);
+        uint64_t clamped = 0;
+        const std::vector<AppendTask> tasks = tasks_;
+        for (AppendTask t : tasks) {
+            if (t.have == 0) continue;
+            make_rows(k);
+            make_rows(v);
+            t.end = t.have;
+            t.have = 0;
+            t.row = 0;
+            t.channel_slot = 0;
+            append_on_cpu(t, k, v, nonfinite, clamped);
+        }
+        rows_ = rows;
+    }
+
+    AppendArgs args() const {
+        const Settings& s = c_.set;
+        AppendArgs a{};
+        a.head_dim = c_.d;
+        a.kv_heads = c_.heads;
+        a.token_layer_offset = kTokenLayer;
+        a.channel_layer_offset = kChannelLayer;
+        a.k_page_scale = s.k_page_scale;
+        a.v_page_scale = s.v_page_scale;
+        a.k_page_scale_at_8_bits = s.k_page_scale_at_8_bits;
+        a.v_page_scale_at_8_bits = s.v_page_scale_at_8_bits;
+        a.universal_open_scale = s.universal_open_scale;
+        a.v_exponents = s.v_exponents;
+        a.fractional_zero = s.fractional_zero;
+        a.v_search = s.v_search;
+        a.saturate = s.saturate;
+        return a;
+    }
+    TensorArgs tensor(uint8_t* p) const { return {p + origin() * int64_t(element()), stride_row(), stride_head(), c_.type}; }
+
+    // Plan::append_block of src/attend/append.cpp over the arena.
+    void append_on_cpu(const AppendTask& t, const std::vector<uint8_t>& k, const std::vector<uint8_t>& v,
+                       std::vector<uint32_t>& nonfinite, uint64_t& clamped) {
+        const Settings& num = c_.set;
+        const int d = c_.d, n = t.end - t.have;
+        for (int head = 0; head < c_.heads; ++head) {
+            std::vector<float> x[2];
+            float amax[2][kPageTokens];
+            for (int which = 0; which < 2; ++which) {
+                x[which].resize(size_t(n) * size_t(d));
+                for (int i = 0; i < n; ++i) {
+                    float* to = x[which].data() + i * d;
+                    const uint8_t* from = (which ? v : k).data() + size_t(at(t.row + i, head)) * element();
+                    nonfinite[size_t(t.sequence)] += uint32_t(codec_.to_float(from, c_.type, d, num.saturate, to));
+                    for (int c = 0; c < d; ++c) {
+                        if (std::fabs(to[c]) <= kMaxMagnitude) continue;
+                        to[c] = 0.0f;
+                        ++nonfinite[size_t(t.sequence)];
+                    }
+                    if (which == 0 && num.k_offset) {
+                        for (int c = 0; c < d; ++c) to[c] -= offset_[size_t(head * d + c)];
+                    }
+                    if (which == 0 && num.hadamard && can_rotate(d)) codec_.rotate(to, d, signs_.data());
+                    amax[which][i] = codec_.amax(to, d);
+                }
+            }
+            uint8_t* piece = &arena_[t.token_page & ~kEntryFlags] + (t.token_page & kEntrySingleLayer ? 0 : kTokenLayer) +
+                             size_t(head) * TokenLayout(d).bytes();
+            static HeadStage1 codes;
+            if (t.have > 0) codec_.load_token_piece(piece, d, t.have, codes);
+            float universal[2] = {0.0f, 0.0f};
+            if (num.universal_open_scale) {
+                float* seen = &state_[(size_t(t.sequence) * size_t(c_.heads) + size_t(head)) * 2];
+                for (int which = 0; which < 2; ++which) {
+                    const float* scales = which ? codes.v_scale : codes.k_scale;
+                    const float fixed = t.have > 0 ? *std::max_element(scales, scales + t.have) : 0.0f;
+                    for (int i = 0; i < n; ++i) seen[which] = std::max(seen[which], amax[which][i]);
+                    universal[which] = fixed > 0.0f ? fixed : stage1_scale(seen[which], kStage1Levels);
+                }
+            }
+            const bool whole = n == kPageTokens;
+            const auto rule = [&](bool page, bool at_8, bool exponents) {
+                if (whole && page && (!t.stays_8_bits || at_8)) {
+                    return exponents && !t.stays_8_bits ? ScaleRule::kPageExp : ScaleRule::kPage;
+                }
+                return num.universal_open_scale ? ScaleRule::kUniversal : ScaleRule::kToken;
+            };
+            clamped += uint64_t(quantize_tokens(codec_, x[0].data(), amax[0], d, t.have, t.end,
+                                                rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0],
+                                                kStage1Levels, codes.k, codes.k_scale));
+            clamped += uint64_t(quantize_tokens(codec_, x[1].data(), amax[1], d, t.have, t.end,
+                                                rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents), universal[1],
+                                                kStage1Levels, codes.v, codes.v_scale));
+            codec_.store_token_piece(codes, d, t.have, t.end, piece);
+            if (!t.channel_slot) continue;
+            const HeadArgs& h = heads_[size_t(head)];
+            codec_.encode_channel_piece(codes, ChannelLayout(d, h.k_bits, h.v_bits),
+                                        {num.v_exponents, num.fractional_zero, num.v_search},
+                                        &arena_[t.channel_slot + kChannelLayer + h.channel_offset]);
+        }
+    }
+
+    bool compare(const std::vector<uint8_t>& got) const {
+        size_t wrong = 0, first = 0;
+        for (size_t i = 0; i < got.size(); ++i) {
+            if (got[i] == arena_[i]) continue;
+            if (wrong++ == 0) first = i;
+        }
+        if (wrong == 0) return true;
+        std::printf("    %zu bytes differ, the first at %zu: %d, expected %d", wrong, first, got[first], arena_[first]);
+        for (const AppendTask& t : tasks_) {
+            const uint64_t token = t.token_page & ~kEntryFlags;
+            const uint64_t in_token = first - token - (t.token_page & kEntrySingleLayer ? 0 : kTokenLayer);
+            const uint64_t in_channel = first - t.channel_slot - kChannelLayer;
+            const auto piece = TokenLayout(c_.d).bytes();
+            if (first >= token && in_token < piece * size_t(c_.heads)) {
+                std::printf(" (token page of sequence %d, have %d, end %d; head %zu, byte %zu)", t.sequence, t.have, t.end,
+                            size_t(in_token / piece), size_t(in_token % piece));
+            }
+            if (t.channel_slot && first >= t.channel_slot && in_channel < channel_bytes_) {
+                int head = c_.heads - 1;
+                while (heads_[size_t(head)].channel_offset > in_channel) --head;
+                const HeadArgs& h = heads_[size_t(head)];
+                std::printf(" (channel page of sequence %d, have %d; head %d with %d, %d bits, byte %zu; metadata from %zu)", t.sequence,
+                            t.have, head, h.k_bits, h.v_bits, size_t(in_channel - h.channel_offset),
+                            ChannelLayout(c_.d, h.k_bits, h.v_bits).k_step());
+            }
+        }
+        std::printf("\n");
+        return false;
+    }
+
+    // The first closed page decoded into a token page.
+    bool reopen(uint64_t base) {
+        const auto closed = std::find_if(tasks_.begin(), tasks_.end(), [](const AppendTask& t) { return t.channel_slot != 0; });
+        if (closed == tasks_.end()) return true;
+        const int tokens = int(c_.seed % kPageTokens) + 1;
+        const size_t page = size_t(c_.heads) * TokenLayout(c_.d).bytes();
+        std::vector<uint8_t> want(page, 0xFF);
+        for (int head = 0; head < c_.heads; ++head) {
+            const HeadArgs& h = heads_[size_t(head)];
+            static HeadStage1 codes;
+            codec_.decode_channel_piece(&arena_[closed->channel_slot + kChannelLayer + h.channel_offset],
+                                        ChannelLayout(c_.d, h.k_bits, h.v_bits), tokens, codes);
+            codec_.store_token_piece(codes, c_.d, 0, tokens, want.data() + size_t(head) * TokenLayout(c_.d).bytes());
+        }
+        // Two layers of the same page.
+        std::vector<HeadArgs> heads = heads_;
+        heads.insert(heads.end(), heads_.begin(), heads_.end());
+        Device<HeadArgs> device_heads(heads);
+        Device<uint64_t> offsets(std::vector<uint64_t>{kChannelLayer, kChannelLayer});
+        Device<uint8_t> out(2 * page);
+        ReopenArgs a{c_.d,
+                     c_.heads,
+                     2,
+                     tokens,
+                     closed->channel_slot + base,
+                     reinterpret_cast<uint64_t>(out.get()),
+                     offsets.get(),
+                     device_heads.get(),
+                     page};
+        CHECK(launch_reopen(a, nullptr));
+        CHECK(cudaDeviceSynchronize());
+        const std::vector<uint8_t> got = out.copy();
+        for (int layer = 0; layer < 2; ++layer) {
+            if (!std::equal(want.begin(), want.end(), got.begin() + layer * int64_t(page))) return say("the reopened page differs");
+        }
+        return true;
+    }
+
+    Case c_;
+    std::mt19937_64 random_;
+    const cpu::PageCodec& codec_;
+    std::vector<HeadArgs> heads_;
+    std::vector<float> signs_, offset_;
+    size_t channel_bytes_ = 0;
+    std::vector<AppendTask> tasks_;  // addresses relative to the arena
+    uint64_t arena_bytes_ = 0;
+    int rows_ = 0;
+    std::vector<uint8_t> arena_, k_bytes_, v_bytes_;
+    std::vector<float> state_;
+};
+
+std::vector<Case> fixed_cases() {
+    std::vector<Case> cases;
+    const std::vector<Grows> all = {{0, 1}, {0, 3}, {0, 63}, {0, 64}, {0, 65},  {0, 200}, {1, 1},   {1, 3},    {1, 63},  {1, 64},
+                                    {1, 65}, {1, 200}, {63, 1}, {63, 3}, {63, 63}, {63, 64}, {63, 65}, {63, 200}, {128, 0}, {100, 28}};
+    for (int d : {64, 96, 128, 256}) {
+        for (int bits : {4, 2, 0, 8}) {
+            Case c;
+            c.name = "d " + std::to_string(d) + " bits " + std::to_string(bits);
+            c.d = d;
+            c.heads = bits == 0 ? 4 : 2;
+            c.k_bits = c.v_bits = bits;
+            c.sequences = all;
+            c.set.hadamard = d != 96;
+            c.seed = uint64_t(d + bits);
+            cases.push_back(c);
+            c.name += " paper";
+            c.set = paper();
+            c.data = Data::kGrowing;
+            cases.push_back(c);
+        }
+    }
+    const auto with = [&](const char* name, auto change) {
+        Case c;
+        c.name = name;
+        c.sequences = all;
+        c.k_bits = c.v_bits = 0;
+        c.heads = 4;
+        c.data = Data::kTokens;
+        change(c);
+        cases.push_back(c);
+    };
+    with("no rotation", [](Case& c) { c.set.hadamard = false; });
+    with("k offset", [](Case& c) { c.set.k_offset = true; });
+    with("token scales of K", [](Case& c) { c.set.k_page_scale = false; });
+    with("token scales of V", [](Case& c) { c.set.v_page_scale = false; });
+    with("no exponents", [](Case& c) { c.set.v_exponents = false; });
+    with("no fractional zero", [](Case& c) { c.set.fractional_zero = false; });
+    with("no search", [](Case& c) { c.set.v_search = false; });
+    with("universal", [](Case& c) { c.set.universal_open_scale = true; });
+    with("page scales at 8 bits", [](Case& c) {
+        c.k_bits = c.v_bits = 8;
+        c.set.k_page_scale_at_8_bits = c.set.v_page_scale_at_8_bits = true;
+    });
+    with("sinks", [](Case& c) { c.sinks = 2; });
+    for (auto type : {cpu::DType::kF16, cpu::DType::kBf16, cpu::DType::kF32}) {
+        for (int layout = 0; layout < 4; ++layout) {
+            with("layout", [&](Case& c) {
+                c.name = "type " + std::to_string(int(type)) + " layout " + std::to_string(layout);
+                c.type = type;
+                c.layout = layout;
+                c.data = Data::kNormal;
+            });
+        }
+        for (int data = 0; data < int(Data::kCount); ++data) {
+            for (bool saturate : {false, true}) {
+                with("data", [&](Case& c) {
+                    c.name = "type " + std::to_string(int(type)) + " data " + std::to_string(data) + (saturate ? " saturate" : "");
+                    c.type = type;
+                    c.data = Data(data);
+                    c.set.saturate = saturate;
+                });
+            }
+        }
+    }
+    return cases;
+}
+
+Case random_case(uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const auto below = [&](int n) { return int(random() % uint64_t(n)); };
+    const auto coin = [&] { return below(4) != 0; };
+    Case c;
+    c.name = "random " + std::to_string(seed);
+    c.seed = seed;
+    c.d = std::vector<int>{64, 96, 128, 256}[size_t(below(4))];
+    c.heads = 1 + below(4);
+    c.k_bits = std::vector<int>{4, 2, 0, 8}[size_t(below(4))];
+    c.v_bits = c.k_bits == 8 ? 8 : std::vector<int>{4, 2, 0}[size_t(below(3))];
+    c.type = cpu::DType(1 + below(3));
+    c.layout = below(4);
+    c.sinks = below(3);
+    c.data = Data(below(int(Data::kCount)));
+    c.set.hadamard = c.d != 96 && coin();
+    c.set.k_offset = !coin();
+    c.set.k_page_scale = coin();
+    c.set.v_page_scale = coin();
+    c.set.k_page_scale_at_8_bits = coin();
+    c.set.v_page_scale_at_8_bits = coin();
+    c.set.universal_open_scale = !coin();
+    c.set.v_exponents = coin();
+    c.set.fractional_zero = coin();
+    c.set.v_search = coin();
+    c.set.saturate = !coin();
+    c.sequences.clear();
+    for (int n = 1 + below(5); n > 0; --n) c.sequences.push_back({below(200), below(3) ? below(70) : below(300)});
+    return c;
+}
+
+// ------------------------------------------------------------------------------------- the arithmetic in half precision, exhaustively
+
+// One block: a step. Threads: numerators.
+__global__ void try_steps(int levels, int bits, int* wrong) {
+    const int step = int(blockIdx.x) + 1;
+    const __half2 inverse = __half2half2(reciprocal(step)), top = __float2half2_rn(float(levels));
+    for (int q = int(threadIdx.x) - 255; q <= 255; q += int(blockDim.x)) {
+        const __half2 x = __float2half2_rn(float(q));
+        const int want = stage2_code_clamped(q, 0, step, levels);
+        if (int(step_codes_clamped(x, inverse, top) & 0xffff) != 0x6400 + want) atomicAdd(wrong, 1);
+        const bool in_range = q >= 0 && q <= levels * step && stage2_step(0, q, levels) <= step;
+        if (in_range && int(step_codes(x, inverse) >> 16) != 0x6400 + want) atomicAdd(wrong, 1);
+    }
+    for (int z = -128; z + levels * step <= 127; ++z) {
+        const Candidate c(StepZero{step, z}, levels);
+        for (int q = int(threadIdx.x) - 128; q <= 127; q += int(blockDim.x)) {
+            const int code = int(c.codes(__float2half2_rn(float(q)), top) & 0xffff) - 0x6400;
+            const int e = q - (code * step + z), want = q - (stage2_code_clamped(q, z, step, levels) * step + z);
+            if (e * e != want * want) atomicAdd(wrong, 1);
+        }
+    }
+}
+
+bool arithmetic() {
+    Device<int> wrong(std::vector<int>{0});
+    try_steps<<<16, 256>>>(15, 4, wrong.get());
+    try_steps<<<80, 256>>>(3, 2, wrong.get());
+    CHECK(cudaGetLastError());
+    CHECK(cudaDeviceSynchronize());
+    if (wrong.copy()[0] == 0) return true;
+    std::printf("FAIL arithmetic: %d\n", wrong.copy()[0]);
+    return false;
+}
+
+// ------------------------------------------------------------------------------------------------------------------ speed
+
+struct Bench {
+    const char* name;
+    int d, heads, bits;
+    int sequences, have, n_new;
+    bool search;
+};
+
+float median_us(const AppendPlan& plan, const AppendArgs& a) {
+    cudaStream_t stream;
+    cudaEvent_t begin, end;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    constexpr int kLaunches = 10;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < kLaunches; ++i) CHECK(launch_append(plan, a, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    std::vector<float> us;
+    for (int i = 0; i < 23; ++i) {
+        CHECK(cudaEventRecord(begin, stream));
+        CHECK(cudaGraphLaunch(exec, stream));
+        CHECK(cudaEventRecord(end, stream));
+        CHECK(cudaEventSynchronize(end));
+        float ms = 0.0f;
+        CHECK(cudaEventElapsedTime(&ms, begin, end));
+        if (i >= 3) us.push_back(ms * 1000.0f / kLaunches);
+    }
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaEventDestroy(begin));
+    CHECK(cudaEventDestroy(end));
+    CHECK(cudaStreamDestroy(stream));
+    std::sort(us.begin(), us.end());
+    return us[us.size() / 2];
+}
+
+double copy_gb_per_s() {
+    constexpr size_t kBytes = size_t(1) << 30;
+    Device<uint8_t> from(kBytes), to(kBytes);
+    cudaEvent_t begin, end;
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    float best = 1e9f;
+    for (int i = 0; i < 5; ++i) {
+        CHECK(cudaEventRecord(begin));
+        CHECK(cudaMemcpyAsync(to.get(), from.get(), kBytes, cudaMemcpyDeviceToDevice));
+        CHECK(cudaEventRecord(end));
+        CHECK(cudaEventSynchronize(end));
+        float ms = 0.0f;
+        CHECK(cudaEventElapsedTime(&ms, begin, end));
+        best = std::min(best, ms);
+    }
+    CHECK(cudaEventDestroy(begin));
+    CHECK(cudaEventDestroy(end));
+    return 2.0 * double(kBytes) / best / 1e6;
+}
+
+void bench_one(const Bench& b, double copy) {
+    std::mt19937_64 random(7);
+    std::normal_distribution<float> normal;
+    const int rows = b.sequences * b.n_new;
+    const size_t row_elements = size_t(b.heads) * size_t(b.d), elements = size_t(rows) * row_elements;
+    std::vector<uint16_t> values(elements);
+    std::vector<uint16_t> some(1 << 16);
+    for (uint16_t& h : some) h = to_bf16(normal(random));
+    for (size_t i = 0; i < elements; ++i) values[i] = some[(i * 7919 + i / 65536) % some.size()];
+    Device<uint16_t> k(values), v(values);
+    const size_t token_page = (size_t(b.heads) * TokenLayout(b.d).bytes() + 4095) / 4096 * 4096;
+    const size_t piece = ChannelLayout(b.d, b.bits, b.bits).bytes(), channel_page = (size_t(b.heads) * piece + 4095) / 4096 * 4096;
+    const int blocks = (b.have + b.n_new + kPageTokens - 1) / kPageTokens;
+    Device<uint8_t> tokens(token_page * size_t(b.sequences * blocks) + 4096), channels(channel_page * size_t(b.sequences * blocks) + 4096);
+    // Tokens that were there already: codes of anything, scales of 1.
+    const std::vector<float> ones(2 * kPageTokens, 1.0f);
+    const auto align = [](void* p) { return (reinterpret_cast<uint64_t>(p) + 4095) / 4096 * 4096; };
+    std::vector<AppendTask> tasks;
+    double bytes = 2.0 * 2.0 * double(elements);
+    for (int s = 0; s < b.sequences; ++s) {
+        for (int n = 0; n < blocks; ++n) {
+            AppendTask t{};
+            const size_t i = size_t(s * blocks + n);
+            t.token_page = align(tokens.get()) + i * token_page;
+            t.have = uint8_t(n == 0 ? b.have : 0);
+            t.end = uint8_t(std::min(kPageTokens, b.have + b.n_new - n * kPageTokens));
+            t.row = s * b.n_new + n * kPageTokens + t.have - b.have;
+            t.sequence = s;
+            if (t.end == kPageTokens) t.channel_slot = align(channels.get()) + i * channel_page;
+            for (int h = 0; h < b.heads; ++h) {
+                const uint64_t scales = t.token_page + size_t(h) * TokenLayout(b.d).bytes() + TokenLayout(b.d).k_scale();
+                CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(scales), ones.data(), ones.size() * sizeof(float), cudaMemcpyHostToDevice));
+            }
+            bytes += b.heads * (double(t.end - t.have) * (2.0 * b.d + 8.0) + (t.channel_slot ? double(piece) : 0.0));
+            if (t.channel_slot && t.have) bytes += b.heads * double(TokenLayout(b.d).bytes());
+            tasks.push_back(t);
+        }
+    }
+    std::vector<HeadArgs> head_args;
+    for (int h = 0; h < b.heads; ++h) head_args.push_back({uint32_t(size_t(h) * piece), uint8_t(b.bits), uint8_t(b.bits), 0});
+    std::vector<float> sign(size_t(b.d), 1.0f);
+    Device<AppendTask> device_tasks(tasks);
+    Device<int32_t> n_tasks(std::vector<int32_t>{int32_t(tasks.size())});
+    Device<HeadArgs> heads(head_args);
+    Device<float> signs(sign);
+    AppendArgs a{};
+    a.head_dim = b.d;
+    a.kv_heads = b.heads;
+    a.tasks = device_tasks.get();
+    a.n_tasks = n_tasks.get();
+    a.heads = heads.get();
+    a.k = {k.get(), int64_t(row_elements), b.d, cpu::DType::kBf16};
+    a.v = {v.get(), int64_t(row_elements), b.d, cpu::DType::kBf16};
+    a.signs = can_rotate(b.d) ? signs.get() : nullptr;
+    a.k_page_scale = a.v_page_scale = a.v_exponents = a.fractional_zero = true;
+    a.v_search = b.search;
+    AppendPlan plan;
+    CHECK(plan_append(0, b.d, b.heads, int64_t(tasks.size()), &plan));
+    const double us = median_us(plan, a);
+    std::printf("%-24s d %3d heads %d bits %d search %d  ctas %4d  %8.2f us  %7.0f GB/s  %5.1f%% of copy\n", b.name, b.d, b.heads,
+                b.bits, int(b.search), plan.ctas, us, bytes / us / 1e3, 100.0 * bytes / us / 1e3 / copy);
+}
+
+void bench() {
+    const double copy = copy_gb_per_s();
+    std::printf("device copy: %.0f GB/s read and written; a launch is one of 10 in a graph\n", copy);
+    const Bench all[] = {
+        {"decode, none closes", 128, 8, 4, 64, 20, 1, true},    {"decode, 4 sequences", 128, 8, 4, 4, 20, 1, true},
+        {"decode, all close", 128, 8, 4, 64, 63, 1, true},      {"decode, all close", 128, 8, 4, 64, 63, 1, false},
+        {"decode, all close", 128, 8, 2, 64, 63, 1, true},      {"decode, one closes", 128, 8, 4, 1, 63, 1, true},
+        {"decode, one closes", 128, 8, 2, 1, 63, 1, true},      {"bulk 16384", 128, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 4, 1, 0, 16384, false},          {"bulk 16384", 128, 8, 2, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},          {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},            {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
+    };
+    for (const Bench& b : all) bench_one(b, copy);
+}
+
+int run_all(bool fixed, int random_cases, uint64_t seed) {
+    int failed = 0, cases = 0;
+    if (!arithmetic()) ++failed;
+    const auto run = [&](const Case& c) {
+        ++cases;
+        Problem problem(c);
+        if (problem.run()) return;
+        ++failed;
+        std::printf("FAIL %s: d %d, heads %d, bits %d %d, type %d, layout %d, data %d, sinks %d\n", c.name.c_str(), c.d, c.heads,
+                    c.k_bits, c.v_bits, int(c.type), c.layout, int(c.data), c.sinks);
+    };
+    if (fixed) {
+        for (const Case& c : fixed_cases()) run(c);
+    }
+    for (int i = 0; i < random_cases; ++i) run(random_case(seed + uint64_t(i)));
+    std::printf("append_test: %d cases, %d failed\n", cases, failed);
+    return failed != 0;
+}
+
+}  // namespace
+}  // namespace ta::cuda
+
+int main(int argc, char** argv) {
+    bool fixed = true;
+    int cases = 100;
+    uint64_t seed = 1000;
+    for (int i = 1; i < argc; ++i) {
+        if (!std::strcmp(argv[i], "--bench")) {
+            ta::cuda::bench();
+            return 0;
+        }
+        if (!std::strcmp(argv[i], "--random")) fixed = false;
+        if (!std::strcmp(argv[i], "--cases") && i + 1 < argc) cases = std::atoi(argv[++i]);
+        if (!std::strcmp(argv[i], "--seed") && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 0);
+    }
+    return ta::cuda::run_all(fixed, cases, seed);
+}
