@@ -23,3 +23,24 @@ else()
     endif()
 endif()
 message(STATUS "TurboAttention: CUDA: ${TA_CUDA_STATUS}")
+
+if(TA_CUDA_FOUND)
+    set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
+    set(CMAKE_CUDA_ARCHITECTURES "${TA_CUDA_ARCHITECTURES}")
+    enable_language(CUDA)
+endif()
+
+# ta_cuda_sources(<name> <architectures> <file>...)
+# Adds CUDA sources to the library, compiled for the architectures alone. Floating point is IEEE: the codec is bit-exact with
+# the CPU's, so a*b+c is one rounding only where it is written as one.
+function(ta_cuda_sources name architectures)
+    set(target turboattention_cuda_${name})
+    add_library(${target} OBJECT ${ARGN})
+    set_target_properties(${target} PROPERTIES
+        CUDA_ARCHITECTURES "${architectures}"
+        POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
+    )
+    target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}")
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-ffp-contract=off>")
+    set_property(GLOBAL APPEND PROPERTY TA_CUDA_OBJECTS $<TARGET_OBJECTS:${target}>)
+endfunction()

@@ -43,7 +43,8 @@ endfunction()
 # ta_add_library(<target> STATIC|SHARED)
 # libturboattention.a or .so from turboattention_objects, with the alias TurboAttention::<target>.
 function(ta_add_library target kind)
-    add_library(${target} ${kind} $<TARGET_OBJECTS:turboattention_objects>)
+    get_property(cuda_objects GLOBAL PROPERTY TA_CUDA_OBJECTS)
+    add_library(${target} ${kind} $<TARGET_OBJECTS:turboattention_objects> ${cuda_objects})
     add_library(TurboAttention::${target} ALIAS ${target})
     set_target_properties(${target} PROPERTIES OUTPUT_NAME turboattention LINKER_LANGUAGE CXX)
     target_include_directories(${target} INTERFACE
@@ -51,6 +52,9 @@ function(ta_add_library target kind)
         "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>"
     )
     target_link_libraries(${target} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+    if(TA_CUDA_FOUND)
+        target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+    endif()
     if(kind STREQUAL "STATIC")
         # CMake links a C program that uses this library with the C compiler unless C++ is enabled there.
         target_link_libraries(${target} INTERFACE "$<$<LINK_LANGUAGE:C>:stdc++;m>")

@@ -57,7 +57,11 @@ const char* ta_build_info(void) {
 #if TA_HAVE_AVX512
                           " avx512-vnni"
 #endif
+#if TA_HAVE_CUDA
+                          "; cuda: yes";
+#else
                           "; cuda: no";
+#endif
 }
 
 }  // extern "C"

@@ -144,11 +144,14 @@ class CudaStep final : public StepBackend {
     Status upload_sequences(int group);
     Status upload_schedule(const PrefillKey& key, Schedule& schedule);
     Status decode(AttendArgs& args, ta_p p, int max_rows, bool captured);
+    Status run_decode(const AttendArgs& args, int max_rows, bool captured);
     Status prefill(AttendArgs& args, ta_p p, bool captured);
     Status capturing(bool* yes);
     std::vector<uint64_t> kind_of_step() const;
     static Status needs_a_run(const char* what);
     uint8_t* pages_before_of_step() const { return sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs); }
+    // Low address bits of a table's entries are flags.
+    size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
     const float* signs() const {
         return pool_.numerics().hadamard ? reinterpret_cast<const float*>(constants_.data()) : nullptr;
     }
@@ -183,7 +186,6 @@ class CudaStep final : public StepBackend {
     // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets]
     DeviceBuffer constants_;
     size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0;
-    int largest_piece_ = 0;  // of a channel page's heads
 
     DeviceBuffer tasks_;      // int32 count, at 16: AppendTask
     DeviceBuffer sequences_;  // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
@@ -229,7 +231,6 @@ Status CudaStep::upload_constants() {
             const size_t i = g.index(layer, head);
             const HeadArgs h{uint32_t(g.channel_head_offset[i]), g.k_bits[i], g.v_bits[i], 0};
             std::memcpy(bytes.data() + offset_of_heads_ + i * sizeof h, &h, sizeof h);
-            largest_piece_ = std::max(largest_piece_, int(g.channel_layout(layer, head).bytes()));
         }
         const uint64_t offset = g.page_offset(PageKind::kChannel, layer);
         std::memcpy(bytes.data() + offset_of_layers_ + layer * sizeof offset, &offset, sizeof offset);
@@ -261,7 +262,7 @@ Status CudaStep::begin(Step& step) {
     const size_t task_bytes = 16 + tasks * sizeof(AppendTask), entry_bytes = entries * sizeof(uint64_t);
     TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(task_bytes, 1 << 16), "a step's new pages"));
     TA_RETURN_IF_ERROR(table_.reserve(std::max<size_t>(entry_bytes, 1 << 19), "a step's block table"));
-    TA_RETURN_IF_ERROR(workspace_pages_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * pool_.geometry().token_page_bytes,
+    TA_RETURN_IF_ERROR(workspace_pages_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(),
                                                 "a step's INT8 pages"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
         const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
@@ -269,9 +270,6 @@ Status CudaStep::begin(Step& step) {
         sequence_capacity_ = capacity;
     }
     const Geometry& g = pool_.geometry();
-    if (cudaError_t e = cudaError_t(cuda::plan_append(device_.ordinal(), int(g.head_dim), int(g.kv_heads), INT32_MAX, &append_plan_)); e != cudaSuccess)
-        return device_.check(e, "planning an append");
-
     Staging& staging = staging_[steps_ % std::size(staging_)];
     TA_RETURN_IF_ERROR(staging.take(device_, task_bytes + entry_bytes + 64));
     auto* staged_tasks = static_cast<uint8_t*>(staging.part(task_bytes));
@@ -291,7 +289,7 @@ Status CudaStep::begin(Step& step) {
             if (t.token) {
                 page = uint64_t(uintptr_t(t.token->slot()));
             } else {
-                page = uint64_t(uintptr_t(workspace_pages_.data())) + uint64_t(t.workspace_page) * g.token_page_bytes;
+                page = uint64_t(uintptr_t(workspace_pages_.data())) + uint64_t(t.workspace_page) * workspace_stride();
                 page |= cuda::kEntrySingleLayer;
             }
             *entry++ = page;
@@ -323,6 +321,13 @@ Status CudaStep::begin(Step& step) {
 Status CudaStep::prepare() {
     TA_RETURN_IF_ERROR(device_.health());
     if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
+    if (append_plan_.ctas == 0) {
+        // A grid for any number of tasks: idle CTAs end at once.
+        const Geometry& g = pool_.geometry();
+        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::plan_append(device_.ordinal(), int(g.head_dim), int(g.kv_heads),
+                                                                       INT32_MAX / int64_t(g.kv_heads), &append_plan_)),
+                                         "planning an append"));
+    }
     TA_RETURN_IF_ERROR(upload_constants());
     // Slots of this step may have been freed by other plans, whose kernels may still read them.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
@@ -541,14 +546,18 @@ Status CudaStep::decode(AttendArgs& a, ta_p p, int max_rows, bool captured) {
     const PFormat format = p_format(p, max_rows);
     a.p_levels = format.levels;
     a.p_running = format.running;
+    return run_decode(a, max_rows, captured);
+}
+
+Status CudaStep::run_decode(const AttendArgs& a, int max_rows, bool captured) {
     cuda::DecodePlan plan{};
-    const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows, largest_piece_};
-    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &plan), "planning a decode"));
+    const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows};
+    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &plan), "planning attention"));
     if (!decode_workspace_.holds(plan.workspace_bytes)) {
         if (captured) return needs_a_run("this shape of a batch");
-        TA_RETURN_IF_ERROR(decode_workspace_.reserve(plan.workspace_bytes, "the workspace of a decode"));
+        TA_RETURN_IF_ERROR(decode_workspace_.reserve(plan.workspace_bytes, "the workspace of attention"));
     }
-    return device_.check(cuda::launch_decode(plan, a, decode_workspace_.data(), stream_), "a decode");
+    return device_.check(cuda::launch_decode(plan, a, decode_workspace_.data(), stream_), "attention");
 }
 
 Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
@@ -573,15 +582,7 @@ Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
     a.sequences = reinterpret_cast<const SequenceArgs*>(schedule.buffer.data());
     a.pages_before = reinterpret_cast<const int32_t*>(schedule.buffer.data() + schedule.counts_at);
     a.batch = schedule.chunks;
-    const int max_rows = cuda::kDecodeRows / a.group * a.group;
-    cuda::DecodePlan plan{};
-    const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows, largest_piece_};
-    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &plan), "planning a prefill"));
-    if (!decode_workspace_.holds(plan.workspace_bytes)) {
-        if (captured) return needs_a_run("this shape of a batch");
-        TA_RETURN_IF_ERROR(decode_workspace_.reserve(plan.workspace_bytes, "the workspace of a prefill"));
-    }
-    return device_.check(cuda::launch_decode(plan, a, decode_workspace_.data(), stream_), "a prefill");
+    return run_decode(a, cuda::kDecodeRows / a.group * a.group, captured);
 }
 
 Status CudaStep::needs_a_run(const char* what) {
@@ -602,7 +603,7 @@ Status CudaStep::seal() {
 // All that a captured launch depends on beside the tables.
 std::vector<uint64_t> CudaStep::kind_of_step() const {
     std::vector<uint64_t> kind{uint64_t(group_), uint64_t(max_rows_), uint64_t(any_prefill_)};
-    for (const DeviceBuffer* b : {&tasks_, &sequences_, &table_, &workspace_pages_}) kind.push_back(uint64_t(uintptr_t(b->data())));
+    for (const DeviceBuffer* b : {&tasks_, &sequences_, &table_, &workspace_pages_, &decode_workspace_}) kind.push_back(uint64_t(uintptr_t(b->data())));
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {
         kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));

@@ -33,8 +33,14 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
     using Options = ta_context_options;
     expect_failures({
         {"no out", [](ta_error* err) { return ta_context_create(nullptr, nullptr, err); }, TA_E_INVALID, 1, "out is null"},
-        {"device", create([](Options& o) { o.device = 1; }), TA_E_UNSUPPORTED, 0, "device is 1"},
-        {"negative device", create([](Options& o) { o.device = -1; }), TA_E_UNSUPPORTED, 0, "device is -1"},
+        {"device", create([](Options& o) { o.device = 2; }), TA_E_INVALID, 0, "device is 2"},
+        {"negative device", create([](Options& o) { o.device = -1; }), TA_E_INVALID, 0, "device is -1"},
+        {"ordinal of a CPU", create([](Options& o) { o.device_ordinal = 1; }), TA_E_INVALID, 0, "device_ordinal is 1"},
+        {"negative ordinal", create([](Options& o) {
+             o.device = TA_DEVICE_CUDA;
+             o.device_ordinal = -1;
+         }),
+         TA_E_INVALID, 0, "device_ordinal is -1"},
         {"negative threads", create([](Options& o) { o.threads = -1; }), TA_E_INVALID, 0, "threads is -1"},
         {"too many threads", create([](Options& o) { o.threads = 1025; }), TA_E_INVALID, 0, "threads is 1025"},
         {"INT32_MIN threads", create([](Options& o) { o.threads = INT32_MIN; }), TA_E_INVALID, 0, "threads is -2147483648"},

@@ -1,0 +1,416 @@
+// A GPU context beside a CPU context through the same calls: the same bytes in the pages, the same results within rounding, and
+// what only a GPU has: streams, graphs, device memory. Skipped where there is no GPU.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "support/handles.h"
+#include "support/numbers.h"
+
+namespace ta::testing {
+namespace {
+
+struct FreeDevice {
+    void operator()(void* p) const { cudaFree(p); }
+};
+
+// F16 rows [tokens, heads, d] on the device, or outputs to be.
+class DeviceTensor {
+  public:
+    DeviceTensor(int64_t tokens, int64_t heads, int64_t d, const std::vector<float>* values = nullptr)
+        : n_(size_t(tokens * heads * d)) {
+        void* p = nullptr;
+        EXPECT_EQ(cudaMalloc(&p, std::max<size_t>(2 * n_, 16)), cudaSuccess);
+        data_.reset(p);
+        view_ = sized<ta_tensor>();
+        view_.dtype = TA_DTYPE_F16;
+        view_.data = p;
+        view_.tokens = tokens;
+        view_.heads = heads;
+        view_.head_dim = d;
+        if (values) set(*values);
+        if (!values) cudaMemset(p, 0xFF, 2 * n_);
+    }
+    void set(const std::vector<float>& values) {
+        std::vector<uint16_t> half(values.size());
+        for (size_t i = 0; i < values.size(); ++i) half[i] = float_to_f16(values[i]);
+        EXPECT_EQ(cudaMemcpy(data_.get(), half.data(), 2 * half.size(), cudaMemcpyHostToDevice), cudaSuccess);
+    }
+    std::vector<float> get() const {
+        std::vector<uint16_t> half(n_);
+        EXPECT_EQ(cudaMemcpy(half.data(), data_.get(), 2 * n_, cudaMemcpyDeviceToHost), cudaSuccess);
+        std::vector<float> values(n_);
+        for (size_t i = 0; i < n_; ++i) values[i] = f16_to_float(half[i]);
+        return values;
+    }
+    const ta_tensor* view() const { return &view_; }
+
+  private:
+    size_t n_;
+    std::unique_ptr<void, FreeDevice> data_;
+    ta_tensor view_;
+};
+
+struct Shape {
+    uint32_t bits, head_dim;
+    int kv_heads, group;
+    std::vector<uint8_t> map{};  // of one layer's kv heads, for K; V has it backwards
+};
+
+constexpr uint32_t kLayers = 2;
+
+class Gpu : public ::testing::Test {
+  protected:
+    void SetUp() override {
+        int n = 0;
+        if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
+        auto options = sized<ta_context_options>();
+        options.device = TA_DEVICE_CUDA;
+        gpu = make_context(options);
+        cpu = make_context(0);
+        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    }
+    void TearDown() override {
+        if (IsSkipped()) return;
+        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        if (stream) cudaStreamDestroy(stream);
+        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    }
+
+    Context gpu, cpu;
+    cudaStream_t stream = nullptr;
+};
+
+// Two pools that live through the same steps.
+class Twins {
+  public:
+    Twins(const Context& gpu, const Context& cpu, const Shape& shape, cudaStream_t stream, uint64_t seed,
+          const ta_numerics* numerics = nullptr)
+        : shape_(shape), random_(seed), stream_(stream) {
+        auto options = pool_options(kLayers, uint32_t(shape.kv_heads), shape.head_dim, shape.bits, numerics);
+        std::vector<uint8_t> k_bits, v_bits;
+        if (!shape.map.empty()) {
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                k_bits.insert(k_bits.end(), shape.map.begin(), shape.map.end());
+                v_bits.insert(v_bits.end(), shape.map.rbegin(), shape.map.rend());
+            }
+            options.k_bits = k_bits.data();
+            options.v_bits = v_bits.data();
+        }
+        options.budget_bytes = uint64_t{256} << 20;
+        gpu_pool = make_pool(gpu, options);
+        cpu_pool = make_pool(cpu, options);
+        gpu_plan = make_plan(gpu_pool);
+        cpu_plan = make_plan(cpu_pool);
+        ta_error err;
+        require(ta_plan_set_stream(gpu_plan.get(), stream, &err), err);
+    }
+
+    size_t add() {
+        sequences.push_back({make_sequence(gpu_pool), make_sequence(cpu_pool)});
+        return sequences.size() - 1;
+    }
+    size_t fork(size_t from) {
+        sequences.push_back({fork_sequence(gpu_pool, sequences[from].gpu), fork_sequence(cpu_pool, sequences[from].cpu)});
+        return sequences.size() - 1;
+    }
+    void truncate(size_t s, int64_t n) {
+        ta_error err;
+        require(ta_seq_truncate(gpu_pool.get(), sequences[s].gpu, n, &err), err);
+        require(ta_seq_truncate(cpu_pool.get(), sequences[s].cpu, n, &err), err);
+    }
+
+    // One step of both; the results are compared.
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
+              double tolerance, const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr) {
+        std::vector<ta_seq> on_gpu, on_cpu;
+        for (size_t m : members) {
+            on_gpu.push_back(sequences[m].gpu);
+            on_cpu.push_back(sequences[m].cpu);
+        }
+        if (::testing::Test::HasFatalFailure()) return;
+        begin(gpu_plan, on_gpu, n_new, n_query);
+        begin(cpu_plan, on_cpu, n_new, n_query);
+        const int64_t total_new = std::accumulate(n_new.begin(), n_new.end(), int64_t{0});
+        const int64_t total_query = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
+        const int64_t heads = shape_.kv_heads, q_heads = heads * shape_.group, d = shape_.head_dim;
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            const std::vector<float> k = random_.normals(total_new * heads * d), v = random_.normals(total_new * heads * d),
+                                     q = random_.normals(total_query * q_heads * d, 1.5f);
+            DeviceTensor gk(total_new, heads, d, &k), gv(total_new, heads, d, &v), gq(total_query, q_heads, d, &q),
+                gout(total_query, q_heads, d);
+            void* lse_memory = nullptr;
+            ASSERT_EQ(cudaMalloc(&lse_memory, size_t(total_query * q_heads + 4) * 4), cudaSuccess);
+            const std::unique_ptr<void, FreeDevice> glse(lse_memory);
+            ta_error err;
+            if (total_new > 0) require(ta_append(gpu_plan.get(), layer, gk.view(), gv.view(), &err), err);
+            require(ta_attend(gpu_plan.get(), layer, gq.view(), gout.view(), static_cast<float*>(glse.get()),
+                              gpu_options ? gpu_options : options, &err),
+                    err);
+            Tensor ck(k, total_new, heads, d, TA_DTYPE_F16), cv(v, total_new, heads, d, TA_DTYPE_F16),
+                cq(q, total_query, q_heads, d, TA_DTYPE_F16), cout(total_query, q_heads, d);
+            std::vector<float> lse(size_t(total_query * q_heads));
+            if (total_new > 0) append(cpu_plan, layer, ck, cv);
+            attend(cpu_plan, layer, cq, cout, lse.data(), options);
+            ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+            const std::vector<float> got = gout.get(), expected = cout.values();
+            double difference = 0.0, norm = 0.0;
+            for (size_t i = 0; i < got.size(); ++i) {
+                ASSERT_TRUE(std::isfinite(got[i])) << "element " << i << " was not written";
+                difference += (double(got[i]) - expected[i]) * (double(got[i]) - expected[i]);
+                norm += double(expected[i]) * expected[i];
+            }
+            EXPECT_LE(std::sqrt(difference), tolerance * std::sqrt(norm) + 1e-12) << "layer " << layer;
+            std::vector<float> got_lse(lse.size());
+            ASSERT_EQ(cudaMemcpy(got_lse.data(), glse.get(), 4 * lse.size(), cudaMemcpyDeviceToHost), cudaSuccess);
+            for (size_t i = 0; i < lse.size(); ++i) {
+                if (std::isinf(lse[i])) {
+                    ASSERT_EQ(got_lse[i], lse[i]) << "lse " << i;
+                } else {
+                    ASSERT_NEAR(got_lse[i], lse[i], 20 * tolerance) << "lse " << i;
+                }
+            }
+        }
+        end(gpu_plan);
+        end(cpu_plan);
+    }
+
+    // Every stored byte of both pools is the same.
+    void compare_pages() {
+        for (size_t s = 0; s < sequences.size(); ++s) {
+            const int64_t n = length(cpu_pool, sequences[s].cpu);
+            ASSERT_EQ(length(gpu_pool, sequences[s].gpu), n);
+            for (int64_t b = 0; b < (n + 63) / 64; ++b) {
+                auto gi = sized<ta_x_block_info>(), ci = sized<ta_x_block_info>();
+                ta_error err;
+                require(ta_x_seq_block(cpu_pool.get(), sequences[s].cpu, uint64_t(b), &ci, nullptr, 0, &err), err);
+                std::vector<uint8_t> cpu_bytes(ci.bytes), gpu_bytes(ci.bytes);
+                require(ta_x_seq_block(cpu_pool.get(), sequences[s].cpu, uint64_t(b), &ci, cpu_bytes.data(), ci.bytes, &err), err);
+                require(ta_x_seq_block(gpu_pool.get(), sequences[s].gpu, uint64_t(b), &gi, gpu_bytes.data(), ci.bytes, &err), err);
+                ASSERT_EQ(gi.bits, ci.bits);
+                ASSERT_EQ(gi.tokens, ci.tokens);
+                if (ci.tokens < 64) continue;  // bytes of the missing tokens are unspecified; see below
+                ASSERT_EQ(std::memcmp(cpu_bytes.data(), gpu_bytes.data(), ci.trailer_offset), 0)
+                    << "sequence " << s << ", block " << b << " of " << ci.bits << " bits";
+            }
+            for (uint32_t layer = 0; layer < kLayers && n > 0; ++layer) {
+                const int64_t row = int64_t(shape_.kv_heads) * shape_.head_dim;
+                ASSERT_TRUE(dequantize(gpu_pool, sequences[s].gpu, layer, 0, n, row) ==
+                            dequantize(cpu_pool, sequences[s].cpu, layer, 0, n, row))
+                    << "sequence " << s << ", layer " << layer;
+            }
+        }
+    }
+
+    struct Pair {
+        ta_seq gpu, cpu;
+    };
+    KvPool gpu_pool, cpu_pool;
+    Plan gpu_plan, cpu_plan;
+    std::vector<Pair> sequences;
+
+  private:
+    Shape shape_;
+    Random random_;
+    cudaStream_t stream_;
+};
+
+const Shape kShapes[] = {{4, 128, 2, 4}, {2, 128, 2, 1}, {8, 128, 2, 8}, {4, 128, 4, 5, {4, 2, 4, 2}}, {4, 64, 2, 4},
+                         {2, 96, 2, 3},  {4, 256, 1, 2}, {4, 128, 1, 16}};
+constexpr double kDecodeError = 2e-3, kPrefillError = 2e-2;
+
+TEST_F(Gpu, AppendDecodeAndPrefillAsOnACpu) {
+    for (const Shape& shape : kShapes) {
+        SCOPED_TRACE(std::to_string(shape.bits) + " bits, d " + std::to_string(shape.head_dim) + ", group " + std::to_string(shape.group));
+        Twins twins(gpu, cpu, shape, stream, 7);
+        const size_t a = twins.add(), b = twins.add(), c = twins.add();
+        twins.step({a, b, c}, {200, 1, 64}, {200, 1, 64}, kPrefillError);
+        for (int i = 0; i < 3; ++i) twins.step({a, b, c}, {1, 1, 1}, {1, 1, 1}, kDecodeError);
+        twins.step({c, a}, {130, 1}, {130, 1}, kPrefillError);
+        twins.step({b}, {63, }, {1}, kDecodeError);
+        twins.step({a, b, c}, {0, 1, 0}, {1, 0, 1}, kDecodeError);
+        twins.compare_pages();
+        if (HasFatalFailure()) return;
+    }
+}
+
+TEST_F(Gpu, ForksTruncationsAndReopenedBlocks) {
+    Twins twins(gpu, cpu, kShapes[0], stream, 11);
+    const size_t a = twins.add();
+    twins.step({a}, {300}, {1}, kDecodeError);
+    const size_t b = twins.fork(a);
+    twins.step({a, b}, {5, 30}, {1, 1}, kDecodeError);
+    twins.truncate(a, 150);
+    twins.truncate(b, 10);
+    twins.step({b, a}, {1, 100}, {1, 1}, kDecodeError);
+    twins.compare_pages();
+}
+
+TEST_F(Gpu, OptionsOfAttend) {
+    Twins twins(gpu, cpu, kShapes[0], stream, 13);
+    const size_t a = twins.add();
+    twins.step({a}, {400}, {1}, kDecodeError);
+    const std::vector<float> slopes(8, 0.01f), sinks(8, 2.0f);
+    float* arrays = nullptr;
+    ASSERT_EQ(cudaMalloc(reinterpret_cast<void**>(&arrays), 64), cudaSuccess);
+    cudaMemcpy(arrays, slopes.data(), 32, cudaMemcpyHostToDevice);
+    cudaMemcpy(arrays + 8, sinks.data(), 32, cudaMemcpyHostToDevice);
+    for (int n_query : {1, 3, 40}) {
+        for (int which = 0; which < 6; ++which) {
+            auto options = sized<ta_attend_options>();
+            auto on_gpu = options;
+            if (which == 0) options.window = 100;
+            if (which == 1) options.softcap = 5.0f;
+            if (which == 2) options.exp = TA_EXP_EXACT;
+            if (which == 3) options.mask = TA_MASK_FULL;
+            if (which == 4) options.scale = 0.3f;
+            on_gpu = options;
+            if (which == 5) {
+                options.alibi_slopes = slopes.data();
+                options.sinks = sinks.data();
+                on_gpu.alibi_slopes = arrays;
+                on_gpu.sinks = arrays + 8;
+            }
+            SCOPED_TRACE(std::to_string(n_query) + " queries, options " + std::to_string(which));
+            twins.step({a}, {0}, {n_query}, n_query * 4 <= 16 ? kDecodeError : kPrefillError, &options, &on_gpu);
+        }
+    }
+    cudaFree(arrays);
+}
+
+TEST_F(Gpu, AGraphIsReplayedWithNewLengths) {
+    const Shape shape = kShapes[0];
+    Twins twins(gpu, cpu, shape, stream, 17);
+    const size_t a = twins.add(), b = twins.add();
+    twins.step({a, b}, {100, 60}, {1, 1}, kDecodeError);
+    twins.step({a, b}, {1, 1}, {1, 1}, kDecodeError);  // of the kind that is captured
+    const int64_t heads = shape.kv_heads, q_heads = heads * shape.group, d = shape.head_dim;
+    DeviceTensor k(2, heads, d), v(2, heads, d), q(2, q_heads, d), out(2, q_heads, d);
+    Random random(5);
+    const std::vector<ta_seq> on_gpu{twins.sequences[a].gpu, twins.sequences[b].gpu},
+        on_cpu{twins.sequences[a].cpu, twins.sequences[b].cpu};
+    cudaGraphExec_t exec = nullptr;
+    for (int i = 0; i < 1000; ++i) {
+        const std::vector<float> kv = random.normals(2 * heads * d), qv = random.normals(2 * q_heads * d);
+        k.set(kv);
+        v.set(kv);
+        q.set(qv);
+        begin(twins.gpu_plan, on_gpu, {1, 1});
+        ta_error err;
+        if (!exec) {
+            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                require(ta_append(twins.gpu_plan.get(), layer, k.view(), v.view(), &err), err);
+                require(ta_attend(twins.gpu_plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
+            }
+            cudaGraph_t graph = nullptr;
+            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+            cudaGraphDestroy(graph);
+        }
+        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        end(twins.gpu_plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        begin(twins.cpu_plan, on_cpu, {1, 1});
+        Tensor ck(kv, 2, heads, d, TA_DTYPE_F16), cq(qv, 2, q_heads, d, TA_DTYPE_F16), cout(2, q_heads, d);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(twins.cpu_plan, layer, ck, ck);
+            attend(twins.cpu_plan, layer, cq, cout);
+        }
+        end(twins.cpu_plan);
+        const std::vector<float> got = out.get(), expected = cout.values();
+        double difference = 0.0, norm = 0.0;
+        for (size_t j = 0; j < got.size(); ++j) {
+            difference += (double(got[j]) - expected[j]) * (double(got[j]) - expected[j]);
+            norm += double(expected[j]) * expected[j];
+        }
+        ASSERT_LE(std::sqrt(difference / norm), kDecodeError) << "replay " << i;
+    }
+    twins.compare_pages();
+    // A step of another kind is not taken for a replay.
+    begin(twins.gpu_plan, on_gpu, {2, 1});
+    EXPECT_EQ(ta_plan_end(twins.gpu_plan.get(), nullptr), TA_E_STATE);
+    EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
+    cudaGraphExecDestroy(exec);
+}
+
+TEST_F(Gpu, WrongMemoryAndNonFiniteValues) {
+    const Shape shape = kShapes[0];
+    Twins twins(gpu, cpu, shape, stream, 19);
+    const ta_seq s = make_sequence(twins.gpu_pool);
+    std::vector<float> host(size_t(2 * 128));
+    auto view = sized<ta_tensor>();
+    view.dtype = TA_DTYPE_F16;
+    view.data = host.data();
+    view.tokens = 1;
+    view.heads = shape.kv_heads;
+    view.head_dim = shape.head_dim;
+    begin(twins.gpu_plan, {s}, {1});
+    ta_error err;
+    EXPECT_EQ(ta_append(twins.gpu_plan.get(), 0, &view, &view, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(err.argument, 2);
+    std::vector<float> values(2 * 128, 1.0f);
+    values[3] = NAN;
+    DeviceTensor k(1, 2, 128, &values);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        require(ta_append(twins.gpu_plan.get(), layer, k.view(), k.view(), &err), err);
+    }
+    end(twins.gpu_plan);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    const int32_t one = 1;
+    EXPECT_EQ(ta_plan_begin(twins.gpu_plan.get(), 1, &s, &one, nullptr, &err), TA_E_NONFINITE) << err.message;
+    EXPECT_EQ(err.sequence, 0);
+    EXPECT_EQ(ta_plan_begin(twins.gpu_plan.get(), 1, &s, &one, nullptr, &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
+    EXPECT_EQ(ta_seq_verify(twins.gpu_pool.get(), s, &err), TA_E_UNSUPPORTED);
+}
+
+TEST_F(Gpu, PlansOnTwoStreamsShareAPool) {
+    const Shape shape = kShapes[0];
+    Twins twins(gpu, cpu, shape, stream, 23);
+    cudaStream_t other = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+    Plan second = make_plan(twins.gpu_pool);
+    ta_error err;
+    require(ta_plan_set_stream(second.get(), other, &err), err);
+    // What one plan's sequence leaves free the other's takes while the first may still read it.
+    for (int round = 0; round < 20; ++round) {
+        const size_t a = twins.add();
+        twins.step({a}, {200}, {1}, kDecodeError);
+        ta_seq s = make_sequence(twins.gpu_pool);
+        Random random(uint64_t(round) + 1);
+        const std::vector<float> kv = random.normals(300 * 2 * 128);
+        DeviceTensor k(300, 2, 128, &kv);
+        begin(second, {s}, {300});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            require(ta_append(second.get(), layer, k.view(), k.view(), &err), err);
+        }
+        end(second);
+        require(ta_seq_release(twins.gpu_pool.get(), s, &err), err);
+        twins.step({a}, {70}, {1}, kDecodeError);
+    }
+    twins.compare_pages();
+    second.reset();
+    cudaStreamDestroy(other);
+}
+
+TEST_F(Gpu, TheCallersDeviceAndErrorsStay) {
+    EXPECT_NE(cudaMemcpy(nullptr, nullptr, 16, cudaMemcpyDeviceToDevice), cudaSuccess);  // an error of the embedder's
+    const cudaError_t before = cudaPeekAtLastError();
+    Twins twins(gpu, cpu, kShapes[0], stream, 29);
+    const size_t a = twins.add();
+    begin(twins.gpu_plan, {twins.sequences[a].gpu}, {1});
+    EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
+    EXPECT_EQ(cudaPeekAtLastError(), before);
+    (void)cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace ta::testing
