@@ -57,9 +57,9 @@ struct Workspace {
     }
 };
 
-// Launches with programmatic dependent launch: the grid may start before those before it are complete.
+// `overlap`: the grid may start before those before it are complete.
 template <class... Args>
-cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t smem, cudaStream_t stream, Args... args) {
+cudaError_t launch(bool overlap, const void* kernel, dim3 grid, int threads, size_t smem, cudaStream_t stream, Args... args) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -69,7 +69,7 @@ cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t smem, cuda
     config.dynamicSmemBytes = smem;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.numAttrs = overlap ? 1 : 0;
     void* pointers[] = {&args...};
     return cudaLaunchKernelExC(&config, kernel, pointers);
 }
@@ -92,6 +92,7 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
 
     DecodePlan p{};
     p.bulk = shape.path == LoadPath::kAuto ? major >= 9 : shape.path == LoadPath::kBulk;
+    p.overlap = major >= 9;
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
     p.ctas = sms;
     const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());
@@ -140,18 +141,20 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     const int pairs = args.batch * args.kv_heads;
     const int query_warps = pairs * p.row_capacity / kQueryRows;
     const unsigned query_ctas = unsigned((query_warps + kQueryWarps - 1) / kQueryWarps) + 1;
-    if (const cudaError_t e = launch(kernels.query, dim3(query_ctas), 32 * kQueryWarps, 0, stream, p); e != cudaSuccess)
+    if (const cudaError_t e = launch(plan.overlap, kernels.query, dim3(query_ctas), 32 * kQueryWarps, 0, stream, p);
+        e != cudaSuccess)
         return e;
     const bool general =
         args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
     const void* attend = kernels.attend[general][tiles_index(plan.tiles)];
-    if (const cudaError_t e = launch(attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
+    if (const cudaError_t e =
+            launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
         e != cudaSuccess) {
         return e;
     }
     const int rows_per_cta = kMergeWarps / plan.merge_warps;
     const dim3 grid(unsigned(pairs), unsigned((4 * plan.tiles + rows_per_cta - 1) / rows_per_cta));
-    return launch(kernels.merge, grid, 32 * kMergeWarps, 0, stream, p, plan.merge_warps);
+    return launch(plan.overlap, kernels.merge, grid, 32 * kMergeWarps, 0, stream, p, plan.merge_warps);
 }
 
 }  // namespace ta::cuda

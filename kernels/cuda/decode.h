@@ -33,6 +33,7 @@ struct DecodePlan {
     int ring_bytes;   // of each warp
     int merge_warps;  // that share a row in the merge
     bool bulk;
+    bool overlap;  // programmatic dependent launch, from sm_90 on
     size_t workspace_bytes;
 };
 
