@@ -119,7 +119,9 @@ class Appender {
     float seen[2] = {0.0f, 0.0f};
 
   private:
-    __device__ bool active() const { return 8 * lane_ < D; }
+    __device__ bool active() const {
+        return 8 * lane_ < D;
+    }
 
     __device__ uint8_t* token_piece(const AppendTask& task) const {
         const uint64_t layer = task.token_page & kEntrySingleLayer ? 0 : a_.token_layer_offset;
@@ -128,7 +130,8 @@ class Appender {
 
     __device__ void close(const AppendTask& task) {
         const HeadArgs h = a_.heads[head_];
-        auto* piece = reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + a_.channel_layer_offset + h.channel_offset);
+        auto* piece =
+            reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + a_.channel_layer_offset + h.channel_offset);
         close_page(page_, h.k_bits, h.v_bits, a_, piece);
     }
 
@@ -137,7 +140,9 @@ class Appender {
         return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
     }
 
-    __device__ const TensorArgs& tensor_args(int tensor) const { return tensor ? a_.v : a_.k; }
+    __device__ const TensorArgs& tensor_args(int tensor) const {
+        return tensor ? a_.v : a_.k;
+    }
 
     __device__ static bool is_aligned(const TensorArgs& x) {
         const int64_t size = int64_t(cpu::dtype_bytes(x.dtype));
@@ -150,7 +155,8 @@ class Appender {
     }
 
     // Makes a row of what was loaded; returns its largest magnitude. All lanes of the warp; a row that is not `valid` is zeros.
-    __device__ float prepare(int tensor, const AppendTask& task, const RawRow& raw, bool valid, bool count, float (&x)[8]) const {
+    __device__ float prepare(int tensor, const AppendTask& task, const RawRow& raw, bool valid, bool count,
+                             float (&x)[8]) const {
         const DType type = tensor_args(tensor).dtype;
         widen(raw, type, x);
         const int replaced = replace_nonfinite(x, type, a_.saturate);

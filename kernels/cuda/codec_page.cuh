@@ -121,9 +121,9 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, bool frac
     constexpr int kPerByte = 8 / kBits, kLevels = (1 << kBits) - 1;
     const int r = lane / 4, i = lane % 4;
     const bool merge = page.merge[0][0] || page.merge[0][1];
-    uint32_t u[4][4];                // [tile][2 w1 + w0]: token 16 tile + r + 8 w0, channels 4 w1 ..
-    uint32_t sum[2][2] = {};         // [w1]: of channels 0 and 2, 1 and 3
-    __half2 low[2][2], high[2][2];   // [w1]: of channels 0 and 1, 2 and 3
+    uint32_t u[4][4];               // [tile][2 w1 + w0]: token 16 tile + r + 8 w0, channels 4 w1 ..
+    uint32_t sum[2][2] = {};        // [w1]: of channels 0 and 2, 1 and 3
+    __half2 low[2][2], high[2][2];  // [w1]: of channels 0 and 1, 2 and 3
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
         const uint4 chunk = page.k[PageImage<D>::k_chunk(tile, step, r, i)];
@@ -207,8 +207,9 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, bool frac
         my_step = r == c ? s[c] : my_step;
     }
     const int channel = D / 4 * i + 8 * step + r;
-    store_channel<kBits>(piece + layout.k_step() + channel, piece + layout.k_zero() + channel, fractional, my_step, my_min - 128,
-                         my_sum - my_step * my_codes - kPageTokens * my_min, stage2_code(my_max, my_min, my_step));
+    store_channel<kBits>(piece + layout.k_step() + channel, piece + layout.k_zero() + channel, fractional, my_step,
+                         my_min - 128, my_sum - my_step * my_codes - kPageTokens * my_min,
+                         stage2_code(my_max, my_min, my_step));
 }
 
 // A warp encodes 16 channels of V, those of one tile, and leaves a byte per code where the stage-1 codes were. A channel is two

@@ -53,8 +53,8 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 
 // O / l and LSE of a lane's two rows.
 template <int D>
-TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i,
-                           const RowInfo* info, const Rows& rows, const int32_t (&o)[D / 2]) {
+TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, const RowInfo* info,
+                           const Rows& rows, const int32_t (&o)[D / 2]) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
@@ -208,7 +208,8 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 sm90::pin_registers(o);
                 if (lane == 0) sm90::barrier_arrive(&shared.empty[before]);
                 if (block % 128 == 0) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
-                    const float v_largest = fmaxf(shared.scales[stage.slot].v_largest[0], shared.scales[stage.slot].v_largest[1]);
+                    const float v_largest =
+                        fmaxf(shared.scales[stage.slot].v_largest[0], shared.scales[stage.slot].v_largest[1]);
 #pragma unroll
                     for (int row = 0; row < 2; ++row) {
                         if (quad_sum(rows.l[row]) * v_largest < 0x1p23f) continue;
@@ -234,7 +235,8 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
 }
 
 template <int D, bool kFractions>
-__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ AttendArgs args, const uint8_t* schedule) {
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const __grid_constant__ AttendArgs args, const uint8_t* schedule) {
     extern __shared__ __align__(1024) uint8_t memory[];
     SharedMemory<D>& shared = *reinterpret_cast<SharedMemory<D>*>(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -22,7 +22,7 @@ struct Rows {
 
 // Scores of one block on their way to P.
 struct Pending {
-    uint32_t y[2][16];  // [row][4 (32-token group) + 2 (pair) + h]: tokens 8 j + 2 i + h, j = 2 (group, pair), 2 (...) + 1
+    uint32_t y[2][16];   // [row][4 (32-token group) + 2 (pair) + h]: tokens 8 j + 2 i + h, j = 2 (group, pair), 2 (...) + 1
     uint32_t offset[2];  // makes y a fp16 number in [1, 2), twice
     float inverse[2];    // factor of the page's sum of P in l; 0 where l has the page already
     float l[2];          // to be added to l

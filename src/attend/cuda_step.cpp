@@ -69,7 +69,8 @@ class Staging {
     Staging& operator=(const Staging&) = delete;
 
     Status take(const CudaDevice& device, size_t bytes) {
-        if (!done_) TA_RETURN_IF_ERROR(device.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event"));
+        if (!done_)
+            TA_RETURN_IF_ERROR(device.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event"));
         TA_RETURN_IF_ERROR(device.check(cudaEventSynchronize(done_), "waiting for an earlier step"));
         used_ = 0;
         if (bytes <= bytes_) return {};
@@ -163,22 +164,20 @@ class CudaStep final : public StepBackend {
     const HeadArgs* heads_of(uint32_t layer) const {
         return reinterpret_cast<const HeadArgs*>(constants_.data() + offset_of_heads_) + pool_.geometry().index(layer, 0);
     }
-    static cuda::TensorArgs tensor_args(const TensorView& v) {
-        return {v.data, v.stride_token, v.stride_head, v.dtype};
-    }
+    static cuda::TensorArgs tensor_args(const TensorView& v) { return {v.data, v.stride_token, v.stride_head, v.dtype}; }
     Status check_device_memory(const void* data, const char* name) const;
 
     Pool& pool_;
     CudaDevice& device_;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t fence_ = nullptr;
-    bool ran_ = false;       // on stream_ since the fence was last recorded
-    bool captured_ = false;  // some call was captured
+    bool ran_ = false;         // on stream_ since the fence was last recorded
+    bool captured_ = false;    // some call was captured
     bool seen_calls_ = false;  // in this step
     std::vector<uint64_t> captured_kind_;
     Step* step_ = nullptr;
     uint64_t steps_ = 0;
-    int group_ = 0;  // that sequences_ was made for
+    int group_ = 0;     // that sequences_ was made for
     int max_rows_ = 0;  // of the step's decode sequences, query tokens x group
     bool any_prefill_ = false;
     std::vector<SequenceArgs> prefill_sequences_;
@@ -250,7 +249,8 @@ Status CudaStep::begin(Step& step) {
     for (size_t i = 0; i < step.members.size(); ++i) {
         const StepMember& m = step.members[i];
         if (m.length + m.n_new > kMaxKeys) {
-            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; on a GPU the limit is 2^30", (long long)(m.length + m.n_new))
+            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; on a GPU the limit is 2^30",
+                        (long long)(m.length + m.n_new))
                 .sequence(int64_t(i));
         }
     }
@@ -266,7 +266,8 @@ Status CudaStep::begin(Step& step) {
                                                 "a step's INT8 pages"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
         const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
-        TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + sizeof(int32_t), "a step's sequences"));
+        TA_RETURN_IF_ERROR(
+            sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + sizeof(int32_t), "a step's sequences"));
         sequence_capacity_ = capacity;
     }
     const Geometry& g = pool_.geometry();
@@ -376,8 +377,8 @@ Status CudaStep::upload_schedule(const PrefillKey& key, Schedule& schedule) {
         TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
         TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
         void* staged = schedule.staging.part(bytes);
-        cuda::plan_prefill(prefill_sequences_, group_, kv_heads, key.causal, key.window, device_.properties().multiProcessorCount,
-                           staged);
+        cuda::plan_prefill(prefill_sequences_, group_, kv_heads, key.causal, key.window,
+                           device_.properties().multiProcessorCount, staged);
         TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
     } else {
         std::vector<SequenceArgs> chunks;
@@ -563,8 +564,9 @@ Status CudaStep::run_decode(const AttendArgs& a, int max_rows, bool captured) {
 Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     a.p_levels = format.levels;
-    a.p_running = format.running;
-    const bool by_kernel = device_.properties().major == 9 && !cuda::prefill_refusal(a);
+    a.p_running = false;
+    const bool by_kernel = device_.properties().major == 9 && p == TA_P_U8_RUNNING && !cuda::prefill_refusal(a);
+    a.p_running = format.running && !by_kernel;
     if (!by_kernel && !a.causal && (a.window > 0 || a.alibi_slope)) {
         return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
                     cuda::kDecodeRows);
@@ -576,8 +578,8 @@ Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
         TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
     if (by_kernel) {
-        return device_.check(
-            cuda::launch_prefill(a, schedule.buffer.data(), device_.properties().multiProcessorCount, stream_), "a prefill");
+        return device_.check(cuda::launch_prefill(a, schedule.buffer.data(), device_.properties().multiProcessorCount, stream_),
+                             "a prefill");
     }
     a.sequences = reinterpret_cast<const SequenceArgs*>(schedule.buffer.data());
     a.pages_before = reinterpret_cast<const int32_t*>(schedule.buffer.data() + schedule.counts_at);
@@ -596,14 +598,16 @@ Status CudaStep::needs_a_run(const char* what) {
 Status CudaStep::seal() {
     if (!captured_ || seen_calls_) return {};
     if (kind_of_step() == captured_kind_) return {};
-    return fail(TA_E_STATE, "the step's calls were left to a graph, but the step is not of the kind that was captured: abort it, "
-                            "run it without the graph and capture again");
+    return fail(TA_E_STATE,
+                "the step's calls were left to a graph, but the step is not of the kind that was captured: abort it, "
+                "run it without the graph and capture again");
 }
 
 // All that a captured launch depends on beside the tables.
 std::vector<uint64_t> CudaStep::kind_of_step() const {
     std::vector<uint64_t> kind{uint64_t(group_), uint64_t(max_rows_), uint64_t(any_prefill_)};
-    for (const DeviceBuffer* b : {&tasks_, &sequences_, &table_, &workspace_pages_, &decode_workspace_}) kind.push_back(uint64_t(uintptr_t(b->data())));
+    for (const DeviceBuffer* b : {&tasks_, &sequences_, &table_, &workspace_pages_, &decode_workspace_})
+        kind.push_back(uint64_t(uintptr_t(b->data())));
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {
         kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));

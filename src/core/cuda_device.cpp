@@ -134,7 +134,8 @@ Status CudaDevice::check(cudaError_t error, const char* what) const {
         lost_.compare_exchange_strong(none, int(error));
         return health();
     }
-    if (error == cudaErrorMemoryAllocation) return fail(TA_E_MEMORY, "%s (GPU %d) has no memory for %s", name(), ordinal_, what);
+    if (error == cudaErrorMemoryAllocation)
+        return fail(TA_E_MEMORY, "%s (GPU %d) has no memory for %s", name(), ordinal_, what);
     return fail(TA_E_DEVICE, "%s (GPU %d): %s failed: %s", name(), ordinal_, what, cudaGetErrorString(error));
 }
 

@@ -145,7 +145,8 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
             if (!slot) {
                 for (size_t i = 0; i < slots.size(); ++i) put_back(wanted[i], slots[i]);
                 if (slab_) {
-                    return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
+                    return fail(TA_E_TIER_FULL,
+                                "the device tier is fragmented: no room for a slot of %zu bytes between the others",
                                 geometry_.slot_bytes(kind));
                 }
                 return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));

@@ -36,7 +36,7 @@ Result<cpu::ExpMode> resolve_exp(ta_exp exp, cpu::ExpMode fallback) {
 }
 
 Status check_p(ta_p p) {
-    if (p >= TA_P_DEFAULT && p <= TA_P_S8_127_RUNNING) return {};
+    if (p >= TA_P_DEFAULT && p <= TA_P_U8_RUNNING) return {};
     return fail(TA_E_INVALID, "p is %d; it takes a ta_p", p);
 }
 
@@ -52,6 +52,8 @@ PFormat p_format(ta_p p, int64_t rows) {
             return {kStage1Levels, false};
         case TA_P_S8_127_RUNNING:
             return {kIntFlashLevels, true};
+        case TA_P_U8_RUNNING:
+            return {255, true};
         default:
             return {rows <= kP16Rows ? 65535 : 255, false};
     }

@@ -53,8 +53,7 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
 
 Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
                                            uint64_t budget, uint32_t max_sequences) {
-    std::shared_ptr<Pool> pool(
-        new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
+    std::shared_ptr<Pool> pool(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
     if (Device* device = pool->context().device()) {
         if (pool->numerics_.universal_open_scale) {
             return fail(TA_E_UNSUPPORTED, "numerics.open_scale UNIVERSAL (profile PAPER) runs on a CPU context only");
@@ -77,7 +76,8 @@ Status Pool::take_nonfinite_mark(Sequence& s) {
         counters_.saturated_values += values;
         return {};
     }
-    return fail(TA_E_NONFINITE, "%u values of k or v appended to the sequence were NaN, infinite or above 2^56; they became 0", values);
+    return fail(TA_E_NONFINITE, "%u values of k or v appended to the sequence were NaN, infinite or above 2^56; they became 0",
+                values);
 }
 
 Status Pool::check_open_locked() const {
