@@ -475,16 +475,15 @@ std::vector<Case> all_cases(bool quick) {
 // ------------------------------------------------------------------------------------------------------------- stage 1
 
 __global__ void quantize_kernel(const __grid_constant__ AttendArgs args, PrefillTile tile, uint32_t* codes, float* scales) {
-    prefill::Queries<128> q;
-    const int lane = int(threadIdx.x) % 32, row = lane / 4;
-    prefill::RowInfo info[2];
+    const int lane = int(threadIdx.x) % 32;
     uint32_t negative = 0;
     for (int n = 0; n < 32; ++n) negative |= uint32_t(args.signs[lane % 4 * 32 + n] < 0.0f) << n;
-    for (int which = 0; which < 2; ++which) prefill::load_query<128>(args, tile, row + 8 * which, which, lane % 4, negative, q, info[which]);
-    for (int which = 0; which < 2; ++which) {
-        for (int word = 0; word < 8; ++word)
-            codes[(row + 8 * which) * 32 + lane % 4 * 8 + word] = q.a[word / 2][2 * (word % 2) + which];
-        scales[row + 8 * which] = info[which].scale;
+    for (int row = lane / 4; row < 16; row += 8) {
+        uint32_t words[8];
+        prefill::RowInfo info;
+        prefill::load_query<128>(args, tile, row, lane % 4, negative, words, info);
+        for (int n = 0; n < 8; ++n) codes[row * 32 + lane % 4 * 8 + n] = words[n];
+        scales[row] = info.scale;
     }
 }
 
