@@ -254,7 +254,6 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
         out.l[row] = 0.0f;
         out.inverse[row] = 0.0f;
     }
-    constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: a sum has an integer in its low bits
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
         const float2 v0 = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
