@@ -1,12 +1,11 @@
 // Host side of prefill: the schedule, and the launch.
-#include "kernels/cuda/prefill.h"
-
 #include <algorithm>
 #include <cstring>
 #include <queue>
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/prefill.h"
 #include "kernels/cuda/prefill_kernel.cuh"
 
 namespace ta::cuda {
@@ -24,7 +23,8 @@ cudaError_t launch(const AttendArgs& args, const void* schedule, int ctas, cudaS
     const auto kernel = prefill::prefill_kernel<D, kFractions>;
     constexpr size_t kBytes = sizeof(prefill::SharedMemory<D>);
     static_assert(kBytes <= 227 * 1024, "what a CTA of Hopper may have");
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)); e != cudaSuccess)
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes));
+        e != cudaSuccess)
         return e;
     kernel<<<ctas, prefill::kThreads, kBytes, stream>>>(args, static_cast<const uint8_t*>(schedule));
     return cudaGetLastError();

@@ -16,9 +16,9 @@ namespace ta::cuda {
 inline constexpr int kPrefillRows = 128;  // query rows of a tile: query token * group + query head within the group
 
 struct alignas(16) PrefillTile {
-    int32_t head;                  // kv head
-    int32_t first_row;             // of the sequence's n_query * group
-    int32_t page_begin, page_end;  // pages that at least one row sees; none: page_begin == page_end
+    int32_t head;                               // kv head
+    int32_t first_row;                          // of the sequence's n_query * group
+    int32_t page_begin, page_end;               // pages that at least one row sees; none: page_begin == page_end
     int32_t n_keys, n_query, row, first_entry;  // of the sequence, as in SequenceArgs
     int32_t sequence;
     int32_t unused[3];

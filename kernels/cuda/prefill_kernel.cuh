@@ -59,8 +59,8 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 
 // O / l and LSE of a lane's two rows.
 template <int D>
-TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i,
-                           const RowInfo* info, const Rows& rows, const int32_t (&o)[D / 2]) {
+TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, const RowInfo* info,
+                           const Rows& rows, const int32_t (&o)[D / 2]) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
@@ -197,12 +197,15 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                     for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
                 }
                 const bool masked = key + kBlockTokens > all_end;
-                if (!plain || !fast_scores<kFractions>(s, fast, info, scales, masked, key + 2 * i, fraction, rows, pending, m)) {
+                if (!plain ||
+                    !fast_scores<kFractions>(s, fast, info, scales, masked, key + 2 * i, fraction, rows, pending, m)) {
                     const bool cut = masked || key < all_begin;
                     if (has_options) {
-                        general_scores<kFractions, true>(s, info, scales, options, cut, key + 2 * i, i, fraction, rows, pending, m);
+                        general_scores<kFractions, true>(s, info, scales, options, cut, key + 2 * i, i, fraction, rows, pending,
+                                                         m);
                     } else {
-                        general_scores<kFractions, false>(s, info, scales, options, cut, key + 2 * i, i, fraction, rows, pending, m);
+                        general_scores<kFractions, false>(s, info, scales, options, cut, key + 2 * i, i, fraction, rows,
+                                                          pending, m);
                     }
                 }
                 sm90::wgmma_wait<0>();
@@ -241,7 +244,8 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
 }
 
 template <int D, bool kFractions>
-__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ AttendArgs args, const uint8_t* schedule) {
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const __grid_constant__ AttendArgs args, const uint8_t* schedule) {
     extern __shared__ __align__(1024) uint8_t memory[];
     SharedMemory<D>& shared = *reinterpret_cast<SharedMemory<D>*>(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -26,7 +26,8 @@ TA_DEVICE void load_words(const uint8_t* from, uint32_t (&w)[4]) {
 
 // Token page: codes are INT8 already. Word 2 w1 + w0 of a chunk goes to row r + 8 w0 and chunk w1 (K), 2 w1 (V) further.
 template <int D>
-TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8_t* v, uint8_t* k_fraction, int part, int lane) {
+TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8_t* v, uint8_t* k_fraction, int part,
+                                 int lane) {
     constexpr TokenLayout kLayout(D);
     constexpr int kSteps = D / 32;
     const int r = lane >> 2, i = lane & 3;
@@ -41,11 +42,11 @@ TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8
 #pragma unroll
         for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
-            for (int x = 0; x < 4; ++x)
-                store_word(to[x >> 1] + (half * kPageTokens + tile * 16 + 8 * (x & 1)) * D, w[tile][x]);
+            for (int x = 0; x < 4; ++x) store_word(to[x >> 1] + (half * kPageTokens + tile * 16 + 8 * (x & 1)) * D, w[tile][x]);
         }
     }
-    uint8_t* to[2] = {lane_place<kBlockTokens>(v, 4 * half + part, r, i), lane_place<kBlockTokens>(v, 4 * half + part + 2, r, i)};
+    uint8_t* to[2] = {lane_place<kBlockTokens>(v, 4 * half + part, r, i),
+                      lane_place<kBlockTokens>(v, 4 * half + part + 2, r, i)};
 #pragma unroll
     for (int first = 0; first < D / 16; first += 4) {
 #pragma unroll
@@ -145,8 +146,8 @@ TA_DEVICE uint2 spread_fraction(int f) {
 
 // One word of four tokens of a channel per place.
 template <int D, int kBits>
-TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, const uint2* spread, int half, uint8_t* v,
-                        int part, int lane) {
+TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, const uint2* spread, int half,
+                        uint8_t* v, int part, int lane) {
     constexpr int kPerByte = 8 / kBits, kGroups = D / 16 / kPerByte, kLevels = (1 << kBits) - 1;
     constexpr int kMine = kGroups > 1 ? kGroups / 2 : 1;  // groups of this warp, with both steps of tokens, or one of one group
     constexpr int kTokenSteps = kGroups > 1 ? 2 : 1;
@@ -215,8 +216,8 @@ TA_DEVICE float warp_max(float x) {
 // Reads the scales of a page. Tokens [0, valid) of it exist. `top` is the largest log2 of V's scales that this warp has seen in the
 // tile of rows.
 template <int D>
-TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int v_bits, int valid, int half, int lane, float& top,
-                           BlockScales& out) {
+TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int v_bits, int valid, int half, int lane,
+                           float& top, BlockScales& out) {
     constexpr float kOctavesDown = 3.0f;  // further below the top, P carries too few levels for the sum of a row
     float k[2], v[2];
     if (is_channel) {

@@ -42,7 +42,8 @@ struct SharedMemory {
     // K: a row per token, columns are channels. V: a row per channel, columns are tokens. Rows are swizzled (wgmma.cuh).
     alignas(1024) uint8_t k[kStages][kBlockTokens * D];
     alignas(1024) uint8_t v[kStages][D * kBlockTokens];
-    alignas(1024) uint8_t k_fraction[kStages][8 * D];  // row p: fractions of page p's zero points, in eighths; rows 2 ... unused
+    alignas(1024) uint8_t
+        k_fraction[kStages][8 * D];  // row p: fractions of page p's zero points, in eighths; rows 2 ... unused
     alignas(128) uint8_t raw[kRawPages][TokenLayout(D).bytes()];
     alignas(16) BlockScales scales[kStages];
     RowInfo rows[kPrefillRows];

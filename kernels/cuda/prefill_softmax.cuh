@@ -22,7 +22,7 @@ struct Rows {
 
 // Scores of one block on their way to P.
 struct Pending {
-    uint32_t y[2][16];  // [row][4 (32-token group) + 2 (pair) + h]: tokens 8 j + 2 i + h, j = 2 (group, pair), 2 (...) + 1
+    uint32_t y[2][16];   // [row][4 (32-token group) + 2 (pair) + h]: tokens 8 j + 2 i + h, j = 2 (group, pair), 2 (...) + 1
     uint32_t offset[2];  // makes y a fp16 number in [1, 2), twice
     float inverse[2];    // factor of the page's sum of P in l; 0 where l has the page already
     float l[2];          // to be added to l
@@ -137,8 +137,9 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const int (&factor)[2][2], co
 // nothing but `out` and `m` has changed then. `first_key` is the key of the lane's first column. `fraction` are the sums of K's
 // zero point fractions for (row, page), in eighths.
 template <bool kFractions>
-TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Fast& fast, const RowInfo* info, const BlockScales& scales, bool masked,
-                           int first_key, const float (&fraction)[2][2], const Rows& rows, Pending& out, float (&m)[2]) {
+TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Fast& fast, const RowInfo* info, const BlockScales& scales,
+                           bool masked, int first_key, const float (&fraction)[2][2], const Rows& rows, Pending& out,
+                           float (&m)[2]) {
     bool fits = true;
     int addend[2][2];
 #pragma unroll

@@ -50,8 +50,9 @@ class PageStream {
             __syncwarp();
             if (issued >= until) {
                 if (left > 0 && !has_entry) {
-                    next_entry_[lane] = load_entry(args, word(offsetof(PrefillTile, first_entry)),
-                                                   word(offsetof(PrefillTile, page_begin)), word(offsetof(PrefillTile, page_end)), lane);
+                    next_entry_[lane] =
+                        load_entry(args, word(offsetof(PrefillTile, first_entry)), word(offsetof(PrefillTile, page_begin)),
+                                   word(offsetof(PrefillTile, page_end)), lane);
                     has_entry_ = true;
                 }
                 return;

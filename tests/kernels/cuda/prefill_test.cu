@@ -217,7 +217,8 @@ class Problem {
             for (int n = 0; n < n_pages; ++n) {
                 const int tokens = std::min(kPageTokens, s.n_keys - n * kPageTokens);
                 const bool channel = is_channel(s, n, tokens, random);
-                const float *k = data.k.data() + size_t(n) * kPageTokens * token, *v = data.v.data() + size_t(n) * kPageTokens * token;
+                const float *k = data.k.data() + size_t(n) * kPageTokens * token,
+                            *v = data.v.data() + size_t(n) * kPageTokens * token;
                 table_.push_back(pool_.add(channel ? PageKind::kChannel : PageKind::kToken, k, v, tokens, random.chance(20)));
                 if (!channel && c_.pages != Pages::kTokenOwnScale && !(c_.pages == Pages::kRandom && random.chance(50)))
                     give_page_scales(pool_, table_.back(), k, v, tokens);
@@ -322,8 +323,8 @@ class Problem {
         const uint64_t entry = table_[size_t(sequences_[s].first_entry + n)];
         const HeadArgs& h = pool_.heads()[size_t(head)];
         return numbers_
-            .emplace(key, read_piece(pool_.piece(entry, head), entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken, c_.d,
-                                     h.k_bits, h.v_bits, std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens)))
+            .emplace(key, read_piece(pool_.piece(entry, head), entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken,
+                                     c_.d, h.k_bits, h.v_bits, std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens)))
             .first->second;
     }
 
@@ -351,9 +352,9 @@ class Problem {
                     next = at + stride;
                     const int row = sequences_[s].row + t, head = h / c_.group;
                     for (int c = 0; c < c_.d; ++c) q[size_t(c)] = load(q_bytes_, c_.q_type, q_at(row, h) + size_t(c));
-                    const QueryCodes codes = quantize_query(q.data(), c_.d, args_.signs ? signs_.data() : nullptr,
-                                                            c_.k_offset ? k_offset_.data() + head * c_.d : nullptr, unit,
-                                                            kStage1Levels);
+                    const QueryCodes codes =
+                        quantize_query(q.data(), c_.d, args_.signs ? signs_.data() : nullptr,
+                                       c_.k_offset ? k_offset_.data() + head * c_.d : nullptr, unit, kStage1Levels);
                     RowRules rules;
                     rules.position = int64_t(sequences_[s].n_keys) - sequences_[s].n_query + t;
                     rules.keys = visible_keys(c_.causal, c_.window, sequences_[s].n_keys, int32_t(rules.position));
@@ -380,8 +381,9 @@ class Problem {
                     e->lse = std::max(e->lse, std::isnan(lse_error) ? 1e9 : lse_error);
                     if (cpu_lse != want_lse) e->cpu_lse = std::max(e->cpu_lse, std::fabs(cpu_lse - want_lse));
                     if ((!c_.lse_only && error > 0.25 * norm + 1e-30) || !(lse_error <= c_.lse_tolerance)) {
-                        std::printf("    sequence %zu (%d keys, %d queries), query %d, head %d: O off by %.3g, LSE %.9g, want %.9g\n", s,
-                                    sequences_[s].n_keys, sequences_[s].n_query, t, h, std::sqrt(error / norm), got_lse, want_lse);
+                        std::printf(
+                            "    sequence %zu (%d keys, %d queries), query %d, head %d: O off by %.3g, LSE %.9g, want %.9g\n",
+                            s, sequences_[s].n_keys, sequences_[s].n_query, t, h, std::sqrt(error / norm), got_lse, want_lse);
                         return false;
                     }
                 }
@@ -445,8 +447,8 @@ std::vector<Case> all_cases(bool quick) {
         });
     }
     add("random pages", [](Case& c) { c.sequences = {{1500, 400}, {130, 130}}, c.pages = Pages::kRandom; });
-    for (const DataKind data : {DataKind::kFlat, DataKind::kSink, DataKind::kPeaky, DataKind::kZeros, DataKind::kConstantChannels,
-                                DataKind::kOutliers, DataKind::kDenormal, DataKind::kHuge}) {
+    for (const DataKind data : {DataKind::kFlat, DataKind::kSink, DataKind::kPeaky, DataKind::kZeros,
+                                DataKind::kConstantChannels, DataKind::kOutliers, DataKind::kDenormal, DataKind::kHuge}) {
         add(std::string("data ") + ta::testing::name_of(data), [&](Case& c) {
             c.sequences = {{800, 300}};
             c.data = data;
@@ -471,7 +473,9 @@ std::vector<Case> all_cases(bool quick) {
     add("exact", [](Case& c) { c.sequences = {{500, 300}}, c.exp = ExpMode::kExact; });
     add("sas", [](Case& c) { c.sequences = {{500, 300}}, c.exp = ExpMode::kSas, c.tolerance = 0.03; });
     add("d64", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64; });
-    add("d64 prefix", [](Case& c) { c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0; });
+    add("d64 prefix", [](Case& c) {
+        c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0;
+    });
     add("d64 full", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64, c.causal = false; });
     return cases;
 }
@@ -511,8 +515,10 @@ bool stage1_is_exact() {
     const std::vector<uint32_t> got = codes.copy();
     const std::vector<float> got_scales = scales.copy();
     for (int row = 0; row < kRows; ++row) {
-        const QueryCodes want = quantize_query(q.data() + row * kD, kD, signs.data(), nullptr, a.scale * 1.44269504f, kStage1Levels);
-        if (std::memcmp(want.code.data(), got.data() + row * 32, kD) != 0 || want.scale != got_scales[size_t(row)]) return false;
+        const QueryCodes want =
+            quantize_query(q.data() + row * kD, kD, signs.data(), nullptr, a.scale * 1.44269504f, kStage1Levels);
+        if (std::memcmp(want.code.data(), got.data() + row * 32, kD) != 0 || want.scale != got_scales[size_t(row)])
+            return false;
     }
     return true;
 }
@@ -535,8 +541,8 @@ int test(bool quick, const std::string& only) {
         Errors e;
         const bool good = problem.run(quick ? 12 : 48, &e);
         const double norm = std::max(e.norm, 1e-300);
-        std::printf("%-34s %9.2e %9.2e %9.2e %9.2e %s\n", c.name.c_str(), std::sqrt(e.o / norm), std::sqrt(e.cpu_o / norm), e.lse,
-                    e.cpu_lse, good ? "ok" : "FAILED");
+        std::printf("%-34s %9.2e %9.2e %9.2e %9.2e %s\n", c.name.c_str(), std::sqrt(e.o / norm), std::sqrt(e.cpu_o / norm),
+                    e.lse, e.cpu_lse, good ? "ok" : "FAILED");
         std::fflush(stdout);
         failed += !good;
     }
@@ -558,11 +564,15 @@ struct Shape {
 // Pages repeat after kDistinct; addresses do not.
 class Bench {
   public:
-    explicit Bench(const Shape& s) : s_(s), pool_({s.d, kKvHeads, std::vector<uint8_t>(kKvHeads, uint8_t(s.bits)), std::vector<uint8_t>(kKvHeads, uint8_t(s.bits))}) {
+    explicit Bench(const Shape& s)
+        : s_(s),
+          pool_({s.d, kKvHeads, std::vector<uint8_t>(kKvHeads, uint8_t(s.bits)),
+                 std::vector<uint8_t>(kKvHeads, uint8_t(s.bits))}) {
         constexpr int kDistinct = 16;
         Random random(1);
         const size_t page = size_t(kPageTokens) * kKvHeads * size_t(s.d);
-        std::vector<float> k = random.normals(int64_t(page) * kDistinct, 1.0f), v = random.normals(int64_t(page) * kDistinct, 1.0f);
+        std::vector<float> k = random.normals(int64_t(page) * kDistinct, 1.0f),
+                           v = random.normals(int64_t(page) * kDistinct, 1.0f);
         const int pages = (s.n_keys + 63) / 64, cached = s.pages == Pages::kPrefix ? (s.n_keys - s.n_query) / 64 : 0;
         std::vector<uint64_t> models[2];
         for (int n = 0; n < kDistinct; ++n) {
@@ -606,7 +616,8 @@ class Bench {
         a.heads = cached ? d_heads_.get() : nullptr;
         a.token_layer_offset = pool_.token_layer_offset(), a.channel_layer_offset = pool_.channel_layer_offset();
         a.q = {d_q_.get(), int64_t(row), s.d, DType::kF16}, a.out = {d_out_.get(), int64_t(row), s.d, DType::kF16};
-        a.lse = d_lse_.get(), a.signs = d_signs_.get(), a.q_levels = kStage1Levels, a.scale = float(1.0 / std::sqrt(double(s.d)));
+        a.lse = d_lse_.get(), a.signs = d_signs_.get(), a.q_levels = kStage1Levels,
+        a.scale = float(1.0 / std::sqrt(double(s.d)));
         a.causal = s.causal, a.exp = ExpMode::kPoly, a.p_levels = 255;
     }
 
