@@ -88,14 +88,16 @@ void plan_prefill(std::span<const SequenceArgs> sequences, int group, int kv_hea
 }
 
 const char* prefill_refusal(const AttendArgs& args) {
-    if (args.head_dim != 128) return "head_dim other than 128";
+    if (args.head_dim != 128 && args.head_dim != 64) return "head_dim other than 64 and 128";
     if (args.p_levels != 255 || args.p_running) return "P other than 8 bits of 255 levels";
     return nullptr;
 }
 
 cudaError_t launch_prefill(const AttendArgs& args, const void* schedule, int ctas, cudaStream_t stream) {
     if (prefill_refusal(args)) return cudaErrorInvalidValue;
-    return args.heads ? launch<128, true>(args, schedule, ctas, stream) : launch<128, false>(args, schedule, ctas, stream);
+    if (args.head_dim == 128)
+        return args.heads ? launch<128, true>(args, schedule, ctas, stream) : launch<128, false>(args, schedule, ctas, stream);
+    return args.heads ? launch<64, true>(args, schedule, ctas, stream) : launch<64, false>(args, schedule, ctas, stream);
 }
 
 }  // namespace ta::cuda

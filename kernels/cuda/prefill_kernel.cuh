@@ -13,11 +13,15 @@ namespace ta::cuda::prefill {
 template <int D>
 TA_DEVICE void start_rows(const AttendArgs& args, const PrefillTile& tile, int first_row, int i, Queries<D>& q, Rows& rows,
                           uint32_t negative, RowInfo* info) {
-#pragma unroll
+    uint32_t codes[D / 16] = {};
+    // One row after the other by the same instructions: unrolled, they crowd the main loop out of the instruction cache.
+#pragma unroll 1
     for (int which = 0; which < 2; ++which) {
         const int row = first_row + 8 * which;
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) q.a[n / 2][2 * (n % 2)] = codes[n];
         RowInfo r;
-        load_query<D>(args, tile, row, which, i, negative, q, r);
+        load_query<D>(args, tile, row, i, negative, codes, r);
         r.position = tile.n_keys - tile.n_query + row / args.group;
         const KeyRange seen = visible_keys(args.causal, args.window, tile.n_keys, r.position);
         const bool exists = row < tile.n_query * args.group;
@@ -27,9 +31,11 @@ TA_DEVICE void start_rows(const AttendArgs& args, const PrefillTile& tile, int f
         r.slope = args.alibi_slope && exists ? args.alibi_slope[tile.head * args.group + row % args.group] * 1.44269504f : 0.0f;
         r.natural = kNever;
         if (i == 0) info[8 * which] = r;
-        rows.m[which] = kNever;
-        rows.l[which] = 0.0f;
     }
+#pragma unroll
+    for (int n = 0; n < D / 16; ++n) q.a[n / 2][2 * (n % 2) + 1] = codes[n];
+    rows.m[0] = rows.m[1] = kNever;
+    rows.l[0] = rows.l[1] = 0.0f;
     __syncwarp();
 }
 
@@ -73,7 +79,6 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int 
                 l = 255.0f, m = sink;
             }
         }
-        const int64_t token = tile.row + row / args.group;
         const float norm = l > 0.0f ? 1.0f / l : 0.0f;
         float x[D / 4];
 #pragma unroll
@@ -81,7 +86,7 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int 
 #pragma unroll
             for (int j = 0; j < D / 8; ++j) x[e * (D / 8) + j] = float(o[4 * j + 2 * which + e]) * norm;
         }
-        const int64_t offset = token * args.out.stride_row + int64_t(head) * args.out.stride_head + i * (D / 4);
+        const int64_t offset = row_offset(args, args.out, tile, row) + i * (D / 4);
         if (args.out.dtype == DType::kF16) {
             store_channels(static_cast<__half*>(args.out.data) + offset, x);
         } else if (args.out.dtype == DType::kBf16) {
@@ -91,7 +96,7 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const PrefillTile& tile, int 
         }
         if (args.lse && i == 0) {
             const float lse = (m + log2f(l * (1.0f / 255.0f)) + shift) * kLn2;
-            args.lse[token * (int64_t(args.kv_heads) * args.group) + head] = l > 0.0f ? lse : -INFINITY;
+            args.lse[int64_t(tile.row + row / args.group) * (args.kv_heads * args.group) + head] = l > 0.0f ? lse : -INFINITY;
         }
     }
 }
@@ -130,8 +135,7 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
     options.softcap = args.softcap * 1.44269504f;
     options.softcap_inverse = args.softcap > 0.0f ? 1.0f / args.softcap : 0.0f;
     options.sas = args.exp == ExpMode::kSas;
-    options.alibi = args.alibi_slope != nullptr;
-    const bool has_options = args.softcap > 0.0f || options.sas || options.alibi;
+    const bool has_options = args.softcap > 0.0f || options.sas || args.alibi_slope;
     const uint32_t negative = D == 128 ? shared.negative[i] : shared.negative[i / 2] >> (16 * (i & 1));
     Ring<kStages> stage;
     for (const PrefillTile* next = first; next < last; ++next) {
@@ -153,39 +157,21 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
             float m[2];
             uint32_t p[4][4];
 
-            // Scores of the block at `first_key` into `pending` and `m`.
-            const auto prepare = [&](int first_key, const BlockScales& scales) {
-                float fraction[2][2] = {};
-                if (kFractions) {
+            // The block before the first has P = 0: the loop has no first iteration of its own, whose copy of the softmax would
+            // not fit into the instruction cache.
 #pragma unroll
-                    for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
-                }
-                const bool plain = scales.uniform[0] && scales.uniform[1] && !has_options && first_key >= all_begin;
-                const int key = first_key + 2 * i;
-                if (!plain || !fast_scores<kFractions>(s, info, scales, first_key + kBlockTokens > all_end, key, fraction, rows,
-                                                       pending, m)) {
-                    general_scores<kFractions>(s, info, scales, options, key, i, fraction, rows, pending, m);
-                }
-            };
-
-            int key = tile.page_begin * kPageTokens;
+            for (int n = 0; n < 16; ++n) pending.y[0][n] = pending.y[1][n] = twice(-32768);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                pending.offset[n] = 0;
+                pending.inverse[n] = pending.l[n] = 0.0f;
+            }
             const int blocks = (tile.page_end - tile.page_begin + 1) / 2;
-            sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
-            sm90::wgmma_fence();
-            multiply_k<D>(q, shared.k[stage.slot], s);
-            if (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
-            sm90::wgmma_commit();
-            sm90::wgmma_wait<0>();
-            sm90::pin_registers(s);
-            if (kFractions) sm90::pin_registers(s_fraction);
-            prepare(key, shared.scales[stage.slot]);
-            raise_maximum(rows, m, o);
+            int key = tile.page_begin * kPageTokens, before = stage.slot;
             // NOTES: the products of an iteration are waited for within it. With one in flight over the back edge the compiler
             // serialises all of them.
-            for (int block = 1; block < blocks; ++block) {
-                const int before = stage.slot;
-                stage.next();
-                key += kBlockTokens;
+            for (int block = 0; block < blocks; ++block) {
+                const BlockScales& scales = shared.scales[stage.slot];
                 sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
                 sm90::wgmma_fence();
                 multiply_k<D>(q, shared.k[stage.slot], s);
@@ -193,23 +179,47 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 sm90::wgmma_commit();
                 // The exponentials wait for a number that came with this block, or the compiler moves them ahead of the product
                 // that they should hide behind.
-                const uint32_t zero = shared.scales[stage.slot].zero;
+                const uint32_t zero = scales.zero;
                 pending.offset[0] += zero;
                 pending.offset[1] += zero;
                 make_p(pending, rows, p);
                 sm90::wgmma_fence();
                 multiply_v<D>(p, shared.v[before], o);
                 sm90::wgmma_commit();
+                const Fast fast = make_fast(info, scales);
+                const bool plain = fast.fits && scales.uniform[0] && scales.uniform[1] && !has_options && key >= all_begin;
                 sm90::wgmma_wait<1>();
                 sm90::pin_registers(s);
-                if (kFractions) sm90::pin_registers(s_fraction);
-                prepare(key, shared.scales[stage.slot]);
+                float fraction[2][2] = {};
+                if (kFractions) {
+                    sm90::pin_registers(s_fraction);
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
+                }
+                const bool masked = key + kBlockTokens > all_end;
+                if (!plain ||
+                    !fast_scores<kFractions>(s, fast, info, scales, masked, key + 2 * i, fraction, rows, pending, m)) {
+                    const bool cut = masked || key < all_begin;
+                    if (has_options) {
+                        general_scores<kFractions, true>(s, info, scales, options, cut, key + 2 * i, i, fraction, rows, pending,
+                                                         m);
+                    } else {
+                        general_scores<kFractions, false>(s, info, scales, options, cut, key + 2 * i, i, fraction, rows,
+                                                          pending, m);
+                    }
+                }
                 sm90::wgmma_wait<0>();
                 sm90::pin_registers(o);
+<<<<<<< HEAD
                 if (lane == 0) sm90::barrier_arrive(&shared.empty[before]);
                 if (block % 128 == 0) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
                     const float v_largest =
                         fmaxf(shared.scales[stage.slot].v_largest[0], shared.scales[stage.slot].v_largest[1]);
+=======
+                if (lane == 0 && block > 0) sm90::barrier_arrive(&shared.empty[before]);
+                if (block % 128 == 127) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
+                    const float v_largest = fmaxf(scales.v_largest[0], scales.v_largest[1]);
+>>>>>>> prefill
 #pragma unroll
                     for (int row = 0; row < 2; ++row) {
                         if (quad_sum(rows.l[row]) * v_largest < 0x1p23f) continue;
@@ -219,15 +229,21 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                     }
                 }
                 raise_maximum(rows, m, o);
+                before = stage.slot;
+                stage.next();
+                key += kBlockTokens;
             }
             make_p(pending, rows, p);
             sm90::wgmma_fence();
-            multiply_v<D>(p, shared.v[stage.slot], o);
+            multiply_v<D>(p, shared.v[before], o);
             sm90::wgmma_commit();
+            if (next + 1 < last && i == 0) {
+                prefetch_query<D>(args, next[1], next[1].first_row + row_in_tile);
+                prefetch_query<D>(args, next[1], next[1].first_row + row_in_tile + 8);
+            }
             sm90::wgmma_wait<0>();
             sm90::pin_registers(o);
-            if (lane == 0) sm90::barrier_arrive(&shared.empty[stage.slot]);
-            stage.next();
+            if (lane == 0) sm90::barrier_arrive(&shared.empty[before]);
         }
         finish_rows<D>(args, tile, tile.first_row + row_in_tile, i, info, rows, o);
         __syncwarp();  // before the next tile writes `info`

@@ -275,14 +275,24 @@ TA_DEVICE void produce(const AttendArgs& args, const PrefillTile* first, const P
     Ring<kStages> stage;
     int pages = 0;  // of the blocks before
     if (half == 1) raw.next();
+    int next_begin = 0, next_end = 0, next_keys = 0, next_head = 0;  // of the next tile, loaded while this one is worked on
+    const auto load_next = [&](const PrefillTile* next) {
+        if (next >= last) return;
+        next_begin = __ldg(&next->page_begin);
+        next_end = __ldg(&next->page_end);
+        next_keys = __ldg(&next->n_keys);
+        next_head = __ldg(&next->head);
+    };
+    load_next(first);
     for (const PrefillTile* tile = first; tile < last; ++tile) {
-        const int page_begin = tile->page_begin, page_end = tile->page_end, n_keys = tile->n_keys;
+        const int page_begin = next_begin, page_end = next_end, n_keys = next_keys;
         int k_bits = 4, v_bits = 4;
         if (args.heads) {
-            const HeadArgs h = args.heads[tile->head];
+            const HeadArgs h = args.heads[next_head];
             k_bits = h.k_bits;
             v_bits = h.v_bits;
         }
+        load_next(tile + 1);
         float top = -INFINITY;
         for (int page = page_begin + half; page < page_end + half; page += 2, stage.next()) {
             if (warp == 0) shared.stream.fill(args, pages + kRawPages, shared, lane);

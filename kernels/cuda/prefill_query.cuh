@@ -67,25 +67,34 @@ TA_DEVICE int make_finite(float (&x)[N], bool saturate, float limit) {
     return replaced;
 }
 
-// RNE(fl(x / scale)) of values within +-levels * scale. The product with the inverse rounds to the same integer unless it is next
-// to a half; then the row is divided.
+constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: a sum with it has the nearest integer in its low bits
+
+// RNE(fl(x / scale)) + kInteger of values within +-levels * scale. With the correctly rounded inverse, one correction by the
+// remainder gives the correctly rounded quotient (Markstein), where nothing is denormal. Returns a bound of the sum of |codes|.
 template <int N>
-TA_DEVICE void quantize(float (&x)[N], float scale, int levels) {
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    float nearest = 0.0f;  // distance from the integer that is chosen
-    float code[N];
+TA_DEVICE float quantize(float (&x)[N], float scale, int levels) {
+    if (scale < 0x1p-90f) {
+#pragma unroll 1
+        for (int part = 0; part < N; part += 4) {  // rare: small rather than fast, so it moves through the array
+            float code[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) code[n] = float(stage1_code(x[n], scale, levels)) + kInteger;
+#pragma unroll
+            for (int n = 0; n < N - 4; ++n) x[n] = x[n + 4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) x[N - 4 + n] = code[n];
+        }
+        return float(N * levels);
+    }
+    const float inverse = 1.0f / scale;
+    float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float r = x[n] * inverse;
-        code[n] = rintf(r);
-        nearest = fmaxf(nearest, fabsf(r - code[n]));
+        const float q = x[n] * inverse, exact = fmaf(fmaf(-q, scale, x[n]), inverse, q);
+        sum += fabsf(exact);
+        x[n] = exact + kInteger;
     }
-    if (nearest > 0.5f - 0x1p-13f) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) code[n] = float(stage1_code(x[n], scale, levels));
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) x[n] = code[n];
+    return sum + 0.5f * N;
 }
 
 // rotation.h over a quad: the last two distances are between lanes. Bit n of `negative`: the lane's channel n changes its sign.
@@ -124,17 +133,20 @@ TA_DEVICE float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// Row `row` of the sequence's n_query * group into slot `which` (0 or 1) of `out`, and its scale, magnitude and bias; rows that do
-// not exist become zeros.
+// Where row `row` of the sequence's n_query * group begins in q or out.
+TA_DEVICE int64_t row_offset(const AttendArgs& args, const TensorArgs& t, const PrefillTile& tile, int row) {
+    const int token = row / args.group, head = tile.head * args.group + row - token * args.group;
+    return int64_t(tile.row + token) * t.stride_row + int64_t(head) * t.stride_head;
+}
+
+// Row `row`, which may not exist: then it is zero. codes[n] are those of the lane's channels 4 n ... 4 n + 3.
 template <int D>
-TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int row, int which, int i, uint32_t negative,
-                          Queries<D>& out, RowInfo& info) {
+TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int row, int i, uint32_t negative,
+                          uint32_t (&codes)[D / 16], RowInfo& info) {
     float x[D / 4];
     const int rows = tile.n_query * args.group;
-    const int head = tile.head * args.group + row % args.group;
     if (row < rows) {
-        const int64_t offset = int64_t(tile.row + row / args.group) * args.q.stride_row + int64_t(head) * args.q.stride_head;
-        load_channels(args.q, offset + i * (D / 4), x);
+        load_channels(args.q, row_offset(args, args.q, tile, row) + i * (D / 4), x);
         const int replaced = make_finite(x, args.saturate, args.q.dtype == DType::kF16 ? 65504.0f : kMaxMagnitude);
         if (replaced && args.nonfinite) atomicAdd(args.nonfinite + tile.sequence, uint32_t(replaced));
     } else {
@@ -155,21 +167,25 @@ TA_DEVICE void load_query(const AttendArgs& args, const PrefillTile& tile, int r
 #pragma unroll
     for (int n = 0; n < D / 4; ++n) amax = fmaxf(amax, fabsf(x[n]));
     const float scale = stage1_scale(quad_max(amax), args.q_levels);
-    quantize(x, scale, args.q_levels);
-    float magnitude = 0.0f;
+    const float magnitude = quantize(x, scale, args.q_levels);
 #pragma unroll
     for (int n = 0; n < D / 4; n += 4) {
-        uint32_t bytes[4];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            magnitude += fabsf(x[n + b]);
-            bytes[b] = __float_as_uint(x[n + b] + 12582912.0f);  // 1.5 * 2^23: the integer is in the low bits
-        }
-        const uint32_t low = __byte_perm(bytes[0], bytes[1], 0x0040), high = __byte_perm(bytes[2], bytes[3], 0x0040);
-        out.a[n / 8][2 * (n / 4 % 2) + which] = __byte_perm(low, high, 0x5410);
+        const uint32_t low = __byte_perm(__float_as_uint(x[n]), __float_as_uint(x[n + 1]), 0x0040);
+        const uint32_t high = __byte_perm(__float_as_uint(x[n + 2]), __float_as_uint(x[n + 3]), 0x0040);
+        codes[n / 4] = __byte_perm(low, high, 0x5410);
     }
     info.scale = scale * unit;
     info.magnitude = quad_sum(magnitude) * 127.0f;
+}
+
+// Has the row on its way to the L2 cache: queries are read once, at a moment when nothing else is left to do.
+template <int D>
+TA_DEVICE void prefetch_query(const AttendArgs& args, const PrefillTile& tile, int row) {
+    if (row >= tile.n_query * args.group) return;
+    const uint32_t bytes = args.q.dtype == DType::kF32 ? 4 : 2;
+    const uint64_t from = reinterpret_cast<uint64_t>(args.q.data) + uint64_t(row_offset(args, args.q, tile, row)) * bytes;
+    if (from % 16 != 0) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(D * bytes) : "memory");
 }
 
 }  // namespace ta::cuda::prefill

@@ -29,7 +29,7 @@ struct BlockScales {
 // What a query row needs once per block; registers are for the accumulators.
 struct alignas(16) RowInfo {
     float scale;      // stage-1 scale * softmax scale, log2 units unless softcap is on
-    float magnitude;  // sum of |codes| * 127: bounds the row's scores
+    float magnitude;  // bound of the row's scores: 127 * the sum of |codes|, or a little more
     int key_begin, key_end;
     int position;
     float slope;    // ALiBi, log2 units

@@ -71,9 +71,32 @@ TA_DEVICE void make_p(const Pending& pending, Rows& rows, uint32_t (&p)[4][4]) {
     }
 }
 
+// The 16-bit path's constants for a block.
 struct Fast {
-    int factor[2][2], addend[2][2];  // [row][page]: y = score * factor + addend, the high half counts
+    int factor[2][2];  // [row][page]: y = score * factor + addend, the high half counts
+    int addend[2];     // [page]
+    bool fits;         // no score of the warp leaves the range, whatever the codes of K
 };
+
+// `info` is that of row g, info + 8 that of row g + 8.
+TA_DEVICE Fast make_fast(const RowInfo* info, const BlockScales& scales) {
+    constexpr float kFractionsToo = 1.01f;  // K's fractions add less than a hundredth to what the codes can
+    Fast fast;
+    bool fits = true;
+#pragma unroll
+    for (int page = 0; page < 2; ++page) {
+        const float addend = fmaf(scales.v_page[page], kGrid * 65536.0f, 32768.0f);  // rounds the high half to nearest
+        fast.addend[page] = __float2int_rn(addend);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float factor = info[8 * row].scale * scales.k_page[page] * (kGrid * 65536.0f);
+            fast.factor[row][page] = __float2int_rn(factor);
+            fits = fits && fmaf(info[8 * row].magnitude * kFractionsToo, factor, fabsf(addend)) < 2147000000.0f;
+        }
+    }
+    fast.fits = __all_sync(~0u, fits);
+    return fast;
+}
 
 // The largest of a row's 16-bit scores over the quad, rows g and g + 8 in the low and the high half.
 TA_DEVICE uint32_t largest_of_rows(const Pending& pending) {
@@ -91,7 +114,8 @@ TA_DEVICE uint32_t largest_of_rows(const Pending& pending) {
 }
 
 template <bool kMasked>
-TA_DEVICE void pack_scores(const int32_t (&s)[64], const Fast& fast, const int (&end)[2], Pending& out) {
+TA_DEVICE void pack_scores(const int32_t (&s)[64], const int (&factor)[2][2], const int (&addend)[2][2], const int (&end)[2],
+                           Pending& out) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
@@ -101,7 +125,7 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Fast& fast, const int (
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int j = 4 * group + 2 * pair + e;
-                y[e] = s[4 * j + 2 * row + h] * fast.factor[row][page] + fast.addend[row][page];
+                y[e] = s[4 * j + 2 * row + h] * factor[row][page] + addend[row][page];
                 if (kMasked && 8 * j + h >= end[row]) y[e] = INT_MIN;
             }
             out.y[row][n] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
@@ -109,33 +133,29 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Fast& fast, const int (
     }
 }
 
-// The 16-bit path over one block of scores. False, for the whole warp, when a score might leave its range; nothing but `out` has
-// changed then. `first_key` is the key of the lane's first column. `info` is that of row g, info + 8 that of the other.
-// `fraction` are the sums of K's zero point fractions for (row, page), in eighths.
+// The 16-bit path over one block of scores, where fast.fits. False, for the whole warp, when a maximum leaves its range after all;
+// nothing but `out` and `m` has changed then. `first_key` is the key of the lane's first column. `fraction` are the sums of K's
+// zero point fractions for (row, page), in eighths.
 template <bool kFractions>
-TA_DEVICE bool fast_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, bool masked, int first_key,
-                           const float (&fraction)[2][2], const Rows& rows, Pending& out, float (&m)[2]) {
-    Fast fast;
+TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Fast& fast, const RowInfo* info, const BlockScales& scales,
+                           bool masked, int first_key, const float (&fraction)[2][2], const Rows& rows, Pending& out,
+                           float (&m)[2]) {
     bool fits = true;
+    int addend[2][2];
 #pragma unroll
     for (int page = 0; page < 2; ++page) {
-        const float addend = fmaf(scales.v_page[page], kGrid * 65536.0f, 32768.0f);  // rounds the high half to nearest
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float factor = info[8 * row].scale * scales.k_page[page] * (kGrid * 65536.0f);
-            const float all = kFractions ? fmaf(fraction[row][page] * 0.125f, factor, addend) : addend;
-            fast.factor[row][page] = __float2int_rn(factor);
-            fast.addend[row][page] = __float2int_rn(all);
-            fits = fits && fmaf(info[8 * row].magnitude, factor, fabsf(all)) < 2147000000.0f;
+            addend[row][page] = fast.addend[page];
+            if (kFractions) addend[row][page] += __float2int_rn(fraction[row][page] * 0.125f * float(fast.factor[row][page]));
         }
         out.inverse[page] = scales.v_inverse[page];
     }
-    if (!__all_sync(~0u, fits)) return false;
     if (masked) {
         const int end[2] = {info[0].key_end - first_key, info[8].key_end - first_key};
-        pack_scores<true>(s, fast, end, out);
+        pack_scores<true>(s, fast.factor, addend, end, out);
     } else {
-        pack_scores<false>(s, fast, {}, out);
+        pack_scores<false>(s, fast.factor, addend, {}, out);
     }
     const uint32_t largest = largest_of_rows(out);
 #pragma unroll
@@ -177,7 +197,6 @@ struct ScoreOptions {
     float softcap;  // in log2 units; 0: off
     float softcap_inverse;
     bool sas;
-    bool alibi;
 };
 
 TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
@@ -185,35 +204,53 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
-// The fp32 path: every scale, mask and option. Scores of `s` are replaced. `first_key` is the key of the lane's first column, 2 i.
-template <bool kFractions>
+// The fp32 path: every scale and mask, and with kOptions softcap, ALiBi and SAS. Scores of `s` are replaced. `first_key` is the key
+// of the lane's first column, 2 i. Not `masked`: every row of the warp sees the whole block.
+template <bool kFractions, bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              int first_key, int i, const float (&fraction)[2][2], const Rows& rows, Pending& out,
+                              bool masked, int first_key, int i, const float (&fraction)[2][2], const Rows& rows, Pending& out,
                               float (&m)[2]) {
     const RowInfo info[2] = {row_info[0], row_info[8]};
-    float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
         const float2 k = *reinterpret_cast<const float2*>(scales.k_token + 8 * j + 2 * i);
-        const float2 v = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int row = e / 2, h = e % 2, key = first_key + 8 * j + h;
+            const int row = e / 2, h = e % 2;
             float x = float(s[4 * j + e]);
             if (kFractions) x = fmaf(fraction[row][j / 8], 0.125f, x);
             x *= info[row].scale * (h ? k.y : k.x);
-            if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
-            if (options.alibi) x = fmaf(info[row].slope, float(key - info[row].position), x);
-            if (key < info[row].key_begin || key >= info[row].key_end) x = -INFINITY;
-            natural[row] = fmaxf(natural[row], x);
-            top[row] = fmaxf(top[row], x == -INFINITY ? x : x + (h ? v.y : v.x));
+            if (kOptions) {
+                if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
+                x = fmaf(info[row].slope, float(first_key + 8 * j + h - info[row].position), x);
+            }
             s[4 * j + e] = __float_as_int(x);
+        }
+    }
+    if (masked) {
+        const int begin[2] = {info[0].key_begin - first_key, info[1].key_begin - first_key};
+        const int end[2] = {info[0].key_end - first_key, info[1].key_end - first_key};
+#pragma unroll
+        for (int n = 0; n < 64; ++n) {
+            const int row = n / 2 % 2, column = n / 4 * 8 + n % 2;
+            if (column < begin[row] || column >= end[row]) s[n] = __float_as_int(-INFINITY);
+        }
+    }
+    float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        const float2 v = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float x = __int_as_float(s[4 * j + e]);
+            if (kOptions) natural[e / 2] = fmaxf(natural[e / 2], x);
+            top[e / 2] = fmaxf(top[e / 2], x + (e % 2 ? v.y : v.x));  // -inf + NaN, a slot without a token, does not count
         }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         m[row] = fmaxf(rows.m[row], fmaxf(ceilf(quad_max(top[row])), kNever));
-        natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
+        if (kOptions) natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
         out.offset[row] = twice(kLowestOne + 1023);
         out.l[row] = 0.0f;
         out.inverse[row] = 0.0f;
@@ -225,24 +262,23 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int row = e / 2, h = e % 2;
-            float x[2] = {__int_as_float(s[4 * j + e]), __int_as_float(s[4 * j + 4 + e])};
             const float v[2] = {h ? v0.y : v0.x, h ? v1.y : v1.x};
-            int y[2];
+            uint32_t y[2];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const bool sees = x[n] != -INFINITY;
-                if (options.sas && sees) x[n] = natural[row] + log2_sas(natural[row] - x[n]);
-                out.l[row] += exp2_approx(x[n] - m[row]);
-                const float steps = fmaxf((x[n] + v[n] - m[row]) * float(kGrid), -20000.0f);
-                y[n] = sees ? __float2int_rn(fminf(steps, 0.0f)) : -20000;
+                float x = __int_as_float(s[4 * (j + n) + e]);
+                if (kOptions && options.sas && x != -INFINITY) x = natural[row] + log2_sas(natural[row] - x);
+                out.l[row] += exp2_approx(x - m[row]);
+                const float steps = fmaf(x + (v[n] - m[row]), float(kGrid), kInteger);
+                y[n] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0; where NaN, -20000
             }
-            out.y[row][2 * (j / 2) + h] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x5410);
+            out.y[row][2 * (j / 2) + h] = __byte_perm(y[0], y[1], 0x5410);
         }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         out.l[row] *= 255.0f;
-        if (options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
+        if (kOptions && options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
     }
 }
 
