@@ -26,11 +26,11 @@ struct RawRow {
     uint4 a, b;  // b: fp32 only
 };
 
-__device__ __forceinline__ RawRow load_raw(const TensorArgs& x, bool aligned, int64_t at) {
-    const int size = int(cpu::dtype_bytes(x.dtype));
-    const auto* from = static_cast<const uint8_t*>(x.data) + at * size;
+// Channels `at` to at + 7.
+__device__ __forceinline__ RawRow load_raw(const TensorArgs& x, int64_t at) {
+    const auto* from = static_cast<const uint8_t*>(x.data) + at * int64_t(cpu::dtype_bytes(x.dtype));
     RawRow r{};
-    if (aligned) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
         r.a = __ldg(reinterpret_cast<const uint4*>(from));
         if (x.dtype == DType::kF32) r.b = __ldg(reinterpret_cast<const uint4*>(from) + 1);
     } else if (x.dtype == DType::kF32) {
@@ -138,11 +138,21 @@ struct Divider {
     }
 };
 
+// stage1_scale of codec.h for pages.
+__device__ __forceinline__ float page_stage1_scale(float amax) {
+    constexpr float kLevels = float(kStage1Levels), kInverse = 1.0f / kLevels;
+    const bool small = amax < 0x1p-60f;
+    const float x = small ? __fmul_rn(amax, 0x1p64f) : amax;
+    float q = __fmul_rn(x, kInverse);
+    q = fmaf(fmaf(-kLevels, q, x), kInverse, q);
+    q = fmaf(fmaf(-kLevels, q, x), kInverse, q);
+    return amax < kMinAmax ? 0.0f : small ? __fmul_rn(q, 0x1p-64f) : q;
+}
+
 inline constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
 
-// Stage-1 codes of a lane's values as the low bytes of `code`. `may_clamp`: the scale may be too small for the row; returns how
-// many values were clamped.
-__device__ __forceinline__ int quantize_row(const float (&x)[8], float scale, bool may_clamp, uint32_t (&code)[8]) {
+// Stage-1 codes of a lane's values as the low bytes of `code`. No value may round to more than kStage1Levels.
+__device__ __forceinline__ void quantize_row(const float (&x)[8], float scale, uint32_t (&code)[8]) {
     const Divider divide(scale);
     float y[8];
 #pragma unroll
@@ -151,19 +161,21 @@ __device__ __forceinline__ int quantize_row(const float (&x)[8], float scale, bo
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[j] = __fmul_rn(y[j], divide.up);
     }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(y[j]), kRound));
+}
+
+// Cuts values off at the largest that a scale has codes for; returns how many stage 1 counts as clamped: those whose quotient
+// rounds to more than 119.
+__device__ __forceinline__ int clamp_row(float (&x)[8], float scale) {
+    constexpr double kQuotient = 119.5 - 0x1p-18;  // from here on fl(x / scale) is at least 119.5, which rounds to 120
+    const double bound = kQuotient * double(scale);
+    const float limit = __fmul_rn(float(kStage1Levels), scale);
     int clamped = 0;
-    if (may_clamp) {
-        // Far beyond the scale the quotient could overflow.
-        const float limit = divide.scale * 128.0f, levels = float(kStage1Levels);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float r = rintf(divide(fminf(fmaxf(y[j], -limit), limit)));
-            clamped += scale > 0.0f ? fabsf(r) > levels : fabsf(x[j]) >= kMinAmax;
-            code[j] = __float_as_uint(__fadd_rn(fminf(fmaxf(r, -levels), levels), kRound));
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(y[j]), kRound));
+    for (int j = 0; j < 8; ++j) {
+        clamped += scale > 0.0f ? double(fabsf(x[j])) >= bound : fabsf(x[j]) >= kMinAmax;
+        x[j] = fminf(fmaxf(x[j], -limit), limit);
     }
     return clamped;
 }

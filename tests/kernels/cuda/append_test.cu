@@ -1,7 +1,7 @@
 // The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written; and its speed.
 //
 // usage: append_test [--random] [--cases N] [--seed N]    correctness: N random cases, beside the fixed ones or alone; exits with 1 if one fails
-//        append_test --bench
+//        append_test --bench [TEXT]    those whose name has TEXT
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -710,7 +710,7 @@ void bench_one(const Bench& b, double copy) {
                 b.bits, int(b.search), plan.ctas, us, bytes / us / 1e3, 100.0 * bytes / us / 1e3 / copy);
 }
 
-void bench() {
+void bench(const char* only) {
     const double copy = copy_gb_per_s();
     std::printf("device copy: %.0f GB/s read and written; a launch is one of 10 in a graph\n", copy);
     const Bench all[] = {
@@ -722,7 +722,9 @@ void bench() {
         {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},          {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
         {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},            {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
     };
-    for (const Bench& b : all) bench_one(b, copy);
+    for (const Bench& b : all) {
+        if (std::strstr(b.name, only)) bench_one(b, copy);
+    }
 }
 
 int run_all(bool fixed, int random_cases, uint64_t seed) {
@@ -753,7 +755,7 @@ int main(int argc, char** argv) {
     uint64_t seed = 1000;
     for (int i = 1; i < argc; ++i) {
         if (!std::strcmp(argv[i], "--bench")) {
-            ta::cuda::bench();
+            ta::cuda::bench(i + 1 < argc ? argv[i + 1] : "");
             return 0;
         }
         if (!std::strcmp(argv[i], "--random")) fixed = false;
