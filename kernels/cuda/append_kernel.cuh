@@ -28,37 +28,34 @@ class Appender {
     // a lane's four rows fill whole words of V's order and half words of K's.
     __device__ void whole_page(const AppendTask& task) {
         const int slot = warp_ + Rows::kWarps * row_in_warp_, t0 = 32 * (slot / 8) + slot % 8;
+        uint8_t* piece = token_piece(task);
+        auto* to = reinterpret_cast<uint4*>(piece);
         if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
 #pragma unroll 1
         for (int tensor = 0; tensor < 2; ++tensor) {
-            RawRow raw[4] = {};
-            if (active()) {
-#pragma unroll
-                for (int p = 0; p < 4; ++p) raw[p] = load(tensor, int64_t(task.row) + t0 + 8 * p);
-            }
-            float x[4][8], amax[4], sign[8];
-            load_signs(tensor, sign);
-#pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                prepare(tensor, task.sequence, raw[p], sign, active(), true, x[p]);
-                amax[p] = row_amax<D>(x[p]);
-            }
+            float x[4][8], amax[4];
+            read_rows(tensor, task.sequence, int64_t(task.row) + t0 - task.have, active(), true, x, amax);
             const ScaleOf scale_of = page_scales(tensor, task, t0, amax);
+            // Each lane finds the scale of one of the four rows.
+            const int mine = lane_ % 4;
+            const float own = scale_of(mine == 0 ? amax[0] : mine == 1 ? amax[1] : mine == 2 ? amax[2] : amax[3]);
+            if (lane_ < 4) page_.scale[tensor][t0 + 8 * mine] = own;
+            const Divider divider(own);
             uint32_t code[4][8];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
-                const float scale = scale_of(amax[p]);
-                if (lane_ == 0) page_.scale[tensor][t0 + 8 * p] = scale;
-                if (scale_of.universal) count_clamped(clamp_row(x[p], scale));
-                quantize_row(x[p], scale, code[p]);
+                if (scale_of.universal) count_clamped(clamp_row(x[p], scale_of.shared));
+                quantize_row(x[p], Divider(divider, p), code[p]);
             }
             if (!active()) continue;
             if (tensor == 0) {
                 const int i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
 #pragma unroll
                 for (int p = 0; p < 4; p += 2) {
-                    page_.k[Page::k_chunk(2 * (slot / 8) + p / 2, step, slot % 8, i)] =
-                        make_uint4(word(code[p], 0), word(code[p + 1], 0), word(code[p], 4), word(code[p + 1], 4));
+                    const int tile = 2 * (slot / 8) + p / 2;
+                    const uint4 chunk = make_uint4(word(code[p], 0), word(code[p + 1], 0), word(code[p], 4), word(code[p + 1], 4));
+                    page_.k[Page::k_chunk(tile, step, slot % 8, i)] = chunk;
+                    to[(tile * (D / 32) + step) * 32 + slot % 8 * 4 + i] = chunk;
                 }
             } else {
 #pragma unroll
@@ -69,12 +66,7 @@ class Appender {
             }
         }
         __syncthreads();
-        uint8_t* piece = token_piece(task);
-        auto* to = reinterpret_cast<uint4*>(piece);
-        for (int n = threadIdx.x; n < Page::kChunks; n += Rows::kThreads) {
-            to[n] = page_.k[Page::k_chunk(n)];
-            to[Page::kChunks + n] = page_.v[Page::v_chunk(n)];
-        }
+        for (int n = threadIdx.x; n < Page::kChunks; n += Rows::kThreads) to[Page::kChunks + n] = page_.v[Page::v_chunk(n)];
         if (threadIdx.x < kPageTokens) {
             auto* scales = reinterpret_cast<float*>(piece + TokenLayout(D).k_scale()) + threadIdx.x;
             scales[0] = page_.scale[0][threadIdx.x];
@@ -115,8 +107,7 @@ class Appender {
         if (universal && threadIdx.x < kPageTokens) amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
         if (closes || universal) __syncthreads();
         const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
-        float shared = 0.0f, sign[8];
-        load_signs(tensor, sign);
+        float shared = 0.0f;
         // Where the page's scale depends on the rows they are read twice.
 #pragma unroll 1
         for (int pass = universal ? 0 : 1; pass < 2; ++pass) {
@@ -124,20 +115,17 @@ class Appender {
             for (int n = first; n < task.end; n += warps / 2 * Rows::kWarpRows) {
                 const int t = n + warps / 2 * row_in_warp_;
                 const bool valid = t < task.end && active();
-                RawRow raw{};
-                if (valid) raw = load(tensor, int64_t(task.row) + t - task.have);
-                float x[8];
-                prepare(tensor, task.sequence, raw, sign, valid, pass == 1, x);
-                const float amax = row_amax<D>(x);
+                float x[1][8], amax[1];
+                read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, x, amax);
                 if (!valid) continue;
                 if (pass == 0) {
-                    if (lane_ == 0) amax_[tensor][t] = amax;
+                    if (lane_ == 0) amax_[tensor][t] = amax[0];
                     continue;
                 }
-                const float scale = universal ? shared : page_stage1_scale(amax);
-                if (universal) count_clamped(clamp_row(x, scale));
+                const float scale = universal ? shared : page_stage1_scale(amax[0]);
+                if (universal) count_clamped(clamp_row(x[0], scale));
                 uint32_t code[8];
-                quantize_row(x, scale, code);
+                quantize_row(x[0], Divider(scale), code);
                 store_row(tensor, piece, t, code, closes);
                 if (lane_ != 0) continue;
                 reinterpret_cast<float*>(piece + TokenLayout(D).k_scale())[tensor * kPageTokens + t] = scale;
@@ -188,33 +176,62 @@ class Appender {
         return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
     }
 
-    __device__ RawRow load(int tensor, int64_t row) const {
-        const TensorArgs& x = tensor ? a_.v : a_.k;
-        return load_raw(x, row * x.stride_row + head_ * x.stride_head + 8 * lane_);
-    }
-
-    // Of the lane's channels, where rows are rotated.
-    __device__ void load_signs(int tensor, float (&sign)[8]) const {
-        if (tensor != 0 || !a_.signs || !can_rotate(D)) return;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
-    }
-
-    // Makes a row of what was loaded. All lanes of the warp; lanes without channels, or without a row, have zeros.
-    __device__ void prepare(int tensor, int sequence, const RawRow& raw, const float (&sign)[8], bool valid, bool count,
-                            float (&x)[8]) const {
+    // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that
+    // are not `valid` get zeros.
+    template <int kRows>
+    __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
+                              float (&amax)[kRows]) const {
         const DType type = tensor ? a_.v.dtype : a_.k.dtype;
-        widen(raw, type, x);
-        const int replaced = replace_nonfinite(x, type, a_.saturate);
-        if (count && replaced && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
-        if (tensor != 0) return;
-        if (a_.k_offset && valid) {
-            const float* offset = a_.k_offset + head_ * D + 8 * lane_;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = __fsub_rn(x[j], __ldg(offset + j));
+        if (type == DType::kBf16) {
+            read_rows_of<DType::kBf16>(tensor, sequence, row, valid, count, x, amax);
+        } else if (type == DType::kF16) {
+            read_rows_of<DType::kF16>(tensor, sequence, row, valid, count, x, amax);
+        } else {
+            read_rows_of<DType::kF32>(tensor, sequence, row, valid, count, x, amax);
         }
-        if constexpr (can_rotate(D)) {
-            if (a_.signs) rotate_row<D>(x, sign, lane_);
+    }
+
+    template <DType kType, int kRows>
+    __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
+                                 float (&amax)[kRows]) const {
+        constexpr float kLimit = kType == DType::kF16 ? 65504.0f : kMaxMagnitude;
+        const TensorArgs& from = tensor ? a_.v : a_.k;
+        const int64_t at = row * from.stride_row + head_ * from.stride_head + 8 * lane_;
+        const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
+        RawRow<kType> raw[kRows] = {};
+        if (valid) {
+#pragma unroll
+            for (int p = 0; p < kRows; ++p) {
+                raw[p].load(static_cast<const uint8_t*>(from.data) + (at + 8 * p * from.stride_row) * int64_t(cpu::dtype_bytes(kType)));
+            }
+        }
+        float sign[8];
+        if (rotated) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
+        }
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) {
+            raw[p].widen(x[p]);
+            float most = raw[p].amax();
+            if (!(most <= kLimit)) {
+                const int replaced = replace_beyond(x[p], kLimit, a_.saturate);
+                if (count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
+                most = lane_amax(x[p]);
+            }
+            if (tensor == 0 && a_.k_offset && valid) {
+                const float* offset = a_.k_offset + head_ * D + 8 * lane_;
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[p][j] = __fsub_rn(x[p][j], __ldg(offset + j));
+                most = lane_amax(x[p]);
+            }
+            if constexpr (can_rotate(D)) {
+                if (rotated) {
+                    rotate_row<D>(x[p], sign, lane_);
+                    most = lane_amax(x[p]);
+                }
+            }
+            amax[p] = row_amax<D>(most);
         }
     }
 

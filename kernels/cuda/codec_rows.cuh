@@ -22,50 +22,72 @@ struct RowShape {
 };
 
 // A lane's 8 values as they lie in memory.
+template <DType kType>
 struct RawRow {
-    uint4 a, b;  // b: fp32 only
+    static constexpr int kWords = int(cpu::dtype_bytes(kType)) * 2;
+    uint32_t w[kWords];
+
+    // Not aligned to more than a value.
+    __device__ __forceinline__ void load(const void* from) {
+        if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+            for (int j = 0; j < kWords; j += 4) {
+                const uint4 v = __ldg(static_cast<const uint4*>(from) + j / 4);
+                w[j] = v.x, w[j + 1] = v.y, w[j + 2] = v.z, w[j + 3] = v.w;
+            }
+        } else if constexpr (kType == DType::kF32) {
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) w[j] = __ldg(static_cast<const uint32_t*>(from) + j);
+        } else {
+            const auto* h = static_cast<const uint16_t*>(from);
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) w[j] = uint32_t(__ldg(h + 2 * j)) | uint32_t(__ldg(h + 2 * j + 1)) << 16;
+        }
+    }
+
+    __device__ __forceinline__ void widen(float (&x)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if constexpr (kType == DType::kF32) {
+                x[j] = __uint_as_float(w[j]);
+            } else if constexpr (kType == DType::kBf16) {
+                x[j] = __uint_as_float(j % 2 ? w[j / 2] & 0xffff0000u : w[j / 2] << 16);
+            } else {
+                x[j] = __half2float(__ushort_as_half(uint16_t(w[j / 2] >> j % 2 * 16)));
+            }
+        }
+    }
+
+    // The largest magnitude; not a number where a value is not. Magnitudes compare as their bits do.
+    __device__ __forceinline__ float amax() const {
+        uint32_t most = 0;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            most = kType == DType::kF32 ? max(most, w[j] & 0x7fffffffu) : __vmaxu2(most, w[j] & 0x7fff7fffu);
+        }
+        if constexpr (kType == DType::kF32) return __uint_as_float(most);
+        most = max(most & 0xffffu, most >> 16);
+        return kType == DType::kBf16 ? __uint_as_float(most << 16) : __half2float(__ushort_as_half(uint16_t(most)));
+    }
 };
 
-// Channels `at` to at + 7.
-__device__ __forceinline__ RawRow load_raw(const TensorArgs& x, int64_t at) {
-    const auto* from = static_cast<const uint8_t*>(x.data) + at * int64_t(cpu::dtype_bytes(x.dtype));
-    RawRow r{};
-    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-        r.a = __ldg(reinterpret_cast<const uint4*>(from));
-        if (x.dtype == DType::kF32) r.b = __ldg(reinterpret_cast<const uint4*>(from) + 1);
-    } else if (x.dtype == DType::kF32) {
-        const auto* w = reinterpret_cast<const uint32_t*>(from);
-        r.a = make_uint4(__ldg(w), __ldg(w + 1), __ldg(w + 2), __ldg(w + 3));
-        r.b = make_uint4(__ldg(w + 4), __ldg(w + 5), __ldg(w + 6), __ldg(w + 7));
-    } else {
-        const auto* h = reinterpret_cast<const uint16_t*>(from);
-        const auto two = [h](int j) { return uint32_t(__ldg(h + 2 * j)) | uint32_t(__ldg(h + 2 * j + 1)) << 16; };
-        r.a = make_uint4(two(0), two(1), two(2), two(3));
-    }
-    return r;
+__device__ __forceinline__ float lane_amax(const float (&x)[8]) {
+    float m = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) m = fmaxf(m, fabsf(x[j]));
+    return m;
 }
 
-__device__ __forceinline__ void widen(const RawRow& r, DType type, float (&x)[8]) {
-    const uint32_t w[8] = {r.a.x, r.a.y, r.a.z, r.a.w, r.b.x, r.b.y, r.b.z, r.b.w};
-    if (type == DType::kF32) {
+// Of the whole row, in all of its lanes.
+template <int D>
+__device__ __forceinline__ float row_amax(float m) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __uint_as_float(w[j]);
-    } else if (type == DType::kBf16) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __uint_as_float(j % 2 ? w[j / 2] & 0xffff0000u : w[j / 2] << 16);
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __half2float(__ushort_as_half(uint16_t(w[j / 2] >> j % 2 * 16)));
-    }
+    for (int h = 1; h < RowShape<D>::kLanes; h *= 2) m = fmaxf(m, __shfl_xor_sync(kWholeWarp, m, h));
+    return m;
 }
 
 // Replaces values that no scale is made for; returns how many.
-__device__ __forceinline__ int replace_nonfinite(float (&x)[8], DType type, bool saturate) {
-    const float limit = type == DType::kF16 ? 65504.0f : kMaxMagnitude;
-    bool fine = true;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) fine &= fabsf(x[j]) <= limit;
-    if (fine) return 0;
+__device__ __forceinline__ int replace_beyond(float (&x)[8], float limit, bool saturate) {
     int replaced = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -101,17 +123,6 @@ __device__ __forceinline__ void rotate_row(float (&x)[8], const float (&sign)[8]
     for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], rotation_norm(D));
 }
 
-// Of the whole row, in all of its lanes.
-template <int D>
-__device__ __forceinline__ float row_amax(const float (&x)[8]) {
-    float m = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) m = fmaxf(m, fabsf(x[j]));
-#pragma unroll
-    for (int h = 1; h < RowShape<D>::kLanes; h *= 2) m = fmaxf(m, __shfl_xor_sync(kWholeWarp, m, h));
-    return m;
-}
-
 // exponent_below of codec.h for x and limit that are 0 or normal, without its loop.
 __device__ __forceinline__ int exponent_below_normal(float x, float limit) {
     if (!(x > 0.0f)) return 0;
@@ -130,6 +141,11 @@ struct Divider {
         asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
         inverse = s > 0.0f ? fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse) : 0.0f;
     }
+    // That of lane n of each four.
+    __device__ __forceinline__ Divider(const Divider& d, int n)
+        : scale(__shfl_sync(kWholeWarp, d.scale, n, 4)),
+          up(__shfl_sync(kWholeWarp, d.up, n, 4)),
+          inverse(__shfl_sync(kWholeWarp, d.inverse, n, 4)) {}
     // `x` times `up` already.
     __device__ __forceinline__ float operator()(float x) const {
         float q = __fmul_rn(x, inverse);
@@ -152,8 +168,7 @@ __device__ __forceinline__ float page_stage1_scale(float amax) {
 inline constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
 
 // Stage-1 codes of a lane's values as the low bytes of `code`. No value may round to more than kStage1Levels.
-__device__ __forceinline__ void quantize_row(const float (&x)[8], float scale, uint32_t (&code)[8]) {
-    const Divider divide(scale);
+__device__ __forceinline__ void quantize_row(const float (&x)[8], const Divider& divide, uint32_t (&code)[8]) {
     float y[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) y[j] = x[j];
