@@ -41,12 +41,17 @@ class Appender {
             const float own = scale_of(mine == 0 ? amax[0] : mine == 1 ? amax[1] : mine == 2 ? amax[2] : amax[3]);
             if (lane_ < 4) page_.scale[tensor][t0 + 8 * mine] = own;
             const Divider divider(own);
+            if (scale_of.universal) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) count_clamped(clamp_row(x[p], scale_of.shared));
+            }
+            if (__any_sync(kWholeWarp, divider.up != 1.0f)) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) scale_up(x[p], __shfl_sync(kWholeWarp, divider.up, p, 4));
+            }
             uint32_t code[4][8];
 #pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                if (scale_of.universal) count_clamped(clamp_row(x[p], scale_of.shared));
-                quantize_row(x[p], Divider(divider, p), code[p]);
-            }
+            for (int p = 0; p < 4; ++p) quantize_row(x[p], Divider(divider, p), code[p]);
             if (!active()) continue;
             if (tensor == 0) {
                 const int i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
@@ -124,8 +129,10 @@ class Appender {
                 }
                 const float scale = universal ? shared : page_stage1_scale(amax[0]);
                 if (universal) count_clamped(clamp_row(x[0], scale));
+                const Divider divider(scale);
+                scale_up(x[0], divider.up);
                 uint32_t code[8];
-                quantize_row(x[0], Divider(scale), code);
+                quantize_row(x[0], divider, code);
                 store_row(tensor, piece, t, code, closes);
                 if (lane_ != 0) continue;
                 reinterpret_cast<float*>(piece + TokenLayout(D).k_scale())[tensor * kPageTokens + t] = scale;
@@ -198,11 +205,17 @@ class Appender {
         const TensorArgs& from = tensor ? a_.v : a_.k;
         const int64_t at = row * from.stride_row + head_ * from.stride_head + 8 * lane_;
         const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
+        constexpr int64_t kBytes = int64_t(cpu::dtype_bytes(kType));
+        const auto* bytes = static_cast<const uint8_t*>(from.data) + at * kBytes;
+        const int64_t stride = 8 * from.stride_row * kBytes;
         RawRow<kType> raw[kRows] = {};
         if (valid) {
+            if (((reinterpret_cast<uintptr_t>(bytes) | uintptr_t(stride)) & 15) == 0) {
 #pragma unroll
-            for (int p = 0; p < kRows; ++p) {
-                raw[p].load(static_cast<const uint8_t*>(from.data) + (at + 8 * p * from.stride_row) * int64_t(cpu::dtype_bytes(kType)));
+                for (int p = 0; p < kRows; ++p) raw[p].load(bytes + p * stride);
+            } else {
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) raw[p].load_unaligned(bytes + p * stride);
             }
         }
         float sign[8];
@@ -210,29 +223,48 @@ class Appender {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
         }
+        bool fine = true;
 #pragma unroll
         for (int p = 0; p < kRows; ++p) {
             raw[p].widen(x[p]);
-            float most = raw[p].amax();
-            if (!(most <= kLimit)) {
-                const int replaced = replace_beyond(x[p], kLimit, a_.saturate);
-                if (count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
-                most = lane_amax(x[p]);
-            }
-            if (tensor == 0 && a_.k_offset && valid) {
-                const float* offset = a_.k_offset + head_ * D + 8 * lane_;
+            amax[p] = raw[p].amax();
+            fine &= amax[p] <= kLimit;
+        }
+        if (!fine) {
+            int replaced = 0;
 #pragma unroll
-                for (int j = 0; j < 8; ++j) x[p][j] = __fsub_rn(x[p][j], __ldg(offset + j));
-                most = lane_amax(x[p]);
+            for (int p = 0; p < kRows; ++p) {
+                replaced += replace_beyond(x[p], kLimit, a_.saturate);
+                amax[p] = lane_amax(x[p]);
             }
-            if constexpr (can_rotate(D)) {
-                if (rotated) {
+            if (count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
+        }
+        if (tensor == 0 && a_.k_offset && valid) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float offset = __ldg(a_.k_offset + head_ * D + 8 * lane_ + j);
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) x[p][j] = __fsub_rn(x[p][j], offset);
+            }
+#pragma unroll
+            for (int p = 0; p < kRows; ++p) amax[p] = lane_amax(x[p]);
+        }
+        if constexpr (can_rotate(D)) {
+            if (rotated) {
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) {
                     rotate_row<D>(x[p], sign, lane_);
-                    most = lane_amax(x[p]);
+                    amax[p] = lane_amax(x[p]);
                 }
             }
-            amax[p] = row_amax<D>(most);
         }
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) amax[p] = row_amax<D>(amax[p]);
+    }
+
+    __device__ static void scale_up(float (&x)[8], float up) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], up);
     }
 
     __device__ void count_clamped(int n) const {

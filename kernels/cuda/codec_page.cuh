@@ -240,17 +240,26 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits,
                   my_sum - my_step * my_codes - kPageTokens * my_low, code_of(my_high - my_low, my_step, bits == 4 ? 15 : 3));
 }
 
-// The candidates of codec.h's encoder search for one channel; number 0 is the full range.
+// The candidates of codec.h's encoder search for one channel; number 0 is the full range. The numbers of steps and places and
+// their parts at 4 and 2 bits are put into the same formulas: the search spends a tenth of its time here.
 struct Candidates {
-    int smallest, range, bits;
+    int smallest, range, full, levels, first_step, less, places_inverse, places, part_slope, part;
+    __device__ __forceinline__ Candidates(int from, int to, int bits) : smallest(from), range(to - from) {
+        const bool two = bits == 2;
+        full = step_of_range(range, bits);
+        levels = two ? 3 : 15;
+        first_step = two ? 12 * full + 15 : 16 * full;  // sixteenths of step i: first_step - i less, rounded down
+        less = two ? full : 16;
+        places = two ? 5 : 4;
+        places_inverse = two ? 52 : 64;
+        part_slope = two ? 4 : 7;
+        part = two ? 4 : 3;
+    }
     __device__ __forceinline__ StepZero operator()(int number) const {
-        const int levels = bits == 4 ? 15 : 3, s0 = step_of_range(range, bits);
-        if (number == 0) return {s0, smallest};
-        const int n = number - 1, i = n * (bits == 2 ? 52 : 64) >> 8, place = n - i * search_places(bits);
-        const int narrow = bits == 2 ? (s0 * (12 - i) + 15) >> 4 : s0 - i;
-        const int s = narrow < 1 ? 1 : narrow, slack = range - levels * s;
-        const int z = smallest + (slack * search_sixteenths(bits, place) >> 4);
-        return {s, max(min(z, 127 - levels * s), -128)};
+        const int n = number - 1, i = n * places_inverse >> 8, place = n - i * places;
+        const int s = number == 0 ? full : max(first_step - i * less >> 4, 1), reach = levels * s;
+        const int z = smallest + ((range - reach) * (part + (place * part_slope >> 1)) >> 4);
+        return {s, number == 0 ? smallest : max(min(z, 127 - reach), -128)};
     }
 };
 
@@ -303,7 +312,7 @@ __device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits,
     const int smallest = int(min(low_bits & 0xff, low_bits >> 16 & 0xff)) - 128;
     const int largest = int(max(high_bits & 0xff, high_bits >> 16 & 0xff)) - 128;
 
-    const Candidates candidates{smallest, largest - smallest, bits};
+    const Candidates candidates(smallest, largest, bits);
     StepZero best = candidates(0);
     const __half2 levels = half2_of(bits == 4 ? 0x4b804b80u : 0x42004200u);  // 15, 3
     if (search) {

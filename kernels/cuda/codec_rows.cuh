@@ -27,21 +27,23 @@ struct RawRow {
     static constexpr int kWords = int(cpu::dtype_bytes(kType)) * 2;
     uint32_t w[kWords];
 
-    // Not aligned to more than a value.
+    // From an address that is a multiple of 16.
     __device__ __forceinline__ void load(const void* from) {
-        if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
 #pragma unroll
-            for (int j = 0; j < kWords; j += 4) {
-                const uint4 v = __ldg(static_cast<const uint4*>(from) + j / 4);
-                w[j] = v.x, w[j + 1] = v.y, w[j + 2] = v.z, w[j + 3] = v.w;
+        for (int j = 0; j < kWords; j += 4) {
+            const uint4 v = __ldg(static_cast<const uint4*>(from) + j / 4);
+            w[j] = v.x, w[j + 1] = v.y, w[j + 2] = v.z, w[j + 3] = v.w;
+        }
+    }
+    __device__ __forceinline__ void load_unaligned(const void* from) {
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            if constexpr (kType == DType::kF32) {
+                w[j] = __ldg(static_cast<const uint32_t*>(from) + j);
+            } else {
+                const auto* h = static_cast<const uint16_t*>(from) + 2 * j;
+                w[j] = uint32_t(__ldg(h)) | uint32_t(__ldg(h + 1)) << 16;
             }
-        } else if constexpr (kType == DType::kF32) {
-#pragma unroll
-            for (int j = 0; j < kWords; ++j) w[j] = __ldg(static_cast<const uint32_t*>(from) + j);
-        } else {
-            const auto* h = static_cast<const uint16_t*>(from);
-#pragma unroll
-            for (int j = 0; j < kWords; ++j) w[j] = uint32_t(__ldg(h + 2 * j)) | uint32_t(__ldg(h + 2 * j + 1)) << 16;
         }
     }
 
@@ -167,17 +169,11 @@ __device__ __forceinline__ float page_stage1_scale(float amax) {
 
 inline constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
 
-// Stage-1 codes of a lane's values as the low bytes of `code`. No value may round to more than kStage1Levels.
+// Stage-1 codes of a lane's values as the low bytes of `code`. The values are multiplied by divide.up already, and none may round
+// to more than kStage1Levels.
 __device__ __forceinline__ void quantize_row(const float (&x)[8], const Divider& divide, uint32_t (&code)[8]) {
-    float y[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) y[j] = x[j];
-    if (divide.up != 1.0f) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = __fmul_rn(y[j], divide.up);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(y[j]), kRound));
+    for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(x[j]), kRound));
 }
 
 // Cuts values off at the largest that a scale has codes for; returns how many stage 1 counts as clamped: those whose quotient
