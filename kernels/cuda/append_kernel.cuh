@@ -8,13 +8,6 @@
 
 namespace ta::cuda {
 
-// Four rows of a lane as they stand before stage 1, and their largest magnitudes. A CTA holds a page: row slot s of 16 has tokens
-// 32 (s / 8) + 8 p + s % 8, so that the lane's four rows fill whole words of V's order and half words of K's.
-struct PageRows {
-    float x[4][8];
-    float amax[4];
-};
-
 template <int D>
 class Appender {
     using Rows = RowShape<D>;
@@ -31,96 +24,153 @@ class Appender {
           row_in_warp_(threadIdx.x % 32 / Rows::kLanes),
           lane_(threadIdx.x % Rows::kLanes) {}
 
-    // All tokens of a page at once.
+    // All tokens of a page at once, into the image and the token page. Row slot s of 16 has tokens 32 (s / 8) + 8 p + s % 8, so that
+    // a lane's four rows fill whole words of V's order and half words of K's.
     __device__ void whole_page(const AppendTask& task) {
+        const int slot = warp_ + Rows::kWarps * row_in_warp_, t0 = 32 * (slot / 8) + slot % 8;
         uint8_t* piece = token_piece(task);
-        const bool at_8 = task.stays_8_bits;
-        const bool k_page = a_.k_page_scale && (!at_8 || a_.k_page_scale_at_8_bits);
-        const bool v_page = a_.v_page_scale && (!at_8 || a_.v_page_scale_at_8_bits);
+        auto* to = reinterpret_cast<uint4*>(piece);
         if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
-        const int slot = warp_ + Rows::kWarps * row_in_warp_, r = slot % 8;
-        uint32_t code[4][8];
-        quantize_page(0, task, slot, k_page, false, code);
-        if (active()) {
-            const int i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
+#pragma unroll 1
+        for (int tensor = 0; tensor < 2; ++tensor) {
+            float x[4][8], amax[4];
+            read_rows(tensor, task.sequence, int64_t(task.row) + t0 - task.have, active(), true, x, amax);
+            const ScaleOf scale_of = page_scales(tensor, task, t0, amax);
+            // Each lane finds the scale of one of the four rows.
+            const int mine = lane_ % 4;
+            const float own = scale_of(mine == 0 ? amax[0] : mine == 1 ? amax[1] : mine == 2 ? amax[2] : amax[3]);
+            if (lane_ < 4) page_.scale[tensor][t0 + 8 * mine] = own;
+            const Divider divider(own);
+            if (scale_of.universal) {
 #pragma unroll
-            for (int p = 0; p < 4; p += 2) {
-                const auto word = [&](int row, int c) {
-                    return low_bytes(code[row][c], code[row][c + 1], code[row][c + 2], code[row][c + 3]);
-                };
-                page_.k[Page::k_chunk(2 * (slot / 8) + p / 2, step, r, i)] =
-                    make_uint4(word(p, 0), word(p + 1, 0), word(p, 4), word(p + 1, 4));
+                for (int p = 0; p < 4; ++p) count_clamped(clamp_row(x[p], scale_of.shared));
             }
-        }
-        quantize_page(1, task, slot, v_page, a_.v_exponents && !at_8, code);
-        if (active()) {
+            if (__any_sync(kWholeWarp, divider.up != 1.0f)) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const int channel = 8 * lane_ + j, chunk = v_chunk(slot % 8, channel);
-                page_.v_words(chunk)[2 * (slot / 8) + j % 2] = low_bytes(code[0][j], code[1][j], code[2][j], code[3][j]);
+                for (int p = 0; p < 4; ++p) scale_up(x[p], __shfl_sync(kWholeWarp, divider.up, p, 4));
+            }
+            uint32_t code[4][8];
+#pragma unroll
+            for (int p = 0; p < 4; ++p) quantize_row(x[p], Divider(divider, p), code[p]);
+            if (!active()) continue;
+            if (tensor == 0) {
+                const int i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
+#pragma unroll
+                for (int p = 0; p < 4; p += 2) {
+                    const int tile = 2 * (slot / 8) + p / 2;
+                    const uint4 chunk = make_uint4(word(code[p], 0), word(code[p + 1], 0), word(code[p], 4), word(code[p + 1], 4));
+                    page_.k[Page::k_chunk(tile, step, slot % 8, i)] = chunk;
+                    to[(tile * (D / 32) + step) * 32 + slot % 8 * 4 + i] = chunk;
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    page_.v_words(v_chunk(slot % 8, 8 * lane_ + j))[2 * (slot / 8) + j % 2] =
+                        low_bytes(code[0][j], code[1][j], code[2][j], code[3][j]);
+                }
             }
         }
         __syncthreads();
-        auto* to = reinterpret_cast<uint4*>(piece);
-        for (int n = threadIdx.x; n < Page::kChunks; n += Rows::kThreads) {
-            to[n] = page_.k[Page::k_chunk(n)];
-            to[Page::kChunks + n] = page_.v[Page::v_chunk(n)];
-        }
-        auto* scales = reinterpret_cast<float*>(piece + TokenLayout(D).k_scale());
+        for (int n = threadIdx.x; n < Page::kChunks; n += Rows::kThreads) to[Page::kChunks + n] = page_.v[Page::v_chunk(n)];
         if (threadIdx.x < kPageTokens) {
-            scales[threadIdx.x] = page_.scale[0][threadIdx.x];
-            scales[kPageTokens + threadIdx.x] = page_.scale[1][threadIdx.x];
+            auto* scales = reinterpret_cast<float*>(piece + TokenLayout(D).k_scale()) + threadIdx.x;
+            scales[0] = page_.scale[0][threadIdx.x];
+            scales[kPageTokens] = page_.scale[1][threadIdx.x];
         }
-        if (task.channel_slot) close(task);
     }
 
-    // Fewer tokens: half of the warps take K, the others V, 8 rows at a time.
-    __device__ void some_tokens(const AppendTask& task) {
+    // Fewer tokens. Of `warps` warps, this one being number `warp`, one half takes K and the other V. A team that is not the whole
+    // CTA can have neither a page that closes nor universal scales.
+    __device__ void some_tokens(const AppendTask& task, int warp, int warps) {
         uint8_t* piece = token_piece(task);
         const bool closes = task.channel_slot != 0, universal = a_.universal_open_scale;
         if (closes) {
             const auto* from = reinterpret_cast<const uint4*>(piece);
-            for (int n = threadIdx.x; n < Page::kChunks; n += Rows::kThreads) {
-                page_.k[Page::k_chunk(n)] = from[n];
-                page_.v[Page::v_chunk(n)] = from[Page::kChunks + n];
+            uint4 k[2], v[2];
+            static_assert(Page::kChunks <= 2 * Rows::kThreads);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int n = threadIdx.x + m * Rows::kThreads;
+                if (n >= Page::kChunks) break;
+                k[m] = from[n];
+                v[m] = from[Page::kChunks + n];
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int n = threadIdx.x + m * Rows::kThreads;
+                if (n >= Page::kChunks) break;
+                page_.k[Page::k_chunk(n)] = k[m];
+                page_.v[Page::v_chunk(n)] = v[m];
             }
             if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
         }
         if ((closes || universal) && threadIdx.x < task.have) {
-            const auto* scales = reinterpret_cast<const float*>(piece + TokenLayout(D).k_scale());
-            page_.scale[0][threadIdx.x] = scales[threadIdx.x];
-            page_.scale[1][threadIdx.x] = scales[kPageTokens + threadIdx.x];
+            const auto* scales = reinterpret_cast<const float*>(piece + TokenLayout(D).k_scale()) + threadIdx.x;
+            page_.scale[0][threadIdx.x] = scales[0];
+            page_.scale[1][threadIdx.x] = scales[kPageTokens];
         }
-        const int tensor = warp_ >= Rows::kWarps / 2;
-        const int first = task.have + warp_ % (Rows::kWarps / 2) + Rows::kWarps / 2 * row_in_warp_;
-        if (universal) {
-            if (threadIdx.x < kPageTokens) amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
-            __syncthreads();
-            each_row(tensor, task, first, false, [&](int t, const float(&)[8], float amax) {
-                if (lane_ == 0) amax_[tensor][t] = amax;
-            });
+        if (universal && threadIdx.x < kPageTokens) amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
+        if (closes || universal) __syncthreads();
+        const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
+        float shared = 0.0f;
+        // Where the page's scale depends on the rows they are read twice.
+#pragma unroll 1
+        for (int pass = universal ? 0 : 1; pass < 2; ++pass) {
+#pragma unroll 1
+            for (int n = first; n < task.end; n += warps / 2 * Rows::kWarpRows) {
+                const int t = n + warps / 2 * row_in_warp_;
+                const bool valid = t < task.end && active();
+                float x[1][8], amax[1];
+                read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, x, amax);
+                if (!valid) continue;
+                if (pass == 0) {
+                    if (lane_ == 0) amax_[tensor][t] = amax[0];
+                    continue;
+                }
+                const float scale = universal ? shared : page_stage1_scale(amax[0]);
+                if (universal) count_clamped(clamp_row(x[0], scale));
+                const Divider divider(scale);
+                scale_up(x[0], divider.up);
+                uint32_t code[8];
+                quantize_row(x[0], divider, code);
+                store_row(tensor, piece, t, code, closes);
+                if (lane_ != 0) continue;
+                reinterpret_cast<float*>(piece + TokenLayout(D).k_scale())[tensor * kPageTokens + t] = scale;
+                if (closes) page_.scale[tensor][t] = scale;
+            }
+            if (pass == 0) {
+                __syncthreads();
+                shared = universal_scale(tensor, task.have);
+            }
         }
-        __syncthreads();
-        const float shared = universal ? universal_scale(tensor, task.have) : 0.0f;
-        each_row(tensor, task, first, true, [&](int t, const float(&x)[8], float amax) {
-            const float scale = universal ? shared : stage1_scale(amax, kStage1Levels);
-            uint32_t code[8];
-            count_clamped(quantize_row(x, scale, universal, code));
-            store_row(tensor, piece, t, code, closes);
-            if (lane_ != 0) return;
-            reinterpret_cast<float*>(piece + TokenLayout(D).k_scale())[tensor * kPageTokens + t] = scale;
-            page_.scale[tensor][t] = scale;
-        });
-        __syncthreads();
-        if (closes) close(task);
+        if (closes) __syncthreads();
+    }
+
+    __device__ void close(const AppendTask& task) {
+        const HeadArgs h = a_.heads[head_];
+        auto* piece = reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + a_.channel_layer_offset + h.channel_offset);
+        close_page(page_, h.k_bits, h.v_bits, a_, piece);
     }
 
     // The largest magnitudes of the sequence's head so far.
-    float seen[2] = {0.0f, 0.0f};
+    float k_seen = 0.0f, v_seen = 0.0f;
 
   private:
-    __device__ bool active() const {
-        return 8 * lane_ < D;
+    struct ScaleOf {
+        bool page, exponents, universal;
+        float shared;
+        // Of a token with this largest magnitude.
+        __device__ float operator()(float amax) const {
+            const float own = page_stage1_scale(amax);
+            if (!page && !universal) return own;
+            return exponents ? times_pow2(shared, -exponent_below_normal(own, shared)) : shared;
+        }
+    };
+
+    __device__ bool active() const { return 8 * lane_ < D; }
+
+    __device__ static uint32_t word(const uint32_t (&code)[8], int c) {
+        return low_bytes(code[c], code[c + 1], code[c + 2], code[c + 3]);
     }
 
     __device__ uint8_t* token_piece(const AppendTask& task) const {
@@ -128,135 +178,141 @@ class Appender {
         return reinterpret_cast<uint8_t*>((task.token_page & ~kEntryFlags) + layer + head_ * kPieceBytes);
     }
 
-    __device__ void close(const AppendTask& task) {
-        const HeadArgs h = a_.heads[head_];
-        auto* piece =
-            reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + a_.channel_layer_offset + h.channel_offset);
-        close_page(page_, h.k_bits, h.v_bits, a_, piece);
-    }
-
     // Of channel `channel` and a token that is `t` modulo 8.
     __device__ static int v_chunk(int t, int channel) {
         return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
     }
 
-    __device__ const TensorArgs& tensor_args(int tensor) const {
-        return tensor ? a_.v : a_.k;
+    // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that
+    // are not `valid` get zeros.
+    template <int kRows>
+    __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
+                              float (&amax)[kRows]) const {
+        const DType type = tensor ? a_.v.dtype : a_.k.dtype;
+        if (type == DType::kBf16) {
+            read_rows_of<DType::kBf16>(tensor, sequence, row, valid, count, x, amax);
+        } else if (type == DType::kF16) {
+            read_rows_of<DType::kF16>(tensor, sequence, row, valid, count, x, amax);
+        } else {
+            read_rows_of<DType::kF32>(tensor, sequence, row, valid, count, x, amax);
+        }
     }
 
-    __device__ static bool is_aligned(const TensorArgs& x) {
-        const int64_t size = int64_t(cpu::dtype_bytes(x.dtype));
-        return ((int64_t(reinterpret_cast<uintptr_t>(x.data)) | x.stride_row * size | x.stride_head * size) & 15) == 0;
-    }
-
-    __device__ RawRow load(int tensor, int64_t row) const {
-        const TensorArgs& x = tensor_args(tensor);
-        return load_raw(x, is_aligned(x), row * x.stride_row + head_ * x.stride_head + 8 * lane_);
-    }
-
-    // Makes a row of what was loaded; returns its largest magnitude. All lanes of the warp; a row that is not `valid` is zeros.
-    __device__ float prepare(int tensor, const AppendTask& task, const RawRow& raw, bool valid, bool count,
-                             float (&x)[8]) const {
-        const DType type = tensor_args(tensor).dtype;
-        widen(raw, type, x);
-        const int replaced = replace_nonfinite(x, type, a_.saturate);
-        if (count && replaced && a_.nonfinite) atomicAdd(a_.nonfinite + task.sequence, uint32_t(replaced));
-        if (tensor == 0) {
-            if (a_.k_offset && valid && active()) {
-                const float* offset = a_.k_offset + head_ * D + 8 * lane_;
+    template <DType kType, int kRows>
+    __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
+                                 float (&amax)[kRows]) const {
+        constexpr float kLimit = kType == DType::kF16 ? 65504.0f : kMaxMagnitude;
+        const TensorArgs& from = tensor ? a_.v : a_.k;
+        const int64_t at = row * from.stride_row + head_ * from.stride_head + 8 * lane_;
+        const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
+        constexpr int64_t kBytes = int64_t(cpu::dtype_bytes(kType));
+        const auto* bytes = static_cast<const uint8_t*>(from.data) + at * kBytes;
+        const int64_t stride = 8 * from.stride_row * kBytes;
+        RawRow<kType> raw[kRows] = {};
+        if (valid) {
+            if (((reinterpret_cast<uintptr_t>(bytes) | uintptr_t(stride)) & 15) == 0) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) x[j] = __fsub_rn(x[j], __ldg(offset + j));
+                for (int p = 0; p < kRows; ++p) raw[p].load(bytes + p * stride);
+            } else {
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) raw[p].load_unaligned(bytes + p * stride);
             }
-            if constexpr (can_rotate(D)) {
-                if (a_.signs) {
-                    float sign[8];
+        }
+        float sign[8];
+        if (rotated) {
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
-                    rotate_row<D>(x, sign, lane_);
+            for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
+        }
+        bool fine = true;
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) {
+            raw[p].widen(x[p]);
+            amax[p] = raw[p].amax();
+            fine &= amax[p] <= kLimit;
+        }
+        if (!fine) {
+            int replaced = 0;
+#pragma unroll
+            for (int p = 0; p < kRows; ++p) {
+                replaced += replace_beyond(x[p], kLimit, a_.saturate);
+                amax[p] = lane_amax(x[p]);
+            }
+            if (count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
+        }
+        if (tensor == 0 && a_.k_offset && valid) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float offset = __ldg(a_.k_offset + head_ * D + 8 * lane_ + j);
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) x[p][j] = __fsub_rn(x[p][j], offset);
+            }
+#pragma unroll
+            for (int p = 0; p < kRows; ++p) amax[p] = lane_amax(x[p]);
+        }
+        if constexpr (can_rotate(D)) {
+            if (rotated) {
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) {
+                    rotate_row<D>(x[p], sign, lane_);
+                    amax[p] = lane_amax(x[p]);
                 }
             }
         }
-        return row_amax<D>(x);
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) amax[p] = row_amax<D>(amax[p]);
+    }
+
+    __device__ static void scale_up(float (&x)[8], float up) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], up);
     }
 
     __device__ void count_clamped(int n) const {
         if (n && a_.clamped) atomicAdd(reinterpret_cast<unsigned long long*>(a_.clamped), (unsigned long long)(n));
     }
 
+    // The scales of a whole page whose rows have these largest magnitudes.
+    __device__ ScaleOf page_scales(int tensor, const AppendTask& task, int t0, const float (&amax)[4]) {
+        const bool at_8 = task.stays_8_bits;
+        ScaleOf s{};
+        s.page = tensor ? a_.v_page_scale && (!at_8 || a_.v_page_scale_at_8_bits)
+                        : a_.k_page_scale && (!at_8 || a_.k_page_scale_at_8_bits);
+        s.universal = !s.page && a_.universal_open_scale;
+        s.exponents = s.page && tensor && a_.v_exponents && !at_8;
+        if (!s.page && !a_.universal_open_scale) return s;
+        if (lane_ == 0) {
+#pragma unroll
+            for (int p = 0; p < 4; ++p) amax_[tensor][t0 + 8 * p] = amax[p];
+        }
+        __syncthreads();
+        const float most = page_max(amax_[tensor], threadIdx.x % 32);
+        const float seen = fmaxf(tensor ? v_seen : k_seen, most);
+        k_seen = tensor ? k_seen : seen;
+        v_seen = tensor ? seen : v_seen;
+        s.shared = page_stage1_scale(s.page ? most : seen);
+        return s;
+    }
+
     // The universal scale of the page, and the sequence's largest magnitudes with it: src/attend/append.cpp.
     __device__ float universal_scale(int tensor, int have) {
         const int lane = threadIdx.x % 32;
-        float mine = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const auto fixed = [&](int t) { return t < have ? page_.scale[n][t] : 0.0f; };
-            const float scale = warp_max(fmaxf(fixed(lane), fixed(lane + 32)));
-            seen[n] = fmaxf(seen[n], page_max(amax_[n], lane));
-            if (n == tensor) mine = scale > 0.0f ? scale : stage1_scale(seen[n], kStage1Levels);
-        }
-        return mine;
-    }
-
-    // Stage 1 of the lane's four rows of a whole page.
-    __device__ void quantize_page(int tensor, const AppendTask& task, int slot, bool page_scale, bool exponents,
-                                  uint32_t (&code)[4][8]) {
-        const int t0 = 32 * (slot / 8) + slot % 8, lane = threadIdx.x % 32;
-        PageRows rows;
-        RawRow raw[4] = {};
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            if (active()) raw[p] = load(tensor, int64_t(task.row) + t0 + 8 * p);
-        }
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            rows.amax[p] = prepare(tensor, task, raw[p], true, true, rows.x[p]);
-            if (lane_ == 0) amax_[tensor][t0 + 8 * p] = rows.amax[p];
-        }
-        float shared = 0.0f;
-        if (page_scale || a_.universal_open_scale) {
-            __syncthreads();
-            const float most = page_max(amax_[tensor], lane);
-            seen[tensor] = fmaxf(seen[tensor], most);
-            shared = stage1_scale(page_scale ? most : seen[tensor], kStage1Levels);
-        }
-        const bool universal = !page_scale && a_.universal_open_scale;
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            const float own = stage1_scale(rows.amax[p], kStage1Levels);
-            float scale = page_scale || universal ? shared : own;
-            if (page_scale && exponents) scale = times_pow2(shared, -exponent_below_normal(own, shared));
-            if (lane_ == 0) page_.scale[tensor][t0 + 8 * p] = scale;
-            count_clamped(quantize_row(rows.x[p], scale, universal, code[p]));
-        }
-    }
-
-    // Calls f(token, row, its largest magnitude) for the rows first, first + 8, ...; f is for lanes that hold a part of a row.
-    template <class F>
-    __device__ void each_row(int tensor, const AppendTask& task, int first, bool count, F f) const {
-        constexpr int kStep = 8;
-        const int from = task.have + warp_ % (Rows::kWarps / 2);  // the warp's first row
-        for (int n = 0; from + n < task.end; n += kStep) {
-            const int t = first + n;
-            const bool valid = t < task.end;
-            RawRow raw{};
-            if (valid && active()) raw = load(tensor, int64_t(task.row) + t - task.have);
-            float x[8];
-            const float amax = prepare(tensor, task, raw, valid, count, x);
-            if (valid && active()) f(t, x, amax);
-        }
+        k_seen = fmaxf(k_seen, page_max(amax_[0], lane));
+        v_seen = fmaxf(v_seen, page_max(amax_[1], lane));
+        const auto fixed = [&](int t) { return t < have ? page_.scale[tensor][t] : 0.0f; };
+        const float scale = warp_max(fmaxf(fixed(lane), fixed(lane + 32)));
+        return scale > 0.0f ? scale : page_stage1_scale(tensor ? v_seen : k_seen);
     }
 
     // Codes of one token into its page, and into the image where the page closes.
     __device__ void store_row(int tensor, uint8_t* piece, int t, const uint32_t (&code)[8], bool closes) {
         if (tensor == 0) {
             const int tile = t / 16, r = t % 8, w0 = t % 16 / 8, i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
-            auto* to = reinterpret_cast<uint32_t*>(piece) + ((tile * (D / 32) + step) * 32 + 4 * r + i) * 4;
-            uint32_t* image = page_.k_words(Page::k_chunk(tile, step, r, i));
+            auto* to = reinterpret_cast<uint32_t*>(piece) + ((tile * (D / 32) + step) * 32 + 4 * r + i) * 4 + w0;
+            uint32_t* image = page_.k_words(Page::k_chunk(tile, step, r, i)) + w0;
 #pragma unroll
             for (int w1 = 0; w1 < 2; ++w1) {
-                const uint32_t word = low_bytes(code[4 * w1], code[4 * w1 + 1], code[4 * w1 + 2], code[4 * w1 + 3]);
-                to[2 * w1 + w0] = word;
-                if (closes) image[2 * w1 + w0] = word;
+                to[2 * w1] = word(code, 4 * w1);
+                if (closes) image[2 * w1] = word(code, 4 * w1);
             }
             return;
         }
@@ -277,12 +333,24 @@ class Appender {
     const int head_, warp_, row_in_warp_, lane_;
 };
 
+// A few tokens of a page that does not close: what two warps do on their own.
+__device__ inline bool is_small(const AppendArgs& a, const AppendTask& task) {
+    return !a.universal_open_scale && task.channel_slot == 0 && task.end - task.have <= 4;
+}
+
 template <int D>
-__global__ void __launch_bounds__(RowShape<D>::kThreads, 768 / RowShape<D>::kThreads)
+__global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThreads)
     append_kernel(const __grid_constant__ AppendArgs a) {
+    using Rows = RowShape<D>;
     __shared__ PageImage<D> page;
     __shared__ float amax[2][kPageTokens];
-    const int tasks = *a.n_tasks, items = tasks * a.kv_heads;
+    const int tasks = *a.n_tasks, items = tasks * a.kv_heads, warp = threadIdx.x / 32;
+    for (int item = int(warp / 2 * gridDim.x + blockIdx.x); item < items; item += int(Rows::kWarps / 2 * gridDim.x)) {
+        const AppendTask task = a.tasks[item / a.kv_heads];
+        if (!is_small(a, task)) continue;
+        Appender<D> append(a, page, amax, item % a.kv_heads);
+        append.some_tokens(task, warp % 2, 2);
+    }
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int first = item / a.kv_heads, head = item % a.kv_heads;
         const int sequence = a.tasks[first].sequence;
@@ -290,23 +358,24 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 768 / RowShape<D>::kThr
         Appender<D> append(a, page, amax, head);
         const int64_t state = (int64_t(sequence) * a.kv_heads + head) * 2;
         if (a.universal_open_scale) {
-            append.seen[0] = a.open_amax[state];
-            append.seen[1] = a.open_amax[state + 1];
+            append.k_seen = a.open_amax[state];
+            append.v_seen = a.open_amax[state + 1];
         }
         for (int n = first; n < tasks; ++n) {
             const AppendTask task = a.tasks[n];
-            if (task.sequence != sequence) break;
+            if (task.sequence != sequence || is_small(a, task)) break;
             __syncthreads();  // with the page that was last in the image
             if (task.end - task.have == kPageTokens) {
                 append.whole_page(task);
             } else {
-                append.some_tokens(task);
+                append.some_tokens(task, warp, Rows::kWarps);
             }
+            if (task.channel_slot) append.close(task);
             if (!a.universal_open_scale) break;
         }
         if (a.universal_open_scale && threadIdx.x == 0) {
-            a.open_amax_out[state] = append.seen[0];
-            a.open_amax_out[state + 1] = append.seen[1];
+            a.open_amax_out[state] = append.k_seen;
+            a.open_amax_out[state + 1] = append.v_seen;
         }
     }
 }

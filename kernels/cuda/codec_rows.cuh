@@ -22,50 +22,74 @@ struct RowShape {
 };
 
 // A lane's 8 values as they lie in memory.
+template <DType kType>
 struct RawRow {
-    uint4 a, b;  // b: fp32 only
+    static constexpr int kWords = int(cpu::dtype_bytes(kType)) * 2;
+    uint32_t w[kWords];
+
+    // From an address that is a multiple of 16.
+    __device__ __forceinline__ void load(const void* from) {
+#pragma unroll
+        for (int j = 0; j < kWords; j += 4) {
+            const uint4 v = __ldg(static_cast<const uint4*>(from) + j / 4);
+            w[j] = v.x, w[j + 1] = v.y, w[j + 2] = v.z, w[j + 3] = v.w;
+        }
+    }
+    __device__ __forceinline__ void load_unaligned(const void* from) {
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            if constexpr (kType == DType::kF32) {
+                w[j] = __ldg(static_cast<const uint32_t*>(from) + j);
+            } else {
+                const auto* h = static_cast<const uint16_t*>(from) + 2 * j;
+                w[j] = uint32_t(__ldg(h)) | uint32_t(__ldg(h + 1)) << 16;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void widen(float (&x)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if constexpr (kType == DType::kF32) {
+                x[j] = __uint_as_float(w[j]);
+            } else if constexpr (kType == DType::kBf16) {
+                x[j] = __uint_as_float(j % 2 ? w[j / 2] & 0xffff0000u : w[j / 2] << 16);
+            } else {
+                x[j] = __half2float(__ushort_as_half(uint16_t(w[j / 2] >> j % 2 * 16)));
+            }
+        }
+    }
+
+    // The largest magnitude; not a number where a value is not. Magnitudes compare as their bits do.
+    __device__ __forceinline__ float amax() const {
+        uint32_t most = 0;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            most = kType == DType::kF32 ? max(most, w[j] & 0x7fffffffu) : __vmaxu2(most, w[j] & 0x7fff7fffu);
+        }
+        if constexpr (kType == DType::kF32) return __uint_as_float(most);
+        most = max(most & 0xffffu, most >> 16);
+        return kType == DType::kBf16 ? __uint_as_float(most << 16) : __half2float(__ushort_as_half(uint16_t(most)));
+    }
 };
 
-__device__ __forceinline__ RawRow load_raw(const TensorArgs& x, bool aligned, int64_t at) {
-    const int size = int(cpu::dtype_bytes(x.dtype));
-    const auto* from = static_cast<const uint8_t*>(x.data) + at * size;
-    RawRow r{};
-    if (aligned) {
-        r.a = __ldg(reinterpret_cast<const uint4*>(from));
-        if (x.dtype == DType::kF32) r.b = __ldg(reinterpret_cast<const uint4*>(from) + 1);
-    } else if (x.dtype == DType::kF32) {
-        const auto* w = reinterpret_cast<const uint32_t*>(from);
-        r.a = make_uint4(__ldg(w), __ldg(w + 1), __ldg(w + 2), __ldg(w + 3));
-        r.b = make_uint4(__ldg(w + 4), __ldg(w + 5), __ldg(w + 6), __ldg(w + 7));
-    } else {
-        const auto* h = reinterpret_cast<const uint16_t*>(from);
-        const auto two = [h](int j) { return uint32_t(__ldg(h + 2 * j)) | uint32_t(__ldg(h + 2 * j + 1)) << 16; };
-        r.a = make_uint4(two(0), two(1), two(2), two(3));
-    }
-    return r;
+__device__ __forceinline__ float lane_amax(const float (&x)[8]) {
+    float m = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) m = fmaxf(m, fabsf(x[j]));
+    return m;
 }
 
-__device__ __forceinline__ void widen(const RawRow& r, DType type, float (&x)[8]) {
-    const uint32_t w[8] = {r.a.x, r.a.y, r.a.z, r.a.w, r.b.x, r.b.y, r.b.z, r.b.w};
-    if (type == DType::kF32) {
+// Of the whole row, in all of its lanes.
+template <int D>
+__device__ __forceinline__ float row_amax(float m) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __uint_as_float(w[j]);
-    } else if (type == DType::kBf16) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __uint_as_float(j % 2 ? w[j / 2] & 0xffff0000u : w[j / 2] << 16);
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = __half2float(__ushort_as_half(uint16_t(w[j / 2] >> j % 2 * 16)));
-    }
+    for (int h = 1; h < RowShape<D>::kLanes; h *= 2) m = fmaxf(m, __shfl_xor_sync(kWholeWarp, m, h));
+    return m;
 }
 
 // Replaces values that no scale is made for; returns how many.
-__device__ __forceinline__ int replace_nonfinite(float (&x)[8], DType type, bool saturate) {
-    const float limit = type == DType::kF16 ? 65504.0f : kMaxMagnitude;
-    bool fine = true;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) fine &= fabsf(x[j]) <= limit;
-    if (fine) return 0;
+__device__ __forceinline__ int replace_beyond(float (&x)[8], float limit, bool saturate) {
     int replaced = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -101,17 +125,6 @@ __device__ __forceinline__ void rotate_row(float (&x)[8], const float (&sign)[8]
     for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], rotation_norm(D));
 }
 
-// Of the whole row, in all of its lanes.
-template <int D>
-__device__ __forceinline__ float row_amax(const float (&x)[8]) {
-    float m = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) m = fmaxf(m, fabsf(x[j]));
-#pragma unroll
-    for (int h = 1; h < RowShape<D>::kLanes; h *= 2) m = fmaxf(m, __shfl_xor_sync(kWholeWarp, m, h));
-    return m;
-}
-
 // exponent_below of codec.h for x and limit that are 0 or normal, without its loop.
 __device__ __forceinline__ int exponent_below_normal(float x, float limit) {
     if (!(x > 0.0f)) return 0;
@@ -130,6 +143,11 @@ struct Divider {
         asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
         inverse = s > 0.0f ? fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse) : 0.0f;
     }
+    // That of lane n of each four.
+    __device__ __forceinline__ Divider(const Divider& d, int n)
+        : scale(__shfl_sync(kWholeWarp, d.scale, n, 4)),
+          up(__shfl_sync(kWholeWarp, d.up, n, 4)),
+          inverse(__shfl_sync(kWholeWarp, d.inverse, n, 4)) {}
     // `x` times `up` already.
     __device__ __forceinline__ float operator()(float x) const {
         float q = __fmul_rn(x, inverse);
@@ -138,32 +156,37 @@ struct Divider {
     }
 };
 
+// stage1_scale of codec.h for pages.
+__device__ __forceinline__ float page_stage1_scale(float amax) {
+    constexpr float kLevels = float(kStage1Levels), kInverse = 1.0f / kLevels;
+    const bool small = amax < 0x1p-60f;
+    const float x = small ? __fmul_rn(amax, 0x1p64f) : amax;
+    float q = __fmul_rn(x, kInverse);
+    q = fmaf(fmaf(-kLevels, q, x), kInverse, q);
+    q = fmaf(fmaf(-kLevels, q, x), kInverse, q);
+    return amax < kMinAmax ? 0.0f : small ? __fmul_rn(q, 0x1p-64f) : q;
+}
+
 inline constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
 
-// Stage-1 codes of a lane's values as the low bytes of `code`. `may_clamp`: the scale may be too small for the row; returns how
-// many values were clamped.
-__device__ __forceinline__ int quantize_row(const float (&x)[8], float scale, bool may_clamp, uint32_t (&code)[8]) {
-    const Divider divide(scale);
-    float y[8];
+// Stage-1 codes of a lane's values as the low bytes of `code`. The values are multiplied by divide.up already, and none may round
+// to more than kStage1Levels.
+__device__ __forceinline__ void quantize_row(const float (&x)[8], const Divider& divide, uint32_t (&code)[8]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) y[j] = x[j];
-    if (divide.up != 1.0f) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = __fmul_rn(y[j], divide.up);
-    }
+    for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(x[j]), kRound));
+}
+
+// Cuts values off at the largest that a scale has codes for; returns how many stage 1 counts as clamped: those whose quotient
+// rounds to more than 119.
+__device__ __forceinline__ int clamp_row(float (&x)[8], float scale) {
+    constexpr double kQuotient = 119.5 - 0x1p-18;  // from here on fl(x / scale) is at least 119.5, which rounds to 120
+    const double bound = kQuotient * double(scale);
+    const float limit = __fmul_rn(float(kStage1Levels), scale);
     int clamped = 0;
-    if (may_clamp) {
-        // Far beyond the scale the quotient could overflow.
-        const float limit = divide.scale * 128.0f, levels = float(kStage1Levels);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float r = rintf(divide(fminf(fmaxf(y[j], -limit), limit)));
-            clamped += scale > 0.0f ? fabsf(r) > levels : fabsf(x[j]) >= kMinAmax;
-            code[j] = __float_as_uint(__fadd_rn(fminf(fmaxf(r, -levels), levels), kRound));
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(y[j]), kRound));
+    for (int j = 0; j < 8; ++j) {
+        clamped += scale > 0.0f ? double(fabsf(x[j])) >= bound : fabsf(x[j]) >= kMinAmax;
+        x[j] = fminf(fmaxf(x[j], -limit), limit);
     }
     return clamped;
 }

@@ -1,7 +1,7 @@
 // The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written; and its speed.
 //
 // usage: append_test [--random] [--cases N] [--seed N]    correctness: N random cases, beside the fixed ones or alone; exits with 1 if one fails
-//        append_test --bench
+//        append_test --bench [TEXT]    those whose name has TEXT
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -159,8 +159,7 @@ class Problem {
         if (c_.set.universal_open_scale && state_out.copy() != state_) ok = say("open_amax differs");
         if (nonfinite.copy() != want_nonfinite) ok = say("counts of replaced values differ");
         if (clamped.copy()[0] != want_clamped) {
-            std::printf("    clamped %llu, expected %llu\n", (unsigned long long)clamped.copy()[0],
-                        (unsigned long long)want_clamped);
+            std::printf("    clamped %llu, expected %llu\n", (unsigned long long)clamped.copy()[0], (unsigned long long)want_clamped);
             ok = false;
         }
         return ok && reopen(base);
@@ -362,8 +361,8 @@ class Problem {
                                                 rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0],
                                                 kStage1Levels, codes.k, codes.k_scale));
             clamped += uint64_t(quantize_tokens(codec_, x[1].data(), amax[1], d, t.have, t.end,
-                                                rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents),
-                                                universal[1], kStage1Levels, codes.v, codes.v_scale));
+                                                rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents), universal[1],
+                                                kStage1Levels, codes.v, codes.v_scale));
             codec_.store_token_piece(codes, d, t.have, t.end, piece);
             if (!t.channel_slot) continue;
             const HeadArgs& h = heads_[size_t(head)];
@@ -394,8 +393,8 @@ class Problem {
                 int head = c_.heads - 1;
                 while (heads_[size_t(head)].channel_offset > in_channel) --head;
                 const HeadArgs& h = heads_[size_t(head)];
-                std::printf(" (channel page of sequence %d, have %d; head %d with %d, %d bits, byte %zu; metadata from %zu)",
-                            t.sequence, t.have, head, h.k_bits, h.v_bits, size_t(in_channel - h.channel_offset),
+                std::printf(" (channel page of sequence %d, have %d; head %d with %d, %d bits, byte %zu; metadata from %zu)", t.sequence,
+                            t.have, head, h.k_bits, h.v_bits, size_t(in_channel - h.channel_offset),
                             ChannelLayout(c_.d, h.k_bits, h.v_bits).k_step());
             }
         }
@@ -423,15 +422,20 @@ class Problem {
         Device<HeadArgs> device_heads(heads);
         Device<uint64_t> offsets(std::vector<uint64_t>{kChannelLayer, kChannelLayer});
         Device<uint8_t> out(2 * page);
-        ReopenArgs a{
-            c_.d,          c_.heads,           2,   tokens, closed->channel_slot + base, reinterpret_cast<uint64_t>(out.get()),
-            offsets.get(), device_heads.get(), page};
+        ReopenArgs a{c_.d,
+                     c_.heads,
+                     2,
+                     tokens,
+                     closed->channel_slot + base,
+                     reinterpret_cast<uint64_t>(out.get()),
+                     offsets.get(),
+                     device_heads.get(),
+                     page};
         CHECK(launch_reopen(a, nullptr));
         CHECK(cudaDeviceSynchronize());
         const std::vector<uint8_t> got = out.copy();
         for (int layer = 0; layer < 2; ++layer) {
-            if (!std::equal(want.begin(), want.end(), got.begin() + layer * int64_t(page)))
-                return say("the reopened page differs");
+            if (!std::equal(want.begin(), want.end(), got.begin() + layer * int64_t(page))) return say("the reopened page differs");
         }
         return true;
     }
@@ -451,9 +455,8 @@ class Problem {
 
 std::vector<Case> fixed_cases() {
     std::vector<Case> cases;
-    const std::vector<Grows> all = {{0, 1},   {0, 3},   {0, 63},  {0, 64},   {0, 65},  {0, 200}, {1, 1},
-                                    {1, 3},   {1, 63},  {1, 64},  {1, 65},   {1, 200}, {63, 1},  {63, 3},
-                                    {63, 63}, {63, 64}, {63, 65}, {63, 200}, {128, 0}, {100, 28}};
+    const std::vector<Grows> all = {{0, 1}, {0, 3}, {0, 63}, {0, 64}, {0, 65},  {0, 200}, {1, 1},   {1, 3},    {1, 63},  {1, 64},
+                                    {1, 65}, {1, 200}, {63, 1}, {63, 3}, {63, 63}, {63, 64}, {63, 65}, {63, 200}, {128, 0}, {100, 28}};
     for (int d : {64, 96, 128, 256}) {
         for (int bits : {4, 2, 0, 8}) {
             Case c;
@@ -506,8 +509,7 @@ std::vector<Case> fixed_cases() {
         for (int data = 0; data < int(Data::kCount); ++data) {
             for (bool saturate : {false, true}) {
                 with("data", [&](Case& c) {
-                    c.name =
-                        "type " + std::to_string(int(type)) + " data " + std::to_string(data) + (saturate ? " saturate" : "");
+                    c.name = "type " + std::to_string(int(type)) + " data " + std::to_string(data) + (saturate ? " saturate" : "");
                     c.type = type;
                     c.data = Data(data);
                     c.set.saturate = saturate;
@@ -656,11 +658,9 @@ void bench_one(const Bench& b, double copy) {
     for (size_t i = 0; i < elements; ++i) values[i] = some[(i * 7919 + i / 65536) % some.size()];
     Device<uint16_t> k(values), v(values);
     const size_t token_page = (size_t(b.heads) * TokenLayout(b.d).bytes() + 4095) / 4096 * 4096;
-    const size_t piece = ChannelLayout(b.d, b.bits, b.bits).bytes(),
-                 channel_page = (size_t(b.heads) * piece + 4095) / 4096 * 4096;
+    const size_t piece = ChannelLayout(b.d, b.bits, b.bits).bytes(), channel_page = (size_t(b.heads) * piece + 4095) / 4096 * 4096;
     const int blocks = (b.have + b.n_new + kPageTokens - 1) / kPageTokens;
-    Device<uint8_t> tokens(token_page * size_t(b.sequences * blocks) + 4096),
-        channels(channel_page * size_t(b.sequences * blocks) + 4096);
+    Device<uint8_t> tokens(token_page * size_t(b.sequences * blocks) + 4096), channels(channel_page * size_t(b.sequences * blocks) + 4096);
     // Tokens that were there already: codes of anything, scales of 1.
     const std::vector<float> ones(2 * kPageTokens, 1.0f);
     const auto align = [](void* p) { return (reinterpret_cast<uint64_t>(p) + 4095) / 4096 * 4096; };
@@ -678,8 +678,7 @@ void bench_one(const Bench& b, double copy) {
             if (t.end == kPageTokens) t.channel_slot = align(channels.get()) + i * channel_page;
             for (int h = 0; h < b.heads; ++h) {
                 const uint64_t scales = t.token_page + size_t(h) * TokenLayout(b.d).bytes() + TokenLayout(b.d).k_scale();
-                CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(scales), ones.data(), ones.size() * sizeof(float),
-                                      cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(scales), ones.data(), ones.size() * sizeof(float), cudaMemcpyHostToDevice));
             }
             bytes += b.heads * (double(t.end - t.have) * (2.0 * b.d + 8.0) + (t.channel_slot ? double(piece) : 0.0));
             if (t.channel_slot && t.have) bytes += b.heads * double(TokenLayout(b.d).bytes());
@@ -707,23 +706,25 @@ void bench_one(const Bench& b, double copy) {
     AppendPlan plan;
     CHECK(plan_append(0, b.d, b.heads, int64_t(tasks.size()), &plan));
     const double us = median_us(plan, a);
-    std::printf("%-24s d %3d heads %d bits %d search %d  ctas %4d  %8.2f us  %7.0f GB/s  %5.1f%% of copy\n", b.name, b.d,
-                b.heads, b.bits, int(b.search), plan.ctas, us, bytes / us / 1e3, 100.0 * bytes / us / 1e3 / copy);
+    std::printf("%-24s d %3d heads %d bits %d search %d  ctas %4d  %8.2f us  %7.0f GB/s  %5.1f%% of copy\n", b.name, b.d, b.heads,
+                b.bits, int(b.search), plan.ctas, us, bytes / us / 1e3, 100.0 * bytes / us / 1e3 / copy);
 }
 
-void bench() {
+void bench(const char* only) {
     const double copy = copy_gb_per_s();
     std::printf("device copy: %.0f GB/s read and written; a launch is one of 10 in a graph\n", copy);
     const Bench all[] = {
-        {"decode, none closes", 128, 8, 4, 64, 20, 1, true}, {"decode, 4 sequences", 128, 8, 4, 4, 20, 1, true},
-        {"decode, all close", 128, 8, 4, 64, 63, 1, true},   {"decode, all close", 128, 8, 4, 64, 63, 1, false},
-        {"decode, all close", 128, 8, 2, 64, 63, 1, true},   {"decode, one closes", 128, 8, 4, 1, 63, 1, true},
-        {"decode, one closes", 128, 8, 2, 1, 63, 1, true},   {"bulk 16384", 128, 8, 4, 1, 0, 16384, true},
-        {"bulk 16384", 128, 8, 4, 1, 0, 16384, false},       {"bulk 16384", 128, 8, 2, 1, 0, 16384, true},
-        {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},       {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
-        {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},         {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
+        {"decode, none closes", 128, 8, 4, 64, 20, 1, true},    {"decode, 4 sequences", 128, 8, 4, 4, 20, 1, true},
+        {"decode, all close", 128, 8, 4, 64, 63, 1, true},      {"decode, all close", 128, 8, 4, 64, 63, 1, false},
+        {"decode, all close", 128, 8, 2, 64, 63, 1, true},      {"decode, one closes", 128, 8, 4, 1, 63, 1, true},
+        {"decode, one closes", 128, 8, 2, 1, 63, 1, true},      {"bulk 16384", 128, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 4, 1, 0, 16384, false},          {"bulk 16384", 128, 8, 2, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},          {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},            {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
     };
-    for (const Bench& b : all) bench_one(b, copy);
+    for (const Bench& b : all) {
+        if (std::strstr(b.name, only)) bench_one(b, copy);
+    }
 }
 
 int run_all(bool fixed, int random_cases, uint64_t seed) {
@@ -734,8 +735,8 @@ int run_all(bool fixed, int random_cases, uint64_t seed) {
         Problem problem(c);
         if (problem.run()) return;
         ++failed;
-        std::printf("FAIL %s: d %d, heads %d, bits %d %d, type %d, layout %d, data %d, sinks %d\n", c.name.c_str(), c.d,
-                    c.heads, c.k_bits, c.v_bits, int(c.type), c.layout, int(c.data), c.sinks);
+        std::printf("FAIL %s: d %d, heads %d, bits %d %d, type %d, layout %d, data %d, sinks %d\n", c.name.c_str(), c.d, c.heads,
+                    c.k_bits, c.v_bits, int(c.type), c.layout, int(c.data), c.sinks);
     };
     if (fixed) {
         for (const Case& c : fixed_cases()) run(c);
@@ -754,7 +755,7 @@ int main(int argc, char** argv) {
     uint64_t seed = 1000;
     for (int i = 1; i < argc; ++i) {
         if (!std::strcmp(argv[i], "--bench")) {
-            ta::cuda::bench();
+            ta::cuda::bench(i + 1 < argc ? argv[i + 1] : "");
             return 0;
         }
         if (!std::strcmp(argv[i], "--random")) fixed = false;
