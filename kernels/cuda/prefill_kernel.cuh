@@ -210,16 +210,9 @@ TA_DEVICE void consume(const AttendArgs& args, const PrefillTile* first, const P
                 }
                 sm90::wgmma_wait<0>();
                 sm90::pin_registers(o);
-<<<<<<< HEAD
-                if (lane == 0) sm90::barrier_arrive(&shared.empty[before]);
-                if (block % 128 == 0) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
-                    const float v_largest =
-                        fmaxf(shared.scales[stage.slot].v_largest[0], shared.scales[stage.slot].v_largest[1]);
-=======
                 if (lane == 0 && block > 0) sm90::barrier_arrive(&shared.empty[before]);
                 if (block % 128 == 127) {  // |O| <= 128 * the row's sum of P: an octave less of P before it could overflow
                     const float v_largest = fmaxf(scales.v_largest[0], scales.v_largest[1]);
->>>>>>> prefill
 #pragma unroll
                     for (int row = 0; row < 2; ++row) {
                         if (quad_sum(rows.l[row]) * v_largest < 0x1p23f) continue;
