@@ -12,6 +12,7 @@ install(TARGETS ${_ta_libraries} EXPORT TurboAttentionTargets
     ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
 )
 install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 install(EXPORT TurboAttentionTargets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
