@@ -276,7 +276,7 @@ typedef struct ta_numerics {
     ta_switch fractional_zero; /* zero points in 1/8 (4-bit) or 1/2 (2-bit) of an INT8 step, mean-preserving. accurate: on */
     ta_switch v_search;        /* the encoder looks for V's scale and zero of least squared error. accurate: on */
     ta_switch hadamard;        /* randomized Hadamard rotation of Q and K; head_dim 64, 128, 256. accurate: on where possible */
-    int32_t sink_blocks;       /* blocks at the start of a sequence that stay 8 bits; -1 none. accurate: 1; paper: none */
+    int32_t sink_blocks;       /* blocks at the start of a sequence that stay 8 bits, up to 2^20; -1: none. accurate: 1; paper: none */
     ta_exp exp;                /* accurate: POLY; paper: SAS */
     ta_p p;                    /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
