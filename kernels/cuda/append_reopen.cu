@@ -47,8 +47,8 @@ int launch_reopen(const ReopenArgs& args, CUstream_st* stream) {
     if (args.tokens == 0) return cudaSuccess;
     ReopenArgs copy = args;
     void* parameters[] = {&copy};
-    return cudaLaunchKernel(reinterpret_cast<const void*>(&reopen_kernel), dim3(unsigned(args.layers * args.kv_heads)), dim3(256),
-                            parameters, 0, stream);
+    return cudaLaunchKernel(reinterpret_cast<const void*>(&reopen_kernel), dim3(unsigned(args.layers * args.kv_heads)),
+                            dim3(256), parameters, 0, stream);
 }
 
 }  // namespace ta::cuda
