@@ -257,10 +257,12 @@ struct Candidates {
         part = two ? 4 : 3;
     }
     __device__ __forceinline__ StepZero operator()(int number) const {
+        const int searched = -int(number != 0);  // a mask: the lanes of a channel have different numbers and would branch
         const int n = number - 1, i = n * places_inverse >> 8, place = n - i * places;
-        const int s = number == 0 ? full : max(first_step - i * less >> 4, 1), reach = levels * s;
-        const int z = smallest + ((range - reach) * (part + (place * part_slope >> 1)) >> 4);
-        return {s, number == 0 ? smallest : max(min(z, 127 - reach), -128)};
+        const int s = full + ((max((first_step - i * less) >> 4, 1) - full) & searched), reach = levels * s;
+        const int z = ((range - reach) * (part + (place * part_slope >> 1))) >> 4;
+        const int limited = max(min(smallest + z, 127 - reach), -128);
+        return {s, smallest + ((limited - smallest) & searched)};
     }
 };
 
