@@ -1,6 +1,7 @@
 // The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written.
 //
-// usage: append_test [--random] [--cases N] [--seed N]    N random cases, beside the fixed ones or alone; exits with 1 if one fails
+// usage: append_test [--random] [--cases N] [--seed N] [--part I OF]    N random cases, beside the fixed ones or alone; of all of
+//        them those numbered I modulo OF. Exits with 1 if one fails
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -591,10 +592,11 @@ bool arithmetic() {
     return false;
 }
 
-int run_all(bool fixed, int random_cases, uint64_t seed) {
-    int failed = 0, cases = 0;
+int run_all(bool fixed, int random_cases, uint64_t seed, int part, int parts) {
+    int failed = 0, cases = 0, number = 0;
     if (!arithmetic()) ++failed;
     const auto run = [&](const Case& c) {
+        if (number++ % parts != part) return;
         ++cases;
         Problem problem(c);
         if (problem.run()) return;
@@ -615,12 +617,16 @@ int run_all(bool fixed, int random_cases, uint64_t seed) {
 
 int main(int argc, char** argv) {
     bool fixed = true;
-    int cases = 100;
+    int cases = 100, part = 0, parts = 1;
     uint64_t seed = 1000;
     for (int i = 1; i < argc; ++i) {
         if (!std::strcmp(argv[i], "--random")) fixed = false;
         if (!std::strcmp(argv[i], "--cases") && i + 1 < argc) cases = std::atoi(argv[++i]);
+        if (!std::strcmp(argv[i], "--part") && i + 2 < argc) {
+            part = std::atoi(argv[++i]);
+            parts = std::max(1, std::atoi(argv[++i]));
+        }
         if (!std::strcmp(argv[i], "--seed") && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 0);
     }
-    return ta::cuda::run_all(fixed, cases, seed);
+    return ta::cuda::run_all(fixed, cases, seed, part, parts);
 }
