@@ -1,9 +1,8 @@
-#include "kernels/cuda/append.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 
+#include "kernels/cuda/append.h"
 #include "kernels/cuda/append_launch.h"
 
 namespace ta::cuda {
@@ -31,7 +30,8 @@ int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, Appen
     if (!k.kernel || kv_heads < 1 || max_tasks < 0 || max_tasks > INT32_MAX / kv_heads) return cudaErrorInvalidValue;
     int sms = 0, per_sm = 0;
     if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
-    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, k.kernel, k.threads, 0); e != cudaSuccess) return e;
+    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, k.kernel, k.threads, 0); e != cudaSuccess)
+        return e;
     plan->ctas = int32_t(std::max<int64_t>(1, std::min<int64_t>(int64_t(sms) * per_sm, max_tasks * kv_heads)));
     return cudaSuccess;
 }

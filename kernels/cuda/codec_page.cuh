@@ -140,7 +140,8 @@ __device__ __forceinline__ void store_channel(uint8_t* step_at, uint8_t* zero_at
                                               int residual, int max_code) {
     int zero8 = 8 * zero;
     if (fractional) {
-        zero8 = bits == 4 ? fractional_zero8(zero, residual, step, max_code, 4) : fractional_zero8(zero, residual, step, max_code, 2);
+        zero8 = bits == 4 ? fractional_zero8(zero, residual, step, max_code, 4)
+                          : fractional_zero8(zero, residual, step, max_code, 2);
     }
     *step_at = step_byte(step, zero_fraction8(zero8), bits);
     *zero_at = uint8_t(zero_floor(zero8));
@@ -256,10 +257,12 @@ struct Candidates {
         part = two ? 4 : 3;
     }
     __device__ __forceinline__ StepZero operator()(int number) const {
+        const int searched = -int(number != 0);  // a mask: the lanes of a channel have different numbers and would branch
         const int n = number - 1, i = n * places_inverse >> 8, place = n - i * places;
-        const int s = number == 0 ? full : max(first_step - i * less >> 4, 1), reach = levels * s;
-        const int z = smallest + ((range - reach) * (part + (place * part_slope >> 1)) >> 4);
-        return {s, number == 0 ? smallest : max(min(z, 127 - reach), -128)};
+        const int s = full + ((max((first_step - i * less) >> 4, 1) - full) & searched), reach = levels * s;
+        const int z = ((range - reach) * (part + (place * part_slope >> 1))) >> 4;
+        const int limited = max(min(smallest + z, 127 - reach), -128);
+        return {s, smallest + ((limited - smallest) & searched)};
     }
 };
 
@@ -353,8 +356,8 @@ __device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits,
     if (half == 0) {
         const int channel = D / 8 * r + 2 * tile + w0;
         const int residual = int(sum) - best.step * int(codes) - kPageTokens * (best.zero + 128);
-        store_channel(piece + at.v_step + channel, piece + at.v_zero + channel, bits, fractional, best.step, best.zero, residual,
-                      code_of(largest - best.zero, best.step, top));
+        store_channel(piece + at.v_step + channel, piece + at.v_zero + channel, bits, fractional, best.step, best.zero,
+                      residual, code_of(largest - best.zero, best.step, top));
     }
 }
 
@@ -414,7 +417,8 @@ __device__ __forceinline__ void sum_v(PageImage<D>& page) {
 
 // Token t of the page, by thread t: the ratios that merge scales, V's exponents, and the end of the piece.
 template <int D>
-__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, uint8_t* piece, const PieceOffsets& at, int t) {
+__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, uint8_t* piece, const PieceOffsets& at,
+                                             int t) {
     const int lane = t % 32;
     const float k_max = page_max(page.scale[0], lane), v_max = page_max(page.scale[1], lane);
     const float k_ratio = merge_ratio(page.scale[0][t], k_max, 0);

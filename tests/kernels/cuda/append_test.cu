@@ -1,9 +1,7 @@
-// The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written; and its speed.
+// The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written.
 //
-// usage: append_test [--random] [--cases N] [--seed N]    correctness: N random cases, beside the fixed ones or alone; exits with 1 if one fails
-//        append_test --bench [TEXT]    those whose name has TEXT
-#include <cuda_runtime.h>
-
+// usage: append_test [--random] [--cases N] [--seed N] [--part I OF]    N random cases, beside the fixed ones or alone; of all of
+//        them those numbered I modulo OF. Exits with 1 if one fails
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -16,43 +14,15 @@
 #include "kernels/cuda/append.h"
 #include "kernels/cuda/codec_page.cuh"
 #include "src/attend/stage1.h"
+#include "tests/kernels/cuda/device_memory.h"
 
 namespace ta::cuda {
 namespace {
 
+using testing::Device;
+using testing::Stream;
+
 using cpu::HeadStage1;
-
-void check(int e, const char* what) {
-    if (e == cudaSuccess) return;
-    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(cudaError_t(e)));
-    std::exit(2);
-}
-#define CHECK(x) check(int(x), #x)
-
-// Device memory of its own, so that compute-sanitizer sees accesses beyond it.
-template <class T>
-class Device {
-  public:
-    explicit Device(size_t n) : n_(n) {
-        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
-        CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n) * sizeof(T)));
-    }
-    explicit Device(const std::vector<T>& v) : Device(v.size()) { set(v); }
-    Device(const Device&) = delete;
-    Device& operator=(const Device&) = delete;
-    ~Device() { cudaFree(p_); }
-    T* get() const { return p_; }
-    void set(const std::vector<T>& v) { CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
-    std::vector<T> copy() const {
-        std::vector<T> v(n_);
-        CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
-        return v;
-    }
-
-  private:
-    T* p_ = nullptr;
-    size_t n_ = 0;
-};
 
 constexpr uint64_t kSlot = 4096;  // alignment of slots
 
@@ -147,8 +117,22 @@ class Problem {
         a.clamped = clamped.get();
         AppendPlan plan;
         CHECK(plan_append(0, c_.d, c_.heads, int64_t(tasks.size()), &plan));
-        CHECK(launch_append(plan, a, nullptr));
-        CHECK(cudaDeviceSynchronize());
+        // A captured launch, replayed with no tasks and then with all.
+        Stream stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        CHECK(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal));
+        CHECK(launch_append(plan, a, stream.get()));
+        CHECK(cudaStreamEndCapture(stream.get(), &graph));
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        n_tasks.set({0});
+        CHECK(cudaGraphLaunch(exec, stream.get()));
+        CHECK(cudaStreamSynchronize(stream.get()));
+        n_tasks.set({int32_t(tasks.size())});
+        CHECK(cudaGraphLaunch(exec, stream.get()));
+        CHECK(cudaStreamSynchronize(stream.get()));
+        CHECK(cudaGraphExecDestroy(exec));
+        CHECK(cudaGraphDestroy(graph));
         std::vector<uint8_t> got(arena_bytes_);
         CHECK(cudaMemcpy(got.data(), reinterpret_cast<void*>(base), arena_bytes_, cudaMemcpyDeviceToHost));
 
@@ -159,7 +143,8 @@ class Problem {
         if (c_.set.universal_open_scale && state_out.copy() != state_) ok = say("open_amax differs");
         if (nonfinite.copy() != want_nonfinite) ok = say("counts of replaced values differ");
         if (clamped.copy()[0] != want_clamped) {
-            std::printf("    clamped %llu, expected %llu\n", (unsigned long long)clamped.copy()[0], (unsigned long long)want_clamped);
+            std::printf("    clamped %llu, expected %llu\n", (unsigned long long)clamped.copy()[0],
+                        (unsigned long long)want_clamped);
             ok = false;
         }
         return ok && reopen(base);
@@ -361,8 +346,8 @@ class Problem {
                                                 rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0],
                                                 kStage1Levels, codes.k, codes.k_scale));
             clamped += uint64_t(quantize_tokens(codec_, x[1].data(), amax[1], d, t.have, t.end,
-                                                rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents), universal[1],
-                                                kStage1Levels, codes.v, codes.v_scale));
+                                                rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents),
+                                                universal[1], kStage1Levels, codes.v, codes.v_scale));
             codec_.store_token_piece(codes, d, t.have, t.end, piece);
             if (!t.channel_slot) continue;
             const HeadArgs& h = heads_[size_t(head)];
@@ -393,8 +378,8 @@ class Problem {
                 int head = c_.heads - 1;
                 while (heads_[size_t(head)].channel_offset > in_channel) --head;
                 const HeadArgs& h = heads_[size_t(head)];
-                std::printf(" (channel page of sequence %d, have %d; head %d with %d, %d bits, byte %zu; metadata from %zu)", t.sequence,
-                            t.have, head, h.k_bits, h.v_bits, size_t(in_channel - h.channel_offset),
+                std::printf(" (channel page of sequence %d, have %d; head %d with %d, %d bits, byte %zu; metadata from %zu)",
+                            t.sequence, t.have, head, h.k_bits, h.v_bits, size_t(in_channel - h.channel_offset),
                             ChannelLayout(c_.d, h.k_bits, h.v_bits).k_step());
             }
         }
@@ -422,20 +407,15 @@ class Problem {
         Device<HeadArgs> device_heads(heads);
         Device<uint64_t> offsets(std::vector<uint64_t>{kChannelLayer, kChannelLayer});
         Device<uint8_t> out(2 * page);
-        ReopenArgs a{c_.d,
-                     c_.heads,
-                     2,
-                     tokens,
-                     closed->channel_slot + base,
-                     reinterpret_cast<uint64_t>(out.get()),
-                     offsets.get(),
-                     device_heads.get(),
-                     page};
+        ReopenArgs a{
+            c_.d,          c_.heads,           2,   tokens, closed->channel_slot + base, reinterpret_cast<uint64_t>(out.get()),
+            offsets.get(), device_heads.get(), page};
         CHECK(launch_reopen(a, nullptr));
         CHECK(cudaDeviceSynchronize());
         const std::vector<uint8_t> got = out.copy();
         for (int layer = 0; layer < 2; ++layer) {
-            if (!std::equal(want.begin(), want.end(), got.begin() + layer * int64_t(page))) return say("the reopened page differs");
+            if (!std::equal(want.begin(), want.end(), got.begin() + layer * int64_t(page)))
+                return say("the reopened page differs");
         }
         return true;
     }
@@ -455,8 +435,9 @@ class Problem {
 
 std::vector<Case> fixed_cases() {
     std::vector<Case> cases;
-    const std::vector<Grows> all = {{0, 1}, {0, 3}, {0, 63}, {0, 64}, {0, 65},  {0, 200}, {1, 1},   {1, 3},    {1, 63},  {1, 64},
-                                    {1, 65}, {1, 200}, {63, 1}, {63, 3}, {63, 63}, {63, 64}, {63, 65}, {63, 200}, {128, 0}, {100, 28}};
+    const std::vector<Grows> all = {{0, 1},   {0, 3},   {0, 63},  {0, 64},   {0, 65},  {0, 200}, {1, 1},
+                                    {1, 3},   {1, 63},  {1, 64},  {1, 65},   {1, 200}, {63, 1},  {63, 3},
+                                    {63, 63}, {63, 64}, {63, 65}, {63, 200}, {128, 0}, {100, 28}};
     for (int d : {64, 96, 128, 256}) {
         for (int bits : {4, 2, 0, 8}) {
             Case c;
@@ -509,7 +490,8 @@ std::vector<Case> fixed_cases() {
         for (int data = 0; data < int(Data::kCount); ++data) {
             for (bool saturate : {false, true}) {
                 with("data", [&](Case& c) {
-                    c.name = "type " + std::to_string(int(type)) + " data " + std::to_string(data) + (saturate ? " saturate" : "");
+                    c.name =
+                        "type " + std::to_string(int(type)) + " data " + std::to_string(data) + (saturate ? " saturate" : "");
                     c.type = type;
                     c.data = Data(data);
                     c.set.saturate = saturate;
@@ -574,8 +556,33 @@ __global__ void try_steps(int levels, int bits, int* wrong) {
     }
 }
 
+// Every mantissa of a row's largest magnitude, at the exponent `exponent`: the scale, and values divided by it.
+__global__ void try_scales(int exponent, int* wrong) {
+    const uint32_t mantissa = blockIdx.x * blockDim.x + threadIdx.x;
+    const float amax = __uint_as_float(uint32_t(exponent + 127) << 23 | mantissa);
+    const float scale = page_stage1_scale(amax);
+    if (__float_as_uint(scale) != __float_as_uint(stage1_scale(amax, kStage1Levels))) atomicAdd(wrong, 1);
+    const Divider divide(scale);
+    uint32_t random = mantissa * 2654435761u + 12345u;
+    for (int n = 0; n < 64 && scale > 0.0f; ++n) {
+        random = random * 1664525u + 1013904223u;
+        // Half of them around a tie.
+        float x = amax * (float(random >> 8) * 0x1p-24f);
+        if (n % 2)
+            x = __uint_as_float(__float_as_uint(scale * (float(random >> 20) * 119.0f / 4096.0f + 0.5f)) + (random >> 10 & 3) -
+                                1);
+        const float want = rintf(__fdiv_rn(x, scale));
+        if (rintf(divide(x * divide.up)) != want) atomicAdd(wrong, 1);
+        const float tie = scale * (floorf(119.0f * float(random >> 8) * 0x1p-24f) + 0.5f);
+        if (divide(tie * divide.up) != __fdiv_rn(tie, scale)) atomicAdd(wrong, 1);
+    }
+}
+
 bool arithmetic() {
     Device<int> wrong(std::vector<int>{0});
+    for (int exponent : {-119, -118, -117, -100, -61, -60, -59, -1, 0, 1, 40, 60}) {
+        try_scales<<<(1 << 23) / 256, 256>>>(exponent, wrong.get());
+    }
     try_steps<<<16, 256>>>(15, 4, wrong.get());
     try_steps<<<80, 256>>>(3, 2, wrong.get());
     CHECK(cudaGetLastError());
@@ -585,158 +592,17 @@ bool arithmetic() {
     return false;
 }
 
-// ------------------------------------------------------------------------------------------------------------------ speed
-
-struct Bench {
-    const char* name;
-    int d, heads, bits;
-    int sequences, have, n_new;
-    bool search;
-};
-
-float median_us(const AppendPlan& plan, const AppendArgs& a) {
-    cudaStream_t stream;
-    cudaEvent_t begin, end;
-    CHECK(cudaStreamCreate(&stream));
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
-    constexpr int kLaunches = 10;
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kLaunches; ++i) CHECK(launch_append(plan, a, stream));
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&exec, graph, 0));
-    std::vector<float> us;
-    for (int i = 0; i < 23; ++i) {
-        CHECK(cudaEventRecord(begin, stream));
-        CHECK(cudaGraphLaunch(exec, stream));
-        CHECK(cudaEventRecord(end, stream));
-        CHECK(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        CHECK(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 3) us.push_back(ms * 1000.0f / kLaunches);
-    }
-    CHECK(cudaGraphExecDestroy(exec));
-    CHECK(cudaGraphDestroy(graph));
-    CHECK(cudaEventDestroy(begin));
-    CHECK(cudaEventDestroy(end));
-    CHECK(cudaStreamDestroy(stream));
-    std::sort(us.begin(), us.end());
-    return us[us.size() / 2];
-}
-
-double copy_gb_per_s() {
-    constexpr size_t kBytes = size_t(1) << 30;
-    Device<uint8_t> from(kBytes), to(kBytes);
-    cudaEvent_t begin, end;
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
-    float best = 1e9f;
-    for (int i = 0; i < 5; ++i) {
-        CHECK(cudaEventRecord(begin));
-        CHECK(cudaMemcpyAsync(to.get(), from.get(), kBytes, cudaMemcpyDeviceToDevice));
-        CHECK(cudaEventRecord(end));
-        CHECK(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        CHECK(cudaEventElapsedTime(&ms, begin, end));
-        best = std::min(best, ms);
-    }
-    CHECK(cudaEventDestroy(begin));
-    CHECK(cudaEventDestroy(end));
-    return 2.0 * double(kBytes) / best / 1e6;
-}
-
-void bench_one(const Bench& b, double copy) {
-    std::mt19937_64 random(7);
-    std::normal_distribution<float> normal;
-    const int rows = b.sequences * b.n_new;
-    const size_t row_elements = size_t(b.heads) * size_t(b.d), elements = size_t(rows) * row_elements;
-    std::vector<uint16_t> values(elements);
-    std::vector<uint16_t> some(1 << 16);
-    for (uint16_t& h : some) h = to_bf16(normal(random));
-    for (size_t i = 0; i < elements; ++i) values[i] = some[(i * 7919 + i / 65536) % some.size()];
-    Device<uint16_t> k(values), v(values);
-    const size_t token_page = (size_t(b.heads) * TokenLayout(b.d).bytes() + 4095) / 4096 * 4096;
-    const size_t piece = ChannelLayout(b.d, b.bits, b.bits).bytes(), channel_page = (size_t(b.heads) * piece + 4095) / 4096 * 4096;
-    const int blocks = (b.have + b.n_new + kPageTokens - 1) / kPageTokens;
-    Device<uint8_t> tokens(token_page * size_t(b.sequences * blocks) + 4096), channels(channel_page * size_t(b.sequences * blocks) + 4096);
-    // Tokens that were there already: codes of anything, scales of 1.
-    const std::vector<float> ones(2 * kPageTokens, 1.0f);
-    const auto align = [](void* p) { return (reinterpret_cast<uint64_t>(p) + 4095) / 4096 * 4096; };
-    std::vector<AppendTask> tasks;
-    double bytes = 2.0 * 2.0 * double(elements);
-    for (int s = 0; s < b.sequences; ++s) {
-        for (int n = 0; n < blocks; ++n) {
-            AppendTask t{};
-            const size_t i = size_t(s * blocks + n);
-            t.token_page = align(tokens.get()) + i * token_page;
-            t.have = uint8_t(n == 0 ? b.have : 0);
-            t.end = uint8_t(std::min(kPageTokens, b.have + b.n_new - n * kPageTokens));
-            t.row = s * b.n_new + n * kPageTokens + t.have - b.have;
-            t.sequence = s;
-            if (t.end == kPageTokens) t.channel_slot = align(channels.get()) + i * channel_page;
-            for (int h = 0; h < b.heads; ++h) {
-                const uint64_t scales = t.token_page + size_t(h) * TokenLayout(b.d).bytes() + TokenLayout(b.d).k_scale();
-                CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(scales), ones.data(), ones.size() * sizeof(float), cudaMemcpyHostToDevice));
-            }
-            bytes += b.heads * (double(t.end - t.have) * (2.0 * b.d + 8.0) + (t.channel_slot ? double(piece) : 0.0));
-            if (t.channel_slot && t.have) bytes += b.heads * double(TokenLayout(b.d).bytes());
-            tasks.push_back(t);
-        }
-    }
-    std::vector<HeadArgs> head_args;
-    for (int h = 0; h < b.heads; ++h) head_args.push_back({uint32_t(size_t(h) * piece), uint8_t(b.bits), uint8_t(b.bits), 0});
-    std::vector<float> sign(size_t(b.d), 1.0f);
-    Device<AppendTask> device_tasks(tasks);
-    Device<int32_t> n_tasks(std::vector<int32_t>{int32_t(tasks.size())});
-    Device<HeadArgs> heads(head_args);
-    Device<float> signs(sign);
-    AppendArgs a{};
-    a.head_dim = b.d;
-    a.kv_heads = b.heads;
-    a.tasks = device_tasks.get();
-    a.n_tasks = n_tasks.get();
-    a.heads = heads.get();
-    a.k = {k.get(), int64_t(row_elements), b.d, cpu::DType::kBf16};
-    a.v = {v.get(), int64_t(row_elements), b.d, cpu::DType::kBf16};
-    a.signs = can_rotate(b.d) ? signs.get() : nullptr;
-    a.k_page_scale = a.v_page_scale = a.v_exponents = a.fractional_zero = true;
-    a.v_search = b.search;
-    AppendPlan plan;
-    CHECK(plan_append(0, b.d, b.heads, int64_t(tasks.size()), &plan));
-    const double us = median_us(plan, a);
-    std::printf("%-24s d %3d heads %d bits %d search %d  ctas %4d  %8.2f us  %7.0f GB/s  %5.1f%% of copy\n", b.name, b.d, b.heads,
-                b.bits, int(b.search), plan.ctas, us, bytes / us / 1e3, 100.0 * bytes / us / 1e3 / copy);
-}
-
-void bench(const char* only) {
-    const double copy = copy_gb_per_s();
-    std::printf("device copy: %.0f GB/s read and written; a launch is one of 10 in a graph\n", copy);
-    const Bench all[] = {
-        {"decode, none closes", 128, 8, 4, 64, 20, 1, true},    {"decode, 4 sequences", 128, 8, 4, 4, 20, 1, true},
-        {"decode, all close", 128, 8, 4, 64, 63, 1, true},      {"decode, all close", 128, 8, 4, 64, 63, 1, false},
-        {"decode, all close", 128, 8, 2, 64, 63, 1, true},      {"decode, one closes", 128, 8, 4, 1, 63, 1, true},
-        {"decode, one closes", 128, 8, 2, 1, 63, 1, true},      {"bulk 16384", 128, 8, 4, 1, 0, 16384, true},
-        {"bulk 16384", 128, 8, 4, 1, 0, 16384, false},          {"bulk 16384", 128, 8, 2, 1, 0, 16384, true},
-        {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},          {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
-        {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},            {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
-    };
-    for (const Bench& b : all) {
-        if (std::strstr(b.name, only)) bench_one(b, copy);
-    }
-}
-
-int run_all(bool fixed, int random_cases, uint64_t seed) {
-    int failed = 0, cases = 0;
+int run_all(bool fixed, int random_cases, uint64_t seed, int part, int parts) {
+    int failed = 0, cases = 0, number = 0;
     if (!arithmetic()) ++failed;
     const auto run = [&](const Case& c) {
+        if (number++ % parts != part) return;
         ++cases;
         Problem problem(c);
         if (problem.run()) return;
         ++failed;
-        std::printf("FAIL %s: d %d, heads %d, bits %d %d, type %d, layout %d, data %d, sinks %d\n", c.name.c_str(), c.d, c.heads,
-                    c.k_bits, c.v_bits, int(c.type), c.layout, int(c.data), c.sinks);
+        std::printf("FAIL %s: d %d, heads %d, bits %d %d, type %d, layout %d, data %d, sinks %d\n", c.name.c_str(), c.d,
+                    c.heads, c.k_bits, c.v_bits, int(c.type), c.layout, int(c.data), c.sinks);
     };
     if (fixed) {
         for (const Case& c : fixed_cases()) run(c);
@@ -751,16 +617,16 @@ int run_all(bool fixed, int random_cases, uint64_t seed) {
 
 int main(int argc, char** argv) {
     bool fixed = true;
-    int cases = 100;
+    int cases = 100, part = 0, parts = 1;
     uint64_t seed = 1000;
     for (int i = 1; i < argc; ++i) {
-        if (!std::strcmp(argv[i], "--bench")) {
-            ta::cuda::bench(i + 1 < argc ? argv[i + 1] : "");
-            return 0;
-        }
         if (!std::strcmp(argv[i], "--random")) fixed = false;
         if (!std::strcmp(argv[i], "--cases") && i + 1 < argc) cases = std::atoi(argv[++i]);
+        if (!std::strcmp(argv[i], "--part") && i + 2 < argc) {
+            part = std::atoi(argv[++i]);
+            parts = std::max(1, std::atoi(argv[++i]));
+        }
         if (!std::strcmp(argv[i], "--seed") && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 0);
     }
-    return ta::cuda::run_all(fixed, cases, seed);
+    return ta::cuda::run_all(fixed, cases, seed, part, parts);
 }

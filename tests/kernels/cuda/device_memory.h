@@ -1,0 +1,57 @@
+// Device memory and streams for the CUDA tests. Any error ends the program.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace ta::cuda::testing {
+
+inline void check(int e, const char* what) {
+    if (e == cudaSuccess) return;
+    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(cudaError_t(e)));
+    std::exit(2);
+}
+#define CHECK(x) ::ta::cuda::testing::check(int(x), #x)
+
+// Device memory of its own, so that compute-sanitizer sees accesses beyond it.
+template <class T>
+class Device {
+  public:
+    explicit Device(size_t n) : n_(n) {
+        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
+        CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n) * sizeof(T)));
+    }
+    explicit Device(const std::vector<T>& v) : Device(v.size()) { set(v); }
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+    ~Device() { cudaFree(p_); }
+    T* get() const { return p_; }
+    void set(const std::vector<T>& v) { CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+    std::vector<T> copy() const {
+        std::vector<T> v(n_);
+        CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+
+  private:
+    T* p_ = nullptr;
+    size_t n_ = 0;
+};
+
+class Stream {
+  public:
+    Stream() { CHECK(cudaStreamCreateWithFlags(&s_, cudaStreamNonBlocking)); }
+    ~Stream() { cudaStreamDestroy(s_); }
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+    cudaStream_t get() const { return s_; }
+
+  private:
+    cudaStream_t s_ = nullptr;
+};
+
+}  // namespace ta::cuda::testing
