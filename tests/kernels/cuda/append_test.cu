@@ -15,6 +15,7 @@
 #include "kernels/cuda/codec_page.cuh"
 #include "src/attend/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
+#include "tests/kernels/cuda/gpu.h"
 
 namespace ta::cuda {
 namespace {
@@ -616,6 +617,7 @@ int run_all(bool fixed, int random_cases, uint64_t seed, int part, int parts) {
 }  // namespace ta::cuda
 
 int main(int argc, char** argv) {
+    if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
     bool fixed = true;
     int cases = 100, part = 0, parts = 1;
     uint64_t seed = 1000;

@@ -18,6 +18,7 @@
 #include "support/data.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/pages.h"
+#include "tests/kernels/cuda/gpu.h"
 
 namespace ta::cuda::testing {
 namespace {
@@ -628,5 +629,6 @@ int run(int argc, char** argv) {
 }  // namespace ta::cuda::testing
 
 int main(int argc, char** argv) {
+    if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
     return ta::cuda::testing::run(argc, argv);
 }

@@ -20,6 +20,7 @@
 #include "support/data.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/pages.h"
+#include "tests/kernels/cuda/gpu.h"
 
 namespace ta::cuda::testing {
 namespace {
@@ -687,6 +688,7 @@ int bench(const std::string& only) {
 }  // namespace ta::cuda::testing
 
 int main(int argc, char** argv) {
+    if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
     bool quick = false, is_bench = false;
     std::string only;
     for (int n = 1; n < argc; ++n) {
