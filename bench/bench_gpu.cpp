@@ -286,8 +286,8 @@ int main(int argc, char** argv) {
         cases.push_back({"chunk of 2048 over 30720", 1, 32, 8, 128, 30720, 2048, 4, p});
     }
     if (!json) {
-        std::printf("%-32s %4s %2s %10s %9s %9s %9s %9s %9s\n", "case", "bits", "p", "attend us", "% of HBM", "append us", "begin us",
-                    "host us", "error");
+        std::printf("%-32s %4s %2s %10s %9s %9s %9s %9s %9s\n", "case", "bits", "p", "attend us", "% of HBM", "append us",
+                    "begin us", "host us", "error");
     }
     for (const Case& c : cases) {
         if (!only.empty() && !std::strstr(c.name, only.c_str())) continue;
@@ -295,10 +295,11 @@ int main(int argc, char** argv) {
         const double bytes = double(bench.kv_bytes());
         const Timing t = bench.run();
         const double of_hbm = c.new_tokens == 1 ? 100 * bytes / kHbm / (t.call_us * 1e-6) : 0.0;
-        std::printf(json ? "{\"case\": \"%s\", \"bits\": %u, \"p\": %d, \"attend_us\": %.2f, \"percent_of_hbm\": %.1f, \"append_us\": "
-                           "%.2f, \"host_begin_us\": %.1f, \"host_attend_us\": %.1f, \"rel_l2\": %.2e}\n"
-                         : "%-32s %4u %2d %10.2f %9.1f %9.2f %9.1f %9.1f %9.1e\n",
-                    c.name, c.bits, int(c.p), t.call_us, of_hbm, t.append_us, t.host_begin_us, t.host_attend_us, t.error);
+        std::printf(
+            json ? "{\"case\": \"%s\", \"bits\": %u, \"p\": %d, \"attend_us\": %.2f, \"percent_of_hbm\": %.1f, \"append_us\": "
+                   "%.2f, \"host_begin_us\": %.1f, \"host_attend_us\": %.1f, \"rel_l2\": %.2e}\n"
+                 : "%-32s %4u %2d %10.2f %9.1f %9.2f %9.1f %9.1f %9.1e\n",
+            c.name, c.bits, int(c.p), t.call_us, of_hbm, t.append_us, t.host_begin_us, t.host_attend_us, t.error);
         std::fflush(stdout);
     }
     return 0;

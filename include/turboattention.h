@@ -276,9 +276,10 @@ typedef struct ta_numerics {
     ta_switch fractional_zero; /* zero points in 1/8 (4-bit) or 1/2 (2-bit) of an INT8 step, mean-preserving. accurate: on */
     ta_switch v_search;        /* the encoder looks for V's scale and zero of least squared error. accurate: on */
     ta_switch hadamard;        /* randomized Hadamard rotation of Q and K; head_dim 64, 128, 256. accurate: on where possible */
-    int32_t sink_blocks;       /* blocks at the start of a sequence that stay 8 bits, up to 2^20; -1: none. accurate: 1; paper: none */
-    ta_exp exp;                /* accurate: POLY; paper: SAS */
-    ta_p p;                    /* accurate: AUTO; paper: S8_119 */
+    int32_t
+        sink_blocks; /* blocks at the start of a sequence that stay 8 bits, up to 2^20; -1: none. accurate: 1; paper: none */
+    ta_exp exp;      /* accurate: POLY; paper: SAS */
+    ta_p p;          /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */

@@ -17,8 +17,8 @@
 #include "kernels/cuda/decode_page.cuh"
 #include "support/data.h"
 #include "support/numbers.h"
-#include "tests/kernels/cuda/pages.h"
 #include "tests/kernels/cuda/gpu.h"
+#include "tests/kernels/cuda/pages.h"
 
 namespace ta::cuda::testing {
 namespace {

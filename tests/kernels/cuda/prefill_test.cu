@@ -19,8 +19,8 @@
 #include "src/attend/stage1.h"
 #include "support/data.h"
 #include "support/numbers.h"
-#include "tests/kernels/cuda/pages.h"
 #include "tests/kernels/cuda/gpu.h"
+#include "tests/kernels/cuda/pages.h"
 
 namespace ta::cuda::testing {
 namespace {
