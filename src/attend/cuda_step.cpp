@@ -147,7 +147,8 @@ class CudaStep final : public StepBackend {
     Status decode(AttendArgs& args, ta_p p, int max_rows, bool captured);
     Status run_decode(const AttendArgs& args, int max_rows, bool captured);
     Status prefill(AttendArgs& args, ta_p p, bool captured);
-    Status capturing(bool* yes);
+    Status capturing(bool* yes) const;
+    Status see_call(bool* captured);
     std::vector<uint64_t> kind_of_step() const;
     static Status needs_a_run(const char* what);
     uint8_t* pages_before_of_step() const { return sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs); }
@@ -245,6 +246,14 @@ Status CudaStep::upload(uint8_t* to, const void* staged, size_t bytes) {
 
 Status CudaStep::begin(Step& step) {
     const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    bool captured = false;
+    TA_RETURN_IF_ERROR(capturing(&captured));
+    if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
+    if (std::max(step.total_new, step.total_query) > kMaxKeys) {
+        return fail(TA_E_LIMIT, "the step has %lld tokens; on a GPU the limit is 2^30",
+                    (long long)std::max(step.total_new, step.total_query));
+    }
     TA_RETURN_IF_ERROR(prepare());
     for (size_t i = 0; i < step.members.size(); ++i) {
         const StepMember& m = step.members[i];
@@ -408,12 +417,18 @@ Status CudaStep::upload_schedule(const PrefillKey& key, Schedule& schedule) {
     return {};
 }
 
-Status CudaStep::capturing(bool* yes) {
+Status CudaStep::capturing(bool* yes) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(stream_, &status), "asking whether the stream is captured"));
     *yes = status != cudaStreamCaptureStatusNone;
+    return {};
+}
+
+// A call of the step; remembers what is captured.
+Status CudaStep::see_call(bool* captured) {
+    TA_RETURN_IF_ERROR(capturing(captured));
     seen_calls_ = true;
-    if (*yes) {
+    if (*captured) {
         captured_ = true;
         captured_kind_ = kind_of_step();
     }
@@ -462,7 +477,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (Status s = check_device_memory(k.data, "k"); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_device_memory(v.data, "v"); !s.ok()) return std::move(s).argument(3);
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(&captured));
+    TA_RETURN_IF_ERROR(see_call(&captured));
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     AppendArgs a{};
@@ -503,7 +518,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (Status s = check_device_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
     if (Status s = check_device_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(&captured));
+    TA_RETURN_IF_ERROR(see_call(&captured));
     if (call.group != group_) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(upload_sequences(call.group));
