@@ -31,6 +31,7 @@
  *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
  *    ta_calibrator is used by one thread at a time. No handle may be destroyed while a call on it runs.
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
+ *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, a lost GPU with TA_E_DEVICE_LOST.
  *  - Nothing here prints, exits, aborts, installs signal handlers or throws.
  */
 #ifndef TURBOATTENTION_H
@@ -177,7 +178,7 @@ enum {
 typedef int32_t ta_nonfinite; /* what NaN, Inf and magnitudes above 2^56 in q, k, v do */
 enum {
     TA_NONFINITE_DEFAULT = 0, /* reject */
-    TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element */
+    TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element; GPU: 0, the next begin fails once */
     TA_NONFINITE_SATURATE = 2 /* NaN becomes 0, the others +-2^56 or the largest finite value of the element type; counted */
 };
 
@@ -322,7 +323,8 @@ typedef struct ta_kv_pool_stats {
 } ta_kv_pool_stats;
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
- * is taken now, and an open scale UNIVERSAL (profile PAPER) is TA_E_UNSUPPORTED.
+ * is taken now, and an open scale UNIVERSAL (profile PAPER) is TA_E_UNSUPPORTED. Not in the budget: padding of each block to whole
+ * memory pages and, without allocator hooks, the rest of the last huge page of either kind of block.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY. */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
@@ -376,7 +378,8 @@ TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* e
  *   seqs      [n_seqs] distinct sequences of the pool that are in no other open plan
  *   n_new     [n_seqs] tokens that ta_append will bring for each, 0 and up; NULL: all 0
  *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
- * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already), TA_E_CLOSED. */
+ * Errors: TA_E_INVALID, TA_E_ALIGNMENT, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already),
+ * TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                                ta_error* err);
 
@@ -384,7 +387,7 @@ TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seq
  *   k, v   [sum(n_new), kv_heads, head_dim] F16, BF16 or F32, the sequences one after the other, keys after their rotary
  *          embedding
  * Each layer is appended once for each begin, in any order. Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE,
- * TA_E_ALIGNMENT, TA_E_NONFINITE, TA_E_STATE. */
+ * TA_E_ALIGNMENT, TA_E_NONFINITE (on a GPU the sequence's next begin reports it), TA_E_STATE, TA_E_MEMORY. */
 TA_API ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err);
 
 typedef struct ta_attend_options {
@@ -408,12 +411,13 @@ typedef struct ta_attend_options {
  *   options  may be NULL
  * New tokens are read at 8 bits (stage 1), earlier closed pages at their stored bits. After an append with new tokens the plan
  * attends to that layer only, until the next layer's append. A row that sees no key: out = 0, lse = sink or -inf.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE, TA_E_ALIGNMENT, TA_E_NONFINITE, TA_E_STATE, TA_E_MEMORY. */
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE, TA_E_ALIGNMENT, TA_E_NONFINITE, TA_E_STATE, TA_E_MEMORY, on a GPU
+ * TA_E_UNSUPPORTED (docs/gpu.md). */
 TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
                            const ta_attend_options* options, ta_error* err);
 
 /* Commits: the new tokens belong to their sequences. Errors: TA_E_STATE (not open, or a layer lacks its append; the plan stays
- * open). */
+ * open), TA_E_MEMORY (likewise). */
 TA_API ta_status ta_plan_end(ta_plan* plan, ta_error* err);
 /* Closes the plan without committing: sequences are as before begin. Errors: TA_E_STATE (not open). */
 TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);

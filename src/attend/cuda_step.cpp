@@ -125,7 +125,7 @@ class CudaStep final : public StepBackend {
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
-    bool replays() const override { return captured_; }
+    bool replays() const override { return captured_ && !seen_calls_; }
     Status seal() override;
     void finish() override;
 
@@ -139,16 +139,24 @@ class CudaStep final : public StepBackend {
         size_t counts_at = 0;
     };
 
+    // One launch of an attend: decode or, with a schedule, prefill.
+    struct Work {
+        AttendArgs args{};
+        cuda::DecodePlan plan{};
+        const uint8_t* schedule = nullptr;
+    };
+
     Status prepare();
     Status upload_constants();
     Status upload(uint8_t* to, const void* staged, size_t bytes);
     Status upload_sequences(int group);
     Status upload_schedule(const PrefillKey& key, Schedule& schedule);
-    Status decode(AttendArgs& args, ta_p p, int max_rows, bool captured);
-    Status run_decode(const AttendArgs& args, int max_rows, bool captured);
-    Status prefill(AttendArgs& args, ta_p p, bool captured);
+    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, Work& work);
+    Status prepare_prefill(AttendArgs args, ta_p p, bool captured, Work& work);
+    Status plan_work(const AttendArgs& args, int max_rows, bool captured, Work& work);
+    Status launch(const Work& work);
     Status capturing(bool* yes) const;
-    Status see_call(bool* captured);
+    void see_call(bool captured);
     std::vector<uint64_t> kind_of_step() const;
     static Status needs_a_run(const char* what);
     uint8_t* pages_before_of_step() const { return sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs); }
@@ -279,7 +287,6 @@ Status CudaStep::begin(Step& step) {
             sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + sizeof(int32_t), "a step's sequences"));
         sequence_capacity_ = capacity;
     }
-    const Geometry& g = pool_.geometry();
     Staging& staging = staging_[steps_ % std::size(staging_)];
     TA_RETURN_IF_ERROR(staging.take(device_, task_bytes + entry_bytes + 64));
     auto* staged_tasks = static_cast<uint8_t*>(staging.part(task_bytes));
@@ -424,15 +431,12 @@ Status CudaStep::capturing(bool* yes) const {
     return {};
 }
 
-// A call of the step; remembers what is captured.
-Status CudaStep::see_call(bool* captured) {
-    TA_RETURN_IF_ERROR(capturing(captured));
+// A call of the step has been enqueued; remembers what is captured.
+void CudaStep::see_call(bool captured) {
     seen_calls_ = true;
-    if (*captured) {
-        captured_ = true;
-        captured_kind_ = kind_of_step();
-    }
-    return {};
+    if (!captured) return;
+    captured_ = true;
+    captured_kind_ = kind_of_step();
 }
 
 Status CudaStep::check_device_memory(const void* data, const char* name) const {
@@ -477,7 +481,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (Status s = check_device_memory(k.data, "k"); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_device_memory(v.data, "v"); !s.ok()) return std::move(s).argument(3);
     bool captured = false;
-    TA_RETURN_IF_ERROR(see_call(&captured));
+    TA_RETURN_IF_ERROR(capturing(&captured));
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     AppendArgs a{};
@@ -503,7 +507,9 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.v_search = n.v_search;
     a.saturate = n.saturate;
     a.nonfinite = pool_.nonfinite_counters();
-    return device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append");
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
+    see_call(captured);
+    return {};
 }
 
 // ------------------------------------------------------------------------------------------------------------------ attend
@@ -518,7 +524,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (Status s = check_device_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
     if (Status s = check_device_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
     bool captured = false;
-    TA_RETURN_IF_ERROR(see_call(&captured));
+    TA_RETURN_IF_ERROR(capturing(&captured));
     if (call.group != group_) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(upload_sequences(call.group));
@@ -553,30 +559,33 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.alibi_slope = settings.alibi_slopes;
     a.sink = settings.sinks;
     a.exp = settings.exp;
-    if (max_rows_ > 0) TA_RETURN_IF_ERROR(decode(a, settings.p, max_rows_, captured));
-    if (any_prefill_) TA_RETURN_IF_ERROR(prefill(a, settings.p, captured));
+    // Whatever may fail comes before the first launch, which writes to out.
+    Work decode, prefill;
+    if (max_rows_ > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, max_rows_, captured, decode));
+    if (any_prefill_) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
+    if (max_rows_ > 0) TA_RETURN_IF_ERROR(launch(decode));
+    if (any_prefill_) TA_RETURN_IF_ERROR(launch(prefill));
+    see_call(captured);
     return {};
 }
 
-Status CudaStep::decode(AttendArgs& a, ta_p p, int max_rows, bool captured) {
+Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, Work& work) {
     const PFormat format = p_format(p, max_rows);
     a.p_levels = format.levels;
     a.p_running = format.running;
-    return run_decode(a, max_rows, captured);
+    return plan_work(a, max_rows, captured, work);
 }
 
-Status CudaStep::run_decode(const AttendArgs& a, int max_rows, bool captured) {
-    cuda::DecodePlan plan{};
+Status CudaStep::plan_work(const AttendArgs& a, int max_rows, bool captured, Work& work) {
+    work.args = a;
     const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows};
-    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &plan), "planning attention"));
-    if (!decode_workspace_.holds(plan.workspace_bytes)) {
-        if (captured) return needs_a_run("this shape of a batch");
-        TA_RETURN_IF_ERROR(decode_workspace_.reserve(plan.workspace_bytes, "the workspace of attention"));
-    }
-    return device_.check(cuda::launch_decode(plan, a, decode_workspace_.data(), stream_), "attention");
+    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &work.plan), "planning attention"));
+    if (decode_workspace_.holds(work.plan.workspace_bytes)) return {};
+    if (captured) return needs_a_run("this shape of a batch");
+    return decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention");
 }
 
-Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
+Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, Work& work) {
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     a.p_levels = format.levels;
     a.p_running = false;
@@ -593,13 +602,22 @@ Status CudaStep::prefill(AttendArgs& a, ta_p p, bool captured) {
         TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
     if (by_kernel) {
-        return device_.check(cuda::launch_prefill(a, schedule.buffer.data(), device_.properties().multiProcessorCount, stream_),
-                             "a prefill");
+        work.args = a;
+        work.schedule = schedule.buffer.data();
+        return {};
     }
     a.sequences = reinterpret_cast<const SequenceArgs*>(schedule.buffer.data());
     a.pages_before = reinterpret_cast<const int32_t*>(schedule.buffer.data() + schedule.counts_at);
     a.batch = schedule.chunks;
-    return run_decode(a, cuda::kDecodeRows / a.group * a.group, captured);
+    return plan_work(a, cuda::kDecodeRows / a.group * a.group, captured, work);
+}
+
+Status CudaStep::launch(const Work& work) {
+    if (work.schedule) {
+        const int ctas = device_.properties().multiProcessorCount;
+        return device_.check(cuda::launch_prefill(work.args, work.schedule, ctas, stream_), "a prefill");
+    }
+    return device_.check(cuda::launch_decode(work.plan, work.args, decode_workspace_.data(), stream_), "attention");
 }
 
 Status CudaStep::needs_a_run(const char* what) {

@@ -86,13 +86,15 @@ BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geo
     : geometry_(geometry),
       budget_(budget),
       slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
-      memory_{{allocator, slab_.get(), geometry.token_slot_bytes, budget},
-              {allocator, slab_.get(), geometry.channel_slot_bytes, budget}} {}
+      memory_{{allocator, slab_.get(), 0, geometry.token_slot_bytes, budget},
+              {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget}} {}
 
 Status BlockStore::take_slab() {
-    const size_t bytes = std::max(memory_[0].bytes_for(budget_), memory_[1].bytes_for(budget_));
-    if (slab_->take(bytes)) return {};
-    return fail(TA_E_MEMORY, "the GPU has no %zu bytes for the pool", bytes);
+    const size_t strides[2] = {memory_[0].stride(), memory_[1].stride()};
+    const size_t slots[2] = {size_t(budget_ / geometry_.token_slot_bytes),
+                             geometry_.channel_slot_bytes ? size_t(budget_ / geometry_.channel_slot_bytes) : 0};
+    if (budget_ < uint64_t{1} << 48 && slab_->take(slots, strides)) return {};
+    return fail(TA_E_MEMORY, "the GPU has no memory for a pool of %llu bytes", (unsigned long long)budget_);
 }
 
 BlockStore::~BlockStore() {
@@ -117,7 +119,9 @@ void BlockStore::free_cached(PageKind kind, size_t keep) {
 Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed) {
     std::vector<BlockPtr> blocks;
     std::vector<uint8_t*> slots;
+    std::vector<uint8_t> fresh;  // slots that were not kept from before
     blocks.reserve(wanted.size());
+    fresh.reserve(wanted.size());
     slots.reserve(wanted.size());
     size_t need[2] = {0, 0};
     for (PageKind kind : wanted) ++need[size_t(kind)];
@@ -129,12 +133,13 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
         for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
         // What is kept for reuse and not wanted now gives way.
         const size_t reused[2] = {std::min(need[0], cached_[0].size()), std::min(need[1], cached_[1].size())};
-        const uint64_t fresh = more - reused[0] * geometry_.token_slot_bytes - reused[1] * geometry_.channel_slot_bytes;
-        if (fresh > budget_ - held_) free_cached(PageKind::kToken, reused[0]);
-        if (fresh > budget_ - held_) free_cached(PageKind::kChannel, reused[1]);
+        const uint64_t to_take = more - reused[0] * geometry_.token_slot_bytes - reused[1] * geometry_.channel_slot_bytes;
+        if (to_take > budget_ - held_) free_cached(PageKind::kToken, reused[0]);
+        if (to_take > budget_ - held_) free_cached(PageKind::kChannel, reused[1]);
         for (PageKind kind : wanted) {
             auto& list = cached_[size_t(kind)];
             uint8_t* slot = nullptr;
+            fresh.push_back(list.empty());
             if (!list.empty()) {
                 slot = list.back();
                 list.pop_back();
@@ -143,7 +148,14 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
                 if (slot) held_ += geometry_.slot_bytes(kind);
             }
             if (!slot) {
-                for (size_t i = 0; i < slots.size(); ++i) put_back(wanted[i], slots[i]);
+                for (size_t i = slots.size(); i-- > 0;) {
+                    if (!fresh[i]) {
+                        cached_[size_t(wanted[i])].push_back(slots[i]);
+                        continue;
+                    }
+                    memory_[size_t(wanted[i])].give(slots[i]);
+                    held_ -= geometry_.slot_bytes(wanted[i]);
+                }
                 if (slab_) {
                     return fail(TA_E_TIER_FULL,
                                 "the device tier is fragmented: no room for a slot of %zu bytes between the others",

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
+#include <new>
 
 #include "kernels/format/hash.h"
 #include "kernels/format/rotation.h"
@@ -104,7 +106,8 @@ Result<Sequence*> Pool::find(ta_seq seq) const {
 
 // A slot whose sequence is empty and has a fresh generation, not yet alive.
 Result<uint32_t> Pool::take_slot() {
-    if (free_slots_.empty()) {
+    // On a device the kernels of a released sequence may still count in its slot: fresh slots first, then the oldest.
+    if (free_slots_.empty() || (nonfinite_ && sequences_.size() < max_sequences_)) {
         if (sequences_.size() >= max_sequences_) {
             return fail(TA_E_LIMIT, "the pool has its maximum of %u sequences", max_sequences_);
         }
@@ -115,10 +118,12 @@ Result<uint32_t> Pool::take_slot() {
         sequences_.push_back(std::move(fresh));
         free_slots_.push_back(uint32_t(sequences_.size() - 1));
     }
+    if (nonfinite_ && sequences_.size() == max_sequences_)
+        std::rotate(free_slots_.begin(), free_slots_.begin() + 1, free_slots_.end());
     const uint32_t slot = free_slots_.back();
     Sequence& s = *sequences_[slot];
     s.slot = slot;
-    if (nonfinite_) s.nonfinite_seen = nonfinite_[slot];
+    if (nonfinite_) s.nonfinite_seen = std::atomic_ref(nonfinite_[slot]).load(std::memory_order_relaxed);
     if (numerics_.universal_open_scale) s.open_amax.assign(size_t(geometry_.layers) * geometry_.kv_heads * 2, 0.0f);
     free_slots_.pop_back();
     ++s.generation;
@@ -169,11 +174,17 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     s.alive = true;
     s.length = length;
     s.blocks = std::move(blocks);
+    // What has not been reported of the source is true of the copy too.
+    if (nonfinite_) {
+        const uint32_t counted = std::atomic_ref(nonfinite_[from.value()->slot]).load(std::memory_order_relaxed);
+        s.nonfinite_seen -= counted - from.value()->nonfinite_seen;
+    }
     s.open_amax = std::move(amax);
     return id_of(slot.value());
 }
 
 Status Pool::truncate(ta_seq seq, int64_t length) {
+    std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open_locked());
     Result<Sequence*> found = find(seq);
@@ -184,7 +195,13 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
         return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length)
             .argument(2);
     }
-    s.blocks.resize(size_t((length + kPageTokens - 1) / kPageTokens));
+    const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
+    try {
+        dropped.assign(std::make_move_iterator(first_dropped), std::make_move_iterator(s.blocks.end()));
+    } catch (const std::bad_alloc&) {
+        // Then they are freed here: giving back needs no memory.
+    }
+    s.blocks.erase(first_dropped, s.blocks.end());
     s.length = length;
     return {};
 }

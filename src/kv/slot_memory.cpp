@@ -1,6 +1,7 @@
 #include "src/kv/slot_memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -16,6 +17,8 @@ constexpr size_t kSmallestChunk = 2 * kHugePage, kLargestChunk = 64 * kHugePage;
 // AddressSanitizer finds the use of a freed slot only where each is an allocation of its own.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr bool kUseChunks = false;
+#elif defined(__has_feature)
+constexpr bool kUseChunks = !__has_feature(address_sanitizer);
 #else
 constexpr bool kUseChunks = true;
 #endif
@@ -26,46 +29,81 @@ size_t round_up(size_t n, size_t to) {
 
 }  // namespace
 
-bool SlotSlab::take(size_t bytes) {
-    data_ = device_.allocate(bytes);
-    if (!data_) return false;
-    bytes_ = bytes;
-    return true;
+bool SlotSlab::take(const size_t (&slots)[2], const size_t (&strides)[2]) {
+    constexpr size_t kSlotsOfRegion = 16;  // of the smaller kind
+    const size_t smaller = strides[1] > 0 ? std::min(strides[0], strides[1]) : strides[0];
+    region_bytes_ = std::max({kSlotsOfRegion * smaller, strides[0], strides[1]});
+    size_t regions = 0;
+    for (int kind = 0; kind < 2; ++kind) {
+        if (strides[kind] == 0) continue;
+        const size_t most = region_bytes_ / strides[kind];
+        regions = std::max(regions, (slots[kind] + most - 1) / most);
+    }
+    regions += 2;  // the last region of a kind need not be full
+    if (regions > UINT32_MAX) return false;
+    regions_.resize(regions);
+    for (Region& r : regions_) r.free.reserve(region_bytes_ / smaller);
+    for (auto& open : open_) open.reserve(2 * regions);
+    empty_.reserve(regions);
+    for (size_t i = regions; i-- > 0;) empty_.push_back(uint32_t(i));
+    bytes_ = regions * region_bytes_;
+    data_ = device_.allocate(bytes_);
+    return data_ != nullptr;
 }
 
-uint8_t* SlotSlab::cut(size_t bytes) {
-    if (bytes > bytes_ - used_) return nullptr;
-    used_ += bytes;
-    return data_ + (used_ - bytes);
+uint8_t* SlotSlab::cut(int kind, size_t stride) {
+    auto& open = open_[kind];
+    const size_t most = region_bytes_ / stride;
+    while (!open.empty()) {
+        Region& r = regions_[open.back()];
+        if (r.kind == kind && r.used < most) break;
+        open.pop_back();
+    }
+    if (open.empty()) {
+        if (empty_.empty()) return nullptr;
+        open.push_back(empty_.back());
+        empty_.pop_back();
+        regions_[open.back()].kind = kind;
+    }
+    Region& r = regions_[open.back()];
+    ++r.used;
+    if (r.free.empty()) return data_ + open.back() * region_bytes_ + r.cut++ * stride;
+    uint8_t* slot = r.free.back();
+    r.free.pop_back();
+    return slot;
 }
 
-SlotMemory::SlotMemory(Allocator& allocator, SlotSlab* slab, size_t slot_bytes, uint64_t most)
-    : allocator_(allocator), slab_(slab), slot_bytes_(slot_bytes), stride_(round_up(slot_bytes, kSlotAlignment)), most_(most) {}
+void SlotSlab::give(int kind, uint8_t* slot) {
+    const size_t index = size_t(slot - data_) / region_bytes_;
+    Region& r = regions_[index];
+    const bool was_full = r.free.empty();
+    r.free.push_back(slot);
+    if (--r.used == 0) {
+        r.free.clear();
+        r.cut = 0;
+        r.kind = -1;
+        empty_.push_back(uint32_t(index));
+        std::erase(open_[kind], uint32_t(index));
+    } else if (was_full && std::find(open_[kind].begin(), open_[kind].end(), uint32_t(index)) == open_[kind].end()) {
+        open_[kind].push_back(uint32_t(index));
+    }
+}
+
+SlotMemory::SlotMemory(Allocator& allocator, SlotSlab* slab, int kind, size_t slot_bytes, uint64_t most)
+    : allocator_(allocator),
+      slab_(slab),
+      kind_(kind),
+      slot_bytes_(slot_bytes),
+      // What is given back to the system are whole pages of it.
+      stride_(round_up(slot_bytes, std::max(kSlotAlignment, size_t(sysconf(_SC_PAGESIZE))))),
+      most_(most) {}
 
 SlotMemory::~SlotMemory() {
     for (const Chunk& chunk : chunks_) munmap(chunk.data, chunk.bytes);
 }
 
-size_t SlotMemory::bytes_for(uint64_t most) const {
-    return slot_bytes_ ? size_t(most / slot_bytes_ + 1) * stride_ : 0;
-}
-
 uint8_t* SlotMemory::take() {
-    if (slab_) {
-        if (free_.empty()) {
-            try {
-                if (free_.capacity() <= slots_) free_.reserve(2 * slots_ + 16);
-            } catch (const std::bad_alloc&) {
-                return nullptr;
-            }
-            uint8_t* slot = slab_->cut(stride_);
-            if (slot) ++slots_;
-            return slot;
-        }
-        uint8_t* slot = free_.back();
-        free_.pop_back();
-        return slot;
-    }
+    if (slab_) return slab_->cut(kind_, stride_);
     if (!kUseChunks || allocator_.has_hooks()) {
         return static_cast<uint8_t*>(allocator_.allocate(slot_bytes_, kSlotAlignment));
     }
@@ -77,7 +115,7 @@ uint8_t* SlotMemory::take() {
 }
 
 void SlotMemory::give(uint8_t* slot) {
-    if (slab_) return free_.push_back(slot);
+    if (slab_) return slab_->give(kind_, slot);
     if (!kUseChunks || allocator_.has_hooks()) return allocator_.deallocate(slot, slot_bytes_, kSlotAlignment);
     madvise(slot, stride_, MADV_DONTNEED);
     free_.push_back(slot);
@@ -91,7 +129,7 @@ bool SlotMemory::add_chunk() {
     const size_t wanted = round_up(std::clamp(slots_ * stride_, kSmallestChunk, kLargestChunk), stride_) / stride_;
     const size_t count = size_t(std::max<uint64_t>(1, std::min<uint64_t>(wanted, most)));
     const size_t bytes = count * stride_;
-    const bool huge = bytes >= kSmallestChunk;
+    const bool huge = bytes >= kSmallestChunk && !chunks_.empty();  // a small pool does not take a huge page for a few slots
     const size_t alignment = huge ? kHugePage : size_t(kSlotAlignment);
     const size_t mapped = round_up(bytes, alignment);
     try {

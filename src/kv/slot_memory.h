@@ -11,7 +11,8 @@
 
 namespace ta {
 
-// The memory of all slots on a device, taken once; slots of both kinds are cut from it as they are needed.
+// The memory of all slots on a device, taken once. It is cut into regions; a region holds slots of one kind while it holds any, and
+// serves either kind again when it is empty. Not synchronised.
 class SlotSlab {
   public:
     explicit SlotSlab(Device& device) : device_(device) {}
@@ -19,21 +20,32 @@ class SlotSlab {
     SlotSlab(const SlotSlab&) = delete;
     SlotSlab& operator=(const SlotSlab&) = delete;
 
-    bool take(size_t bytes);
-    // nullptr when nothing is left that was never a slot.
-    uint8_t* cut(size_t bytes);
+    // Room for so many slots of either kind alone, or of a mixture of the same size; a stride of 0: there is no such kind. False
+    // when the device has no such memory.
+    bool take(const size_t (&slots)[2], const size_t (&strides)[2]);
+    // A slot for `kind`, 0 or 1; nullptr when no region of that kind has room and none is empty.
+    uint8_t* cut(int kind, size_t stride);
+    void give(int kind, uint8_t* slot);
 
   private:
+    struct Region {
+        int kind = -1;             // of its slots; -1: none
+        size_t used = 0, cut = 0;  // slots in use, slots that were ever cut since it was empty
+        std::vector<uint8_t*> free;
+    };
     Device& device_;
     uint8_t* data_ = nullptr;
-    size_t bytes_ = 0, used_ = 0;
+    size_t bytes_ = 0, region_bytes_ = 0;
+    std::vector<Region> regions_;
+    std::vector<uint32_t> open_[2];  // regions of the kind that have room; may name some twice or in vain
+    std::vector<uint32_t> empty_;
 };
 
 // Slots of one size. Not synchronised.
 class SlotMemory {
   public:
-    // `most`: the bytes that all slots together may come to. `slab`: where they lie on a device, else nullptr.
-    SlotMemory(Allocator& allocator, SlotSlab* slab, size_t slot_bytes, uint64_t most);
+    // `most`: the bytes that all slots together may come to. `slab`: where they lie on a device, as slots of `kind`, else nullptr.
+    SlotMemory(Allocator& allocator, SlotSlab* slab, int kind, size_t slot_bytes, uint64_t most);
     ~SlotMemory();
     SlotMemory(const SlotMemory&) = delete;
     SlotMemory& operator=(const SlotMemory&) = delete;
@@ -42,8 +54,7 @@ class SlotMemory {
     uint8_t* take();
     // The slot's memory goes back to the system; its addresses stay for the next one.
     void give(uint8_t* slot);
-    // What slots of this kind alone take of a slab.
-    size_t bytes_for(uint64_t most) const;
+    size_t stride() const { return stride_; }  // from one slot to the next
 
   private:
     struct Chunk {
@@ -54,6 +65,7 @@ class SlotMemory {
 
     Allocator& allocator_;
     SlotSlab* const slab_;
+    const int kind_;
     const size_t slot_bytes_, stride_;
     const uint64_t most_;
     std::vector<Chunk> chunks_;

@@ -3,10 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "kernels/format/slot.h"
+#include "src/attend/step.h"
 #include "support/counting_allocator.h"
 
 namespace ta {
@@ -150,6 +153,64 @@ TEST_F(Blocks, WithoutHooksSlotsLieInChunks) {
     s.trim();
     EXPECT_EQ(system.bytes_in_use(), 0u);
     EXPECT_TRUE(take(s, PageKind::kChannel));
+}
+
+// Host memory in the place of a GPU's.
+class FakeDevice final : public Device {
+  public:
+    int ordinal() const override { return 0; }
+    const char* name() const override { return "fake"; }
+    int compute_capability() const override { return 0; }
+    uint8_t* allocate(size_t bytes) override { return static_cast<uint8_t*>(std::aligned_alloc(4096, bytes)); }
+    void deallocate(uint8_t* ptr, size_t) override { std::free(ptr); }
+    Status read(void*, const uint8_t*, size_t) override { return {}; }
+    Status write(uint8_t*, const void*, size_t) override { return {}; }
+    Status health() const override { return {}; }
+    std::unique_ptr<StepBackend> make_step(Pool&) override;
+    uint32_t* allocate_counters(size_t) override { return nullptr; }
+    void deallocate_counters(uint32_t*) override {}
+    uint64_t bytes_in_use() const override { return 0; }
+    uint64_t bytes_peak() const override { return 0; }
+};
+std::unique_ptr<StepBackend> FakeDevice::make_step(Pool&) {
+    return nullptr;
+}
+
+TEST_F(Blocks, ASlabServesOneKindAfterTheOther) {
+    FakeDevice device;
+    Allocator system{ta_allocator{}};
+    BlockStore s(system, &device, geometry, 4 << 20);
+    ASSERT_TRUE(s.take_slab().ok());
+    for (int round = 0; round < 3; ++round) {
+        for (PageKind kind : {PageKind::kChannel, PageKind::kToken}) {
+            std::vector<BlockPtr> all;
+            while (BlockPtr b = take(s, kind)) all.push_back(std::move(b));
+            EXPECT_EQ(all.size(), (4 << 20) / geometry.slot_bytes(kind)) << "the whole budget";
+        }
+    }
+}
+
+TEST_F(Blocks, SlotsOfASlabDoNotOverlap) {
+    FakeDevice device;
+    Allocator system{ta_allocator{}};
+    BlockStore s(system, &device, geometry, 2 << 20);
+    ASSERT_TRUE(s.take_slab().ok());
+    std::vector<BlockPtr> all;
+    uint64_t random = 1;
+    for (int i = 0; i < 20000; ++i) {
+        random = random * 6364136223846793005ull + 1442695040888963407ull;
+        if (random >> 40 & 1 || all.empty()) {
+            BlockPtr b = take(s, random >> 41 & 3 ? PageKind::kChannel : PageKind::kToken);
+            if (!b) continue;
+            std::memset(b->slot(), int(b->content_id()), geometry.slot_bytes(b->kind()));
+            all.push_back(std::move(b));
+        } else {
+            const size_t n = size_t(random >> 45) % all.size();
+            const size_t bytes = geometry.slot_bytes(all[n]->kind());
+            for (size_t at : {size_t{0}, bytes / 2, bytes - 1}) ASSERT_EQ(all[n]->slot()[at], uint8_t(all[n]->content_id()));
+            all.erase(all.begin() + std::ptrdiff_t(n));
+        }
+    }
 }
 
 TEST_F(Blocks, AnAllocatorWithoutMemoryIsNotAFullTier) {
