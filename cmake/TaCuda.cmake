@@ -31,8 +31,8 @@ if(TA_CUDA_FOUND)
 endif()
 
 # ta_cuda_sources(<name> <architectures> <file>...)
-# Adds CUDA sources to the library, compiled for the architectures alone. Floating point is IEEE: the codec is bit-exact with
-# the CPU's, so a*b+c is one rounding only where it is written as one.
+# Adds CUDA sources to the library, compiled for the architectures alone. nvcc may contract a*b+c on the device: what has to be
+# bit-exact with the CPU is written with the _rn intrinsics there. Never --use_fast_math.
 function(ta_cuda_sources name architectures)
     set(target turboattention_cuda_${name})
     add_library(${target} OBJECT ${ARGN})

@@ -1,5 +1,5 @@
 // Append on CUDA: stage 1 of new K and V into token pages, and the closing of the pages that they fill to 4 or 2 bits. Every byte
-// is the one the CPU writes (src/attend/append.cpp). The host side; nothing here needs the CUDA language.
+// is the one the CPU writes (src/attend/cpu_step.cpp). The host side; nothing here needs the CUDA language.
 #pragma once
 
 #include <cstdint>

@@ -315,7 +315,7 @@ class Appender {
         return s;
     }
 
-    // The universal scale of the page, and the sequence's largest magnitudes with it: src/attend/append.cpp.
+    // The universal scale of the page, and the sequence's largest magnitudes with it: src/attend/cpu_step.cpp.
     __device__ float universal_scale(int tensor, int have) {
         const int lane = threadIdx.x % 32;
         k_seen = fmaxf(k_seen, page_max(amax_[0], lane));

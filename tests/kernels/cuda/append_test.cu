@@ -296,7 +296,7 @@ class Problem {
     }
     TensorArgs tensor(uint8_t* p) const { return {p + origin() * int64_t(element()), stride_row(), stride_head(), c_.type}; }
 
-    // Plan::append_block of src/attend/append.cpp over the arena.
+    // CpuStep::append_block of src/attend/cpu_step.cpp over the arena.
     void append_on_cpu(const AppendTask& t, const std::vector<uint8_t>& k, const std::vector<uint8_t>& v,
                        std::vector<uint32_t>& nonfinite, uint64_t& clamped) {
         const Settings& num = c_.set;
