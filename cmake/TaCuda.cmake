@@ -41,6 +41,7 @@ function(ta_cuda_sources name architectures)
         POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
     )
     target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}")
+    target_link_libraries(${target} PRIVATE TurboAttention_xxhash)
     target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-ffp-contract=off>")
     set_property(GLOBAL APPEND PROPERTY TA_CUDA_OBJECTS $<TARGET_OBJECTS:${target}>)
 endfunction()

@@ -323,7 +323,7 @@ typedef struct ta_kv_pool_stats {
 } ta_kv_pool_stats;
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
- * is taken now, and an open scale UNIVERSAL (profile PAPER) is TA_E_UNSUPPORTED. Not in the budget: padding of each block to whole
+ * is taken now. Not in the budget: padding of each block to whole
  * memory pages and, without allocator hooks, the rest of the last huge page of either kind of block.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY. */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);

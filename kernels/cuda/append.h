@@ -10,6 +10,8 @@ struct CUstream_st;
 
 namespace ta::cuda {
 
+inline constexpr uint8_t kNothingSeen = 2;
+
 // A block that receives tokens [have, end) in this step: the same in all layers.
 struct alignas(16) AppendTask {
     uint64_t token_page;    // slot of the block's token page, or with kEntrySingleLayer the page itself
@@ -18,7 +20,8 @@ struct alignas(16) AppendTask {
     int32_t sequence;       // index for open_amax and nonfinite; the tasks of a sequence stand together, in order
     uint8_t have, end;
     bool stays_8_bits;
-    uint8_t unused[5];
+    uint8_t amax_side;  // universal scales: side of open_amax with the magnitudes before the step, or kNothingSeen
+    uint8_t unused[4];
 };
 static_assert(sizeof(AppendTask) == 32);
 
@@ -42,10 +45,11 @@ struct AppendArgs {
     bool universal_open_scale, v_exponents, fractional_zero, v_search;
     bool saturate;  // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 
-    // Universal scales only: [sequences, kv_heads, 2] largest magnitudes of K and V before this step, and after it for the
-    // sequences that have tasks. May be the same memory.
-    const float* open_amax;
-    float* open_amax_out;
+    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest magnitudes of K and V, open_amax_stride elements
+    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
+    // taken back.
+    float* open_amax;
+    int64_t open_amax_stride;
 
     uint32_t* nonfinite;  // [sequences] counts values that were replaced, or nullptr
     uint64_t* clamped;    // counts values beyond a universal scale, or nullptr

@@ -376,13 +376,15 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
     }
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int first = item / a.kv_heads, head = item % a.kv_heads;
-        const int sequence = a.tasks[first].sequence;
+        const int sequence = a.tasks[first].sequence, side = a.tasks[first].amax_side;
         if (a.universal_open_scale && first > 0 && a.tasks[first - 1].sequence == sequence) continue;
         Appender<D> append(a, page, amax, head);
-        const int64_t state = (int64_t(sequence) * a.kv_heads + head) * 2;
-        if (a.universal_open_scale) {
-            append.k_seen = a.open_amax[state];
-            append.v_seen = a.open_amax[state + 1];
+        const auto seen = [&](int of_side) {
+            return a.open_amax + (2 * int64_t(sequence) + of_side) * a.open_amax_stride + 2 * head;
+        };
+        if (a.universal_open_scale && side != kNothingSeen) {
+            append.k_seen = seen(side)[0];
+            append.v_seen = seen(side)[1];
         }
         for (int n = first; n < tasks; ++n) {
             const AppendTask task = a.tasks[n];
@@ -401,8 +403,9 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
             if (!a.universal_open_scale) break;
         }
         if (a.universal_open_scale && threadIdx.x == 0) {
-            a.open_amax_out[state] = append.k_seen;
-            a.open_amax_out[state + 1] = append.v_seen;
+            float* after = seen(side == 0 ? 1 : 0);
+            after[0] = append.k_seen;
+            after[1] = append.v_seen;
         }
     }
 }

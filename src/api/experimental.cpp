@@ -110,7 +110,7 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
                 return {};
             }
             TA_RETURN_IF_ERROR(device->read(buffer, b->slot(), r.bytes));
-            b->write_trailer(g, p.fingerprint(), block, r.tokens, static_cast<uint8_t*>(buffer));
+            if (!b->sealed()) b->write_trailer(g, p.fingerprint(), block, r.tokens, static_cast<uint8_t*>(buffer));
             return {};
         });
     });

@@ -88,6 +88,7 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         r.copied_blocks = c.copied_blocks;
         r.saturated_values = c.saturated_values;
         r.clamped_values = c.clamped_values;
+        if (p.clamped_counter()) r.clamped_values += std::atomic_ref(*p.clamped_counter()).load(std::memory_order_relaxed);
         return write_struct(r, stats, "stats", 1);
     });
 }

@@ -3,100 +3,23 @@
 // depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <map>
 
 #include "kernels/cuda/append.h"
 #include "kernels/cuda/decode.h"
 #include "kernels/cuda/prefill.h"
-#include "src/attend/step.h"
-#include "src/core/cuda_device.h"
+#include "src/attend/cuda_tables.h"
+#include "src/kv/cuda_hasher.h"
 
 namespace ta {
 namespace {
 
 using cuda::AppendArgs;
-using cuda::AppendTask;
 using cuda::AttendArgs;
 using cuda::HeadArgs;
 using cuda::SequenceArgs;
 
 constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a sequence, so that positions and slopes fit 32 bits with room
-
-size_t round_up(size_t n, size_t to) {
-    return (n + to - 1) / to * to;
-}
-
-// Device memory that grows. What it outgrows stays until the end, since a captured graph may still read it.
-class DeviceBuffer {
-  public:
-    explicit DeviceBuffer(CudaDevice& device) : device_(device) {}
-    ~DeviceBuffer() {
-        for (const auto& [data, bytes] : parts_) device_.deallocate(data, bytes);
-    }
-    DeviceBuffer(const DeviceBuffer&) = delete;
-    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-
-    bool holds(size_t bytes) const { return bytes <= this->bytes(); }
-    Status reserve(size_t bytes, const char* what) {
-        if (holds(bytes)) return {};
-        const size_t wanted = round_up(std::max(bytes, 2 * this->bytes()), 4096);
-        uint8_t* data = device_.allocate(wanted);
-        if (!data) return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), wanted, what);
-        parts_.emplace_back(data, wanted);
-        return {};
-    }
-    uint8_t* data() const { return parts_.empty() ? nullptr : parts_.back().first; }
-    size_t bytes() const { return parts_.empty() ? 0 : parts_.back().second; }
-
-  private:
-    CudaDevice& device_;
-    std::vector<std::pair<uint8_t*, size_t>> parts_;
-};
-
-// Pinned host memory that copies to the device start from; one for each of the last steps, reused when its copies are over.
-class Staging {
-  public:
-    Staging() = default;
-    ~Staging() {
-        if (done_) {
-            cudaEventSynchronize(done_);
-            cudaEventDestroy(done_);
-        }
-        cudaFreeHost(data_);
-    }
-    Staging(const Staging&) = delete;
-    Staging& operator=(const Staging&) = delete;
-
-    Status take(const CudaDevice& device, size_t bytes) {
-        if (!done_)
-            TA_RETURN_IF_ERROR(device.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event"));
-        TA_RETURN_IF_ERROR(device.check(cudaEventSynchronize(done_), "waiting for an earlier step"));
-        used_ = 0;
-        if (bytes <= bytes_) return {};
-        cudaFreeHost(data_);
-        data_ = nullptr;
-        bytes_ = 0;
-        const size_t wanted = round_up(2 * bytes, 4096);
-        TA_RETURN_IF_ERROR(device.check(cudaHostAlloc(&data_, wanted, cudaHostAllocDefault), "pinned host memory"));
-        bytes_ = wanted;
-        return {};
-    }
-    // The next part; take() has been told the sum.
-    void* part(size_t bytes) {
-        void* p = static_cast<uint8_t*>(data_) + used_;
-        used_ += round_up(bytes, 16);
-        return p;
-    }
-    Status record(const CudaDevice& device, cudaStream_t stream) {
-        return device.check(cudaEventRecord(done_, stream), "recording an event");
-    }
-
-  private:
-    void* data_ = nullptr;
-    size_t bytes_ = 0, used_ = 0;
-    cudaEvent_t done_ = nullptr;
-};
 
 // A schedule of prefill depends on more than lengths: one for each combination that the plan has met.
 struct PrefillKey {
@@ -113,11 +36,9 @@ class CudaStep final : public StepBackend {
         : pool_(pool),
           device_(device),
           constants_(device),
-          tasks_(device),
-          sequences_(device),
-          table_(device),
-          workspace_pages_(device),
-          decode_workspace_(device) {}
+          tables_(pool, device),
+          decode_workspace_(device),
+          hasher_(pool, device) {}
     ~CudaStep() override;
 
     Status set_stream(ta_stream stream) override;
@@ -149,19 +70,16 @@ class CudaStep final : public StepBackend {
     Status prepare();
     Status upload_constants();
     Status upload(uint8_t* to, const void* staged, size_t bytes);
-    Status upload_sequences(int group);
     Status upload_schedule(const PrefillKey& key, Schedule& schedule);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, Work& work);
     Status prepare_prefill(AttendArgs args, ta_p p, bool captured, Work& work);
     Status plan_work(const AttendArgs& args, int max_rows, bool captured, Work& work);
     Status launch(const Work& work);
+    Status seal_blocks();
     Status capturing(bool* yes) const;
     void see_call(bool captured);
     std::vector<uint64_t> kind_of_step() const;
     static Status needs_a_run(const char* what);
-    uint8_t* pages_before_of_step() const { return sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs); }
-    // Low address bits of a table's entries are flags.
-    size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
     const float* signs() const {
         return pool_.numerics().hadamard ? reinterpret_cast<const float*>(constants_.data()) : nullptr;
     }
@@ -186,22 +104,15 @@ class CudaStep final : public StepBackend {
     std::vector<uint64_t> captured_kind_;
     Step* step_ = nullptr;
     uint64_t steps_ = 0;
-    int group_ = 0;     // that sequences_ was made for
-    int max_rows_ = 0;  // of the step's decode sequences, query tokens x group
-    bool any_prefill_ = false;
-    std::vector<SequenceArgs> prefill_sequences_;
 
     // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets]
     DeviceBuffer constants_;
     size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0;
 
-    DeviceBuffer tasks_;      // int32 count, at 16: AppendTask
-    DeviceBuffer sequences_;  // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
-    DeviceBuffer table_;      // uint64 entries
-    DeviceBuffer workspace_pages_, decode_workspace_;
-    size_t sequence_capacity_ = 0;
-    Staging staging_[4], sequence_staging_[4];
-    uint64_t sequence_uploads_ = 0;
+    CudaTables tables_;
+    DeviceBuffer decode_workspace_;
+    CudaHasher hasher_;
+    std::vector<PlacedBlock> full_blocks_;
     std::map<PrefillKey, Schedule> schedules_;
     cuda::AppendPlan append_plan_{};
 };
@@ -271,65 +182,12 @@ Status CudaStep::begin(Step& step) {
                 .sequence(int64_t(i));
         }
     }
-    size_t tasks = 0, entries = 0;
-    for (const StepMember& m : step.members) {
-        tasks += m.touched.size();
-        entries += size_t(Step::untouched_blocks(m)) + m.touched.size();
-    }
-    const size_t task_bytes = 16 + tasks * sizeof(AppendTask), entry_bytes = entries * sizeof(uint64_t);
-    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(task_bytes, 1 << 16), "a step's new pages"));
-    TA_RETURN_IF_ERROR(table_.reserve(std::max<size_t>(entry_bytes, 1 << 19), "a step's block table"));
-    TA_RETURN_IF_ERROR(workspace_pages_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(),
-                                                "a step's INT8 pages"));
-    if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
-        const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
-        TA_RETURN_IF_ERROR(
-            sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + sizeof(int32_t), "a step's sequences"));
-        sequence_capacity_ = capacity;
-    }
-    Staging& staging = staging_[steps_ % std::size(staging_)];
-    TA_RETURN_IF_ERROR(staging.take(device_, task_bytes + entry_bytes + 64));
-    auto* staged_tasks = static_cast<uint8_t*>(staging.part(task_bytes));
-    auto* task = reinterpret_cast<AppendTask*>(staged_tasks + 16);
-    auto* staged_entries = static_cast<uint64_t*>(staging.part(entry_bytes));
-    uint64_t* entry = staged_entries;
-    const int32_t n_tasks = int32_t(tasks);
-    std::memcpy(staged_tasks, &n_tasks, sizeof n_tasks);
-    for (size_t i = 0; i < step.members.size(); ++i) {
-        const StepMember& m = step.members[i];
-        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
-            const Block& block = *m.sequence->blocks[size_t(b)];
-            *entry++ = uint64_t(uintptr_t(block.slot())) | (block.kind() == PageKind::kChannel ? cuda::kEntryChannel : 0);
-        }
-        for (const StepBlock& t : m.touched) {
-            uint64_t page = 0;
-            if (t.token) {
-                page = uint64_t(uintptr_t(t.token->slot()));
-            } else {
-                page = uint64_t(uintptr_t(workspace_pages_.data())) + uint64_t(t.workspace_page) * workspace_stride();
-                page |= cuda::kEntrySingleLayer;
-            }
-            *entry++ = page;
-            AppendTask a{};
-            a.token_page = page;
-            a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
-            a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
-            a.sequence = int32_t(m.sequence->slot);
-            a.have = uint8_t(t.have);
-            a.end = uint8_t(t.end);
-            a.stays_8_bits = t.stays_8_bits;
-            *task++ = a;
-        }
-    }
-    TA_RETURN_IF_ERROR(upload(tasks_.data(), staged_tasks, task_bytes));
-    TA_RETURN_IF_ERROR(upload(table_.data(), staged_entries, entry_bytes));
-    TA_RETURN_IF_ERROR(staging.record(device_, stream_));
+    // With what the last steps attended with, so that their captured calls find this step's tables.
+    TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), stream_));
     step_ = &step;
     ++steps_;
     seen_calls_ = false;
-    // What the last steps attended with, so that their captured calls find this step's tables.
-    if (group_ > 0) TA_RETURN_IF_ERROR(upload_sequences(group_));
-    if (any_prefill_) {
+    if (tables_.any_prefill()) {
         for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
     return {};
@@ -352,54 +210,23 @@ Status CudaStep::prepare() {
     return {};
 }
 
-// Sequences of up to 16 query rows per kv head go to the decode kernel, the others to prefill; the table of the former.
-Status CudaStep::upload_sequences(int group) {
-    const size_t batch = step_->members.size();
-    Staging& staging = sequence_staging_[sequence_uploads_++ % std::size(sequence_staging_)];
-    TA_RETURN_IF_ERROR(staging.take(device_, batch * (sizeof(SequenceArgs) + sizeof(int32_t)) + 64));
-    std::span decode(static_cast<SequenceArgs*>(staging.part(batch * sizeof(SequenceArgs))), batch);
-    auto* pages_before = static_cast<int32_t*>(staging.part((batch + 1) * sizeof(int32_t)));
-    prefill_sequences_.clear();
-    max_rows_ = 0;
-    any_prefill_ = false;
-    int32_t entry = 0;
-    for (size_t i = 0; i < batch; ++i) {
-        const StepMember& m = step_->members[i];
-        SequenceArgs s{int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row), entry};
-        entry += int32_t(Step::untouched_blocks(m) + int64_t(m.touched.size()));
-        const bool to_decode = s.n_query * int64_t(group) <= cuda::kDecodeRows;
-        if (to_decode) max_rows_ = std::max(max_rows_, s.n_query * group);
-        any_prefill_ |= !to_decode;
-        prefill_sequences_.push_back(s);
-        if (to_decode) prefill_sequences_.back().n_query = 0;
-        if (!to_decode) s.n_query = 0;
-        decode[i] = s;
-    }
-    cuda::count_pages(decode, pages_before);
-    TA_RETURN_IF_ERROR(upload(sequences_.data(), decode.data(), decode.size_bytes()));
-    TA_RETURN_IF_ERROR(upload(pages_before_of_step(), pages_before, (batch + 1) * sizeof(int32_t)));
-    TA_RETURN_IF_ERROR(staging.record(device_, stream_));
-    group_ = group;
-    return {};
-}
-
 // The prefill kernel's tiles or, where it cannot run the call, chunks of 16 rows for the decode kernel: query tokens [i, i + c) of
 // a sequence are the last ones of a shorter sequence under a causal mask.
 Status CudaStep::upload_schedule(const PrefillKey& key, Schedule& schedule) {
     const int kv_heads = int(pool_.geometry().kv_heads);
     if (key.by_kernel) {
-        const int64_t tiles = cuda::count_prefill_tiles(prefill_sequences_, group_, kv_heads);
+        const int64_t tiles = cuda::count_prefill_tiles(tables_.prefill(), tables_.group(), kv_heads);
         const size_t bytes = cuda::prefill_schedule_bytes(device_.properties().multiProcessorCount, tiles);
         TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
         TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
         void* staged = schedule.staging.part(bytes);
-        cuda::plan_prefill(prefill_sequences_, group_, kv_heads, key.causal, key.window,
+        cuda::plan_prefill(tables_.prefill(), tables_.group(), kv_heads, key.causal, key.window,
                            device_.properties().multiProcessorCount, staged);
         TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
     } else {
         std::vector<SequenceArgs> chunks;
-        const int32_t tokens = cuda::kDecodeRows / group_;
-        for (const SequenceArgs& s : prefill_sequences_) {
+        const int32_t tokens = cuda::kDecodeRows / tables_.group();
+        for (const SequenceArgs& s : tables_.prefill()) {
             for (int32_t first = 0; first < s.n_query; first += tokens) {
                 SequenceArgs c = s;
                 c.n_query = std::min(tokens, s.n_query - first);
@@ -487,8 +314,8 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     AppendArgs a{};
     a.head_dim = int32_t(g.head_dim);
     a.kv_heads = int32_t(g.kv_heads);
-    a.n_tasks = reinterpret_cast<const int32_t*>(tasks_.data());
-    a.tasks = reinterpret_cast<const AppendTask*>(tasks_.data() + 16);
+    a.n_tasks = tables_.n_tasks();
+    a.tasks = tables_.tasks();
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (!g.all_8_bits) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
@@ -506,7 +333,13 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.fractional_zero = n.fractional_zero;
     a.v_search = n.v_search;
     a.saturate = n.saturate;
+    a.universal_open_scale = n.universal_open_scale;
+    if (n.universal_open_scale) {
+        a.open_amax = pool_.open_amax() + g.index(layer, 0) * 2;
+        a.open_amax_stride = int64_t(pool_.open_amax_record());
+    }
     a.nonfinite = pool_.nonfinite_counters();
+    a.clamped = pool_.clamped_counter();
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
     see_call(captured);
     return {};
@@ -525,9 +358,9 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (Status s = check_device_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(&captured));
-    if (call.group != group_) {
+    if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
-        TA_RETURN_IF_ERROR(upload_sequences(call.group));
+        TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
     }
 
     const Geometry& g = pool_.geometry();
@@ -536,9 +369,9 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.kv_heads = call.kv_heads;
     a.group = call.group;
     a.batch = int32_t(step_->members.size());
-    a.sequences = reinterpret_cast<const SequenceArgs*>(sequences_.data());
-    a.pages_before = reinterpret_cast<const int32_t*>(pages_before_of_step());
-    a.table = reinterpret_cast<const uint64_t*>(table_.data());
+    a.sequences = tables_.sequences();
+    a.pages_before = tables_.pages_before();
+    a.table = tables_.entries();
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (!g.all_8_bits) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
@@ -561,10 +394,11 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.exp = settings.exp;
     // Whatever may fail comes before the first launch, which writes to out.
     Work decode, prefill;
-    if (max_rows_ > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, max_rows_, captured, decode));
-    if (any_prefill_) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
-    if (max_rows_ > 0) TA_RETURN_IF_ERROR(launch(decode));
-    if (any_prefill_) TA_RETURN_IF_ERROR(launch(prefill));
+    const int rows = tables_.max_decode_rows();
+    if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
+    if (tables_.any_prefill()) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
+    if (rows > 0) TA_RETURN_IF_ERROR(launch(decode));
+    if (tables_.any_prefill()) TA_RETURN_IF_ERROR(launch(prefill));
     see_call(captured);
     return {};
 }
@@ -626,21 +460,35 @@ Status CudaStep::needs_a_run(const char* what) {
 
 // --------------------------------------------------------------------------------------------------------------------- end
 
-// Hashes of blocks in device memory are computed when they leave it. What a graph was captured with is compared here, since its
-// launch is not seen.
+// What a graph was captured with is compared here, since its launch is not seen.
 Status CudaStep::seal() {
-    if (!captured_ || seen_calls_) return {};
-    if (kind_of_step() == captured_kind_) return {};
+    if (!captured_ || seen_calls_ || kind_of_step() == captured_kind_) {
+        return seal_blocks();
+    }
     return fail(TA_E_STATE,
                 "the step's calls were left to a graph, but the step is not of the kind that was captured: abort it, "
                 "run it without the graph and capture again");
 }
 
+// Enqueues the hashes of the blocks that became full.
+Status CudaStep::seal_blocks() {
+    const CudaScope scope(device_.ordinal());
+    full_blocks_.clear();
+    for (const StepMember& m : step_->members) {
+        for (const StepBlock& t : m.touched) {
+            if (t.end == kPageTokens) full_blocks_.push_back({(t.channel ? t.channel : t.token).get(), uint64_t(t.index)});
+        }
+    }
+    TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));
+    tables_.committed(*step_);
+    return {};
+}
+
 // All that a captured launch depends on beside the tables.
 std::vector<uint64_t> CudaStep::kind_of_step() const {
-    std::vector<uint64_t> kind{uint64_t(group_), uint64_t(max_rows_), uint64_t(any_prefill_)};
-    for (const DeviceBuffer* b : {&tasks_, &sequences_, &table_, &workspace_pages_, &decode_workspace_})
-        kind.push_back(uint64_t(uintptr_t(b->data())));
+    std::vector<uint64_t> kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
+                               uint64_t(uintptr_t(decode_workspace_.data()))};
+    tables_.addresses(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {
         kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));

@@ -255,6 +255,7 @@ Status Plan::end() {
     pool_->commit_plan([this] {
         for (StepMember& m : step_.members) {
             Sequence& s = *m.sequence;
+            ++s.version;
             for (StepBlock& t : m.touched) {
                 BlockPtr& now = t.channel ? t.channel : t.token;
                 if (size_t(t.index) < s.blocks.size()) {
@@ -265,6 +266,7 @@ Status Plan::end() {
             }
             s.length = m.length + m.n_new;
             if (!m.open_amax.empty()) s.open_amax.swap(m.open_amax);
+            if (pool_->open_amax() && !m.touched.empty()) s.amax_side = s.amax_side == 0 ? 1 : 0;
         }
     });
     clear();

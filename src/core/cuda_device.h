@@ -40,7 +40,8 @@ class CudaDevice final : public Device {
     Status read(void* to, const uint8_t* from, size_t bytes) override;
     Status write(uint8_t* to, const void* from, size_t bytes) override;
     Status health() const override;
-    std::unique_ptr<StepBackend> make_step(Pool& pool) override;  // src/attend/cuda_step.cpp
+    std::unique_ptr<StepBackend> make_step(Pool& pool) override;                           // src/attend/cuda_step.cpp
+    Status verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) override;  // src/kv/cuda_hasher.cpp
     uint32_t* allocate_counters(size_t n) override;
     void deallocate_counters(uint32_t* counters) override;
     uint64_t bytes_in_use() const override { return in_use_.load(std::memory_order_relaxed); }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "src/core/status.h"
 
@@ -11,6 +12,7 @@ namespace ta {
 
 class Pool;
 class StepBackend;
+struct PlacedBlock;
 
 class Device {
   public:
@@ -29,6 +31,8 @@ class Device {
     virtual Status health() const = 0;
     // What runs the steps of a plan of `pool`.
     virtual std::unique_ptr<StepBackend> make_step(Pool& pool) = 0;
+    // Recomputes the hashes of sealed blocks of `pool`, behind all work enqueued so far. TA_E_CORRUPT names block and layer.
+    virtual Status verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) = 0;
     // Zeroed host memory that kernels write to; nullptr when there is none.
     virtual uint32_t* allocate_counters(size_t n) = 0;
     virtual void deallocate_counters(uint32_t* counters) = 0;

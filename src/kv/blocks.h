@@ -37,6 +37,8 @@ class Block {
     // The same into a host copy of the slot.
     void write_trailer(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens,
                        uint8_t* slot) const;
+    // The same was enqueued where the block's bytes are.
+    void mark_sealed() { sealed_ = true; }
     // The block will be written again: its hashes no longer hold, and it becomes new content.
     void unseal(uint64_t content_id);
     // Recomputes the hashes of a sealed block. TA_E_CORRUPT names the layer.
@@ -51,6 +53,12 @@ class Block {
 };
 
 using BlockPtr = std::shared_ptr<Block>;
+
+// A full block and its index in the sequence.
+struct PlacedBlock {
+    Block* block;
+    uint64_t index;
+};
 
 // Hands out slots of both kinds and keeps freed ones for reuse. All bytes it holds, in use or cached, stay within the budget.
 class BlockStore {

@@ -49,7 +49,8 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
       first_generation_(some_generation(this)),
       fingerprint_(fingerprint_of(geometry_, numerics_)),
       blocks_(std::make_unique<BlockStore>(context_->allocator(), context_->device(), geometry_, budget)),
-      nonfinite_(nullptr, {context_->device()}) {
+      nonfinite_(nullptr, {context_->device()}),
+      open_amax_(nullptr, {context_->device(), 0}) {
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
 }
 
@@ -57,11 +58,14 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
                                            uint64_t budget, uint32_t max_sequences) {
     std::shared_ptr<Pool> pool(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
     if (Device* device = pool->context().device()) {
-        if (pool->numerics_.universal_open_scale) {
-            return fail(TA_E_UNSUPPORTED, "numerics.open_scale UNIVERSAL (profile PAPER) runs on a CPU context only");
-        }
         TA_RETURN_IF_ERROR(pool->blocks_->take_slab());
-        pool->nonfinite_.reset(device->allocate_counters(max_sequences));
+        if (pool->numerics_.universal_open_scale) {
+            const size_t bytes = size_t(max_sequences) * 2 * pool->open_amax_record() * sizeof(float);
+            pool->open_amax_ = {device->allocate(bytes), FreeMemory{device, bytes}};
+            if (!pool->open_amax_)
+                return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for universal scales", device->ordinal(), bytes);
+        }
+        pool->nonfinite_.reset(device->allocate_counters(first_even(max_sequences) + 2));
         if (!pool->nonfinite_) return fail(TA_E_MEMORY, "no pinned host memory for %u counters", max_sequences);
     }
     return pool;
@@ -124,7 +128,8 @@ Result<uint32_t> Pool::take_slot() {
     Sequence& s = *sequences_[slot];
     s.slot = slot;
     if (nonfinite_) s.nonfinite_seen = std::atomic_ref(nonfinite_[slot]).load(std::memory_order_relaxed);
-    if (numerics_.universal_open_scale) s.open_amax.assign(size_t(geometry_.layers) * geometry_.kv_heads * 2, 0.0f);
+    s.amax_side = kNothingSeen;
+    if (numerics_.universal_open_scale && !open_amax_) s.open_amax.assign(open_amax_record(), 0.0f);
     free_slots_.pop_back();
     ++s.generation;
     return slot;
@@ -171,6 +176,10 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
+    if (Status copied = copy_open_amax(*from.value(), s); !copied.ok()) {
+        free_slots_.push_back(slot.value());
+        return copied;
+    }
     s.alive = true;
     s.length = length;
     s.blocks = std::move(blocks);
@@ -181,6 +190,18 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     }
     s.open_amax = std::move(amax);
     return id_of(slot.value());
+}
+
+// On a device.
+Status Pool::copy_open_amax(const Sequence& from, Sequence& to) {
+    if (!open_amax_ || from.amax_side == kNothingSeen) return {};
+    const size_t record = open_amax_record(), bytes = record * sizeof(float);
+    std::vector<uint8_t> values(bytes);
+    Device& device = *context_->device();
+    TA_RETURN_IF_ERROR(device.read(values.data(), open_amax_.get() + (size_t(from.slot) * 2 + from.amax_side) * bytes, bytes));
+    TA_RETURN_IF_ERROR(device.write(open_amax_.get() + size_t(to.slot) * 2 * bytes, values.data(), bytes));
+    to.amax_side = 0;
+    return {};
 }
 
 Status Pool::truncate(ta_seq seq, int64_t length) {
@@ -202,6 +223,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
         // Then they are freed here: giving back needs no memory.
     }
     s.blocks.erase(first_dropped, s.blocks.end());
+    ++s.version;
     s.length = length;
     return {};
 }
@@ -231,9 +253,6 @@ Result<int64_t> Pool::length(ta_seq seq) const {
 }
 
 Status Pool::verify(ta_seq seq) const {
-    if (context_->device()) {
-        return fail(TA_E_UNSUPPORTED, "pages in GPU memory have no hashes yet: they are computed when a page leaves it");
-    }
     // The blocks are held, so that hashing them needs no lock.
     std::vector<BlockPtr> blocks;
     TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
@@ -242,6 +261,13 @@ Status Pool::verify(ta_seq seq) const {
         if (!blocks.empty() && s.length % kPageTokens != 0 && !blocks.back()->sealed()) blocks.pop_back();
         return Status();
     }));
+    if (Device* device = context_->device()) {
+        std::vector<PlacedBlock> sealed;
+        for (size_t b = 0; b < blocks.size(); ++b) {
+            if (blocks[b]->sealed()) sealed.push_back({blocks[b].get(), b});
+        }
+        return device->verify_blocks(*this, sealed);
+    }
     for (size_t b = 0; b < blocks.size(); ++b) {
         if (blocks[b]->sealed()) TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b));
     }

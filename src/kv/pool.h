@@ -15,16 +15,20 @@
 
 namespace ta {
 
+inline constexpr uint8_t kNothingSeen = 2;
+
 // Tokens [0, length) in blocks of 64. While `in_plan`, only that plan touches it.
 struct Sequence {
     uint32_t slot = 0;
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
+    uint64_t version = 0;  // grows with every change of `blocks`
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
-    std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale
-    uint32_t nonfinite_seen = 0;   // of the device's counter
+    std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale, on a CPU
+    uint8_t amax_side = kNothingSeen;  // the same on a device: which record of Pool::open_amax() holds them
+    uint32_t nonfinite_seen = 0;       // of the device's counter
 };
 
 class Pool {
@@ -48,6 +52,13 @@ class Pool {
     const Counters& counters() const { return counters_; }
     // [max_sequences] values that kernels replaced in each sequence's slot, or nullptr: a CPU looks before it changes anything.
     uint32_t* nonfinite_counters() const { return nonfinite_.get(); }
+    // Values beyond a universal scale, counted by kernels, or nullptr.
+    uint64_t* clamped_counter() const {
+        return nonfinite_ ? reinterpret_cast<uint64_t*>(nonfinite_.get() + first_even(max_sequences_)) : nullptr;
+    }
+    // Device memory, only with a universal open scale: [max_sequences, 2 sides, layers, kv_heads, 2] largest |K|, |V| seen.
+    float* open_amax() const { return reinterpret_cast<float*>(open_amax_.get()); }
+    size_t open_amax_record() const { return size_t(geometry_.layers) * geometry_.kv_heads * 2; }
     const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
 
     Status close();
@@ -93,6 +104,8 @@ class Pool {
     Result<uint32_t> take_slot();
     Status check_open_locked() const;
     static Status busy(ta_seq seq);
+    Status copy_open_amax(const Sequence& from, Sequence& to);
+    static size_t first_even(size_t n) { return (n + 1) / 2 * 2; }
     ta_seq id_of(uint32_t slot) const { return uint64_t(sequences_[slot]->generation) << 32 | slot; }
 
     std::shared_ptr<Context> context_;
@@ -109,6 +122,12 @@ class Pool {
         void operator()(uint32_t* counters) const { device->deallocate_counters(counters); }
     };
     std::unique_ptr<uint32_t[], FreeCounters> nonfinite_;
+    struct FreeMemory {
+        Device* device;
+        size_t bytes;
+        void operator()(uint8_t* memory) const { device->deallocate(memory, bytes); }
+    };
+    std::unique_ptr<uint8_t[], FreeMemory> open_amax_;
 
     mutable std::mutex mutex_;
     bool closed_ = false;

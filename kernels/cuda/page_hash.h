@@ -1,0 +1,38 @@
+// Hashes of pages where they lie: the values of kernels/format/hash.h, computed on the device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/format/layout.h"
+
+struct CUstream_st;
+
+namespace ta::cuda {
+
+// A full block in a slot that the device can read.
+struct alignas(16) HashTask {
+    uint64_t slot;
+    uint64_t content_id, block_index;
+    PageKind kind;
+    uint8_t unused[7];
+};
+static_assert(sizeof(HashTask) == 32);
+
+struct HashArgs {
+    const HashTask* tasks;  // in memory that the device can read
+    uint32_t n_tasks, layers;
+    uint64_t fingerprint;                 // of the pool
+    const uint64_t* channel_page_offset;  // [layers + 1] in device memory; unused where no task is a channel block
+    uint64_t token_page_bytes;
+    uint64_t slot_bytes[2];  // by PageKind
+};
+
+// Writes the trailers of all tasks: identity, hashes, zeros to the end of the slot. Returns a cudaError_t.
+int launch_seal(const HashArgs& args, CUstream_st* stream);
+
+// mismatch[task * layers + layer] = 1 where a page does not match its hash, 2 where the trailer is that of another block; the
+// others are not written. Returns a cudaError_t.
+int launch_verify(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream);
+
+}  // namespace ta::cuda

@@ -1,0 +1,187 @@
+#include "src/attend/cuda_tables.h"
+
+#include <cstring>
+
+#include "kernels/cuda/decode.h"
+
+namespace ta {
+
+static_assert(kNothingSeen == cuda::kNothingSeen);
+
+using cuda::AppendTask;
+using cuda::SequenceArgs;
+using cuda::TablePatch;
+
+Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
+    size_t tasks = 0, patches = 0;
+    for (const StepMember& m : step.members) tasks += m.touched.size();
+    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(16 + tasks * sizeof(AppendTask), 1 << 16), "a step's new pages"));
+    TA_RETURN_IF_ERROR(
+        workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
+    if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
+        const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
+        TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + 16, "a step's sequences"));
+        sequence_capacity_ = capacity;
+    }
+    TA_RETURN_IF_ERROR(place_rows(step));
+    for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
+    Staging& staging = staging_[uploads_++ % std::size(staging_)];
+    TA_RETURN_IF_ERROR(staging.take(
+        device_, 16 + tasks * sizeof(AppendTask) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
+    cuda::StepTablesArgs args{};
+    write_tasks(step, staging, args);
+    write_patches(step, staging, args);
+    if (group > 0) write_sequences(step, group, staging, args);
+    TA_RETURN_IF_ERROR(send(args, staging, stream));
+    for (const StepMember& m : step.members) {
+        Row& row = rows_[m.sequence->slot];
+        row.generation = m.sequence->generation;
+        row.version = m.sequence->version;
+        row.clean = Step::untouched_blocks(m);
+        row.committed = false;
+    }
+    return {};
+}
+
+Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stream) {
+    Staging& staging = staging_[uploads_++ % std::size(staging_)];
+    TA_RETURN_IF_ERROR(staging.take(device_, sequence_bytes(step.members.size())));
+    cuda::StepTablesArgs args{};
+    write_sequences(step, group, staging, args);
+    return send(args, staging, stream);
+}
+
+void CudaTables::committed(const Step& step) {
+    for (const StepMember& m : step.members) rows_[m.sequence->slot].committed = true;
+}
+
+Status CudaTables::send(const cuda::StepTablesArgs& args, Staging& staging, cudaStream_t stream) {
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a step's tables"));
+    return staging.record(device_, stream);
+}
+
+// Entries of the step's blocks that the table has already.
+int64_t CudaTables::clean_entries(const StepMember& m) const {
+    const Row& row = rows_[m.sequence->slot];
+    const Sequence& s = *m.sequence;
+    if (row.generation != s.generation || s.version != row.version + row.committed) return 0;
+    return std::min(row.clean, Step::untouched_blocks(m));
+}
+
+// A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given up.
+Status CudaTables::place_rows(const Step& step) {
+    const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
+    const size_t have = entries_.bytes() / sizeof(uint64_t);
+    size_t all = 0, missing = 0;
+    uint32_t slots = 0;
+    for (const StepMember& m : step.members) slots = std::max(slots, m.sequence->slot + 1);
+    if (rows_.size() < slots) rows_.resize(slots);
+    for (const StepMember& m : step.members) {
+        const size_t capacity = capacity_for(entries_of(m));
+        all += capacity;
+        if (rows_[m.sequence->slot].capacity < size_t(entries_of(m))) missing += capacity;
+    }
+    if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
+    if (used_entries_ + missing > have) {
+        if (all > have)
+            TA_RETURN_IF_ERROR(entries_.reserve(std::max<size_t>(2 * all * sizeof(uint64_t), 1 << 19), "a block table"));
+        std::fill(rows_.begin(), rows_.end(), Row{});
+        used_entries_ = 0;
+    }
+    for (const StepMember& m : step.members) {
+        Row& row = rows_[m.sequence->slot];
+        if (row.capacity >= size_t(entries_of(m)) && row.capacity > 0) continue;
+        row = {};
+        row.first = uint32_t(used_entries_);
+        row.capacity = uint32_t(capacity_for(entries_of(m)));
+        used_entries_ += row.capacity;
+    }
+    return {};
+}
+
+uint64_t CudaTables::page_of(const StepBlock& t) const {
+    if (t.token) return uint64_t(uintptr_t(t.token->slot()));
+    const uint64_t page = uint64_t(uintptr_t(workspace_.data())) + uint64_t(t.workspace_page) * workspace_stride();
+    return page | cuda::kEntrySingleLayer;
+}
+
+void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const {
+    size_t tasks = 0;
+    for (const StepMember& m : step.members) tasks += m.touched.size();
+    const size_t bytes = 16 + tasks * sizeof(AppendTask);
+    auto* staged = static_cast<uint8_t*>(staging.part(bytes));
+    const int32_t header[4] = {int32_t(tasks), 0, 0, 0};
+    std::memcpy(staged, header, sizeof header);
+    auto* task = reinterpret_cast<AppendTask*>(staged + 16);
+    for (const StepMember& m : step.members) {
+        for (const StepBlock& t : m.touched) {
+            AppendTask a{};
+            a.token_page = page_of(t);
+            a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
+            a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
+            a.sequence = int32_t(m.sequence->slot);
+            a.have = uint8_t(t.have);
+            a.end = uint8_t(t.end);
+            a.stays_8_bits = t.stays_8_bits;
+            a.amax_side = m.sequence->amax_side;
+            *task++ = a;
+        }
+    }
+    args.copies[0] = {tasks_.data(), staged, bytes};
+}
+
+void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const {
+    auto* const first = static_cast<TablePatch*>(staging.part(0));
+    TablePatch* patch = first;
+    for (const StepMember& m : step.members) {
+        uint64_t entry = rows_[m.sequence->slot].first;
+        const int64_t clean = clean_entries(m), untouched = Step::untouched_blocks(m);
+        entry += uint64_t(clean);
+        for (int64_t b = clean; b < untouched; ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            const uint64_t flags = block.kind() == PageKind::kChannel ? cuda::kEntryChannel : 0;
+            *patch++ = {entry++, uint64_t(uintptr_t(block.slot())) | flags};
+        }
+        for (const StepBlock& t : m.touched) *patch++ = {entry++, page_of(t)};
+    }
+    args.patches = first;
+    args.n_patches = size_t(patch - first);
+    args.table = reinterpret_cast<uint64_t*>(entries_.data());
+    staging.part(args.n_patches * sizeof(TablePatch));
+}
+
+size_t CudaTables::sequence_bytes(size_t batch) {
+    return batch * sizeof(SequenceArgs) + round_up((batch + 1) * sizeof(int32_t), 16);
+}
+
+void CudaTables::write_sequences(const Step& step, int group, Staging& staging, cuda::StepTablesArgs& args) {
+    const size_t batch = step.members.size();
+    std::span decode(static_cast<SequenceArgs*>(staging.part(batch * sizeof(SequenceArgs))), batch);
+    auto* pages_before = static_cast<int32_t*>(staging.part((batch + 1) * sizeof(int32_t)));
+    prefill_.clear();
+    max_rows_ = 0;
+    any_prefill_ = false;
+    for (size_t i = 0; i < batch; ++i) {
+        const StepMember& m = step.members[i];
+        SequenceArgs s{int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row),
+                       int32_t(rows_[m.sequence->slot].first)};
+        const bool to_decode = s.n_query * int64_t(group) <= cuda::kDecodeRows;
+        if (to_decode) max_rows_ = std::max(max_rows_, s.n_query * group);
+        any_prefill_ |= !to_decode;
+        prefill_.push_back(s);
+        (to_decode ? prefill_.back() : s).n_query = 0;
+        decode[i] = s;
+    }
+    cuda::count_pages(decode, pages_before);
+    group_ = group;
+    args.copies[1] = {sequences_.data(), decode.data(), decode.size_bytes()};
+    // The last number's 16 bytes may reach beyond the array: reserved there, rounded up here.
+    args.copies[2] = {sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs), pages_before,
+                      round_up((batch + 1) * sizeof(int32_t), 16)};
+}
+
+void CudaTables::addresses(std::vector<uint64_t>& out) const {
+    for (const DeviceBuffer* b : {&tasks_, &sequences_, &entries_, &workspace_}) out.push_back(uint64_t(uintptr_t(b->data())));
+}
+
+}  // namespace ta

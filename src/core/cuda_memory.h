@@ -1,0 +1,90 @@
+// Device memory that grows and pinned memory that copies start from. Only CUDA builds include this.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "src/core/cuda_device.h"
+
+namespace ta {
+
+inline size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// Device memory that grows. What it outgrows stays until the end, since a captured graph may still read it.
+class DeviceBuffer {
+  public:
+    explicit DeviceBuffer(CudaDevice& device) : device_(device) {}
+    ~DeviceBuffer() {
+        for (const auto& [data, bytes] : parts_) device_.deallocate(data, bytes);
+    }
+    DeviceBuffer(const DeviceBuffer&) = delete;
+    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+    bool holds(size_t bytes) const { return bytes <= this->bytes(); }
+    Status reserve(size_t bytes, const char* what) {
+        if (holds(bytes)) return {};
+        const size_t wanted = round_up(std::max(bytes, 2 * this->bytes()), 4096);
+        parts_.reserve(parts_.size() + 1);
+        uint8_t* data = device_.allocate(wanted);
+        if (!data) return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), wanted, what);
+        parts_.emplace_back(data, wanted);
+        return {};
+    }
+    uint8_t* data() const { return parts_.empty() ? nullptr : parts_.back().first; }
+    size_t bytes() const { return parts_.empty() ? 0 : parts_.back().second; }
+
+  private:
+    CudaDevice& device_;
+    std::vector<std::pair<uint8_t*, size_t>> parts_;
+};
+
+// Pinned host memory that the device reads from; reused when the work that reads it is over.
+class Staging {
+  public:
+    Staging() = default;
+    ~Staging() {
+        if (done_) {
+            cudaEventSynchronize(done_);
+            cudaEventDestroy(done_);
+        }
+        cudaFreeHost(data_);
+    }
+    Staging(const Staging&) = delete;
+    Staging& operator=(const Staging&) = delete;
+
+    Status take(const CudaDevice& device, size_t bytes) {
+        if (!done_)
+            TA_RETURN_IF_ERROR(device.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event"));
+        TA_RETURN_IF_ERROR(device.check(cudaEventSynchronize(done_), "waiting for an earlier step"));
+        used_ = 0;
+        if (bytes <= bytes_) return {};
+        cudaFreeHost(data_);
+        data_ = nullptr;
+        bytes_ = 0;
+        const size_t wanted = round_up(2 * bytes, 4096);
+        TA_RETURN_IF_ERROR(device.check(cudaHostAlloc(&data_, wanted, cudaHostAllocDefault), "pinned host memory"));
+        bytes_ = wanted;
+        return {};
+    }
+    // The next part, 16-byte aligned; take() has been told the sum of all, each rounded up to 16.
+    void* part(size_t bytes) {
+        void* p = static_cast<uint8_t*>(data_) + used_;
+        used_ += round_up(bytes, 16);
+        return p;
+    }
+    Status record(const CudaDevice& device, cudaStream_t stream) {
+        return device.check(cudaEventRecord(done_, stream), "recording an event");
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t bytes_ = 0, used_ = 0;
+    cudaEvent_t done_ = nullptr;
+};
+
+}  // namespace ta

@@ -1,0 +1,31 @@
+// Seals and verifies blocks in GPU memory. Only CUDA builds include this.
+#pragma once
+
+#include <span>
+
+#include "kernels/cuda/page_hash.h"
+#include "src/core/cuda_memory.h"
+#include "src/kv/pool.h"
+
+namespace ta {
+
+class CudaHasher {
+  public:
+    CudaHasher(const Pool& pool, CudaDevice& device) : pool_(pool), device_(device), channel_offsets_(device) {}
+
+    // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
+    Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
+    // Waits for the result. TA_E_CORRUPT names the first page that does not match.
+    Status verify(std::span<const PlacedBlock> blocks, cudaStream_t stream);
+
+  private:
+    Status stage(std::span<const PlacedBlock> blocks, size_t extra_bytes, cuda::HashArgs& args);
+
+    const Pool& pool_;
+    CudaDevice& device_;
+    DeviceBuffer channel_offsets_;  // [layers + 1] uint64
+    Staging staging_[2];
+    uint64_t uses_ = 0;
+};
+
+}  // namespace ta
