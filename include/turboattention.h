@@ -323,8 +323,8 @@ typedef struct ta_kv_pool_stats {
 } ta_kv_pool_stats;
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
- * is taken now. Not in the budget: padding of each block to whole
- * memory pages and, without allocator hooks, the rest of the last huge page of either kind of block.
+ * is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the last huge
+ * page of either kind of block; on a GPU, the largest magnitudes of universal scales.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY. */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
@@ -353,7 +353,7 @@ TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
 /* Recomputes the hash of every closed page. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
- * TA_E_CLOSED, TA_E_UNSUPPORTED (on a GPU). */
+ * TA_E_CLOSED. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ plan */
