@@ -180,7 +180,7 @@ enum {
 typedef int32_t ta_nonfinite; /* what NaN, Inf and magnitudes above 2^56 in q, k, v do */
 enum {
     TA_NONFINITE_DEFAULT = 0, /* reject */
-    TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element; GPU: 0, the next begin fails once */
+    TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element; GPU: 0, a later call fails once */
     TA_NONFINITE_SATURATE = 2 /* NaN becomes 0, the others +-2^56 or the largest finite value of the element type; counted */
 };
 
@@ -247,13 +247,13 @@ typedef struct ta_context_info {
     char degraded[256];           /* what is missing here and why; empty when nothing is */
     int32_t device_ordinal;       /* the GPU; 0 on a CPU */
     int32_t compute_capability;   /* 90: sm_90; 0 on a CPU */
-    uint64_t device_bytes_in_use; /* GPU memory of the context's pools and plans */
+    uint64_t device_bytes_in_use; /* GPU memory of the context's pools, plans and dense calls */
     uint64_t device_bytes_peak;
 } ta_context_info;
 
 /* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
  * On a GPU tensors lie in its memory (or in host memory registered with CUDA), the caller's current device is left as it is, and
- * append and attend enqueue work on the plan's stream and return.
+ * append, attend and dense attention enqueue work on a stream and return.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a GPU), TA_E_MEMORY, TA_E_LIMIT
  * (threads could not be started), TA_E_DEVICE. */
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
@@ -444,12 +444,16 @@ typedef struct ta_dense_options {
     ta_granularity v_granularity; /* PAGE, TENSOR or TOKEN; default: the variant's */
     ta_nonfinite nonfinite;
     const ta_attend_options* attend; /* mask, scale, softcap, window, slopes, sinks, exp, p; NULL: defaults */
+    ta_stream stream;                /* of a GPU context: where the work is enqueued; NULL on a CPU */
 } ta_dense_options;
 
-/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way. Synchronous on a CPU.
+/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way. Synchronous on a CPU; on a GPU it enqueues on
+ * options.stream and returns. The offsets are read, in host memory, before it returns, so a capturing stream is TA_E_STATE.
  *   q, out   [sum of query tokens, q_heads, head_dim]
  *   k, v     [sum of keys, kv_heads, head_dim]; q_heads = kv_heads x 1..16; head_dim 64, 96, 128 or 256
  *   lse      [q.tokens, q_heads] or NULL
+ * A GPU takes values that are not finite as 0. Under TA_NONFINITE_REJECT it counts them, and the context's next rejecting call
+ * that finds any counted fails once with TA_E_NONFINITE: to ask about calls that are complete, call with no query tokens.
  * Errors: as ta_attend. */
 TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
                                  const ta_tensor* out, float* lse, const ta_dense_options* options, ta_error* err);

@@ -223,44 +223,17 @@ class Appender {
     template <DType kType, int kRows>
     __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
                                  float (&amax)[kRows]) const {
-        constexpr float kLimit = kType == DType::kF16 ? 65504.0f : kMaxMagnitude;
         const TensorArgs& from = tensor ? a_.v : a_.k;
-        const int64_t at = row * from.stride_row + head_ * from.stride_head + 8 * lane_;
         const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
-        constexpr int64_t kBytes = int64_t(cpu::dtype_bytes(kType));
-        const auto* bytes = static_cast<const uint8_t*>(from.data) + at * kBytes;
-        const int64_t stride = 8 * from.stride_row * kBytes;
         RawRow<kType> raw[kRows] = {};
-        if (valid) {
-            if (((reinterpret_cast<uintptr_t>(bytes) | uintptr_t(stride)) & 15) == 0) {
-#pragma unroll
-                for (int p = 0; p < kRows; ++p) raw[p].load(bytes + p * stride);
-            } else {
-#pragma unroll
-                for (int p = 0; p < kRows; ++p) raw[p].load_unaligned(bytes + p * stride);
-            }
-        }
+        load_rows(from, row, 8, head_, lane_, valid ? kRows : 0, raw);
         float sign[8];
         if (rotated) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
         }
-        bool fine = true;
-#pragma unroll
-        for (int p = 0; p < kRows; ++p) {
-            raw[p].widen(x[p]);
-            amax[p] = raw[p].amax();
-            fine &= amax[p] <= kLimit;
-        }
-        if (!fine) {
-            int replaced = 0;
-#pragma unroll
-            for (int p = 0; p < kRows; ++p) {
-                replaced += replace_beyond(x[p], kLimit, a_.saturate);
-                amax[p] = lane_amax(x[p]);
-            }
-            if (count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
-        }
+        const int replaced = widen_rows(raw, a_.saturate, x, amax);
+        if (replaced && count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
         if (tensor == 0 && a_.k_offset && valid) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {

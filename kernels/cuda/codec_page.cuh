@@ -6,6 +6,7 @@
 // division by a step, and that is right for all values and steps that occur (tests/kernels/cuda/append_test.cu tries them all).
 #pragma once
 
+#include "kernels/cuda/append.h"
 #include "kernels/cuda/codec_rows.cuh"
 
 namespace ta::cuda {

@@ -100,6 +100,64 @@ __device__ __forceinline__ int replace_beyond(float (&x)[8], float limit, bool s
     return replaced;
 }
 
+// A lane's channels of rows `row`, row + step, ... of a tensor's head, the first `rows` of them; the others are zeros.
+template <DType kType, int kRows>
+__device__ __forceinline__ void load_rows(const TensorArgs& from, int64_t row, int step, int head, int lane_in_row, int rows,
+                                          RawRow<kType> (&raw)[kRows]) {
+    constexpr int64_t kBytes = int64_t(cpu::dtype_bytes(kType));
+    const int64_t at = row * from.stride_row + head * from.stride_head + 8 * lane_in_row;
+    const auto* bytes = static_cast<const uint8_t*>(from.data) + at * kBytes;
+    const int64_t stride = step * from.stride_row * kBytes;
+    if (rows <= 0) return;
+    if (((reinterpret_cast<uintptr_t>(bytes) | uintptr_t(stride)) & 15) == 0) {
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) {
+            if (p < rows) raw[p].load(bytes + p * stride);
+        }
+    } else {
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) {
+            if (p < rows) raw[p].load_unaligned(bytes + p * stride);
+        }
+    }
+}
+
+// Their values, those that no scale is made for replaced, and the lane's largest magnitudes. Returns how many were replaced.
+template <DType kType, int kRows>
+__device__ __forceinline__ int widen_rows(const RawRow<kType> (&raw)[kRows], bool saturate, float (&x)[kRows][8],
+                                          float (&amax)[kRows]) {
+    constexpr float kLimit = kType == DType::kF16 ? 65504.0f : kMaxMagnitude;
+    bool fine = true;
+#pragma unroll
+    for (int p = 0; p < kRows; ++p) {
+        raw[p].widen(x[p]);
+        amax[p] = raw[p].amax();
+        fine &= amax[p] <= kLimit;
+    }
+    if (fine) return 0;
+    int replaced = 0;
+#pragma unroll
+    for (int p = 0; p < kRows; ++p) {
+        replaced += replace_beyond(x[p], kLimit, saturate);
+        amax[p] = lane_amax(x[p]);
+    }
+    return replaced;
+}
+
+// Both, whatever the type.
+template <int kRows>
+__device__ __forceinline__ int read_rows(const TensorArgs& from, int64_t row, int step, int head, int lane_in_row, int rows,
+                                         bool saturate, float (&x)[kRows][8], float (&amax)[kRows]) {
+    const auto of = [&]<DType kType>() {
+        RawRow<kType> raw[kRows] = {};
+        load_rows(from, row, step, head, lane_in_row, rows, raw);
+        return widen_rows(raw, saturate, x, amax);
+    };
+    if (from.dtype == DType::kBf16) return of.template operator()<DType::kBf16>();
+    if (from.dtype == DType::kF16) return of.template operator()<DType::kF16>();
+    return of.template operator()<DType::kF32>();
+}
+
 // rotation.h: butterflies of distance 1, 2, 4 within a lane, the others across lanes. `sign` is the lane's.
 template <int D>
 __device__ __forceinline__ void rotate_row(float (&x)[8], const float (&sign)[8], int lane_in_row) {

@@ -74,7 +74,6 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
         TA_RETURN_IF_ERROR(check_process(*context->impl));
-        TA_RETURN_IF_ERROR(check_on_cpu(*context->impl, "ta_attend_dense"));
         DenseCall call;
         const ta_tensor* given[] = {q, k, v, out};
         TensorView* views[] = {&call.q, &call.k, &call.v, &call.out};
@@ -103,10 +102,14 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         ta_attend_options storage;
         Result<const ta_attend_options*> attend = read_attend_options(o.attend, 6, &storage);
         if (!attend.ok()) return std::move(attend).status();
+        const bool on_cpu = !context->impl->device();
+        if (on_cpu && o.stream) {
+            return fail(TA_E_UNSUPPORTED, "options.stream is not null; a CPU context has no streams").argument(6);
+        }
         const bool page = o.variant == TA_DENSE_INT8_PAGE;
         Result<AttendSettings> settings =
             resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim),
-                           page ? cpu::ExpMode::kPoly : cpu::ExpMode::kExact, page ? TA_P_U8 : TA_P_S8_127);
+                           page ? cpu::ExpMode::kPoly : cpu::ExpMode::kExact, page ? TA_P_U8 : TA_P_S8_127, on_cpu);
         if (!settings.ok()) return std::move(settings).status().argument(6);
         call.lse = lse;
         call.q_offsets = q_offsets.value();
@@ -115,6 +118,7 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         call.v_granularity = o.v_granularity;
         call.saturate = o.nonfinite == TA_NONFINITE_SATURATE;
         call.settings = settings.value();
+        call.stream = o.stream;
         return attend_dense(*context->impl, call);
     });
 }

@@ -6,8 +6,7 @@
 #include <map>
 
 #include "kernels/cuda/append.h"
-#include "kernels/cuda/decode.h"
-#include "kernels/cuda/prefill.h"
+#include "src/attend/cuda_attend.h"
 #include "src/attend/cuda_tables.h"
 #include "src/kv/cuda_hasher.h"
 
@@ -17,18 +16,6 @@ namespace {
 using cuda::AppendArgs;
 using cuda::AttendArgs;
 using cuda::HeadArgs;
-using cuda::SequenceArgs;
-
-constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a sequence, so that positions and slopes fit 32 bits with room
-
-// A schedule of prefill depends on more than lengths: one for each combination that the plan has met.
-struct PrefillKey {
-    int group;
-    bool causal;
-    int window;
-    bool by_kernel;  // the prefill kernel, else the decode kernel with chunks of the queries
-    auto operator<=>(const PrefillKey&) const = default;
-};
 
 class CudaStep final : public StepBackend {
   public:
@@ -56,25 +43,16 @@ class CudaStep final : public StepBackend {
         DeviceBuffer buffer;
         Staging staging;
         uint64_t step = 0;  // that it was made for
-        int chunks = 0;
-        size_t counts_at = 0;
-    };
-
-    // One launch of an attend: decode or, with a schedule, prefill.
-    struct Work {
-        AttendArgs args{};
-        cuda::DecodePlan plan{};
-        const uint8_t* schedule = nullptr;
+        ManyRows rows;
     };
 
     Status prepare();
     Status upload_constants();
     Status upload(uint8_t* to, const void* staged, size_t bytes);
-    Status upload_schedule(const PrefillKey& key, Schedule& schedule);
-    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, Work& work);
-    Status prepare_prefill(AttendArgs args, ta_p p, bool captured, Work& work);
-    Status plan_work(const AttendArgs& args, int max_rows, bool captured, Work& work);
-    Status launch(const Work& work);
+    Status upload_schedule(const ManyRowsKey& key, Schedule& schedule);
+    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
+    Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
+    Status reserve_workspace(const AttendWork& work, bool captured);
     Status seal_blocks();
     Status capturing(bool* yes) const;
     void see_call(bool captured);
@@ -91,8 +69,10 @@ class CudaStep final : public StepBackend {
     const HeadArgs* heads_of(uint32_t layer) const {
         return reinterpret_cast<const HeadArgs*>(constants_.data() + offset_of_heads_) + pool_.geometry().index(layer, 0);
     }
-    static cuda::TensorArgs tensor_args(const TensorView& v) { return {v.data, v.stride_token, v.stride_head, v.dtype}; }
-    Status check_device_memory(const void* data, const char* name) const;
+    template <class Data>
+    Status check_memory(const Data& data, const char* name) const {
+        return check_device_memory(device_, data, name);
+    }
 
     Pool& pool_;
     CudaDevice& device_;
@@ -113,7 +93,7 @@ class CudaStep final : public StepBackend {
     DeviceBuffer decode_workspace_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
-    std::map<PrefillKey, Schedule> schedules_;
+    std::map<ManyRowsKey, Schedule> schedules_;  // one for each combination that the plan has met
     cuda::AppendPlan append_plan_{};
 };
 
@@ -169,14 +149,14 @@ Status CudaStep::begin(Step& step) {
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(&captured));
     if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
-    if (std::max(step.total_new, step.total_query) > kMaxKeys) {
+    if (std::max(step.total_new, step.total_query) > kMaxCudaKeys) {
         return fail(TA_E_LIMIT, "the step has %lld tokens; on a GPU the limit is 2^30",
                     (long long)std::max(step.total_new, step.total_query));
     }
     TA_RETURN_IF_ERROR(prepare());
     for (size_t i = 0; i < step.members.size(); ++i) {
         const StepMember& m = step.members[i];
-        if (m.length + m.n_new > kMaxKeys) {
+        if (m.length + m.n_new > kMaxCudaKeys) {
             return fail(TA_E_LIMIT, "the sequence would have %lld tokens; on a GPU the limit is 2^30",
                         (long long)(m.length + m.n_new))
                 .sequence(int64_t(i));
@@ -210,42 +190,15 @@ Status CudaStep::prepare() {
     return {};
 }
 
-// The prefill kernel's tiles or, where it cannot run the call, chunks of 16 rows for the decode kernel: query tokens [i, i + c) of
-// a sequence are the last ones of a shorter sequence under a causal mask.
-Status CudaStep::upload_schedule(const PrefillKey& key, Schedule& schedule) {
+Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
     const int kv_heads = int(pool_.geometry().kv_heads);
-    if (key.by_kernel) {
-        const int64_t tiles = cuda::count_prefill_tiles(tables_.prefill(), tables_.group(), kv_heads);
-        const size_t bytes = cuda::prefill_schedule_bytes(device_.properties().multiProcessorCount, tiles);
-        TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
-        TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
-        void* staged = schedule.staging.part(bytes);
-        cuda::plan_prefill(tables_.prefill(), tables_.group(), kv_heads, key.causal, key.window,
-                           device_.properties().multiProcessorCount, staged);
-        TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
-    } else {
-        std::vector<SequenceArgs> chunks;
-        const int32_t tokens = cuda::kDecodeRows / tables_.group();
-        for (const SequenceArgs& s : tables_.prefill()) {
-            for (int32_t first = 0; first < s.n_query; first += tokens) {
-                SequenceArgs c = s;
-                c.n_query = std::min(tokens, s.n_query - first);
-                c.row = s.row + first;
-                if (key.causal) c.n_keys = s.n_keys - s.n_query + first + c.n_query;
-                chunks.push_back(c);
-            }
-        }
-        const size_t counts_at = round_up(chunks.size() * sizeof(SequenceArgs), 16);
-        const size_t bytes = counts_at + (chunks.size() + 1) * sizeof(int32_t);
-        TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's chunks"));
-        TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
-        auto* staged = static_cast<uint8_t*>(schedule.staging.part(bytes));
-        std::memcpy(staged, chunks.data(), chunks.size() * sizeof(SequenceArgs));
-        cuda::count_pages(chunks, reinterpret_cast<int32_t*>(staged + counts_at));
-        TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
-        schedule.chunks = int(chunks.size());
-        schedule.counts_at = counts_at;
-    }
+    schedule.rows = ManyRows(device_, key, tables_.prefill(), kv_heads);
+    const size_t bytes = schedule.rows.bytes;
+    TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
+    TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
+    auto* staged = static_cast<uint8_t*>(schedule.staging.part(bytes));
+    schedule.rows.write(device_, key, tables_.prefill(), kv_heads, staged);
+    TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
     TA_RETURN_IF_ERROR(schedule.staging.record(device_, stream_));
     schedule.step = steps_;
     return {};
@@ -264,19 +217,6 @@ void CudaStep::see_call(bool captured) {
     if (!captured) return;
     captured_ = true;
     captured_kind_ = kind_of_step();
-}
-
-Status CudaStep::check_device_memory(const void* data, const char* name) const {
-    if (!data) return {};
-    cudaPointerAttributes a{};
-    TA_RETURN_IF_ERROR(device_.check(cudaPointerGetAttributes(&a, data), "looking at a pointer"));
-    if (a.type == cudaMemoryTypeUnregistered) {
-        return fail(TA_E_INVALID, "%s lies in pageable host memory; on a GPU context tensors lie in device memory", name);
-    }
-    if (a.type == cudaMemoryTypeDevice && a.device != device_.ordinal()) {
-        return fail(TA_E_INVALID, "%s lies on GPU %d; the context is on GPU %d", name, a.device, device_.ordinal());
-    }
-    return {};
 }
 
 // ------------------------------------------------------------------------------------------------------------------ append
@@ -305,8 +245,8 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
 Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    if (Status s = check_device_memory(k.data, "k"); !s.ok()) return std::move(s).argument(2);
-    if (Status s = check_device_memory(v.data, "v"); !s.ok()) return std::move(s).argument(3);
+    if (Status s = check_memory(k, "k"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(&captured));
     const Geometry& g = pool_.geometry();
@@ -350,12 +290,12 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
 Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    if (Status s = check_device_memory(call.q.data, "q"); !s.ok()) return std::move(s).argument(2);
-    if (Status s = check_device_memory(call.out.data, "out"); !s.ok()) return std::move(s).argument(3);
-    if (Status s = check_device_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
+    if (Status s = check_memory(call.q, "q"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_memory(call.out, "out"); !s.ok()) return std::move(s).argument(3);
+    if (Status s = check_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
     const AttendSettings& settings = call.settings;
-    if (Status s = check_device_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
-    if (Status s = check_device_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
+    if (Status s = check_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
+    if (Status s = check_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(&captured));
     if (call.group != tables_.group()) {
@@ -385,73 +325,45 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.q_levels = call.q_levels;
     a.saturate = call.saturate;
     a.nonfinite = nullptr;
-    a.scale = settings.scale;
-    a.causal = settings.mask == TA_MASK_CAUSAL;
-    a.window = int32_t(std::min<int64_t>(settings.window, kMaxKeys));
-    a.softcap = settings.softcap;
-    a.alibi_slope = settings.alibi_slopes;
-    a.sink = settings.sinks;
-    a.exp = settings.exp;
+    set_options(settings, a);
     // Whatever may fail comes before the first launch, which writes to out.
-    Work decode, prefill;
+    AttendWork decode, prefill;
     const int rows = tables_.max_decode_rows();
     if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
     if (tables_.any_prefill()) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
-    if (rows > 0) TA_RETURN_IF_ERROR(launch(decode));
-    if (tables_.any_prefill()) TA_RETURN_IF_ERROR(launch(prefill));
+    if (rows > 0) TA_RETURN_IF_ERROR(launch_attend(device_, decode, decode_workspace_.data(), stream_));
+    if (tables_.any_prefill()) {
+        TA_RETURN_IF_ERROR(launch_attend(device_, prefill, decode_workspace_.data(), stream_));
+    }
     see_call(captured);
     return {};
 }
 
-Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, Work& work) {
+Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, AttendWork& work) {
     const PFormat format = p_format(p, max_rows);
     a.p_levels = format.levels;
     a.p_running = format.running;
-    return plan_work(a, max_rows, captured, work);
+    TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
+    return reserve_workspace(work, captured);
 }
 
-Status CudaStep::plan_work(const AttendArgs& a, int max_rows, bool captured, Work& work) {
-    work.args = a;
-    const cuda::DecodeShape shape{a.head_dim, a.kv_heads, a.group, a.batch, max_rows};
-    TA_RETURN_IF_ERROR(device_.check(cuda::plan_decode(device_.ordinal(), shape, &work.plan), "planning attention"));
+Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
+    Result<ManyRowsKey> key = choose_for_many_rows(device_, p, a);
+    if (!key.ok()) return std::move(key).status();
+    Schedule& schedule = schedules_.try_emplace(key.value(), device_).first->second;
+    if (schedule.step != steps_) {
+        if (captured) return needs_a_run("these options");
+        TA_RETURN_IF_ERROR(upload_schedule(key.value(), schedule));
+    }
+    TA_RETURN_IF_ERROR(plan_many_rows(device_, a, schedule.rows, work));
+    set_schedule(schedule.rows, schedule.buffer.data(), work);
+    return reserve_workspace(work, captured);
+}
+
+Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
     if (decode_workspace_.holds(work.plan.workspace_bytes)) return {};
     if (captured) return needs_a_run("this shape of a batch");
     return decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention");
-}
-
-Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, Work& work) {
-    const PFormat format = p_format(p, cuda::kDecodeRows + 1);
-    a.p_levels = format.levels;
-    a.p_running = false;
-    const bool by_kernel = device_.properties().major == 9 && p == TA_P_U8_RUNNING && !cuda::prefill_refusal(a);
-    a.p_running = format.running && !by_kernel;
-    if (!by_kernel && !a.causal && (a.window > 0 || a.alibi_slope)) {
-        return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
-                    cuda::kDecodeRows);
-    }
-    const PrefillKey key{a.group, a.causal, a.window, by_kernel};
-    Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
-    if (schedule.step != steps_) {
-        if (captured) return needs_a_run("these options");
-        TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
-    }
-    if (by_kernel) {
-        work.args = a;
-        work.schedule = schedule.buffer.data();
-        return {};
-    }
-    a.sequences = reinterpret_cast<const SequenceArgs*>(schedule.buffer.data());
-    a.pages_before = reinterpret_cast<const int32_t*>(schedule.buffer.data() + schedule.counts_at);
-    a.batch = schedule.chunks;
-    return plan_work(a, cuda::kDecodeRows / a.group * a.group, captured, work);
-}
-
-Status CudaStep::launch(const Work& work) {
-    if (work.schedule) {
-        const int ctas = device_.properties().multiProcessorCount;
-        return device_.check(cuda::launch_prefill(work.args, work.schedule, ctas, stream_), "a prefill");
-    }
-    return device_.check(cuda::launch_decode(work.plan, work.args, decode_workspace_.data(), stream_), "attention");
 }
 
 Status CudaStep::needs_a_run(const char* what) {
@@ -492,7 +404,7 @@ std::vector<uint64_t> CudaStep::kind_of_step() const {
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {
         kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));
-        kind.push_back(uint64_t(schedule.chunks));
+        kind.push_back(uint64_t(schedule.rows.chunks));
     }
     return kind;
 }

@@ -30,15 +30,11 @@ class DenseRun {
           call_(call),
           d_(int(call.k.head_dim)),
           kv_heads_(call.k.heads),
-          levels_(call.variant == TA_DENSE_INT8_PAGE ? kStage1Levels : kIntFlashLevels),
+          levels_(call.levels()),
+          v_granularity_(call.v_scale()),
           pages_(context.allocator()),
           v_float_(context.allocator()),
-          scratch_(context.allocator()) {
-        const bool int8_page = call.variant == TA_DENSE_INT8_PAGE;
-        v_granularity_ = call.v_granularity != TA_GRANULARITY_DEFAULT ? call.v_granularity
-                         : int8_page                                  ? TA_GRANULARITY_PAGE
-                                                                      : TA_GRANULARITY_TENSOR;
-    }
+          scratch_(context.allocator()) {}
 
     Status run() {
         TA_RETURN_IF_ERROR(prepare());
@@ -148,7 +144,7 @@ class DenseRun {
     const int d_;
     const int64_t kv_heads_;
     const int levels_;
-    ta_granularity v_granularity_;
+    const ta_granularity v_granularity_;
     Buffer pages_, v_float_, scratch_;
     std::vector<PageTask> tasks_;
     std::vector<PageBase> bases_;
@@ -159,6 +155,7 @@ class DenseRun {
 }  // namespace
 
 Status attend_dense(Context& context, const DenseCall& call) {
+    if (Device* device = context.device()) return device->attend_dense(call);
     if (!call.saturate) {
         const cpu::PageCodec& codec = *context.kernels().codec;
         const TensorView* tensors[] = {&call.q, &call.k, &call.v};

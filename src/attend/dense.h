@@ -1,9 +1,11 @@
-// ta_attend_dense: quantizes K and V tensors to INT8 token pages in a workspace and attends to them.
+// ta_attend_dense: quantizes K and V tensors to INT8 token pages in a workspace and attends to them. A GPU's version:
+// src/attend/cuda_dense.h.
 #pragma once
 
 #include <memory>
 #include <span>
 
+#include "kernels/format/codec.h"
 #include "src/attend/executor.h"
 
 namespace ta {
@@ -16,6 +18,13 @@ struct DenseCall {
     ta_granularity v_granularity = TA_GRANULARITY_DEFAULT;
     bool saturate = false;
     AttendSettings settings;
+    ta_stream stream = nullptr;  // of a GPU
+
+    int levels() const { return variant == TA_DENSE_INT8_PAGE ? kStage1Levels : kIntFlashLevels; }
+    ta_granularity v_scale() const {
+        if (v_granularity != TA_GRANULARITY_DEFAULT) return v_granularity;
+        return variant == TA_DENSE_INT8_PAGE ? TA_GRANULARITY_PAGE : TA_GRANULARITY_TENSOR;
+    }
 };
 
 // Inputs are checked already, but for finiteness.

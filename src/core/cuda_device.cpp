@@ -78,18 +78,22 @@ uint8_t* CudaDevice::allocate(size_t bytes) {
     void* ptr = nullptr;
     // cudaMalloc aligns to 256 bytes at least, and to a page of 2 MiB from 1 MiB on.
     if (cudaMalloc(&ptr, std::max<size_t>(bytes, 2 << 20)) != cudaSuccess) return nullptr;
-    const uint64_t now = in_use_.fetch_add(bytes) + bytes;
-    uint64_t peak = peak_.load();
-    while (now > peak && !peak_.compare_exchange_weak(peak, now)) {
-    }
+    count_bytes(int64_t(bytes));
     return static_cast<uint8_t*>(ptr);
+}
+
+void CudaDevice::count_bytes(int64_t change) {
+    const uint64_t now = in_use_.fetch_add(uint64_t(change)) + uint64_t(change);
+    uint64_t peak = peak_.load();
+    while (change > 0 && now > peak && !peak_.compare_exchange_weak(peak, now)) {
+    }
 }
 
 void CudaDevice::deallocate(uint8_t* ptr, size_t bytes) {
     if (!ptr) return;
     const CudaScope scope(ordinal_);
     cudaFree(ptr);
-    in_use_.fetch_sub(bytes);
+    count_bytes(-int64_t(bytes));
 }
 
 uint32_t* CudaDevice::allocate_counters(size_t n) {

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -11,6 +12,8 @@
 #include "src/core/device.h"
 
 namespace ta {
+
+class CudaDense;
 
 // Makes a device (-1: none) current for a scope and puts the caller's back. What the calls in the scope leave as the thread's last error is
 // taken away, unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
@@ -42,10 +45,14 @@ class CudaDevice final : public Device {
     Status health() const override;
     std::unique_ptr<StepBackend> make_step(Pool& pool) override;                           // src/attend/cuda_step.cpp
     Status verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) override;  // src/kv/cuda_hasher.cpp
+    Status attend_dense(const DenseCall& call) override;                                   // src/attend/cuda_dense.cpp
     uint32_t* allocate_counters(size_t n) override;
     void deallocate_counters(uint32_t* counters) override;
     uint64_t bytes_in_use() const override { return in_use_.load(std::memory_order_relaxed); }
     uint64_t bytes_peak() const override { return peak_.load(std::memory_order_relaxed); }
+
+    // Memory that was taken (or given back) other than by allocate().
+    void count_bytes(int64_t change);
 
     // The status for the result of a CUDA call: `what` says what was tried. Errors that end the device are remembered.
     Status check(cudaError_t error, const char* what) const;
@@ -62,10 +69,11 @@ class CudaDevice final : public Device {
     const int ordinal_;
     cudaDeviceProp properties_{};
     cudaStream_t copies_ = nullptr;
-    mutable std::mutex mutex_;  // of copies_ and fences_
+    mutable std::mutex mutex_;  // of copies_, fences_ and dense_
     std::vector<cudaEvent_t> fences_;
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device
+    std::shared_ptr<CudaDense> dense_;  // made by the first dense call; uses the others
 };
 
 }  // namespace ta

@@ -13,6 +13,7 @@ namespace ta {
 class Pool;
 class StepBackend;
 struct PlacedBlock;
+struct DenseCall;
 
 class Device {
   public:
@@ -31,6 +32,8 @@ class Device {
     virtual Status health() const = 0;
     // What runs the steps of a plan of `pool`.
     virtual std::unique_ptr<StepBackend> make_step(Pool& pool) = 0;
+    // Enqueues a dense call; inputs are checked but for where they lie and their values.
+    virtual Status attend_dense(const DenseCall& call) = 0;
     // Recomputes the hashes of sealed blocks of `pool`, behind all work enqueued so far. TA_E_CORRUPT names block and layer.
     virtual Status verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) = 0;
     // Zeroed host memory that kernels write to; nullptr when there is none.

@@ -473,6 +473,7 @@ TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
         {"negative variant", dense([](O& o) { o.variant = -1; }), TA_E_INVALID, 6, "variant is -1"},
         {"v_granularity", dense([](O& o) { o.v_granularity = 4; }), TA_E_INVALID, 6, "v_granularity is 4"},
         {"nonfinite", dense([](O& o) { o.nonfinite = 9; }), TA_E_INVALID, 6, "nonfinite is 9"},
+        {"stream", dense([](O& o) { o.stream = reinterpret_cast<ta_stream>(&o); }), TA_E_UNSUPPORTED, 6, "has no streams"},
         {"batch too large", dense([](O& o) { o.batch = UINT32_MAX; }), TA_E_INVALID, 6, "batch is 4294967295"},
         {"queries do not split", dense([](O& o) { o.batch = 4; }), TA_E_INVALID, 6, "give options.q_offsets"},
         {"keys do not split", dense([](O& o) { o.batch = 3; }), TA_E_INVALID, 6, "give options.k_offsets"},

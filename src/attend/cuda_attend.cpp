@@ -1,0 +1,132 @@
+#include "src/attend/cuda_attend.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/cuda/prefill.h"
+
+namespace ta {
+
+using cuda::AttendArgs;
+using cuda::SequenceArgs;
+
+Status check_device_memory(const CudaDevice& device, const void* data, const char* name) {
+    if (!data) return {};
+    cudaPointerAttributes a{};
+    TA_RETURN_IF_ERROR(device.check(cudaPointerGetAttributes(&a, data), "looking at a pointer"));
+    if (a.type == cudaMemoryTypeUnregistered) {
+        return fail(TA_E_INVALID, "%s lies in pageable host memory; on a GPU context tensors lie in device memory", name);
+    }
+    if (a.type == cudaMemoryTypeDevice && a.device != device.ordinal()) {
+        return fail(TA_E_INVALID, "%s lies on GPU %d; the context is on GPU %d", name, a.device, device.ordinal());
+    }
+    return {};
+}
+
+void set_options(const AttendSettings& settings, AttendArgs& args) {
+    args.scale = settings.scale;
+    args.causal = settings.mask == TA_MASK_CAUSAL;
+    args.window = int32_t(std::min<int64_t>(settings.window, kMaxCudaKeys));
+    args.softcap = settings.softcap;
+    args.alibi_slope = settings.alibi_slopes;
+    args.sink = settings.sinks;
+    args.exp = settings.exp;
+}
+
+Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
+    const PFormat format = p_format(p, cuda::kDecodeRows + 1);
+    args.p_levels = format.levels;
+    args.p_running = false;
+    const bool by_kernel = device.properties().major == 9 && p == TA_P_U8_RUNNING && !cuda::prefill_refusal(args);
+    args.p_running = format.running && !by_kernel;
+    if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {
+        return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
+                    cuda::kDecodeRows);
+    }
+    return ManyRowsKey{args.group, args.causal, args.window, by_kernel};
+}
+
+namespace {
+
+// Calls fn(chunk) for each chunk of up to 16 rows.
+template <class Fn>
+void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, Fn fn) {
+    const int32_t tokens = cuda::kDecodeRows / key.group;
+    for (const SequenceArgs& s : sequences) {
+        for (int32_t first = 0; first < s.n_query; first += tokens) {
+            SequenceArgs c = s;
+            c.n_query = std::min(tokens, s.n_query - first);
+            c.row = s.row + first;
+            // Below zero: none of the rows sees a key, which is so with no keys too.
+            if (key.causal) c.n_keys = std::max(0, s.n_keys - s.n_query + first + c.n_query);
+            fn(c);
+        }
+    }
+}
+
+}  // namespace
+
+ManyRows::ManyRows(const CudaDevice& device, const ManyRowsKey& key, std::span<const SequenceArgs> sequences, int kv_heads)
+    : by_kernel(key.by_kernel) {
+    if (by_kernel) {
+        const int64_t tiles = cuda::count_prefill_tiles(sequences, key.group, kv_heads);
+        bytes = cuda::prefill_schedule_bytes(device.properties().multiProcessorCount, tiles);
+        return;
+    }
+    for_each_chunk(key, sequences, [this](const SequenceArgs& c) {
+        ++chunks;
+        pages += (c.n_keys + kPageTokens - 1) / kPageTokens;
+    });
+    max_rows_of_one = cuda::kDecodeRows / key.group * key.group;
+    counts_at = round_up(size_t(chunks) * sizeof(SequenceArgs), 16);
+    bytes = counts_at + size_t(chunks + 1) * sizeof(int32_t);
+}
+
+void ManyRows::write(const CudaDevice& device, const ManyRowsKey& key, std::span<const SequenceArgs> sequences, int kv_heads,
+                     uint8_t* to) const {
+    if (by_kernel) {
+        cuda::plan_prefill(sequences, key.group, kv_heads, key.causal, key.window, device.properties().multiProcessorCount, to);
+        return;
+    }
+    auto* const first = reinterpret_cast<SequenceArgs*>(to);
+    SequenceArgs* next = first;
+    for_each_chunk(key, sequences, [&next](const SequenceArgs& c) { *next++ = c; });
+    cuda::count_pages({first, next}, reinterpret_cast<int32_t*>(to + counts_at));
+}
+
+Status plan_few_rows(const CudaDevice& device, const AttendArgs& args, int max_rows, AttendWork& work) {
+    work.args = args;
+    const cuda::DecodeShape shape{args.head_dim, args.kv_heads, args.group, args.batch, max_rows};
+    return device.check(cuda::plan_decode(device.ordinal(), shape, &work.plan), "planning attention");
+}
+
+Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const ManyRows& rows, AttendWork& work) {
+    work = {};
+    work.args = args;
+    if (rows.by_kernel) return {};
+    if (rows.pages * args.kv_heads > INT32_MAX) {
+        return fail(TA_E_LIMIT, "the queries, 16 rows of a kv head at a time, read %lld pages; the limit is 2^31 - 1",
+                    (long long)(rows.pages * args.kv_heads));
+    }
+    work.args.batch = rows.chunks;
+    return plan_few_rows(device, work.args, rows.max_rows_of_one, work);
+}
+
+void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
+    if (rows.by_kernel) {
+        work.schedule = schedule;
+        return;
+    }
+    work.args.sequences = reinterpret_cast<const SequenceArgs*>(schedule);
+    work.args.pages_before = reinterpret_cast<const int32_t*>(schedule + rows.counts_at);
+}
+
+Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {
+    if (work.schedule) {
+        const int ctas = device.properties().multiProcessorCount;
+        return device.check(cuda::launch_prefill(work.args, work.schedule, ctas, stream), "a prefill");
+    }
+    return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream), "attention");
+}
+
+}  // namespace ta
