@@ -3,7 +3,7 @@
 // only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below POLY's.
 #pragma once
 
-#include "kernels/cuda/decode_output.cuh"
+#include "kernels/cuda/decode_merge.cuh"
 #include "kernels/cuda/decode_page.cuh"
 
 namespace ta::cuda {
@@ -18,7 +18,7 @@ struct DecodeSegment {
 
 __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at) {
     DecodeSegment g;
-    g.s = p.a.sequences[at.seq];
+    g.s = at.s;
     g.seq = at.seq;
     g.head = at.head;
     const HeadArgs h = p.a.heads ? p.a.heads[at.head] : HeadArgs{0, 4, 4, 0};
@@ -139,14 +139,14 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + i, token = row / p.a.group, q_head = seg.head * p.a.group + row % p.a.group;
             const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
-            const int64_t at = (int64_t(seg.seq) * p.a.kv_heads + seg.head) * p.row_capacity + row;
-            const float bias = p.a.k_offset ? p.query_bias[at] : 0.0f;
+            const float bias = memory.query_bias[row];  // 0 without an offset
             const int32_t to_row = first_key + r - (seg.s.n_keys - seg.s.n_query + token);
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
         }
     }
     mask(p, seg, first_key, tile, x, lane);
+    __syncwarp();  // the digits, in whose place P goes, have been read
     const bool running = p_running || sas;  // values depend on the running maximum
     float top[N];
     raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
@@ -170,7 +170,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
-        store_p(memory.w.p[tile + n], bits, lane);
+        store_p(memory.p(tile + n), bits, lane);
     }
 }
 
@@ -181,6 +181,7 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
                                                 float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
                                                 DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
     mask(p, seg, first_key, tile, x, lane);
+    __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
     raise_maxima(rows, tile, x, kHeadroom, top);
 #pragma unroll
@@ -197,7 +198,7 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
         }
         rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
         factor[tile + n] = vfac * weight;
-        store_p(memory.w.p[tile + n], bits, lane);
+        store_p(memory.p(tile + n), bits, lane);
     }
 }
 
@@ -299,7 +300,7 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
     __syncwarp();
     uint32_t b[kTiles][2][2];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) load_p(memory.w.p[n], lane, b[n]);
+    for (int n = 0; n < kTiles; ++n) load_p(memory.p(n), lane, b[n]);
     if constexpr (kKBits == 8) {
         token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, rows.o, lane);
     } else {
@@ -313,58 +314,75 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
     }
 }
 
-// Writes the rows of a segment: results if it is the whole of its (sequence, head), else a partial result.
+// Writes the rows of a segment: results if it is the whole of its (sequence, head), else a partial result to `partial`.
 template <int D, int kTiles, class Memory>
-__device__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, bool whole, int64_t slot, Memory& memory,
-                              DecodeRows<D, kTiles>& rows, int lane) {
+__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, bool whole, void* partial,
+                                              Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
     using Rows = DecodeRows<D, kTiles>;
-    const int r = lane / 4, i = lane % 4, n_rows = seg.s.n_query * p.a.group;
-    float* staging = memory.staging;  // [4, D]
+    constexpr int kWords = D / 32;
+    const int r = lane / 4, i = lane % 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-        if (4 * n >= n_rows) break;
+        if (4 * n >= seg.s.n_query * p.a.group) break;
         float l = rows.l[n];
 #pragma unroll
         for (int h = 4; h <= 16; h *= 2) l += __shfl_xor_sync(kAllLanes, l, h);
-        __syncwarp();
+        if constexpr (Rows::kTwoOrders) {  // o2 to the lanes that have these channels in o, two rows at a time
+            auto* staging = reinterpret_cast<float*>(memory.digits) + i % 2 * D;
+            static_assert(2 * D * sizeof(float) <= sizeof(memory.digits));
 #pragma unroll
-        for (int c = 0; c < Rows::kOut; ++c) staging[i * D + Rows::kOut * r + c] = rows.o[n][c];
-        __syncwarp();
-        if constexpr (Rows::kTwoOrders) {
+            for (int half = 0; half < 2; ++half) {
+                __syncwarp();
 #pragma unroll
-            for (int c = 0; c < Rows::kOut2; ++c) {
-                if (Rows::kOut2 * r + c < D) staging[i * D + Rows::kOut2 * r + c] += rows.o2[n][c];
+                for (int c = 0; c < Rows::kOut2; ++c) {
+                    if (i / 2 == half && Rows::kOut2 * r + c < D) staging[Rows::kOut2 * r + c] = rows.o2[n][c];
+                }
+                __syncwarp();
+#pragma unroll
+                for (int c = 0; c < Rows::kOut; ++c) {
+                    if (i / 2 == half) rows.o[n][c] += staging[Rows::kOut * r + c];
+                }
             }
             __syncwarp();
         }
-        for (int k = 0; k < 4; ++k) {
-            const int row = 4 * n + k;
-            if (row >= n_rows) break;
-            const float m = __shfl_sync(kAllLanes, rows.m[n], k), sum = __shfl_sync(kAllLanes, l, k);
-            const auto* from = reinterpret_cast<const float4*>(staging + k * D);
-            if (whole) {
-                const int q_head = seg.head * p.a.group + row % p.a.group;
-                const int64_t at = seg.s.row + row / p.a.group;
-                const RowEnd end = end_row(p.a, m, sum, q_head);
-                uint8_t* to = output_row(p.a, at, q_head);
-                for (int w = lane; w < D / 4; w += 32) store_word(to, p.a.out.dtype, w, scaled(from[w], end.factor));
-                if (p.a.lse && lane == 0) p.a.lse[at * p.a.kv_heads * p.a.group + q_head] = end.lse;
-            } else {
-                const int64_t at = slot * p.row_capacity + row;
-                auto* to = reinterpret_cast<float4*>(p.partial_o + at * D);
-                for (int w = lane; w < D / 4; w += 32) to[w] = from[w];
-                if (lane == 0) p.partial_ml[at] = make_float2(m, sum);
-            }
+        float4 o[kWords];
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
+        }
+        if (whole) {
+            write_row<D>(p.a, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) *partial_word<D>(partial, n, j, lane) = o[j];
+            if (r == 0) *partial_ml<D, kTiles>(partial, 4 * n + i) = make_float2(rows.m[n], l);
         }
     }
-    __syncwarp();
 }
 
 template <int D, int kTiles>
 inline constexpr int kWarpMemoryBytes =
     (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment* kPieceAlignment;
 
-// Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
+// The rows of sequences that no query sees a page of: zeros, or what learned sinks leave. By one warp of each CTA.
+template <int D>
+__device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane) {
+    for (int first = int(blockIdx.x) * 32; first < p.a.batch; first += int(gridDim.x) * 32) {
+        const int of_lane = min(first + lane, p.a.batch - 1);
+        const bool empty = p.pages_before[of_lane] == p.pages_before[of_lane + 1] && first + lane < p.a.batch;
+        for (uint32_t left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
+            const SequenceArgs s = p.a.sequences[first + __ffs(left) - 1];
+            const float4 zero[D / 32] = {};
+            for (int head = 0; head < p.a.kv_heads; ++head) {
+                for (int tile = 0; 4 * tile < s.n_query * p.a.group; ++tile) {
+                    write_row<D>(p.a, s, head, tile, 0, zero, kLowest, 0.0f, lane);
+                }
+            }
+        }
+    }
+}
+
+// Dynamic shared memory: for each warp WarpMemory and p.ring_bytes, then kDecodeCtaBytes.
 // kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
 template <int D, int kTiles, bool kGeneral>
 __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
@@ -372,41 +390,82 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     using Memory = WarpMemory<D, 4 * kTiles>;
     extern __shared__ __align__(128) uint8_t smem[];
     const int warp = __shfl_sync(kAllLanes, int(threadIdx.x) / 32, 0), lane = int(threadIdx.x) % 32;
+    const int warps = int(blockDim.x) / 32, cta = int(blockIdx.x);
     constexpr int kMemoryBytes = kWarpMemoryBytes<D, kTiles>;
-    uint8_t* const base = smem + warp * (kMemoryBytes + p.ring_bytes);
-    Memory& memory = *reinterpret_cast<Memory*>(base);
+    const int stride = kMemoryBytes + p.ring_bytes;
+    Memory& memory = *reinterpret_cast<Memory*>(smem + warp * stride);
+    uint8_t* const ring = smem + warp * stride + kMemoryBytes;
+    // NOTES: lengths and the block table are read before the wait. That is right because they are copied to the device, and a kernel
+    // that this one may overlap with was not launched before the copy was complete. What kernels write must be waited for.
+    if (p.windowed_pages) grid_dependency_wait();
+    const DecodeCursor::Probe probe(p, lane);
+    // What is needed later is on its way into L2, which stays coherent.
+    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
+        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
+    }
+    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
+    if (p.a.signs && threadIdx.x * 32 < D) prefetch_l2(p.a.signs + threadIdx.x * 32);
 #if __CUDA_ARCH__ >= 900
     if (lane < kDecodeMaxInFlight) mbarrier_init(smem_address(&memory.barriers[lane]), 1);
     mbarrier_init_fence();
     __syncwarp();
 #endif
-    // The lengths are needed first and in turn: have them on their way. Into L2 only, which stays coherent.
-    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
-        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
-    }
-    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
-    // NOTES: pages and lengths are read before the wait. That is right because the query kernel lets this one start only after its
-    // own wait: what came before it is complete. Only what it writes itself must be waited for.
-    if (p.windowed_pages) grid_dependency_wait();
 
-    const int32_t probe = DecodeCursor::first_probe(p, lane);
-    const DecodeCut cut(__shfl_sync(kAllLanes, probe, 31) * p.a.kv_heads, p.warps);
-    const int32_t range = warp * int32_t(gridDim.x) + int32_t(blockIdx.x);  // few ranges are spread over all SMs
-    if (range >= cut.ranges) return;
-    const int32_t begin = cut.begin(range);
-    int32_t left = cut.begin(range + 1) - begin;
-    DecodeCursor at;
-    at.seek(p, begin, probe, lane);
-    PieceLoader<D> loader(p, at, left, base + kMemoryBytes, memory.barriers, lane);
-    loader.fill();
+    const DecodeCut ctas(probe.units(p), int(gridDim.x));
+    const int32_t cta_begin = cta < ctas.ranges ? ctas.begin(cta) : 0, cta_end = cta < ctas.ranges ? ctas.begin(cta + 1) : 0;
+    const DecodeShare share{ctas, DecodeCut(cta_end - cta_begin, warps), cta_begin, cta_end};
+    const int32_t begin = cta_begin + share.warps.begin(min(warp, share.warps.ranges));
+    int32_t left = warp < share.warps.ranges ? cta_begin + share.warps.begin(warp + 1) - begin : 0;
+    DecodeCursor at{}, cta_at{};
+    if (left > 0) at.seek(p, begin, probe, lane);
+    PieceLoader<D> loader(p, at, left, ring, memory.barriers, lane);
+    if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
     grid_launch_dependents();
-    for (;;) {
+    if (cta_begin < cta_end && warp < 4 * kTiles && lane < 4) {
+        // Some of the first rows of q that the CTA needs.
+        const int row = min(warp, cta_at.s.n_query * p.a.group - 1), bytes = D * int(cpu::dtype_bytes(p.a.q.dtype));
+        if (lane * 128 < bytes) prefetch_l2(query_row(p.a, cta_at.s, cta_at.head, row) + lane * 128);
+    }
+    loader.start();
+
+    // The queries of the CTA's segments: into the memory of the warps that begin with them, and for the others into global memory.
+    int task = 0;  // in turn to the CTA's warps
+    DecodeCursor to_prepare = cta_at;
+    for (int32_t unit = cta_begin; unit < cta_end;) {
+        const int32_t end = min(unit + to_prepare.pages - to_prepare.page, cta_end);
+        const int first = share.warps.range_of(unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
+        const bool inside = cta_begin + share.warps.begin(first) < unit;  // of the range of warp `first`
+        for (int row = 0; row < 4 * kTiles; ++row) {
+            if (task == warp) {
+                // Counted by the CTA that has the first page.
+                uint32_t* const nonfinite = p.a.nonfinite && to_prepare.page == 0 ? p.a.nonfinite + to_prepare.seq : nullptr;
+                const QueryRow<D> q = prepare_query<D>(p, to_prepare.s, to_prepare.head, row, nonfinite, lane);
+                if (inside) store_query<D>(p, q, cta + int64_t(to_prepare.seq) * p.a.kv_heads + to_prepare.head, row, lane);
+#pragma unroll 1
+                for (int w = first + inside; w <= last; ++w) {
+                    store_query<D>(q, row, *reinterpret_cast<Memory*>(smem + w * stride), lane);
+                }
+            }
+            if (++task == warps) task = 0;
+        }
+        unit = end;
+        if (unit < cta_end) to_prepare.next_segment(p);
+    }
+    __syncthreads();
+    if (warp == warps - 1) write_empty_rows<D>(p, lane);
+
+    bool loaded = true;  // the queries of the segment at hand are in memory
+    while (left > 0) {
+        const int64_t pair = int64_t(at.seq) * p.a.kv_heads + at.head;
+        if (!loaded) load_queries<D>(p, cta + pair, memory, lane);
+        loaded = false;
         const DecodeSegment seg = open_segment(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
         rows.clear();
-        load_queries<D, kTiles>(p, seg.seq * p.a.kv_heads + seg.head, memory, rows.q_scale, lane);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.query_scale[4 * n + lane % 4];
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;
@@ -425,12 +484,16 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
             loader.release();
             loader.fill();
         }
-        const int64_t slot = range + int64_t(seg.seq) * p.a.kv_heads + seg.head;
-        close_segment(p, seg, pages == at.pages, slot, memory, rows, lane);
         left -= pages;
-        if (left == 0) break;
-        at.next_segment(p);
+        // The ring is free once the range is at its end.
+        void* const partial = left == 0 ? static_cast<void*>(ring)
+                                        : reinterpret_cast<uint8_t*>(p.warp_partials) +
+                                              (int64_t(cta) * warps + warp) * decode_partial_bytes(D, kTiles);
+        close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
+        if (left > 0) at.next_segment(p);
     }
+    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, reinterpret_cast<uint32_t*>(smem + warps * stride),
+                             lane);
 }
 
 }  // namespace ta::cuda

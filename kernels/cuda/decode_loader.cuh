@@ -10,13 +10,23 @@ inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // A place in the flattened units; the same in all lanes.
 struct DecodeCursor {
+    SequenceArgs s;
     int32_t seq, head;
     int32_t page, pages;  // next page of `pages` that the sequence's queries see
 
-    // The place of unit u, which exists. Each round reads 32 entries of the prefix sums at once: one round up to 32 sequences. `upto`
-    // is this lane's entry of the first round.
-    __device__ void seek(const DecodeParams& p, int32_t u, int32_t upto, int lane) {
-        int32_t first = 0, n = p.a.batch, begin, end;  // the sequence is among [first, first + n)
+    // What every lane has of the lengths before any place is looked for: with up to 32 sequences all of it, one each.
+    struct Probe {
+        int32_t upto;
+        SequenceArgs s;
+        __device__ Probe(const DecodeParams& p, int lane)
+            : upto(p.pages_before[min((lane + 1) * ((p.a.batch + 31) / 32), p.a.batch)]),
+              s(p.a.sequences[min(lane, p.a.batch - 1)]) {}
+        __device__ int32_t units(const DecodeParams& p) const { return __shfl_sync(kAllLanes, upto, 31) * p.a.kv_heads; }
+    };
+
+    // The place of unit u, which exists. Each round reads 32 entries of the prefix sums at once.
+    __device__ void seek(const DecodeParams& p, int32_t u, const Probe& probe, int lane) {
+        int32_t first = 0, n = p.a.batch, begin, end, upto = probe.upto;  // the sequence is among [first, first + n)
         for (;;) {
             const int32_t stride = (n + 31) / 32;
             if (first > 0 || n < p.a.batch) upto = p.pages_before[first + min((lane + 1) * stride, n)];
@@ -30,13 +40,18 @@ struct DecodeCursor {
             begin = skipped > 0 ? __shfl_sync(kAllLanes, upto, skipped - 1) : seq > 0 ? p.pages_before[seq] : 0;
             break;
         }
+        if (p.a.batch <= 32) {
+            s.n_keys = __shfl_sync(kAllLanes, probe.s.n_keys, seq);
+            s.n_query = __shfl_sync(kAllLanes, probe.s.n_query, seq);
+            s.row = __shfl_sync(kAllLanes, probe.s.row, seq);
+            s.first_entry = __shfl_sync(kAllLanes, probe.s.first_entry, seq);
+        } else {
+            s = p.a.sequences[seq];
+        }
         pages = end - begin;
         const int32_t rest = u - begin * p.a.kv_heads;
         head = rest / pages;
         page = rest - head * pages;
-    }
-    static __device__ int32_t first_probe(const DecodeParams& p, int lane) {
-        return p.pages_before[min((lane + 1) * ((p.a.batch + 31) / 32), p.a.batch)];
     }
 
     // The first unit of the next (sequence, head) that has any; there is one.
@@ -48,6 +63,7 @@ struct DecodeCursor {
             ++seq;
             pages = p.pages_before[seq + 1] - p.pages_before[seq];
         } while (pages == 0);
+        s = p.a.sequences[seq];
     }
 };
 
@@ -67,10 +83,17 @@ class PieceLoader {
         bool channel;
     };
 
-    // `units` from `at` on will be taken.
-    __device__ PieceLoader(const DecodeParams& p, DecodeCursor at, int32_t units, uint8_t* ring, uint64_t* barriers, int lane)
+    // `units` from `at` on will be taken. Reads the block table, but no page.
+    __device__ PieceLoader(const DecodeParams& p, const DecodeCursor& at, int32_t units, uint8_t* ring, uint64_t* barriers,
+                           int lane)
         : p_(p), at_(at), left_(units), ring_(ring), barriers_(smem_address(barriers)), lane_(lane) {
-        if (left_ > 0) open_segment();
+        if (left_ > 0) find_segment();
+    }
+    // The pages may be read from now on.
+    __device__ __forceinline__ void start() {
+        if (left_ == 0) return;
+        open_batch();
+        fill();
     }
 
     // Starts as many copies as there is room for.
@@ -136,17 +159,15 @@ class PieceLoader {
         return (uint32_t(queue_) & 0xfffe) * (kPieceAlignment / 2);
     }
 
-    __device__ void open_segment() {
-        const SequenceArgs s = p_.a.sequences[at_.seq];
+    __device__ void find_segment() {
         const HeadArgs h = p_.a.heads ? p_.a.heads[at_.head] : HeadArgs{0, 4, 4, 0};
         channel_bytes_ = h.k_bits == 4   ? h.v_bits == 4 ? kBytes<4, 4> : kBytes<4, 2>
                            : h.v_bits == 4 ? kBytes<2, 4>
                                          : kBytes<2, 2>;
         channel_offset_ = h.channel_offset;
         batch_left_ = min(at_.pages - at_.page, left_);
-        next_entry_ = p_.a.table + s.first_entry + first_page(p_.a, s) + at_.page + lane_;
+        next_entry_ = p_.a.table + at_.s.first_entry + first_page(p_.a, at_.s) + at_.page + lane_;
         entry_ = load_entry(0);
-        open_batch();
     }
 
     // The batch of 32 entries that this lane's `entry_` is of; loads the one after it.
@@ -189,7 +210,8 @@ class PieceLoader {
         if (++at_.page == at_.pages) {
             if (left_ == 0) return;
             at_.next_segment(p_);
-            open_segment();
+            find_segment();
+            open_batch();
         } else if (++in_batch_ == 32) {
             batch_left_ -= 32;
             next_entry_ += 32;

@@ -50,7 +50,7 @@ struct HalfQueries {
 #pragma unroll
             for (int j = 0; j < W; ++j) {
                 const int word = min(lane + 32 * j, D / 4 - 1), from = first_row + row;
-                const uint32_t q = *reinterpret_cast<const uint32_t*>(memory.w.query[from] + swizzled_word<D>(from, word));
+                const uint32_t q = *reinterpret_cast<const uint32_t*>(memory.query[from] + swizzled_word<D>(from, word));
                 const uint32_t biased = q ^ 0x80808080u;  // 0x6400 | n is 1024 + n
                 const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);
                 x[row][j][0] = __hsub2(half2_of(__byte_perm(biased, 0x64, 0x4140)), bias);
@@ -88,9 +88,9 @@ __device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQ
                 low[c] = bits_of(__hfma2(x, step[c], __hfma2(__hsub2(h, magic), __floats2half2_rn(-128.0f, -128.0f), magic)));
             }
             const int to = 2 * (first_row + row);
-            *reinterpret_cast<uint32_t*>(memory.w.digits[to] + swizzled_word<D>(0, word)) =
+            *reinterpret_cast<uint32_t*>(memory.digits[to] + swizzled_word<D>(0, word)) =
                 __byte_perm(high[0], high[1], 0x6420);
-            *reinterpret_cast<uint32_t*>(memory.w.digits[to + 1] + swizzled_word<D>(1, word)) =
+            *reinterpret_cast<uint32_t*>(memory.digits[to + 1] + swizzled_word<D>(1, word)) =
                 __byte_perm(low[0], low[1], 0x6420);
         }
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + r / 2;
             uint32_t q[D / 32][2];
-            load_fragments<D>(memory.w.query[row], row, i, q);
+            load_fragments<D>(memory.query[row], row, i, q);
             int c[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int k = 0; k < D / 32; ++k) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
     }
     uint32_t b[N][D / 32][2];
 #pragma unroll
-    for (int n = 0; n < N; ++n) load_fragments<D>(memory.w.digits[8 * (tile + n) + r], r, i, b[n]);
+    for (int n = 0; n < N; ++n) load_fragments<D>(memory.digits[8 * (tile + n) + r], r, i, b[n]);
     constexpr int kSubs = 8 / kBits;
 #pragma unroll
     for (int group = 0; group < 4 / kSubs; ++group) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory&
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int row = 4 * (tile + n) + r / 2;
-        load_fragments<D>(memory.w.query[row], row, i, b[n]);
+        load_fragments<D>(memory.query[row], row, i, b[n]);
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
