@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "kernels/cuda/decode.h"
@@ -159,7 +158,7 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.cta_partials = reinterpret_cast<float*>(base + w.cta_partials);
     p.arrivals = reinterpret_cast<uint32_t*>(base + w.arrivals);
     p.unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
-    p.log2_levels = std::log2(float(args.p_levels));
+    p.levels = float(args.p_levels);
     p.inverse_levels = 1.0f / float(args.p_levels);
     p.row_capacity = 4 * plan.tiles;
     p.ring_bytes = plan.ring_bytes;

@@ -165,7 +165,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
         largest = p_running ? 1.0f : max_over_tokens(largest);
         const bool any = largest >= 0x1p-60f;
-        const float to_code = any ? float(p.a.p_levels) * reciprocal(largest) : 0.0f;
+        const float to_code = any ? p.levels * reciprocal(largest) : 0.0f;
         factor[tile + n] = any ? largest * p.inverse_levels * vfac * weight : 0.0f;
         uint32_t bits[8];
 #pragma unroll
@@ -186,18 +186,17 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
     raise_maxima(rows, tile, x, kHeadroom, top);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float weight = ex2(top[n] - rows.m[tile + n]) * p.inverse_levels;
+        const float weight = ex2(top[n] - rows.m[tile + n]);
         float sum[2] = {0.0f, 0.0f};
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            // NOTES: in this order. x - (top - log2 levels) can exceed log2 levels where x is large, and P its 16 bits.
-            const float prob = ex2((x[n][k] - top[n]) + p.log2_levels);  // P before it is rounded
+            const float prob = ex2(x[n][k] - top[n]);
             sum[k % 2] = fmaf(prob, power[k], sum[k % 2]);
-            bits[k] = __float_as_uint(prob + 0x1p23f);
+            bits[k] = __float_as_uint(fmaf(prob, p.levels, 0x1p23f));
         }
         rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
-        factor[tile + n] = vfac * weight;
+        factor[tile + n] = vfac * p.inverse_levels * weight;
         store_p(memory.p(tile + n), bits, lane);
     }
 }
@@ -211,8 +210,9 @@ __device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (
         const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            exponent[4 * h + k] = __uint_as_float((words[k] >> shift & 15) | 0x4b000000u) - 0x1p23f;
-            power[4 * h + k] = ex2(exponent[4 * h + k]);
+            const uint32_t magic = (words[k] >> shift & 15) | 0x4b000000u;
+            exponent[4 * h + k] = __uint_as_float(magic) - 0x1p23f;
+            power[4 * h + k] = __uint_as_float(magic * (1u << 23) + 0x3f800000u);
         }
     }
 }
@@ -283,9 +283,12 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
             channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                const float c = rows.q_scale[tile + n] * k_scale;
+                const float factor_of_score = rows.q_scale[tile + n] * k_scale;
 #pragma unroll
-                for (int k = 0; k < 8; ++k) x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+                for (int k = 0; k < 8; ++k) {
+                    const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
+                    x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+                }
             }
             if constexpr (kGeneral) {
                 float ratio[8];
@@ -404,7 +407,6 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
     }
     if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
-    if (p.a.signs && threadIdx.x * 32 < D) prefetch_l2(p.a.signs + threadIdx.x * 32);
 #if __CUDA_ARCH__ >= 900
     if (lane < kDecodeMaxInFlight) mbarrier_init(smem_address(&memory.barriers[lane]), 1);
     mbarrier_init_fence();
@@ -422,35 +424,35 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
     grid_launch_dependents();
-    if (cta_begin < cta_end && warp < 4 * kTiles && lane < 4) {
-        // Some of the first rows of q that the CTA needs.
-        const int row = min(warp, cta_at.s.n_query * p.a.group - 1), bytes = D * int(cpu::dtype_bytes(p.a.q.dtype));
-        if (lane * 128 < bytes) prefetch_l2(query_row(p.a, cta_at.s, cta_at.head, row) + lane * 128);
-    }
-    loader.start();
 
-    // The queries of the CTA's segments: into the memory of the warps that begin with them, and for the others into global memory.
-    int task = 0;  // in turn to the CTA's warps
+    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that begin with the segment, and for
+    // the others into global memory. The first rows are on their way before the first pages.
+    RowPart<D> signs, part;
+    signs.load(p.a.signs, DType::kF32, lane);
     DecodeCursor to_prepare = cta_at;
-    for (int32_t unit = cta_begin; unit < cta_end;) {
+    int row = warp;
+    int32_t unit = cta_begin;
+    for (bool started = false;; row += warps) {
+        while (unit < cta_end && row >= 4 * kTiles) {
+            row -= 4 * kTiles;
+            unit += to_prepare.pages - to_prepare.page;
+            if (unit < cta_end) to_prepare.next_segment(p);
+        }
+        if (unit < cta_end) part.load(query_row(p.a, to_prepare.s, to_prepare.head, row), p.a.q.dtype, lane);
+        if (!started) loader.start();
+        started = true;
+        if (unit >= cta_end) break;
         const int32_t end = min(unit + to_prepare.pages - to_prepare.page, cta_end);
         const int first = share.warps.range_of(unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
         const bool inside = cta_begin + share.warps.begin(first) < unit;  // of the range of warp `first`
-        for (int row = 0; row < 4 * kTiles; ++row) {
-            if (task == warp) {
-                // Counted by the CTA that has the first page.
-                uint32_t* const nonfinite = p.a.nonfinite && to_prepare.page == 0 ? p.a.nonfinite + to_prepare.seq : nullptr;
-                const QueryRow<D> q = prepare_query<D>(p, to_prepare.s, to_prepare.head, row, nonfinite, lane);
-                if (inside) store_query<D>(p, q, cta + int64_t(to_prepare.seq) * p.a.kv_heads + to_prepare.head, row, lane);
+        // Counted by the CTA that has the first page.
+        uint32_t* const nonfinite = p.a.nonfinite && to_prepare.page == 0 ? p.a.nonfinite + to_prepare.seq : nullptr;
+        const QueryRow<D> q = prepare_query<D>(p, part, signs, to_prepare.head, nonfinite, lane);
+        if (inside) store_query<D>(p, q, cta + int64_t(to_prepare.seq) * p.a.kv_heads + to_prepare.head, row, lane);
 #pragma unroll 1
-                for (int w = first + inside; w <= last; ++w) {
-                    store_query<D>(q, row, *reinterpret_cast<Memory*>(smem + w * stride), lane);
-                }
-            }
-            if (++task == warps) task = 0;
+        for (int w = first + inside; w <= last; ++w) {
+            store_query<D>(q, row, *reinterpret_cast<Memory*>(smem + w * stride), lane);
         }
-        unit = end;
-        if (unit < cta_end) to_prepare.next_segment(p);
     }
     __syncthreads();
     if (warp == warps - 1) write_empty_rows<D>(p, lane);

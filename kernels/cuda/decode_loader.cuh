@@ -112,7 +112,9 @@ class PieceLoader {
             }
             head_ = place + bytes;
             copy(channel, bytes, place);
-            queue_ |= uint64_t(place / kPieceAlignment * 2 + channel) << 16 * in_flight_;
+            const uint32_t place_and_kind = place | channel;
+            if (in_flight_ == 0) oldest_ = place_and_kind;
+            if (lane_ == int((taken_ + in_flight_) % kDecodeMaxInFlight)) place_ = place_and_kind;
             ++in_flight_;
             advance();
         }
@@ -139,15 +141,15 @@ class PieceLoader {
             }
             __syncwarp();
         }
-        return {ring_ + tail(), bool(queue_ & 1)};
+        return {ring_ + tail(), bool(oldest_ & 1)};
     }
 
     // The oldest piece has been read by all lanes: its bytes may be overwritten.
     __device__ __forceinline__ void release() {
         __syncwarp();
-        queue_ >>= 16;
         ++taken_;
         --in_flight_;
+        oldest_ = __shfl_sync(kAllLanes, place_, taken_ % kDecodeMaxInFlight);
     }
 
   private:
@@ -156,7 +158,7 @@ class PieceLoader {
 
     // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
     __device__ __forceinline__ uint32_t tail() const {
-        return (uint32_t(queue_) & 0xfffe) * (kPieceAlignment / 2);
+        return oldest_ & ~1u;
     }
 
     __device__ void find_segment() {
@@ -227,9 +229,9 @@ class PieceLoader {
     const uint32_t barriers_;
     const int lane_;
 
-    // 16 bits per piece in flight, the oldest lowest: its place in the ring in pieces' alignment, and below that whether it is of a
-    // channel page.
-    uint64_t queue_ = 0;
+    // The place in the ring of the oldest piece in flight, and in the lowest bit whether it is of a channel page; lane k has that of
+    // the piece whose barrier is k.
+    uint32_t oldest_ = 0, place_ = 0;
     uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
 
     // Lane k has entry k of a batch of 32, and of the next batch.

@@ -55,8 +55,8 @@ __device__ __forceinline__ float2 load_partial(const float2* p) {
 
 // Joins word j of a tile's rows by one warp, and leaves it in `to` or, without one, writes the results.
 template <int D, int kTiles>
-__device__ __noinline__ void join_partials(const DecodeParams& p, const SequenceArgs& s, int head, const PartialList& list,
-                                           uint8_t* to, int tile, int j, int lane) {
+__device__ __forceinline__ void join_partials(const DecodeParams& p, const SequenceArgs& s, int head, const PartialList& list,
+                                              uint8_t* to, int tile, int j, int lane) {
     constexpr int kAtOnce = 16;
     const int r = lane / 4, i = lane % 4;
     float m = kLowest, l = 0.0f;
@@ -125,57 +125,83 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
     const int cta = int(blockIdx.x);
     auto* const cta_partials = reinterpret_cast<uint8_t*>(p.cta_partials);
     int task = 0;  // in turn to the CTA's warps
-    const auto join = [&](const DecodeCursor& c, const PartialList& list, uint8_t* to) {
-        const int tiles = min((c.s.n_query * p.a.group + 3) / 4, kTiles);
-        for (int n = 0; n < tiles * kWords; ++n) {
-            if (task == warp) join_partials<D, kTiles>(p, c.s, c.head, list, to, n / kWords, n % kWords, lane);
-            if (++task == warps) task = 0;
-        }
+    // (sequence, head)s that other CTAs have parts of too: that of the CTA's first segment and that of its last.
+    struct Shared {
+        DecodeCursor at;
+        int32_t unit;  // the first
+        bool exists;
+    };
+    Shared shared_before{}, shared_after{};
+    const auto ctas_of = [&](const Shared& x, int32_t* count) {  // the first, and how many have a part
+        const int32_t first = share.ctas.range_of(x.unit);
+        *count = share.ctas.range_of(x.unit + x.at.pages - 1) - first + 1;
+        return first;
     };
     __syncthreads();
-    DecodeCursor shared[2];     // parts of (sequence, head)s of several CTAs: the CTA's first segment and its last
-    int32_t shared_unit[2];     // the first unit of those
-    bool is_shared[2] = {false, false};
-    for (int32_t unit = share.begin; unit < share.end;) {
-        const int32_t whole_end = unit + at.pages - at.page, end = min(whole_end, share.end);
-        const bool before = at.page > 0, after = whole_end > end;  // other CTAs have parts
-        const int32_t first = share.warps.range_of(unit - share.begin), last_warp = share.warps.range_of(end - 1 - share.begin);
-        if (before || after) {
-            const int k = before ? 0 : 1;
-            is_shared[k] = true;
-            shared[k] = at;
-            shared_unit[k] = unit - at.page;
-        }
-        if (before || after || first != last_warp) {
+    // One loop over the segments and then over the shared ones, so that the code is there, and fetched, but once.
+    DecodeCursor c = at;
+    int32_t unit = share.begin;
+    int of_shared = -1;
+    while (unit < share.end) {
+        PartialList list;
+        uint8_t* to = nullptr;
+        bool wanted = true;
+        int32_t end = unit;
+        if (of_shared < 0) {
+            const int32_t whole_end = unit + c.pages - c.page;
+            end = min(whole_end, share.end);
+            const bool before = c.page > 0, after = whole_end > end;  // other CTAs have parts
+            const int32_t first = share.warps.range_of(unit - share.begin);
+            const int32_t last_warp = share.warps.range_of(end - 1 - share.begin);
+            if (before || after) {
+                (before ? shared_before : shared_after) = {c, unit - c.page, true};
+                to = cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes);
+            }
+            wanted = before || after || first != last_warp;
             // A warp that had more to do left its part in global memory, the others in their rings.
             const bool had_more = share.warps.begin(last_warp + 1) > end - share.begin;
-            auto* const other = reinterpret_cast<uint8_t*>(p.warp_partials) + (int64_t(cta) * warps + last_warp) * kPartialBytes;
             const int32_t count = last_warp - first + 1;
-            join(at, {rings + first * warp_stride, warp_stride, other, had_more ? count - 1 : -1, count},
-                 before || after ? cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes) : nullptr);
+            list = {rings + first * warp_stride, warp_stride,
+                    reinterpret_cast<uint8_t*>(p.warp_partials) + (int64_t(cta) * warps + last_warp) * kPartialBytes,
+                    had_more ? count - 1 : -1, count};
+        } else if (of_shared < 2) {
+            const Shared x = of_shared == 0 ? shared_before : shared_after;
+            wanted = x.exists && last[of_shared];
+            c = x.at;
+            int32_t count;
+            const int32_t first = ctas_of(x, &count);
+            uint8_t* const base = cta_partials + 2 * first * int64_t(kPartialBytes);
+            list = {base, 2 * int64_t(kPartialBytes), base + kPartialBytes, 0, count};
+        } else {
+            break;
         }
-        unit = end;
-        if (unit < share.end) at.next_segment(p);
-    }
-    if (!is_shared[0] && !is_shared[1]) return;
-    __threadfence();
-    __syncthreads();
-    PartialList lists[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        if (!is_shared[k]) continue;
-        const int32_t first = share.ctas.range_of(shared_unit[k]);
-        const int32_t count = share.ctas.range_of(shared_unit[k] + shared[k].pages - 1) - first + 1;
-        uint8_t* const base = cta_partials + 2 * first * int64_t(kPartialBytes);
-        lists[k] = {base, 2 * int64_t(kPartialBytes), base + kPartialBytes, 0, count};
-        // The counter is 0 again after the last of them.
-        if (threadIdx.x == 0) last[k] = atomicInc(p.arrivals + first, uint32_t(count - 1)) == uint32_t(count - 1);
-    }
-    __threadfence();
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        if (is_shared[k] && last[k]) join(shared[k], lists[k], nullptr);
+        if (wanted) {
+            const int tiles = min((c.s.n_query * p.a.group + 3) / 4, kTiles);
+            for (int n = 0; n < tiles * kWords; ++n) {
+                if (task == warp) join_partials<D, kTiles>(p, c.s, c.head, list, to, n / kWords, n % kWords, lane);
+                if (++task == warps) task = 0;
+            }
+        }
+        if (of_shared >= 0) {
+            ++of_shared;
+        } else if (end < share.end) {
+            unit = end;
+            c.next_segment(p);
+        } else {
+            if (!shared_before.exists && !shared_after.exists) return;
+            __threadfence();
+            __syncthreads();
+            const Shared x = threadIdx.x == 0 ? shared_before : shared_after;
+            if (threadIdx.x < 2 && x.exists) {
+                int32_t count;
+                const int32_t first = ctas_of(x, &count);
+                // The counter is 0 again after the last of them.
+                last[threadIdx.x] = atomicInc(p.arrivals + first, uint32_t(count - 1)) == uint32_t(count - 1);
+            }
+            __threadfence();
+            __syncthreads();
+            of_shared = 0;
+        }
     }
 }
 

@@ -42,8 +42,8 @@ struct DecodeParams {
     uint32_t* arrivals;    // [ctas] CTAs that have left their part of the (sequence, head) that begins in this one and ends in another
 
     float unit;            // of scores: scale * log2 e, or scale under a softcap
-    float log2_levels;     // of a.p_levels
-    float inverse_levels;  // 1 / a.p_levels
+    float levels;          // a.p_levels
+    float inverse_levels;  // 1 / levels
     int32_t row_capacity;  // 4, 8 or 16
     int32_t ring_bytes;    // of each warp, for pieces in flight
     bool bulk;             // cp.async.bulk instead of cp.async

@@ -93,7 +93,7 @@ __device__ __forceinline__ float finite_or(float x, DType type, bool saturate) {
 
 // Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words.
 template <int D, int W>
-__device__ __forceinline__ void rotate_row(float (&x)[W][4], const float* signs, int lane) {
+__device__ __forceinline__ void rotate_row(float (&x)[W][4], const float (&signs)[W][4], int lane) {
     constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;
     const auto butterfly = [](float& a, float& b) {
         const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
@@ -102,11 +102,9 @@ __device__ __forceinline__ void rotate_row(float (&x)[W][4], const float* signs,
     };
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-        float s[4];
-        load_word(signs, DType::kF32, lane % kLanes + 32 * j, s);
         float(&v)[4] = x[j];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) v[c] = s[c] < 0.0f ? -v[c] : v[c];
+        for (int c = 0; c < 4; ++c) v[c] = signs[j][c] < 0.0f ? -v[c] : v[c];
         butterfly(v[0], v[1]);
         butterfly(v[2], v[3]);
         butterfly(v[0], v[2]);
@@ -159,37 +157,47 @@ struct RowQuantizer {
     }
 };
 
-// Where row `row` of a (sequence, kv head) is in q.
-__device__ __forceinline__ const uint8_t* query_row(const AttendArgs& a, const SequenceArgs& s, int head, int row) {
+// Row `row` of a (sequence, kv head) in q; nullptr if it does not exist.
+__device__ __forceinline__ const void* query_row(const AttendArgs& a, const SequenceArgs& s, int head, int row) {
+    if (row >= s.n_query * a.group) return nullptr;
     const int token = row / a.group, q_head = head * a.group + row % a.group;
     const int64_t at = (s.row + token) * a.q.stride_row + q_head * a.q.stride_head;
     return static_cast<const uint8_t*>(a.q.data) + at * int64_t(cpu::dtype_bytes(a.q.dtype));
 }
 
-// A query row at stage 1. A lane has the codes of channels 4 lane .. + 3 (and + 128).
+// A lane's part of a row: channels 4 lane .. + 3 (and + 128). At 64 the upper lanes do the same once more.
+template <int D>
+struct RowPart {
+    static constexpr int W = D > 128 ? 2 : 1;
+    static constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold a word
+    float x[W][4];
+
+    __device__ __forceinline__ void load(const void* row, DType type, int lane) {
+        const int word_lane = D == 64 ? lane % kLanes : lane;
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[j][c] = 0.0f;
+            if (row && word_lane < kLanes) load_word(row, type, word_lane + 32 * j, x[j]);
+        }
+    }
+};
+
+// A query row at stage 1. A lane has the codes of the same channels.
 template <int D>
 struct QueryRow {
-    static constexpr int W = D > 128 ? 2 : 1;
+    static constexpr int W = RowPart<D>::W;
     uint32_t codes[W];
     float scale, bias;
 };
 
-// By one warp. A row that does not exist gets zeros. `nonfinite`, if not nullptr, counts the values that are replaced.
+// By one warp. `signs` are looked at where p.a.signs is not nullptr. `nonfinite`, if not nullptr, counts the values that are replaced.
 template <int D>
-__device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, const SequenceArgs& s, int head, int row,
+__device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, RowPart<D> part, const RowPart<D>& signs, int head,
                                                      uint32_t* nonfinite, int lane) {
-    constexpr int W = QueryRow<D>::W;
-    constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold a word
-    const int word_lane = D == 64 ? lane % kLanes : lane;  // at 64 the upper lanes do the same once more
-    float x[W][4], amax = 0.0f;
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[j][c] = 0.0f;
-        if (row < s.n_query * p.a.group && word_lane < kLanes) {
-            load_word(query_row(p.a, s, head, row), p.a.q.dtype, word_lane + 32 * j, x[j]);
-        }
-    }
+    constexpr int W = RowPart<D>::W, kLanes = RowPart<D>::kLanes;
+    float(&x)[W][4] = part.x;
+    float amax = 0.0f;
     const auto largest = [&] {
         amax = 0.0f;
 #pragma unroll
@@ -232,7 +240,7 @@ __device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, cons
     }
     if constexpr (can_rotate(D)) {
         if (p.a.signs) {
-            rotate_row<D>(x, p.a.signs, lane);
+            rotate_row<D>(x, signs.x, lane);
             largest();
         }
     }

@@ -3,6 +3,7 @@
 // usage: decode_test [--quick] [--only TEXT]   correctness; prints a line per case, exits with 1 if one fails
 //        decode_test --bench [--bits N] [--warps N] [--path bulk|async] [--only SHAPE]
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -520,7 +521,10 @@ __global__ void score_probe(const __grid_constant__ DecodeParams p, const uint8_
     __shared__ WarpMemory<D, kRows> memory;
     const int lane = int(threadIdx.x);
     for (int row = 0; row < kRows; ++row) {
-        const QueryRow<D> q = prepare_query<D>(p, p.a.sequences[0], 0, row, nullptr, lane);
+        RowPart<D> signs, part;
+        signs.load(p.a.signs, DType::kF32, lane);
+        part.load(query_row(p.a, p.a.sequences[0], 0, row), p.a.q.dtype, lane);
+        const QueryRow<D> q = prepare_query<D>(p, part, signs, 0, nullptr, lane);
         store_query<D>(q, row, memory, lane);
         for (int j = 0; j < QueryRow<D>::W; ++j) {
             if (lane + 32 * j < D / 4) codes[row * (D / 4) + lane + 32 * j] = q.codes[j];
@@ -548,7 +552,11 @@ __global__ void score_probe(const __grid_constant__ DecodeParams p, const uint8_
         channel_scores<D, 2>(piece, k_step, memory, 0, s, lane);
     }
     for (int n = 0; n < kTiles; ++n) {
-        for (int k = 0; k < 8; ++k) scores[(4 * n + lane % 4) * kPageTokens + lane / 4 + 8 * k] = s[n][k];
+        for (int k = 0; k < 8; ++k) {
+            const int shift = !channel ? 0 : k_bits == 4 ? score_shift<4>(k) : score_shift<2>(k);
+            const int score = (s[n][k] & ((1 << shift) - 1)) == 0 ? s[n][k] >> shift : INT_MAX;  // else not a multiple
+            scores[(4 * n + lane % 4) * kPageTokens + lane / 4 + 8 * k] = score;
+        }
     }
 }
 
