@@ -48,7 +48,7 @@ struct Workspace {
         };
         const size_t ctas = size_t(plan.ctas), partial = size_t(decode_partial_bytes(head_dim, plan.tiles));
         const size_t query_rows = (ctas + size_t(batch) * kv_heads) * 4 * size_t(plan.tiles);
-        arrivals = take(ctas * sizeof(uint32_t));  // first, so that plans agree on what is zeroed
+        arrivals = take(ctas * decode_parts(kMaxHeadDim, kDecodeRows / 4) * sizeof(uint32_t));  // first and the same in all plans
         zeroed_bytes = bytes;
         warp_partials = take(ctas * plan.warps * partial);
         cta_partials = take(ctas * 2 * partial);
@@ -122,14 +122,14 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
     p.ctas = sms;
     const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());
-    const auto ring_of = [&](int warps) { return ((smem - kDecodeCtaBytes) / warps - warp_bytes) / kPieceAlignment * kPieceAlignment; };
+    const auto ring_of = [&](int warps) { return (smem / warps - warp_bytes) / kPieceAlignment * kPieceAlignment; };
     // More warps hide more latency than more pieces in flight of each do, measured at 8 to 12 warps.
     p.warps = decode_max_warps(shape.head_dim, p.tiles);
     if (shape.warps > 0) p.warps = std::min(p.warps, shape.warps);
     while (p.warps > 1 && ring_of(p.warps) < token_bytes) --p.warps;
     p.ring_bytes = ring_of(p.warps);
     if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
-    p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes) + kDecodeCtaBytes;
+    p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
     const Workspace workspace(p, shape.head_dim, shape.kv_heads, shape.batch);
     p.workspace_bytes = workspace.bytes;
     p.zeroed_bytes = workspace.zeroed_bytes;

@@ -323,7 +323,7 @@ __device__ __forceinline__ void close_segment(const DecodeParams& p, const Decod
                                               Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
     using Rows = DecodeRows<D, kTiles>;
     constexpr int kWords = D / 32;
-    const int r = lane / 4, i = lane % 4;
+    [[maybe_unused]] const int r = lane / 4, i = lane % 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
         if (4 * n >= seg.s.n_query * p.a.group) break;
@@ -357,8 +357,7 @@ __device__ __forceinline__ void close_segment(const DecodeParams& p, const Decod
             write_row<D>(p.a, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
         } else {
 #pragma unroll
-            for (int j = 0; j < kWords; ++j) *partial_word<D>(partial, n, j, lane) = o[j];
-            if (r == 0) *partial_ml<D, kTiles>(partial, 4 * n + i) = make_float2(rows.m[n], l);
+            for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);
         }
     }
 }
@@ -385,7 +384,7 @@ __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane
     }
 }
 
-// Dynamic shared memory: for each warp WarpMemory and p.ring_bytes, then kDecodeCtaBytes.
+// Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
 // kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
 template <int D, int kTiles, bool kGeneral>
 __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
@@ -427,6 +426,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
 
     // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that begin with the segment, and for
     // the others into global memory. The first rows are on their way before the first pages.
+    prefetch_queries<D, 4 * kTiles>(p, cta_at, cta_end - cta_begin, warp, lane);
     RowPart<D> signs, part;
     signs.load(p.a.signs, DType::kF32, lane);
     DecodeCursor to_prepare = cta_at;
@@ -472,6 +472,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;
         for (int32_t page = first; page < first + pages; ++page) {
+            loader.fill();
             const auto piece = loader.take();
             const auto attend = [&]<int kKBits, int kVBits>() {
                 attend_page<D, kTiles, kGeneral, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
@@ -484,7 +485,6 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
                 seg.v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
             }
             loader.release();
-            loader.fill();
         }
         left -= pages;
         // The ring is free once the range is at its end.
@@ -494,8 +494,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
         if (left > 0) at.next_segment(p);
     }
-    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, reinterpret_cast<uint32_t*>(smem + warps * stride),
-                             lane);
+    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, lane);
 }
 
 }  // namespace ta::cuda

@@ -89,7 +89,7 @@ class PieceLoader {
         : p_(p), at_(at), left_(units), ring_(ring), barriers_(smem_address(barriers)), lane_(lane) {
         if (left_ > 0) find_segment();
     }
-    // The pages may be read from now on.
+    // The pages may be read from now on: starts the first copies.
     __device__ __forceinline__ void start() {
         if (left_ == 0) return;
         open_batch();
@@ -98,7 +98,7 @@ class PieceLoader {
 
     // Starts as many copies as there is room for.
     __device__ __forceinline__ void fill() {
-        while (left_ > 0 && in_flight_ < kDecodeMaxInFlight) {
+        while (left_ > 0 && in_flight_ < most_in_flight_) {
             const bool channel = kinds_ >> in_batch_ & 1;
             const uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
             uint32_t place = head_;
@@ -111,7 +111,7 @@ class PieceLoader {
                 break;
             }
             head_ = place + bytes;
-            copy(channel, bytes, place);
+            copy(bytes, place);
             const uint32_t place_and_kind = place | channel;
             if (in_flight_ == 0) oldest_ = place_and_kind;
             if (lane_ == int((taken_ + in_flight_) % kDecodeMaxInFlight)) place_ = place_and_kind;
@@ -167,15 +167,21 @@ class PieceLoader {
                            : h.v_bits == 4 ? kBytes<2, 4>
                                          : kBytes<2, 2>;
         channel_offset_ = h.channel_offset;
+        // Of channel pieces, so that mostly nothing else needs to be looked at to see that there is no room.
+        most_in_flight_ = 1;
+#pragma unroll
+        for (uint32_t n = 2; n <= kDecodeMaxInFlight; ++n) most_in_flight_ += n * channel_bytes_ <= uint32_t(p_.ring_bytes);
         batch_left_ = min(at_.pages - at_.page, left_);
         next_entry_ = p_.a.table + at_.s.first_entry + first_page(p_.a, at_.s) + at_.page + lane_;
-        entry_ = load_entry(0);
+        following_ = load_entry(0);
     }
 
-    // The batch of 32 entries that this lane's `entry_` is of; loads the one after it.
+    // The batch of 32 entries that `following_` are; loads the one after it.
     __device__ void open_batch() {
         in_batch_ = 0;
-        kinds_ = __ballot_sync(kAllLanes, entry_ & kEntryChannel);
+        const bool channel = following_ & kEntryChannel;
+        kinds_ = __ballot_sync(kAllLanes, channel);
+        source_ = source_of(following_, channel);
         following_ = load_entry(32);
     }
 
@@ -190,18 +196,19 @@ class PieceLoader {
         return reinterpret_cast<const uint8_t*>((entry & ~kEntryFlags) + layer + head);
     }
 
-    __device__ __forceinline__ void copy(bool channel, uint32_t bytes, uint32_t place) {
+    __device__ __forceinline__ void copy(uint32_t bytes, uint32_t place) {
 #if __CUDA_ARCH__ >= 900
         if (p_.bulk) {
             if (lane_ == in_batch_) {  // the lane that has the entry
                 const uint32_t barrier = barriers_ + 8 * ((taken_ + in_flight_) % kDecodeMaxInFlight);
                 mbarrier_expect(barrier, bytes);
-                bulk_copy(smem_address(ring_ + place), source_of(entry_, channel), bytes, barrier);
+                bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
             }
             return;
         }
 #endif
-        const uint8_t* source = source_of(__shfl_sync(kAllLanes, entry_, in_batch_), channel);
+        const auto* source = reinterpret_cast<const uint8_t*>(
+            __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(source_), in_batch_));
         const uint32_t target = smem_address(ring_ + place);
         for (uint32_t i = lane_ * 16; i < bytes; i += 512) cp_async_16(target + i, source + i);
         cp_async_commit();
@@ -217,7 +224,6 @@ class PieceLoader {
         } else if (++in_batch_ == 32) {
             batch_left_ -= 32;
             next_entry_ += 32;
-            entry_ = following_;
             open_batch();
         }
     }
@@ -234,12 +240,13 @@ class PieceLoader {
     uint32_t oldest_ = 0, place_ = 0;
     uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
 
-    // Lane k has entry k of a batch of 32, and of the next batch.
+    // Lane k has the address of piece k of a batch of 32, and the entry of piece k of the next batch.
     const uint64_t* next_entry_;
-    uint64_t entry_, following_;
+    const uint8_t* source_;
+    uint64_t following_;
     uint32_t kinds_;  // bit k: entry k is of a channel page
     int32_t in_batch_, batch_left_;
-    uint32_t channel_bytes_, channel_offset_;
+    uint32_t channel_bytes_, channel_offset_, most_in_flight_ = 0;
 };
 
 }  // namespace ta::cuda

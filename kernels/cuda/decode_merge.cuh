@@ -21,14 +21,20 @@ __device__ __forceinline__ void write_row(const AttendArgs& a, const SequenceArg
     if (a.lse && r == 0 && first == 0) a.lse[at * a.kv_heads * a.group + q_head] = end.lse;
 }
 
-// A word of a partial result, and (maximum, l) of a row.
+// Word j of a tile of a partial result, and with it (maximum, l) of row 4 tile + i.
 template <int D>
-__device__ __forceinline__ float4* partial_word(void* partial, int tile, int j, int lane) {
-    return static_cast<float4*>(partial) + (tile * (D / 32) + j) * 32 + lane;
+__device__ __forceinline__ uint8_t* partial_part(void* partial, int tile, int j) {
+    return static_cast<uint8_t*>(partial) + (tile * (D / 32) + j) * kDecodePartBytes;
 }
-template <int D, int kTiles>
-__device__ __forceinline__ float2* partial_ml(void* partial, int row) {
-    return reinterpret_cast<float2*>(partial_word<D>(partial, kTiles, 0, 0)) + row;
+__device__ __forceinline__ float4* partial_word(uint8_t* part, int lane) {
+    return reinterpret_cast<float4*>(part) + lane;
+}
+__device__ __forceinline__ float2* partial_ml(uint8_t* part, int i) {
+    return reinterpret_cast<float2*>(reinterpret_cast<float4*>(part) + 32) + i;
+}
+__device__ __forceinline__ void store_part(uint8_t* part, const float4& o, float m, float l, int lane) {
+    *partial_word(part, lane) = o;
+    if (lane < 4) *partial_ml(part, lane) = make_float2(m, l);
 }
 
 // Partial results of a (sequence, head) in the order of its pages: at base + k * stride, but for number `other_index`.
@@ -53,25 +59,25 @@ __device__ __forceinline__ float2 load_partial(const float2* p) {
     return v;
 }
 
-// Joins word j of a tile's rows by one warp, and leaves it in `to` or, without one, writes the results.
-template <int D, int kTiles>
-__device__ __forceinline__ void join_partials(const DecodeParams& p, const SequenceArgs& s, int head, const PartialList& list,
-                                              uint8_t* to, int tile, int j, int lane) {
+// Word j of a tile's rows joined, by one warp.
+struct JoinedPart {
+    float4 o;
+    float m, l;
+};
+template <int D>
+__device__ __forceinline__ JoinedPart join_partials(const PartialList& list, int tile, int j, int lane) {
     constexpr int kAtOnce = 16;
     const int r = lane / 4, i = lane % 4;
     float m = kLowest, l = 0.0f;
-    float4 o[1] = {};
+    float4 o = {};
     for (int32_t first = 0; first < list.count; first += kAtOnce) {
         float2 ml[2];
         float4 x[kAtOnce];
+        const auto part = [&](int32_t k) { return partial_part<D>(list.part(min(first + k, list.count - 1)), tile, j); };
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            ml[k] = load_partial(partial_ml<D, kTiles>(list.part(min(first + r + 8 * k, list.count - 1)), 4 * tile + i));
-        }
+        for (int k = 0; k < 2; ++k) ml[k] = load_partial(partial_ml(part(r + 8 * k), i));
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {  // no branch, so that all loads are under way at once
-            x[k] = load_partial(partial_word<D>(list.part(min(first + k, list.count - 1)), tile, j, lane));
-        }
+        for (int k = 0; k < kAtOnce; ++k) x[k] = load_partial(partial_word(part(k), lane));  // all loads are under way at once
         float top = m, weight[2], sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
@@ -89,23 +95,18 @@ __device__ __forceinline__ void join_partials(const DecodeParams& p, const Seque
         for (int h = 4; h <= 16; h *= 2) sum += __shfl_xor_sync(kAllLanes, sum, h);
         const float keep = ex2(m - top);
         l = fmaf(l, keep, sum);
-        o[0] = scaled(o[0], keep);
+        o = scaled(o, keep);
         m = top;
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
             const float of_part = __shfl_sync(kAllLanes, weight[k / 8], k % 8 * 4 + i);
-            o[0].x = fmaf(of_part, x[k].x, o[0].x);
-            o[0].y = fmaf(of_part, x[k].y, o[0].y);
-            o[0].z = fmaf(of_part, x[k].z, o[0].z);
-            o[0].w = fmaf(of_part, x[k].w, o[0].w);
+            o.x = fmaf(of_part, x[k].x, o.x);
+            o.y = fmaf(of_part, x[k].y, o.y);
+            o.z = fmaf(of_part, x[k].z, o.z);
+            o.w = fmaf(of_part, x[k].w, o.w);
         }
     }
-    if (!to) {
-        write_row<D>(p.a, s, head, tile, j, o, m, l, lane);
-        return;
-    }
-    *partial_word<D>(to, tile, j, lane) = o[0];
-    if (j == 0 && r == 0) *partial_ml<D, kTiles>(to, 4 * tile + i) = make_float2(m, l);
+    return {o, m, l};
 }
 
 // What a CTA knows of the cut of the units, to find who has the parts of a segment.
@@ -115,93 +116,56 @@ struct DecodeShare {
 };
 
 // Joins the partial results of the CTA's segments once all its warps have left theirs. Whole segments of a warp are written already. Of
-// a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins them. `at` is the
-// place of the CTA's first unit, `last` the CTA's shared memory.
+// a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins them: for each
+// word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's first unit.
 template <int D, int kTiles>
 __device__ __forceinline__ void join_segments(const DecodeParams& p, const DecodeShare& share, DecodeCursor at, uint8_t* rings,
-                                              int64_t warp_stride, uint32_t* last, int lane) {
+                                              int64_t warp_stride, int lane) {
     constexpr int kPartialBytes = decode_partial_bytes(D, kTiles), kWords = D / 32;
     const int warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
     const int cta = int(blockIdx.x);
     auto* const cta_partials = reinterpret_cast<uint8_t*>(p.cta_partials);
-    int task = 0;  // in turn to the CTA's warps
-    // (sequence, head)s that other CTAs have parts of too: that of the CTA's first segment and that of its last.
-    struct Shared {
-        DecodeCursor at;
-        int32_t unit;  // the first
-        bool exists;
-    };
-    Shared shared_before{}, shared_after{};
-    const auto ctas_of = [&](const Shared& x, int32_t* count) {  // the first, and how many have a part
-        const int32_t first = share.ctas.range_of(x.unit);
-        *count = share.ctas.range_of(x.unit + x.at.pages - 1) - first + 1;
-        return first;
-    };
+    int task = warp;  // this warp's next one, counted from the segment's first
     __syncthreads();
-    // One loop over the segments and then over the shared ones, so that the code is there, and fetched, but once.
-    DecodeCursor c = at;
-    int32_t unit = share.begin;
-    int of_shared = -1;
-    while (unit < share.end) {
-        PartialList list;
-        uint8_t* to = nullptr;
-        bool wanted = true;
-        int32_t end = unit;
-        if (of_shared < 0) {
-            const int32_t whole_end = unit + c.pages - c.page;
-            end = min(whole_end, share.end);
-            const bool before = c.page > 0, after = whole_end > end;  // other CTAs have parts
-            const int32_t first = share.warps.range_of(unit - share.begin);
-            const int32_t last_warp = share.warps.range_of(end - 1 - share.begin);
-            if (before || after) {
-                (before ? shared_before : shared_after) = {c, unit - c.page, true};
-                to = cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes);
+    for (int32_t unit = share.begin; unit < share.end;) {
+        const int32_t whole_end = unit + at.pages - at.page, end = min(whole_end, share.end);
+        const bool before = at.page > 0, after = whole_end > end;  // other CTAs have parts
+        const int32_t first = share.warps.range_of(unit - share.begin);
+        const int32_t last = share.warps.range_of(end - 1 - share.begin);
+        if (before || after || first != last) {
+            const int tasks = min((at.s.n_query * p.a.group + 3) / 4, kTiles) * kWords;
+            for (; task < tasks; task += warps) {
+                const int tile = task / kWords, j = task % kWords;
+                // A warp that had more to do left its part in global memory, the others in their rings.
+                const bool had_more = share.warps.begin(last + 1) > end - share.begin;
+                const int32_t count = last - first + 1;
+                PartialList list{rings + first * warp_stride, warp_stride,
+                                 reinterpret_cast<uint8_t*>(p.warp_partials) + (int64_t(cta) * warps + last) * kPartialBytes,
+                                 had_more ? count - 1 : -1, count};
+                for (bool joined_ctas = false;; joined_ctas = true) {
+                    const JoinedPart part = join_partials<D>(list, tile, j, lane);
+                    if (joined_ctas || !(before || after)) {
+                        write_row<D>(p.a, at.s, at.head, tile, j, {part.o}, part.m, part.l, lane);
+                        break;
+                    }
+                    uint8_t* const own = cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes);
+                    store_part(partial_part<D>(own, tile, j), part.o, part.m, part.l, lane);
+                    const int32_t first_cta = share.ctas.range_of(unit - at.page);
+                    const int32_t ctas = share.ctas.range_of(unit - at.page + at.pages - 1) - first_cta + 1;
+                    __threadfence();
+                    __syncwarp();
+                    uint32_t arrived = 0;  // the counter is 0 again after the last
+                    if (lane == 0) arrived = atomicInc(p.arrivals + first_cta * (kTiles * kWords) + task, uint32_t(ctas - 1));
+                    if (__shfl_sync(kAllLanes, arrived, 0) != uint32_t(ctas - 1)) break;
+                    __threadfence();
+                    uint8_t* const base = cta_partials + 2 * first_cta * int64_t(kPartialBytes);
+                    list = {base, 2 * int64_t(kPartialBytes), base + kPartialBytes, 0, ctas};
+                }
             }
-            wanted = before || after || first != last_warp;
-            // A warp that had more to do left its part in global memory, the others in their rings.
-            const bool had_more = share.warps.begin(last_warp + 1) > end - share.begin;
-            const int32_t count = last_warp - first + 1;
-            list = {rings + first * warp_stride, warp_stride,
-                    reinterpret_cast<uint8_t*>(p.warp_partials) + (int64_t(cta) * warps + last_warp) * kPartialBytes,
-                    had_more ? count - 1 : -1, count};
-        } else if (of_shared < 2) {
-            const Shared x = of_shared == 0 ? shared_before : shared_after;
-            wanted = x.exists && last[of_shared];
-            c = x.at;
-            int32_t count;
-            const int32_t first = ctas_of(x, &count);
-            uint8_t* const base = cta_partials + 2 * first * int64_t(kPartialBytes);
-            list = {base, 2 * int64_t(kPartialBytes), base + kPartialBytes, 0, count};
-        } else {
-            break;
+            task -= tasks;
         }
-        if (wanted) {
-            const int tiles = min((c.s.n_query * p.a.group + 3) / 4, kTiles);
-            for (int n = 0; n < tiles * kWords; ++n) {
-                if (task == warp) join_partials<D, kTiles>(p, c.s, c.head, list, to, n / kWords, n % kWords, lane);
-                if (++task == warps) task = 0;
-            }
-        }
-        if (of_shared >= 0) {
-            ++of_shared;
-        } else if (end < share.end) {
-            unit = end;
-            c.next_segment(p);
-        } else {
-            if (!shared_before.exists && !shared_after.exists) return;
-            __threadfence();
-            __syncthreads();
-            const Shared x = threadIdx.x == 0 ? shared_before : shared_after;
-            if (threadIdx.x < 2 && x.exists) {
-                int32_t count;
-                const int32_t first = ctas_of(x, &count);
-                // The counter is 0 again after the last of them.
-                last[threadIdx.x] = atomicInc(p.arrivals + first, uint32_t(count - 1)) == uint32_t(count - 1);
-            }
-            __threadfence();
-            __syncthreads();
-            of_shared = 0;
-        }
+        unit = end;
+        if (unit < share.end) at.next_segment(p);
     }
 }
 

@@ -9,12 +9,16 @@ namespace ta::cuda {
 
 inline constexpr int kDecodeRows = 16;        // query rows (query tokens x group) of a sequence and kv head at most
 inline constexpr int kDecodeMaxInFlight = 4;  // pieces of one warp
-inline constexpr int kDecodeCtaBytes = 128;    // of dynamic shared memory that all warps share
 
-// A partial result: sums of P v, not divided by l, [tile][head_dim / 32][lane] as 4 floats, the channels (head_dim / 8) (lane / 4) + 4 j
-// of row 4 tile + lane % 4; then for each row its maximum in log2 units and its l.
+// A partial result is [tile][head_dim / 32] of these, for a tile of 4 rows and, of each lane, word j of its channels, which are
+// (head_dim / 8) (lane / 4) + 4 j .. + 3 of row lane % 4: sums of P v, not divided by l, [lane] as 4 floats; then for each of the rows
+// its maximum in log2 units and its l.
+inline constexpr int kDecodePartBytes = 32 * 16 + 4 * 8;
+TA_HD constexpr int decode_parts(int head_dim, int tiles) {
+    return tiles * (head_dim / 32);
+}
 TA_HD constexpr int decode_partial_bytes(int head_dim, int tiles) {
-    return 4 * tiles * (head_dim + 2) * int(sizeof(float));
+    return decode_parts(head_dim, tiles) * kDecodePartBytes;
 }
 
 // Warps of a CTA that a kernel may be launched with: what its registers allow.
@@ -36,10 +40,10 @@ struct DecodeParams {
     float* query_scale;     // [ctas + batch * kv_heads, row_capacity]
     float* query_bias;      // [ctas + batch * kv_heads, row_capacity]
 
-    // Partial results, decode_partial_bytes each.
+    // Partial results, partial results each.
     float* warp_partials;  // [ctas, warps] of a warp's first segment, if the warp before it has a part of its (sequence, head)
     float* cta_partials;   // [ctas, 2] of its first segment, if CTAs before it have parts, and of its last, if only CTAs after it have
-    uint32_t* arrivals;    // [ctas] CTAs that have left their part of the (sequence, head) that begins in this one and ends in another
+    uint32_t* arrivals;    // [ctas, decode_parts] CTAs that have left theirs of the (sequence, head) that only CTAs after have more of
 
     float unit;            // of scores: scale * log2 e, or scale under a softcap
     float levels;          // a.p_levels

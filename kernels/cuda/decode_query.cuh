@@ -183,6 +183,16 @@ struct RowPart {
     }
 };
 
+// Brings the rows of the CTA's segments of the first sequence into L2, warp w byte range w of each. Later, when pages have been asked for,
+// each access waits in their queue.
+template <int D, int kRows>
+__device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const DecodeCursor& at, int32_t units, int warp, int lane) {
+    const int head = at.head + lane / kRows, first_unit = lane / kRows * at.pages - at.page;
+    if (first_unit >= units || head >= p.a.kv_heads || warp * 128 >= D * int(cpu::dtype_bytes(p.a.q.dtype))) return;
+    const void* row = query_row(p.a, at.s, head, lane % kRows);
+    if (row) prefetch_l2(static_cast<const uint8_t*>(row) + warp * 128);
+}
+
 // A query row at stage 1. A lane has the codes of the same channels.
 template <int D>
 struct QueryRow {
