@@ -48,7 +48,8 @@ struct Workspace {
         };
         const size_t ctas = size_t(plan.ctas), partial = size_t(decode_partial_bytes(head_dim, plan.tiles));
         const size_t query_rows = (ctas + size_t(batch) * kv_heads) * 4 * size_t(plan.tiles);
-        arrivals = take(ctas * decode_parts(kMaxHeadDim, kDecodeRows / 4) * sizeof(uint32_t));  // first and the same in all plans
+        arrivals =
+            take(ctas * decode_parts(kMaxHeadDim, kDecodeRows / 4) * sizeof(uint32_t));  // first and the same in all plans
         zeroed_bytes = bytes;
         warp_partials = take(ctas * plan.warps * partial);
         cta_partials = take(ctas * 2 * partial);
@@ -161,11 +162,12 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.levels = float(args.p_levels);
     p.inverse_levels = 1.0f / float(args.p_levels);
     p.row_capacity = 4 * plan.tiles;
+    p.group_inverse = (65536 + args.group - 1) / args.group;
     p.ring_bytes = plan.ring_bytes;
     p.bulk = plan.bulk;
     if (args.window > 0) {
-        const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream, args,
-                                     p.windowed_pages);
+        const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream,
+                                     args, p.windowed_pages);
         if (e != cudaSuccess) return e;
     }
     const bool general =

@@ -93,7 +93,7 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment&
     if (first_key + kPageTokens <= seg.min_end && first_key >= seg.max_begin) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const int token = (4 * (tile + n) + lane % 4) / p.a.group;
+        const int token = RowPlace(p, seg.head, 4 * (tile + n) + lane % 4).token;
         const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.s.n_keys - seg.s.n_query + token);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
@@ -137,16 +137,17 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
     if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const int row = 4 * (tile + n) + i, token = row / p.a.group, q_head = seg.head * p.a.group + row % p.a.group;
+            const int row = 4 * (tile + n) + i;
+            const auto [token, q_head] = RowPlace(p, seg.head, row);
             const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
-            const float bias = memory.query_bias[row];  // 0 without an offset
+            const float bias = memory.queries[0].bias[row];  // 0 without an offset
             const int32_t to_row = first_key + r - (seg.s.n_keys - seg.s.n_query + token);
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
         }
     }
     mask(p, seg, first_key, tile, x, lane);
-    __syncwarp();  // the digits, in whose place P goes, have been read
+    __syncwarp();                           // the digits, in whose place P goes, have been read
     const bool running = p_running || sas;  // values depend on the running maximum
     float top[N];
     raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
@@ -354,7 +355,7 @@ __device__ __forceinline__ void close_segment(const DecodeParams& p, const Decod
             o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
         }
         if (whole) {
-            write_row<D>(p.a, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+            write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
         } else {
 #pragma unroll
             for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);
@@ -377,7 +378,7 @@ __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane
             const float4 zero[D / 32] = {};
             for (int head = 0; head < p.a.kv_heads; ++head) {
                 for (int tile = 0; 4 * tile < s.n_query * p.a.group; ++tile) {
-                    write_row<D>(p.a, s, head, tile, 0, zero, kLowest, 0.0f, lane);
+                    write_row<D>(p, s, head, tile, 0, zero, kLowest, 0.0f, lane);
                 }
             }
         }
@@ -423,51 +424,74 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
     grid_launch_dependents();
+    if (left > at.pages - at.page) loader.touch_next_segment();
 
-    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that begin with the segment, and for
-    // the others into global memory. The first rows are on their way before the first pages.
+    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that have the segment first or
+    // second, and for the others into global memory. Each warp's first two rows are on their way before the first pages.
     prefetch_queries<D, 4 * kTiles>(p, cta_at, cta_end - cta_begin, warp, lane);
-    RowPart<D> signs, part;
+    struct Task {
+        DecodeCursor at;
+        int32_t unit, unit_before;  // of the segment, and of that before it
+        int row;
+    };
+    Task next{cta_at, cta_begin, cta_begin, warp}, task{};
+    RowPart<D> signs, part{};
     signs.load(p.a.signs, DType::kF32, lane);
-    DecodeCursor to_prepare = cta_at;
-    int row = warp;
-    int32_t unit = cta_begin;
-    for (bool started = false;; row += warps) {
-        while (unit < cta_end && row >= 4 * kTiles) {
-            row -= 4 * kTiles;
-            unit += to_prepare.pages - to_prepare.page;
-            if (unit < cta_end) to_prepare.next_segment(p);
+    bool exists = false;
+    for (int n = 0;; ++n) {
+        while (next.unit < cta_end && next.row >= 4 * kTiles) {
+            next.row -= 4 * kTiles;
+            next.unit_before = next.unit;
+            next.unit += next.at.pages - next.at.page;
+            if (next.unit < cta_end) next.at.next_segment(p);
         }
-        if (unit < cta_end) part.load(query_row(p.a, to_prepare.s, to_prepare.head, row), p.a.q.dtype, lane);
-        if (!started) loader.start();
-        started = true;
-        if (unit >= cta_end) break;
-        const int32_t end = min(unit + to_prepare.pages - to_prepare.page, cta_end);
-        const int first = share.warps.range_of(unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
-        const bool inside = cta_begin + share.warps.begin(first) < unit;  // of the range of warp `first`
-        // Counted by the CTA that has the first page.
-        uint32_t* const nonfinite = p.a.nonfinite && to_prepare.page == 0 ? p.a.nonfinite + to_prepare.seq : nullptr;
-        const QueryRow<D> q = prepare_query<D>(p, part, signs, to_prepare.head, nonfinite, lane);
-        if (inside) store_query<D>(p, q, cta + int64_t(to_prepare.seq) * p.a.kv_heads + to_prepare.head, row, lane);
+        const bool next_exists = next.unit < cta_end;
+        RowPart<D> next_part;
+        next_part.load(next_exists ? query_row(p, next.at.s, next.at.head, next.row) : nullptr, p.a.q.dtype, lane);
+        if (n == 1) loader.start();
+        if (exists) {
+            const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
+            const int first = share.warps.range_of(task.unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
+            const bool inside = cta_begin + share.warps.begin(first) < task.unit;  // of the range of warp `first`
+            // Counted by the CTA that has the first page.
+            uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
+            const QueryRow<D> q = prepare_query<D>(p, part, signs, task.at.head, nonfinite, lane);
+            const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
+            if (inside) {
+                const bool is_second = cta_begin + share.warps.begin(first) >= task.unit_before;
+                if (Memory::kQueries == 2 && is_second) {
+                    store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
+                } else {
+                    store_query<D>(p, q, query_slot(p, cta, task.at), task.row, lane);
+                }
+            }
 #pragma unroll 1
-        for (int w = first + inside; w <= last; ++w) {
-            store_query<D>(q, row, *reinterpret_cast<Memory*>(smem + w * stride), lane);
+            for (int w = first + inside; w <= last; ++w) store_query<D>(q, task.row, memory_of(w).queries[0], lane);
         }
+        if (n > 0 && !next_exists) break;
+        task = next;
+        part = next_part;
+        exists = next_exists;
+        next.row += warps;
     }
     __syncthreads();
     if (warp == warps - 1) write_empty_rows<D>(p, lane);
 
-    bool loaded = true;  // the queries of the segment at hand are in memory
-    while (left > 0) {
-        const int64_t pair = int64_t(at.seq) * p.a.kv_heads + at.head;
-        if (!loaded) load_queries<D>(p, cta + pair, memory, lane);
-        loaded = false;
+    for (int segment = 0; left > 0; ++segment) {
+        if (Memory::kQueries == 2 && segment == 1) {
+            const auto* from = reinterpret_cast<const uint32_t*>(&memory.queries[Memory::kQueries - 1]);
+            auto* to = reinterpret_cast<uint32_t*>(&memory.queries[0]);
+            for (int i = lane; i < int(sizeof(memory.queries[0]) / 4); i += 32) to[i] = from[i];
+        } else if (segment > 0) {
+            load_queries<D, 4 * kTiles>(p, query_slot(p, cta, at), memory.queries[0], lane);
+        }
+        __syncwarp();
         const DecodeSegment seg = open_segment(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
         rows.clear();
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.query_scale[4 * n + lane % 4];
+        for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.queries[0].scale[4 * n + lane % 4];
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;

@@ -89,6 +89,15 @@ class PieceLoader {
         : p_(p), at_(at), left_(units), ring_(ring), barriers_(smem_address(barriers)), lane_(lane) {
         if (left_ > 0) find_segment();
     }
+    // Brings what the next segment begins with into L1. Once pages have been asked for, each access waits in their queue.
+    __device__ __forceinline__ void touch_next_segment() const {
+        DecodeCursor next = at_;
+        next.next_segment(p_);
+        const uint64_t* entry = p_.a.table + next.s.first_entry + first_page(p_.a, next.s) + lane_;
+        uint64_t unused;
+        if (lane_ < next.pages) asm volatile("ld.global.ca.u64 %0, [%1];" : "=l"(unused) : "l"(entry));
+    }
+
     // The pages may be read from now on: starts the first copies.
     __device__ __forceinline__ void start() {
         if (left_ == 0) return;
@@ -207,8 +216,8 @@ class PieceLoader {
             return;
         }
 #endif
-        const auto* source = reinterpret_cast<const uint8_t*>(
-            __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(source_), in_batch_));
+        const auto* source =
+            reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(source_), in_batch_));
         const uint32_t target = smem_address(ring_ + place);
         for (uint32_t i = lane_ * 16; i < bytes; i += 512) cp_async_16(target + i, source + i);
         cp_async_commit();

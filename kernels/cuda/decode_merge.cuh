@@ -8,12 +8,13 @@ namespace ta::cuda {
 
 // Writes words of the row 4 tile + lane % 4 of (s, head): o[k] are channels (D/8) (lane / 4) + 4 (first + k) .. + 3.
 template <int D, int N>
-__device__ __forceinline__ void write_row(const AttendArgs& a, const SequenceArgs& s, int head, int tile, int first,
+__device__ __forceinline__ void write_row(const DecodeParams& p, const SequenceArgs& s, int head, int tile, int first,
                                           const float4 (&o)[N], float m, float l, int lane) {
+    const AttendArgs& a = p.a;
     const int row = 4 * tile + lane % 4, r = lane / 4;
     if (row >= s.n_query * a.group) return;
-    const int q_head = head * a.group + row % a.group;
-    const int64_t at = s.row + row / a.group;
+    const auto [token, q_head] = RowPlace(p, head, row);
+    const int64_t at = s.row + token;
     const RowEnd end = end_row(a, m, l, q_head);
     uint8_t* to = output_row(a, at, q_head);
 #pragma unroll
@@ -50,7 +51,10 @@ struct PartialList {
 // In shared or global memory. Written by other SMs, perhaps: not from L1.
 __device__ __forceinline__ float4 load_partial(const float4* p) {
     float4 v;
-    asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p)
+                 : "memory");
     return v;
 }
 __device__ __forceinline__ float2 load_partial(const float2* p) {
@@ -145,19 +149,22 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
                 for (bool joined_ctas = false;; joined_ctas = true) {
                     const JoinedPart part = join_partials<D>(list, tile, j, lane);
                     if (joined_ctas || !(before || after)) {
-                        write_row<D>(p.a, at.s, at.head, tile, j, {part.o}, part.m, part.l, lane);
+                        write_row<D>(p, at.s, at.head, tile, j, {part.o}, part.m, part.l, lane);
                         break;
                     }
                     uint8_t* const own = cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes);
                     store_part(partial_part<D>(own, tile, j), part.o, part.m, part.l, lane);
                     const int32_t first_cta = share.ctas.range_of(unit - at.page);
                     const int32_t ctas = share.ctas.range_of(unit - at.page + at.pages - 1) - first_cta + 1;
-                    __threadfence();
                     __syncwarp();
                     uint32_t arrived = 0;  // the counter is 0 again after the last
-                    if (lane == 0) arrived = atomicInc(p.arrivals + first_cta * (kTiles * kWords) + task, uint32_t(ctas - 1));
+                    if (lane == 0) {
+                        __threadfence();
+                        arrived = atomicInc(p.arrivals + first_cta * (kTiles * kWords) + task, uint32_t(ctas - 1));
+                        __threadfence();
+                    }
                     if (__shfl_sync(kAllLanes, arrived, 0) != uint32_t(ctas - 1)) break;
-                    __threadfence();
+                    __syncwarp();
                     uint8_t* const base = cta_partials + 2 * first_cta * int64_t(kPartialBytes);
                     list = {base, 2 * int64_t(kPartialBytes), base + kPartialBytes, 0, ctas};
                 }

@@ -51,7 +51,8 @@ struct HalfQueries {
 #pragma unroll
             for (int j = 0; j < W; ++j) {
                 const int word = min(lane + 32 * j, D / 4 - 1), from = first_row + row;
-                const uint32_t q = *reinterpret_cast<const uint32_t*>(memory.query[from] + swizzled_word<D>(from, word));
+                const uint32_t q =
+                    *reinterpret_cast<const uint32_t*>(memory.queries[0].code[from] + swizzled_word<D>(from, word));
                 const uint32_t biased = q ^ 0x80808080u;  // 0x6400 | n is 1024 + n
                 const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);
                 x[row][j][0] = __hsub2(half2_of(__byte_perm(biased, 0x64, 0x4140)), bias);
@@ -89,8 +90,7 @@ __device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQ
                 low[c] = bits_of(__hfma2(x, step[c], __hfma2(__hsub2(h, magic), __floats2half2_rn(-128.0f, -128.0f), magic)));
             }
             const int to = 2 * (first_row + row);
-            *reinterpret_cast<uint32_t*>(memory.digits[to] + swizzled_word<D>(0, word)) =
-                __byte_perm(high[0], high[1], 0x6420);
+            *reinterpret_cast<uint32_t*>(memory.digits[to] + swizzled_word<D>(0, word)) = __byte_perm(high[0], high[1], 0x6420);
             *reinterpret_cast<uint32_t*>(memory.digits[to + 1] + swizzled_word<D>(1, word)) =
                 __byte_perm(low[0], low[1], 0x6420);
         }
@@ -132,7 +132,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + r / 2;
             uint32_t q[D / 32][2];
-            load_fragments<D>(memory.query[row], row, i, q);
+            load_fragments<D>(memory.queries[0].code[row], row, i, q);
             int c[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int k = 0; k < D / 32; ++k) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory&
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int row = 4 * (tile + n) + r / 2;
-        load_fragments<D>(memory.query[row], row, i, b[n]);
+        load_fragments<D>(memory.queries[0].code[row], row, i, b[n]);
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {

@@ -40,17 +40,20 @@ struct DecodeParams {
     float* query_scale;     // [ctas + batch * kv_heads, row_capacity]
     float* query_bias;      // [ctas + batch * kv_heads, row_capacity]
 
-    // Partial results, partial results each.
-    float* warp_partials;  // [ctas, warps] of a warp's first segment, if the warp before it has a part of its (sequence, head)
-    float* cta_partials;   // [ctas, 2] of its first segment, if CTAs before it have parts, and of its last, if only CTAs after it have
-    uint32_t* arrivals;    // [ctas, decode_parts] CTAs that have left theirs of the (sequence, head) that only CTAs after have more of
+    // Partial results: of a warp's first segment, if the warp before it has a part of its (sequence, head); of a CTA's first segment,
+    // if CTAs before it have parts, and of its last, if only CTAs after it have; and how many CTAs have left theirs of the (sequence,
+    // head) that begins in a CTA and ends in another, for each word of a tile.
+    float* warp_partials;  // [ctas, warps]
+    float* cta_partials;   // [ctas, 2]
+    uint32_t* arrivals;    // [ctas, decode_parts]
 
-    float unit;            // of scores: scale * log2 e, or scale under a softcap
-    float levels;          // a.p_levels
-    float inverse_levels;  // 1 / levels
-    int32_t row_capacity;  // 4, 8 or 16
-    int32_t ring_bytes;    // of each warp, for pieces in flight
-    bool bulk;             // cp.async.bulk instead of cp.async
+    float unit;             // of scores: scale * log2 e, or scale under a softcap
+    float levels;           // a.p_levels
+    float inverse_levels;   // 1 / levels
+    int32_t row_capacity;   // 4, 8 or 16
+    int32_t group_inverse;  // of a.group: rounded up, times 2^16
+    int32_t ring_bytes;     // of each warp, for pieces in flight
+    bool bulk;              // cp.async.bulk instead of cp.async
 };
 
 // A cut of units into ranges of equal size, the first `longer` of them one unit longer. None is empty; with few units there are fewer
@@ -67,7 +70,8 @@ struct DecodeCut {
     // The range that holds unit u.
     TA_HD int32_t range_of(int32_t u) const {
         const int32_t in_longer = longer * (size + 1);
-        return u < in_longer ? u / (size + 1) : longer + (u - in_longer) / size;
+        const bool is_longer = u < in_longer;
+        return (is_longer ? u : u - in_longer) / (is_longer ? size + 1 : size) + (is_longer ? 0 : longer);
     }
 };
 

@@ -18,8 +18,14 @@ struct WarpMemory {
     // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. Those of a tile of 4 rows give way to its P, on its way
     // from the layout of scores to that of an operand.
     uint8_t digits[2 * kRows][D];
-    uint8_t query[kRows][D];  // stage-1 codes
-    float query_scale[kRows], query_bias[kRows];
+    // Stage-1 codes, scales and K offset terms of the segment at hand and, where there is room, of the warp's second one: reading them
+    // from global memory would wait behind all pages that have been asked for.
+    static constexpr int kQueries = kRows * D <= 1024 ? 2 : 1;
+    struct Queries {
+        uint8_t code[kRows][D];
+        float scale[kRows], bias[kRows];
+    };
+    Queries queries[kQueries];
     uint64_t barriers[kDecodeMaxInFlight];
 
     __device__ __forceinline__ uint4* p(int tile) { return reinterpret_cast<uint4*>(digits[8 * tile]); }
@@ -157,10 +163,18 @@ struct RowQuantizer {
     }
 };
 
+// Query token and query head of a row of a kv head.
+struct RowPlace {
+    int token, q_head;
+    __device__ __forceinline__ RowPlace(const DecodeParams& p, int head, int row)
+        : token(row * p.group_inverse >> 16), q_head(head * p.a.group + row - token * p.a.group) {}
+};
+
 // Row `row` of a (sequence, kv head) in q; nullptr if it does not exist.
-__device__ __forceinline__ const void* query_row(const AttendArgs& a, const SequenceArgs& s, int head, int row) {
+__device__ __forceinline__ const void* query_row(const DecodeParams& p, const SequenceArgs& s, int head, int row) {
+    const AttendArgs& a = p.a;
     if (row >= s.n_query * a.group) return nullptr;
-    const int token = row / a.group, q_head = head * a.group + row % a.group;
+    const auto [token, q_head] = RowPlace(p, head, row);
     const int64_t at = (s.row + token) * a.q.stride_row + q_head * a.q.stride_head;
     return static_cast<const uint8_t*>(a.q.data) + at * int64_t(cpu::dtype_bytes(a.q.dtype));
 }
@@ -186,10 +200,11 @@ struct RowPart {
 // Brings the rows of the CTA's segments of the first sequence into L2, warp w byte range w of each. Later, when pages have been asked for,
 // each access waits in their queue.
 template <int D, int kRows>
-__device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const DecodeCursor& at, int32_t units, int warp, int lane) {
+__device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const DecodeCursor& at, int32_t units, int warp,
+                                                 int lane) {
     const int head = at.head + lane / kRows, first_unit = lane / kRows * at.pages - at.page;
     if (first_unit >= units || head >= p.a.kv_heads || warp * 128 >= D * int(cpu::dtype_bytes(p.a.q.dtype))) return;
-    const void* row = query_row(p.a, at.s, head, lane % kRows);
+    const void* row = query_row(p, at.s, head, lane % kRows);
     if (row) prefetch_l2(static_cast<const uint8_t*>(row) + warp * 128);
 }
 
@@ -266,20 +281,23 @@ __device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, RowP
     return result;
 }
 
-template <int D, class Memory>
-__device__ __forceinline__ void store_query(const QueryRow<D>& q, int row, Memory& memory, int lane) {
+template <int D, class Queries>
+__device__ __forceinline__ void store_query(const QueryRow<D>& q, int row, Queries& to, int lane) {
 #pragma unroll
     for (int j = 0; j < QueryRow<D>::W; ++j) {
         const int word = lane + 32 * j;
-        if (word < D / 4) *reinterpret_cast<uint32_t*>(memory.query[row] + swizzled_word<D>(row, word)) = q.codes[j];
+        if (word < D / 4) *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = q.codes[j];
     }
     if (lane == 0) {
-        memory.query_scale[row] = q.scale;
-        memory.query_bias[row] = q.bias;
+        to.scale[row] = q.scale;
+        to.bias[row] = q.bias;
     }
 }
 
-// The same in the slot of p.query_codes of a CTA's segment, and from there to a warp's memory.
+// The slot in p.query_codes of a segment of a CTA; there and from there to a warp's memory.
+__device__ __forceinline__ int64_t query_slot(const DecodeParams& p, int cta, const DecodeCursor& at) {
+    return cta + int64_t(at.seq) * p.a.kv_heads + at.head;
+}
 template <int D>
 __device__ __forceinline__ void store_query(const DecodeParams& p, const QueryRow<D>& q, int64_t slot, int row, int lane) {
     const int64_t at = slot * p.row_capacity + row;
@@ -293,22 +311,20 @@ __device__ __forceinline__ void store_query(const DecodeParams& p, const QueryRo
         p.query_bias[at] = q.bias;
     }
 }
-template <int D, class Memory>
-__device__ __forceinline__ void load_queries(const DecodeParams& p, int64_t slot, Memory& memory, int lane) {
-    constexpr int kRows = Memory::kRowCapacity;
+template <int D, int kRows, class Queries>
+__device__ __forceinline__ void load_queries(const DecodeParams& p, int64_t slot, Queries& to, int lane) {
     const uint32_t* codes = p.query_codes + slot * kRows * (D / 4);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
 #pragma unroll
         for (int word = lane; word < D / 4; word += 32) {
-            *reinterpret_cast<uint32_t*>(memory.query[row] + swizzled_word<D>(row, word)) = codes[row * (D / 4) + word];
+            *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = codes[row * (D / 4) + word];
         }
     }
     if (lane < kRows) {
-        memory.query_scale[lane] = p.query_scale[slot * kRows + lane];
-        memory.query_bias[lane] = p.query_bias[slot * kRows + lane];
+        to.scale[lane] = p.query_scale[slot * kRows + lane];
+        to.bias[lane] = p.query_bias[slot * kRows + lane];
     }
-    __syncwarp();
 }
 
 }  // namespace ta::cuda
