@@ -1,9 +1,9 @@
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "kernels/cuda/decode.h"
 #include "kernels/cuda/decode_launch.h"
+#include "kernels/cuda/decode_loader.cuh"
 
 namespace ta::cuda {
 namespace {
@@ -38,7 +38,7 @@ int tiles_index(int tiles) {
 
 // Offsets in the workspace.
 struct Workspace {
-    size_t partial_o, partial_ml, query_codes, query_scale, query_bias, windowed_pages, bytes = 0;
+    size_t arrivals, zeroed_bytes, warp_partials, cta_partials, query_codes, query_scale, query_bias, windowed_pages, bytes = 0;
 
     Workspace(const DecodePlan& plan, int head_dim, int kv_heads, int batch) {
         const auto take = [this](size_t n) {
@@ -46,16 +46,43 @@ struct Workspace {
             bytes += round_up(n, kWorkspaceAlignment);
             return at;
         };
-        const size_t capacity = 4 * size_t(plan.tiles), pairs = size_t(batch) * kv_heads;
-        const size_t rows = pairs * capacity, partial_rows = (size_t(plan.ctas) * plan.warps + pairs) * capacity;
-        partial_o = take(partial_rows * head_dim * sizeof(float));
-        partial_ml = take(partial_rows * sizeof(float2));
-        query_codes = take(rows * head_dim);
-        query_scale = take(rows * sizeof(float));
-        query_bias = take(rows * sizeof(float));
+        const size_t ctas = size_t(plan.ctas), partial = size_t(decode_partial_bytes(head_dim, plan.tiles));
+        const size_t query_rows = (ctas + size_t(batch) * kv_heads) * 4 * size_t(plan.tiles);
+        arrivals =
+            take(ctas * decode_parts(kMaxHeadDim, kDecodeRows / 4) * sizeof(uint32_t));  // first and the same in all plans
+        zeroed_bytes = bytes;
+        warp_partials = take(ctas * plan.warps * partial);
+        cta_partials = take(ctas * 2 * partial);
+        query_codes = take(query_rows * head_dim);
+        query_scale = take(query_rows * sizeof(float));
+        query_bias = take(query_rows * sizeof(float));
         windowed_pages = take((size_t(batch) + 1) * sizeof(int32_t));
     }
 };
+
+// pages_before for the pages within the window, by one warp.
+__global__ void __launch_bounds__(32) count_window_pages(const __grid_constant__ AttendArgs a, int32_t* pages_before) {
+    grid_dependency_wait();  // the plan's calls before may read what is written here
+    grid_launch_dependents();
+    const int lane = int(threadIdx.x);
+    int32_t sum = 0;
+    if (lane == 0) pages_before[0] = 0;
+    for (int first = 0; first < a.batch; first += 32) {
+        const int seq = first + lane;
+        int32_t upto = 0;
+        if (seq < a.batch) {
+            const SequenceArgs s = a.sequences[seq];
+            if (s.n_query > 0) upto = (s.n_keys + kPageTokens - 1) / kPageTokens - first_page(a, s);
+        }
+#pragma unroll
+        for (int h = 1; h < 32; h *= 2) {
+            const int32_t other = __shfl_up_sync(kAllLanes, upto, h);
+            if (lane >= h) upto += other;
+        }
+        if (seq < a.batch) pages_before[seq + 1] = sum + upto;
+        sum += __shfl_sync(kAllLanes, upto, 31);
+    }
+}
 
 // `overlap`: the grid may start before those before it are complete.
 template <class... Args>
@@ -104,10 +131,9 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.ring_bytes = ring_of(p.warps);
     if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
     p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
-    // Partial results of a (sequence, head), on average: with more of them, more warps share a row.
-    const int64_t partials = int64_t(p.ctas) * p.warps / (int64_t(shape.batch) * shape.kv_heads) + 1;
-    p.merge_warps = partials > 24 ? 8 : partials > 12 ? 4 : partials > 6 ? 2 : 1;
-    p.workspace_bytes = Workspace(p, shape.head_dim, shape.kv_heads, shape.batch).bytes;
+    const Workspace workspace(p, shape.head_dim, shape.kv_heads, shape.batch);
+    p.workspace_bytes = workspace.bytes;
+    p.zeroed_bytes = workspace.zeroed_bytes;
     for (const auto& of_kind : kernels.attend) {
         const void* kernel = of_kind[tiles_index(p.tiles)];
         const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, p.smem_bytes);
@@ -129,32 +155,25 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.query_codes = reinterpret_cast<uint32_t*>(base + w.query_codes);
     p.query_scale = reinterpret_cast<float*>(base + w.query_scale);
     p.query_bias = reinterpret_cast<float*>(base + w.query_bias);
-    p.partial_o = reinterpret_cast<float*>(base + w.partial_o);
-    p.partial_ml = reinterpret_cast<float2*>(base + w.partial_ml);
+    p.warp_partials = reinterpret_cast<float*>(base + w.warp_partials);
+    p.cta_partials = reinterpret_cast<float*>(base + w.cta_partials);
+    p.arrivals = reinterpret_cast<uint32_t*>(base + w.arrivals);
     p.unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
-    p.log2_levels = std::log2(float(args.p_levels));
+    p.levels = float(args.p_levels);
     p.inverse_levels = 1.0f / float(args.p_levels);
     p.row_capacity = 4 * plan.tiles;
-    p.warps = plan.ctas * plan.warps;
+    p.group_inverse = (65536 + args.group - 1) / args.group;
     p.ring_bytes = plan.ring_bytes;
     p.bulk = plan.bulk;
-    const int pairs = args.batch * args.kv_heads;
-    const int query_warps = pairs * p.row_capacity / kQueryRows;
-    const unsigned query_ctas = unsigned((query_warps + kQueryWarps - 1) / kQueryWarps) + 1;
-    if (const cudaError_t e = launch(plan.overlap, kernels.query, dim3(query_ctas), 32 * kQueryWarps, 0, stream, p);
-        e != cudaSuccess)
-        return e;
+    if (args.window > 0) {
+        const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream,
+                                     args, p.windowed_pages);
+        if (e != cudaSuccess) return e;
+    }
     const bool general =
         args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
     const void* attend = kernels.attend[general][tiles_index(plan.tiles)];
-    if (const cudaError_t e =
-            launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
-        e != cudaSuccess) {
-        return e;
-    }
-    const int rows_per_cta = kMergeWarps / plan.merge_warps;
-    const dim3 grid(unsigned(pairs), unsigned((4 * plan.tiles + rows_per_cta - 1) / rows_per_cta));
-    return launch(plan.overlap, kernels.merge, grid, 32 * kMergeWarps, 0, stream, p, plan.merge_warps);
+    return launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
 }
 
 }  // namespace ta::cuda

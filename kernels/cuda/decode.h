@@ -31,18 +31,20 @@ struct DecodePlan {
     int ctas, warps;  // warps of each CTA
     int smem_bytes;   // of each CTA
     int ring_bytes;   // of each warp
-    int merge_warps;  // that share a row in the merge
     bool bulk;
     bool overlap;  // programmatic dependent launch, from sm_90 on
     size_t workspace_bytes;
+    size_t zeroed_bytes;  // at the start of the workspace, the same in all plans of a device
 };
 
 // Fails with cudaErrorInvalidValue for shapes that are not supported, and on devices before sm_80.
 cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 
-// Enqueues one call: three kernels, for queries, attention and the merge. `workspace` is device
-// memory of the plan's size, 256-byte aligned, and belongs to the call until the stream has passed it. Every sequence must have at
-// most shape.max_rows rows. args.batch, kv_heads, group and head_dim must be the shape's.
+// Enqueues one call: one kernel, and under a window a small one before it. `workspace` is device memory of the plan's size, 256-byte
+// aligned, and belongs to the call until the stream has passed it. Its first zeroed_bytes must be 0 before its first call; calls
+// leave them so. Every sequence must have at most shape.max_rows rows. args.batch, kv_heads, group and head_dim must be the shape's.
+// The lengths and the block table must not come from a kernel that is enqueued right before: with programmatic dependent launch
+// they are read while it still runs.
 cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream);
 
 // Fills pages_before [sequences + 1]: what a call without a window attends to. Sequences without queries have no pages.

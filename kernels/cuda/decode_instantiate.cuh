@@ -3,7 +3,6 @@
 
 #include "kernels/cuda/decode_kernel.cuh"
 #include "kernels/cuda/decode_launch.h"
-#include "kernels/cuda/decode_merge.cuh"
 
 namespace ta::cuda {
 
@@ -12,8 +11,6 @@ DecodeKernels decode_kernels() {
     const auto kernel = [](auto* k) { return reinterpret_cast<const void*>(k); };
     return {{{kernel(decode_kernel<D, 1, false>), kernel(decode_kernel<D, 2, false>), kernel(decode_kernel<D, 4, false>)},
              {kernel(decode_kernel<D, 1, true>), kernel(decode_kernel<D, 2, true>), kernel(decode_kernel<D, 4, true>)}},
-            kernel(decode_query_kernel<D>),
-            kernel(decode_merge_kernel<D>),
             {kWarpMemoryBytes<D, 1>, kWarpMemoryBytes<D, 2>, kWarpMemoryBytes<D, 4>}};
 }
 

@@ -3,7 +3,7 @@
 // only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below POLY's.
 #pragma once
 
-#include "kernels/cuda/decode_output.cuh"
+#include "kernels/cuda/decode_merge.cuh"
 #include "kernels/cuda/decode_page.cuh"
 
 namespace ta::cuda {
@@ -18,7 +18,7 @@ struct DecodeSegment {
 
 __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at) {
     DecodeSegment g;
-    g.s = p.a.sequences[at.seq];
+    g.s = at.s;
     g.seq = at.seq;
     g.head = at.head;
     const HeadArgs h = p.a.heads ? p.a.heads[at.head] : HeadArgs{0, 4, 4, 0};
@@ -93,7 +93,7 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment&
     if (first_key + kPageTokens <= seg.min_end && first_key >= seg.max_begin) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const int token = (4 * (tile + n) + lane % 4) / p.a.group;
+        const int token = RowPlace(p, seg.head, 4 * (tile + n) + lane % 4).token;
         const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.s.n_keys - seg.s.n_query + token);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
@@ -137,16 +137,17 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
     if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const int row = 4 * (tile + n) + i, token = row / p.a.group, q_head = seg.head * p.a.group + row % p.a.group;
+            const int row = 4 * (tile + n) + i;
+            const auto [token, q_head] = RowPlace(p, seg.head, row);
             const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
-            const int64_t at = (int64_t(seg.seq) * p.a.kv_heads + seg.head) * p.row_capacity + row;
-            const float bias = p.a.k_offset ? p.query_bias[at] : 0.0f;
+            const float bias = memory.queries[0].bias[row];  // 0 without an offset
             const int32_t to_row = first_key + r - (seg.s.n_keys - seg.s.n_query + token);
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
         }
     }
     mask(p, seg, first_key, tile, x, lane);
+    __syncwarp();                           // the digits, in whose place P goes, have been read
     const bool running = p_running || sas;  // values depend on the running maximum
     float top[N];
     raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
@@ -165,12 +166,12 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
         largest = p_running ? 1.0f : max_over_tokens(largest);
         const bool any = largest >= 0x1p-60f;
-        const float to_code = any ? float(p.a.p_levels) * reciprocal(largest) : 0.0f;
+        const float to_code = any ? p.levels * reciprocal(largest) : 0.0f;
         factor[tile + n] = any ? largest * p.inverse_levels * vfac * weight : 0.0f;
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
-        store_p(memory.w.p[tile + n], bits, lane);
+        store_p(memory.p(tile + n), bits, lane);
     }
 }
 
@@ -181,23 +182,23 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
                                                 float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
                                                 DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
     mask(p, seg, first_key, tile, x, lane);
+    __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
     raise_maxima(rows, tile, x, kHeadroom, top);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float weight = ex2(top[n] - rows.m[tile + n]) * p.inverse_levels;
+        const float weight = ex2(top[n] - rows.m[tile + n]);
         float sum[2] = {0.0f, 0.0f};
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            // NOTES: in this order. x - (top - log2 levels) can exceed log2 levels where x is large, and P its 16 bits.
-            const float prob = ex2((x[n][k] - top[n]) + p.log2_levels);  // P before it is rounded
+            const float prob = ex2(x[n][k] - top[n]);
             sum[k % 2] = fmaf(prob, power[k], sum[k % 2]);
-            bits[k] = __float_as_uint(prob + 0x1p23f);
+            bits[k] = __float_as_uint(fmaf(prob, p.levels, 0x1p23f));
         }
         rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
-        factor[tile + n] = vfac * weight;
-        store_p(memory.w.p[tile + n], bits, lane);
+        factor[tile + n] = vfac * p.inverse_levels * weight;
+        store_p(memory.p(tile + n), bits, lane);
     }
 }
 
@@ -210,8 +211,9 @@ __device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (
         const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            exponent[4 * h + k] = __uint_as_float((words[k] >> shift & 15) | 0x4b000000u) - 0x1p23f;
-            power[4 * h + k] = ex2(exponent[4 * h + k]);
+            const uint32_t magic = (words[k] >> shift & 15) | 0x4b000000u;
+            exponent[4 * h + k] = __uint_as_float(magic) - 0x1p23f;
+            power[4 * h + k] = __uint_as_float(magic * (1u << 23) + 0x3f800000u);
         }
     }
 }
@@ -282,9 +284,12 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
             channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                const float c = rows.q_scale[tile + n] * k_scale;
+                const float factor_of_score = rows.q_scale[tile + n] * k_scale;
 #pragma unroll
-                for (int k = 0; k < 8; ++k) x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+                for (int k = 0; k < 8; ++k) {
+                    const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
+                    x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+                }
             }
             if constexpr (kGeneral) {
                 float ratio[8];
@@ -299,7 +304,7 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
     __syncwarp();
     uint32_t b[kTiles][2][2];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) load_p(memory.w.p[n], lane, b[n]);
+    for (int n = 0; n < kTiles; ++n) load_p(memory.p(n), lane, b[n]);
     if constexpr (kKBits == 8) {
         token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, rows.o, lane);
     } else {
@@ -313,56 +318,72 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
     }
 }
 
-// Writes the rows of a segment: results if it is the whole of its (sequence, head), else a partial result.
+// Writes the rows of a segment: results if it is the whole of its (sequence, head), else a partial result to `partial`.
 template <int D, int kTiles, class Memory>
-__device__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, bool whole, int64_t slot, Memory& memory,
-                              DecodeRows<D, kTiles>& rows, int lane) {
+__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, bool whole, void* partial,
+                                              Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
     using Rows = DecodeRows<D, kTiles>;
-    const int r = lane / 4, i = lane % 4, n_rows = seg.s.n_query * p.a.group;
-    float* staging = memory.staging;  // [4, D]
+    constexpr int kWords = D / 32;
+    [[maybe_unused]] const int r = lane / 4, i = lane % 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-        if (4 * n >= n_rows) break;
+        if (4 * n >= seg.s.n_query * p.a.group) break;
         float l = rows.l[n];
 #pragma unroll
         for (int h = 4; h <= 16; h *= 2) l += __shfl_xor_sync(kAllLanes, l, h);
-        __syncwarp();
+        if constexpr (Rows::kTwoOrders) {  // o2 to the lanes that have these channels in o, two rows at a time
+            auto* staging = reinterpret_cast<float*>(memory.digits) + i % 2 * D;
+            static_assert(2 * D * sizeof(float) <= sizeof(memory.digits));
 #pragma unroll
-        for (int c = 0; c < Rows::kOut; ++c) staging[i * D + Rows::kOut * r + c] = rows.o[n][c];
-        __syncwarp();
-        if constexpr (Rows::kTwoOrders) {
+            for (int half = 0; half < 2; ++half) {
+                __syncwarp();
 #pragma unroll
-            for (int c = 0; c < Rows::kOut2; ++c) {
-                if (Rows::kOut2 * r + c < D) staging[i * D + Rows::kOut2 * r + c] += rows.o2[n][c];
+                for (int c = 0; c < Rows::kOut2; ++c) {
+                    if (i / 2 == half && Rows::kOut2 * r + c < D) staging[Rows::kOut2 * r + c] = rows.o2[n][c];
+                }
+                __syncwarp();
+#pragma unroll
+                for (int c = 0; c < Rows::kOut; ++c) {
+                    if (i / 2 == half) rows.o[n][c] += staging[Rows::kOut * r + c];
+                }
             }
             __syncwarp();
         }
-        for (int k = 0; k < 4; ++k) {
-            const int row = 4 * n + k;
-            if (row >= n_rows) break;
-            const float m = __shfl_sync(kAllLanes, rows.m[n], k), sum = __shfl_sync(kAllLanes, l, k);
-            const auto* from = reinterpret_cast<const float4*>(staging + k * D);
-            if (whole) {
-                const int q_head = seg.head * p.a.group + row % p.a.group;
-                const int64_t at = seg.s.row + row / p.a.group;
-                const RowEnd end = end_row(p.a, m, sum, q_head);
-                uint8_t* to = output_row(p.a, at, q_head);
-                for (int w = lane; w < D / 4; w += 32) store_word(to, p.a.out.dtype, w, scaled(from[w], end.factor));
-                if (p.a.lse && lane == 0) p.a.lse[at * p.a.kv_heads * p.a.group + q_head] = end.lse;
-            } else {
-                const int64_t at = slot * p.row_capacity + row;
-                auto* to = reinterpret_cast<float4*>(p.partial_o + at * D);
-                for (int w = lane; w < D / 4; w += 32) to[w] = from[w];
-                if (lane == 0) p.partial_ml[at] = make_float2(m, sum);
-            }
+        float4 o[kWords];
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
+        }
+        if (whole) {
+            write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);
         }
     }
-    __syncwarp();
 }
 
 template <int D, int kTiles>
 inline constexpr int kWarpMemoryBytes =
     (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment* kPieceAlignment;
+
+// The rows of sequences that no query sees a page of: zeros, or what learned sinks leave. By one warp of each CTA.
+template <int D>
+__device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane) {
+    for (int first = int(blockIdx.x) * 32; first < p.a.batch; first += int(gridDim.x) * 32) {
+        const int of_lane = min(first + lane, p.a.batch - 1);
+        const bool empty = p.pages_before[of_lane] == p.pages_before[of_lane + 1] && first + lane < p.a.batch;
+        for (uint32_t left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
+            const SequenceArgs s = p.a.sequences[first + __ffs(left) - 1];
+            const float4 zero[D / 32] = {};
+            for (int head = 0; head < p.a.kv_heads; ++head) {
+                for (int tile = 0; 4 * tile < s.n_query * p.a.group; ++tile) {
+                    write_row<D>(p, s, head, tile, 0, zero, kLowest, 0.0f, lane);
+                }
+            }
+        }
+    }
+}
 
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
 // kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
@@ -372,45 +393,110 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     using Memory = WarpMemory<D, 4 * kTiles>;
     extern __shared__ __align__(128) uint8_t smem[];
     const int warp = __shfl_sync(kAllLanes, int(threadIdx.x) / 32, 0), lane = int(threadIdx.x) % 32;
+    const int warps = int(blockDim.x) / 32, cta = int(blockIdx.x);
     constexpr int kMemoryBytes = kWarpMemoryBytes<D, kTiles>;
-    uint8_t* const base = smem + warp * (kMemoryBytes + p.ring_bytes);
-    Memory& memory = *reinterpret_cast<Memory*>(base);
+    const int stride = kMemoryBytes + p.ring_bytes;
+    Memory& memory = *reinterpret_cast<Memory*>(smem + warp * stride);
+    uint8_t* const ring = smem + warp * stride + kMemoryBytes;
+    // NOTES: lengths and the block table are read before the wait. That is right because they are copied to the device, and a kernel
+    // that this one may overlap with was not launched before the copy was complete. What kernels write must be waited for.
+    if (p.windowed_pages) grid_dependency_wait();
+    const DecodeCursor::Probe probe(p, lane);
+    // What is needed later is on its way into L2, which stays coherent.
+    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
+        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
+    }
+    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
 #if __CUDA_ARCH__ >= 900
     if (lane < kDecodeMaxInFlight) mbarrier_init(smem_address(&memory.barriers[lane]), 1);
     mbarrier_init_fence();
     __syncwarp();
 #endif
-    // The lengths are needed first and in turn: have them on their way. Into L2 only, which stays coherent.
-    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
-        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
-    }
-    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
-    // NOTES: pages and lengths are read before the wait. That is right because the query kernel lets this one start only after its
-    // own wait: what came before it is complete. Only what it writes itself must be waited for.
-    if (p.windowed_pages) grid_dependency_wait();
 
-    const int32_t probe = DecodeCursor::first_probe(p, lane);
-    const DecodeCut cut(__shfl_sync(kAllLanes, probe, 31) * p.a.kv_heads, p.warps);
-    const int32_t range = warp * int32_t(gridDim.x) + int32_t(blockIdx.x);  // few ranges are spread over all SMs
-    if (range >= cut.ranges) return;
-    const int32_t begin = cut.begin(range);
-    int32_t left = cut.begin(range + 1) - begin;
-    DecodeCursor at;
-    at.seek(p, begin, probe, lane);
-    PieceLoader<D> loader(p, at, left, base + kMemoryBytes, memory.barriers, lane);
-    loader.fill();
+    const DecodeCut ctas(probe.units(p), int(gridDim.x));
+    const int32_t cta_begin = cta < ctas.ranges ? ctas.begin(cta) : 0, cta_end = cta < ctas.ranges ? ctas.begin(cta + 1) : 0;
+    const DecodeShare share{ctas, DecodeCut(cta_end - cta_begin, warps), cta_begin, cta_end};
+    const int32_t begin = cta_begin + share.warps.begin(min(warp, share.warps.ranges));
+    int32_t left = warp < share.warps.ranges ? cta_begin + share.warps.begin(warp + 1) - begin : 0;
+    DecodeCursor at{}, cta_at{};
+    if (left > 0) at.seek(p, begin, probe, lane);
+    PieceLoader<D> loader(p, at, left, ring, memory.barriers, lane);
+    if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
     grid_launch_dependents();
-    for (;;) {
+    if (left > at.pages - at.page) loader.touch_next_segment();
+
+    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that have the segment first or
+    // second, and for the others into global memory. Each warp's first two rows are on their way before the first pages.
+    prefetch_queries<D, 4 * kTiles>(p, cta_at, cta_end - cta_begin, warp, lane);
+    struct Task {
+        DecodeCursor at;
+        int32_t unit, unit_before;  // of the segment, and of that before it
+        int row;
+    };
+    Task next{cta_at, cta_begin, cta_begin, warp}, task{};
+    RowPart<D> signs, part{};
+    signs.load(p.a.signs, DType::kF32, lane);
+    bool exists = false;
+    for (int n = 0;; ++n) {
+        while (next.unit < cta_end && next.row >= 4 * kTiles) {
+            next.row -= 4 * kTiles;
+            next.unit_before = next.unit;
+            next.unit += next.at.pages - next.at.page;
+            if (next.unit < cta_end) next.at.next_segment(p);
+        }
+        const bool next_exists = next.unit < cta_end;
+        RowPart<D> next_part;
+        next_part.load(next_exists ? query_row(p, next.at.s, next.at.head, next.row) : nullptr, p.a.q.dtype, lane);
+        if (n == 1) loader.start();
+        if (exists) {
+            const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
+            const int first = share.warps.range_of(task.unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
+            const bool inside = cta_begin + share.warps.begin(first) < task.unit;  // of the range of warp `first`
+            // Counted by the CTA that has the first page.
+            uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
+            const QueryRow<D> q = prepare_query<D>(p, part, signs, task.at.head, nonfinite, lane);
+            const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
+            if (inside) {
+                const bool is_second = cta_begin + share.warps.begin(first) >= task.unit_before;
+                if (Memory::kQueries == 2 && is_second) {
+                    store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
+                } else {
+                    store_query<D>(p, q, query_slot(p, cta, task.at), task.row, lane);
+                }
+            }
+#pragma unroll 1
+            for (int w = first + inside; w <= last; ++w) store_query<D>(q, task.row, memory_of(w).queries[0], lane);
+        }
+        if (n > 0 && !next_exists) break;
+        task = next;
+        part = next_part;
+        exists = next_exists;
+        next.row += warps;
+    }
+    __syncthreads();
+    if (warp == warps - 1) write_empty_rows<D>(p, lane);
+
+    for (int segment = 0; left > 0; ++segment) {
+        if (Memory::kQueries == 2 && segment == 1) {
+            const auto* from = reinterpret_cast<const uint32_t*>(&memory.queries[Memory::kQueries - 1]);
+            auto* to = reinterpret_cast<uint32_t*>(&memory.queries[0]);
+            for (int i = lane; i < int(sizeof(memory.queries[0]) / 4); i += 32) to[i] = from[i];
+        } else if (segment > 0) {
+            load_queries<D, 4 * kTiles>(p, query_slot(p, cta, at), memory.queries[0], lane);
+        }
+        __syncwarp();
         const DecodeSegment seg = open_segment(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
         rows.clear();
-        load_queries<D, kTiles>(p, seg.seq * p.a.kv_heads + seg.head, memory, rows.q_scale, lane);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.queries[0].scale[4 * n + lane % 4];
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;
         for (int32_t page = first; page < first + pages; ++page) {
+            loader.fill();
             const auto piece = loader.take();
             const auto attend = [&]<int kKBits, int kVBits>() {
                 attend_page<D, kTiles, kGeneral, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
@@ -423,14 +509,16 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
                 seg.v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
             }
             loader.release();
-            loader.fill();
         }
-        const int64_t slot = range + int64_t(seg.seq) * p.a.kv_heads + seg.head;
-        close_segment(p, seg, pages == at.pages, slot, memory, rows, lane);
         left -= pages;
-        if (left == 0) break;
-        at.next_segment(p);
+        // The ring is free once the range is at its end.
+        void* const partial = left == 0 ? static_cast<void*>(ring)
+                                        : reinterpret_cast<uint8_t*>(p.warp_partials) +
+                                              (int64_t(cta) * warps + warp) * decode_partial_bytes(D, kTiles);
+        close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
+        if (left > 0) at.next_segment(p);
     }
+    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, lane);
 }
 
 }  // namespace ta::cuda

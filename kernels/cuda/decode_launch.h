@@ -9,8 +9,6 @@ namespace ta::cuda {
 
 struct DecodeKernels {
     const void* attend[2][3];  // [general][1, 2 and 4 tiles of query rows]: kernels of one argument, DecodeParams
-    const void* query;         // DecodeParams
-    const void* merge;         // DecodeParams, warps per row
     int warp_bytes[3];         // shared memory of a warp besides its ring
 };
 

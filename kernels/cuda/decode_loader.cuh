@@ -10,13 +10,23 @@ inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // A place in the flattened units; the same in all lanes.
 struct DecodeCursor {
+    SequenceArgs s;
     int32_t seq, head;
     int32_t page, pages;  // next page of `pages` that the sequence's queries see
 
-    // The place of unit u, which exists. Each round reads 32 entries of the prefix sums at once: one round up to 32 sequences. `upto`
-    // is this lane's entry of the first round.
-    __device__ void seek(const DecodeParams& p, int32_t u, int32_t upto, int lane) {
-        int32_t first = 0, n = p.a.batch, begin, end;  // the sequence is among [first, first + n)
+    // What every lane has of the lengths before any place is looked for: with up to 32 sequences all of it, one each.
+    struct Probe {
+        int32_t upto;
+        SequenceArgs s;
+        __device__ Probe(const DecodeParams& p, int lane)
+            : upto(p.pages_before[min((lane + 1) * ((p.a.batch + 31) / 32), p.a.batch)]),
+              s(p.a.sequences[min(lane, p.a.batch - 1)]) {}
+        __device__ int32_t units(const DecodeParams& p) const { return __shfl_sync(kAllLanes, upto, 31) * p.a.kv_heads; }
+    };
+
+    // The place of unit u, which exists. Each round reads 32 entries of the prefix sums at once.
+    __device__ void seek(const DecodeParams& p, int32_t u, const Probe& probe, int lane) {
+        int32_t first = 0, n = p.a.batch, begin, end, upto = probe.upto;  // the sequence is among [first, first + n)
         for (;;) {
             const int32_t stride = (n + 31) / 32;
             if (first > 0 || n < p.a.batch) upto = p.pages_before[first + min((lane + 1) * stride, n)];
@@ -30,13 +40,18 @@ struct DecodeCursor {
             begin = skipped > 0 ? __shfl_sync(kAllLanes, upto, skipped - 1) : seq > 0 ? p.pages_before[seq] : 0;
             break;
         }
+        if (p.a.batch <= 32) {
+            s.n_keys = __shfl_sync(kAllLanes, probe.s.n_keys, seq);
+            s.n_query = __shfl_sync(kAllLanes, probe.s.n_query, seq);
+            s.row = __shfl_sync(kAllLanes, probe.s.row, seq);
+            s.first_entry = __shfl_sync(kAllLanes, probe.s.first_entry, seq);
+        } else {
+            s = p.a.sequences[seq];
+        }
         pages = end - begin;
         const int32_t rest = u - begin * p.a.kv_heads;
         head = rest / pages;
         page = rest - head * pages;
-    }
-    static __device__ int32_t first_probe(const DecodeParams& p, int lane) {
-        return p.pages_before[min((lane + 1) * ((p.a.batch + 31) / 32), p.a.batch)];
     }
 
     // The first unit of the next (sequence, head) that has any; there is one.
@@ -48,6 +63,7 @@ struct DecodeCursor {
             ++seq;
             pages = p.pages_before[seq + 1] - p.pages_before[seq];
         } while (pages == 0);
+        s = p.a.sequences[seq];
     }
 };
 
@@ -67,15 +83,31 @@ class PieceLoader {
         bool channel;
     };
 
-    // `units` from `at` on will be taken.
-    __device__ PieceLoader(const DecodeParams& p, DecodeCursor at, int32_t units, uint8_t* ring, uint64_t* barriers, int lane)
+    // `units` from `at` on will be taken. Reads the block table, but no page.
+    __device__ PieceLoader(const DecodeParams& p, const DecodeCursor& at, int32_t units, uint8_t* ring, uint64_t* barriers,
+                           int lane)
         : p_(p), at_(at), left_(units), ring_(ring), barriers_(smem_address(barriers)), lane_(lane) {
-        if (left_ > 0) open_segment();
+        if (left_ > 0) find_segment();
+    }
+    // Brings what the next segment begins with into L1. Once pages have been asked for, each access waits in their queue.
+    __device__ __forceinline__ void touch_next_segment() const {
+        DecodeCursor next = at_;
+        next.next_segment(p_);
+        const uint64_t* entry = p_.a.table + next.s.first_entry + first_page(p_.a, next.s) + lane_;
+        uint64_t unused;
+        if (lane_ < next.pages) asm volatile("ld.global.ca.u64 %0, [%1];" : "=l"(unused) : "l"(entry));
+    }
+
+    // The pages may be read from now on: starts the first copies.
+    __device__ __forceinline__ void start() {
+        if (left_ == 0) return;
+        open_batch();
+        fill();
     }
 
     // Starts as many copies as there is room for.
     __device__ __forceinline__ void fill() {
-        while (left_ > 0 && in_flight_ < kDecodeMaxInFlight) {
+        while (left_ > 0 && in_flight_ < most_in_flight_) {
             const bool channel = kinds_ >> in_batch_ & 1;
             const uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
             uint32_t place = head_;
@@ -88,8 +120,10 @@ class PieceLoader {
                 break;
             }
             head_ = place + bytes;
-            copy(channel, bytes, place);
-            queue_ |= uint64_t(place / kPieceAlignment * 2 + channel) << 16 * in_flight_;
+            copy(bytes, place);
+            const uint32_t place_and_kind = place | channel;
+            if (in_flight_ == 0) oldest_ = place_and_kind;
+            if (lane_ == int((taken_ + in_flight_) % kDecodeMaxInFlight)) place_ = place_and_kind;
             ++in_flight_;
             advance();
         }
@@ -116,15 +150,15 @@ class PieceLoader {
             }
             __syncwarp();
         }
-        return {ring_ + tail(), bool(queue_ & 1)};
+        return {ring_ + tail(), bool(oldest_ & 1)};
     }
 
     // The oldest piece has been read by all lanes: its bytes may be overwritten.
     __device__ __forceinline__ void release() {
         __syncwarp();
-        queue_ >>= 16;
         ++taken_;
         --in_flight_;
+        oldest_ = __shfl_sync(kAllLanes, place_, taken_ % kDecodeMaxInFlight);
     }
 
   private:
@@ -133,26 +167,30 @@ class PieceLoader {
 
     // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
     __device__ __forceinline__ uint32_t tail() const {
-        return (uint32_t(queue_) & 0xfffe) * (kPieceAlignment / 2);
+        return oldest_ & ~1u;
     }
 
-    __device__ void open_segment() {
-        const SequenceArgs s = p_.a.sequences[at_.seq];
+    __device__ void find_segment() {
         const HeadArgs h = p_.a.heads ? p_.a.heads[at_.head] : HeadArgs{0, 4, 4, 0};
         channel_bytes_ = h.k_bits == 4   ? h.v_bits == 4 ? kBytes<4, 4> : kBytes<4, 2>
                            : h.v_bits == 4 ? kBytes<2, 4>
                                          : kBytes<2, 2>;
         channel_offset_ = h.channel_offset;
+        // Of channel pieces, so that mostly nothing else needs to be looked at to see that there is no room.
+        most_in_flight_ = 1;
+#pragma unroll
+        for (uint32_t n = 2; n <= kDecodeMaxInFlight; ++n) most_in_flight_ += n * channel_bytes_ <= uint32_t(p_.ring_bytes);
         batch_left_ = min(at_.pages - at_.page, left_);
-        next_entry_ = p_.a.table + s.first_entry + first_page(p_.a, s) + at_.page + lane_;
-        entry_ = load_entry(0);
-        open_batch();
+        next_entry_ = p_.a.table + at_.s.first_entry + first_page(p_.a, at_.s) + at_.page + lane_;
+        following_ = load_entry(0);
     }
 
-    // The batch of 32 entries that this lane's `entry_` is of; loads the one after it.
+    // The batch of 32 entries that `following_` are; loads the one after it.
     __device__ void open_batch() {
         in_batch_ = 0;
-        kinds_ = __ballot_sync(kAllLanes, entry_ & kEntryChannel);
+        const bool channel = following_ & kEntryChannel;
+        kinds_ = __ballot_sync(kAllLanes, channel);
+        source_ = source_of(following_, channel);
         following_ = load_entry(32);
     }
 
@@ -167,18 +205,19 @@ class PieceLoader {
         return reinterpret_cast<const uint8_t*>((entry & ~kEntryFlags) + layer + head);
     }
 
-    __device__ __forceinline__ void copy(bool channel, uint32_t bytes, uint32_t place) {
+    __device__ __forceinline__ void copy(uint32_t bytes, uint32_t place) {
 #if __CUDA_ARCH__ >= 900
         if (p_.bulk) {
             if (lane_ == in_batch_) {  // the lane that has the entry
                 const uint32_t barrier = barriers_ + 8 * ((taken_ + in_flight_) % kDecodeMaxInFlight);
                 mbarrier_expect(barrier, bytes);
-                bulk_copy(smem_address(ring_ + place), source_of(entry_, channel), bytes, barrier);
+                bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
             }
             return;
         }
 #endif
-        const uint8_t* source = source_of(__shfl_sync(kAllLanes, entry_, in_batch_), channel);
+        const auto* source =
+            reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(source_), in_batch_));
         const uint32_t target = smem_address(ring_ + place);
         for (uint32_t i = lane_ * 16; i < bytes; i += 512) cp_async_16(target + i, source + i);
         cp_async_commit();
@@ -189,11 +228,11 @@ class PieceLoader {
         if (++at_.page == at_.pages) {
             if (left_ == 0) return;
             at_.next_segment(p_);
-            open_segment();
+            find_segment();
+            open_batch();
         } else if (++in_batch_ == 32) {
             batch_left_ -= 32;
             next_entry_ += 32;
-            entry_ = following_;
             open_batch();
         }
     }
@@ -205,17 +244,18 @@ class PieceLoader {
     const uint32_t barriers_;
     const int lane_;
 
-    // 16 bits per piece in flight, the oldest lowest: its place in the ring in pieces' alignment, and below that whether it is of a
-    // channel page.
-    uint64_t queue_ = 0;
+    // The place in the ring of the oldest piece in flight, and in the lowest bit whether it is of a channel page; lane k has that of
+    // the piece whose barrier is k.
+    uint32_t oldest_ = 0, place_ = 0;
     uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
 
-    // Lane k has entry k of a batch of 32, and of the next batch.
+    // Lane k has the address of piece k of a batch of 32, and the entry of piece k of the next batch.
     const uint64_t* next_entry_;
-    uint64_t entry_, following_;
+    const uint8_t* source_;
+    uint64_t following_;
     uint32_t kinds_;  // bit k: entry k is of a channel page
     int32_t in_batch_, batch_left_;
-    uint32_t channel_bytes_, channel_offset_;
+    uint32_t channel_bytes_, channel_offset_, most_in_flight_ = 0;
 };
 
 }  // namespace ta::cuda

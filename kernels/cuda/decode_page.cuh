@@ -13,10 +13,11 @@ __device__ __forceinline__ uint4 load_codes(const uint8_t* codes, int load, int 
 }
 
 // Row tile `sub` of those that share bytes. Upper fields stay where they are, 2^(kBits sub) too large: whoever takes the sum
-// corrects it.
+// corrects it. The last of them is not unpacked at all: its sum is that of all fields, from which the others are then taken off,
+// which costs less than the masks.
 template <int kBits>
 __device__ __forceinline__ void unpack(const uint4& w, int sub, uint32_t (&a)[4]) {
-    const uint32_t mask = kBits == 8 ? 0xffffffffu : (kBits == 4 ? 0x0f0f0f0fu : 0x03030303u) << kBits * sub;
+    const uint32_t mask = kBits * (sub + 1) == 8 ? 0xffffffffu : (kBits == 4 ? 0x0f0f0f0fu : 0x03030303u) << kBits * sub;
     a[0] = w.x & mask;
     a[1] = w.y & mask;
     a[2] = w.z & mask;
@@ -50,7 +51,8 @@ struct HalfQueries {
 #pragma unroll
             for (int j = 0; j < W; ++j) {
                 const int word = min(lane + 32 * j, D / 4 - 1), from = first_row + row;
-                const uint32_t q = *reinterpret_cast<const uint32_t*>(memory.w.query[from] + swizzled_word<D>(from, word));
+                const uint32_t q =
+                    *reinterpret_cast<const uint32_t*>(memory.queries[0].code[from] + swizzled_word<D>(from, word));
                 const uint32_t biased = q ^ 0x80808080u;  // 0x6400 | n is 1024 + n
                 const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);
                 x[row][j][0] = __hsub2(half2_of(__byte_perm(biased, 0x64, 0x4140)), bias);
@@ -88,15 +90,21 @@ __device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQ
                 low[c] = bits_of(__hfma2(x, step[c], __hfma2(__hsub2(h, magic), __floats2half2_rn(-128.0f, -128.0f), magic)));
             }
             const int to = 2 * (first_row + row);
-            *reinterpret_cast<uint32_t*>(memory.w.digits[to] + swizzled_word<D>(0, word)) =
-                __byte_perm(high[0], high[1], 0x6420);
-            *reinterpret_cast<uint32_t*>(memory.w.digits[to + 1] + swizzled_word<D>(1, word)) =
+            *reinterpret_cast<uint32_t*>(memory.digits[to] + swizzled_word<D>(0, word)) = __byte_perm(high[0], high[1], 0x6420);
+            *reinterpret_cast<uint32_t*>(memory.digits[to + 1] + swizzled_word<D>(1, word)) =
                 __byte_perm(low[0], low[1], 0x6420);
         }
     }
 }
 
-// s[n][k] = sum over channels of q (8 step c + zero8) for token r + 8 k and query row 4 n + i of `tile` on.
+// Scores of channel pages are in eighths times 2^score_shift, for token r + 8 k: a power of two that needs no shift to the right.
+template <int kBits>
+constexpr int score_shift(int k) {
+    const int field = k / 2 % (8 / kBits) * kBits;
+    return field > 3 ? field - 3 : 0;
+}
+
+// s[n][k] = sum over channels of q (8 step c + zero8) * 2^score_shift for token r + 8 k and query row 4 n + i of `tile` on.
 template <int D, int kBits, int N, class Memory>
 __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8_t* k_step, const Memory& memory, int tile,
                                                int (&s)[N][8], int lane) {
@@ -124,7 +132,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + r / 2;
             uint32_t q[D / 32][2];
-            load_fragments<D>(memory.w.query[row], row, i, q);
+            load_fragments<D>(memory.queries[0].code[row], row, i, q);
             int c[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int k = 0; k < D / 32; ++k) {
@@ -138,7 +146,7 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
     }
     uint32_t b[N][D / 32][2];
 #pragma unroll
-    for (int n = 0; n < N; ++n) load_fragments<D>(memory.w.digits[8 * (tile + n) + r], r, i, b[n]);
+    for (int n = 0; n < N; ++n) load_fragments<D>(memory.digits[8 * (tile + n) + r], r, i, b[n]);
     constexpr int kSubs = 8 / kBits;
 #pragma unroll
     for (int group = 0; group < 4 / kSubs; ++group) {
@@ -155,15 +163,19 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
             }
         }
 #pragma unroll
-        for (int sub = 0; sub < kSubs; ++sub) {
+        for (int n = 0; n < N; ++n) {
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
+            for (int h = 0; h < 2; ++h) {
+                int others = 0;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
+                for (int sub = 0; sub < kSubs; ++sub) {
+                    const int k = 2 * (group * kSubs + sub) + h;
                     const int sum = 128 * c[sub][n][2 * h] + c[sub][n][2 * h + 1];
+                    const int own = sub == kSubs - 1 ? sum - others : sum;
+                    others += sum;
                     constexpr int kEighths = 3;
-                    const int shift = kEighths - kBits * sub;  // exact: sum is a multiple of 2^(kBits sub)
-                    s[n][2 * (group * kSubs + sub) + h] = (shift >= 0 ? sum << shift : sum >> -shift) + zero8[n];
+                    const int left = kEighths - kBits * sub > 0 ? kEighths - kBits * sub : 0;
+                    s[n][k] = (own << left) + (zero8[n] << score_shift<kBits>(k));
                 }
             }
         }
@@ -178,7 +190,7 @@ __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory&
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int row = 4 * (tile + n) + r / 2;
-        load_fragments<D>(memory.w.query[row], row, i, b[n]);
+        load_fragments<D>(memory.queries[0].code[row], row, i, b[n]);
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
@@ -232,11 +244,15 @@ __device__ __forceinline__ void load_p(const uint4* p, int lane, uint32_t (&b)[2
     }
 }
 
-__device__ __forceinline__ float float_of_s16(uint32_t x, int half) {
-    return float(int16_t(x >> 16 * half));
+// Byte b of x.
+template <int b>
+__device__ __forceinline__ float float_of_u8(uint32_t x) {
+    return __uint_as_float(__byte_perm(x, 0x4b000000u, 0x7440 + b)) - 0x1p23f;
 }
-__device__ __forceinline__ float float_of_u8(uint32_t x, int byte) {
-    return float(uint8_t(x >> 8 * byte));
+// The signed halfword [high, low] of bytes b of the two.
+template <int b>
+__device__ __forceinline__ float float_of_s16(uint32_t low, uint32_t high) {
+    return float(int(permute_signed<b + 0x10 * (4 + b) + 0x1100 * (12 + b)>(low, high)));
 }
 
 // o[n][2 tile + h] += g[n] * sum over tokens of P (step c + zero8 / 8), for channel (d'/8) r + 2 tile + h.
@@ -256,20 +272,12 @@ __device__ __forceinline__ void channel_values(const uint8_t* codes, const uint8
         g_sum[n] = g[n] * 0x1p-8f * float(256 * c[0] + c[1]);
     }
     const uint8_t* steps = v_step + kStored / 8 * (lane / 4);
-    uint32_t step_word = 0, halfwords[2] = {0, 0};
 #pragma unroll
     for (int group = 0; group < kTiles / kSubs; ++group) {
         const uint4 w[2] = {load_codes(codes, 2 * group, lane), load_codes(codes, 2 * group + 1, lane)};
+        int sum[kSubs][N][2];  // times 2^(kBits sub)
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
-            const int tile = group * kSubs + sub;
-            if (tile % 2 == 0) {  // metadata of 4 channels
-                const uint32_t s = *reinterpret_cast<const uint32_t*>(steps + 2 * tile);
-                const uint32_t z = *reinterpret_cast<const uint32_t*>(steps + D + 2 * tile);
-                halfwords[0] = __byte_perm(s, z, 0x5140);
-                halfwords[1] = __byte_perm(s, z, 0x7362);
-                step_word = step_bits<kBits>(s);
-            }
             uint32_t a[2][4];
             unpack<kBits>(w[0], sub, a[0]);
             unpack<kBits>(w[1], sub, a[1]);
@@ -278,13 +286,37 @@ __device__ __forceinline__ void channel_values(const uint8_t* codes, const uint8
                 int c[4] = {};
                 mma_u8_u8(c, a[0], p[n][0][0], p[n][0][1]);
                 mma_u8_u8(c, a[1], p[n][1][0], p[n][1][1]);
-                const float g_sub = g[n] * (1.0f / float(1 << kBits * sub));
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& out = o[n][2 * tile + h];
-                    const float x = fmaf(float(256 * c[2 * h] + c[2 * h + 1]), g_sub, -g_sum[n]);
-                    out = fmaf(x, float_of_u8(step_word, tile % 2 * 2 + h), out);
-                    out = fmaf(g_sum[n], float_of_s16(halfwords[tile % 2], h), out);
+                for (int h = 0; h < 2; ++h) sum[sub][n][h] = 256 * c[2 * h] + c[2 * h + 1];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int sub = 0; sub < kSubs - 1; ++sub) sum[kSubs - 1][n][h] -= sum[sub][n][h];
+            }
+        }
+#pragma unroll
+        for (int sub = 0; sub < kSubs; sub += 2) {  // metadata of 4 channels at once
+            const int tile = group * kSubs + sub;
+            const uint32_t step = *reinterpret_cast<const uint32_t*>(steps + 2 * tile);
+            const uint32_t zero = *reinterpret_cast<const uint32_t*>(steps + D + 2 * tile);
+            const uint32_t step_word = step_bits<kBits>(step);
+            const float of_step[4] = {float_of_u8<0>(step_word), float_of_u8<1>(step_word), float_of_u8<2>(step_word),
+                                      float_of_u8<3>(step_word)};
+            const float of_zero[4] = {float_of_s16<0>(step, zero), float_of_s16<1>(step, zero), float_of_s16<2>(step, zero),
+                                      float_of_s16<3>(step, zero)};
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const float g_sub = g[n] * (1.0f / float(1 << kBits * (sub + c / 2)));
+                    float& out = o[n][2 * tile + c];
+                    const float x = fmaf(float(sum[sub + c / 2][n][c % 2]), g_sub, -g_sum[n]);
+                    out = fmaf(x, of_step[c], out);
+                    out = fmaf(g_sum[n], of_zero[c], out);
                 }
             }
         }

@@ -1,5 +1,5 @@
-// Queries rotated and quantized to stage 1, in the arithmetic of kernels/format/{rotation,codec}.h to the bit, by a small kernel of
-// their own: within the decode kernel this code costs more to fetch than to run. And how a warp of the decode kernel gets them.
+// Queries rotated and quantized to stage 1, in the arithmetic of kernels/format/{rotation,codec}.h to the bit. The warps of a CTA
+// share the rows of its segments, while the first pages are on their way.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,16 +15,21 @@ namespace ta::cuda {
 template <int D, int kRows>
 struct WarpMemory {
     static constexpr int kRowCapacity = kRows;
-    struct Working {
-        uint8_t digits[2 * kRows][D];  // high and low digits of q * step, rows 2 r and 2 r + 1 for query row r
-        uint8_t query[kRows][D];       // stage-1 codes
-        uint4 p[kRows / 4][32];        // P on its way from the layout of scores to that of an operand
+    // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. Those of a tile of 4 rows give way to its P, on its way
+    // from the layout of scores to that of an operand.
+    uint8_t digits[2 * kRows][D];
+    // Stage-1 codes, scales and K offset terms of the segment at hand and, where there is room, of the warp's second one: reading them
+    // from global memory would wait behind all pages that have been asked for.
+    static constexpr int kQueries = kRows * D <= 1024 ? 2 : 1;
+    struct Queries {
+        uint8_t code[kRows][D];
+        float scale[kRows], bias[kRows];
     };
-    union {
-        alignas(16) Working w;
-        float staging[4 * D];  // results on their way out, at the end of a segment
-    };
+    Queries queries[kQueries];
     uint64_t barriers[kDecodeMaxInFlight];
+
+    __device__ __forceinline__ uint4* p(int tile) { return reinterpret_cast<uint4*>(digits[8 * tile]); }
+    static_assert(8 * D >= 32 * sizeof(uint4));
 };
 
 // Place of a word of 4 channels in a row of bytes. Fragments are read 16 bytes at a time by lanes of two rows and four quarters of
@@ -92,10 +97,9 @@ __device__ __forceinline__ float finite_or(float x, DType type, bool saturate) {
     return copysignf(type == DType::kF16 ? 65504.0f : kMaxMagnitude, x);
 }
 
-// Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words. The shuffles of
-// several rows overlap.
-template <int D, int R, int W>
-__device__ __forceinline__ void rotate_rows(float (&x)[R][W][4], const float* signs, int lane) {
+// Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words.
+template <int D, int W>
+__device__ __forceinline__ void rotate_row(float (&x)[W][4], const float (&signs)[W][4], int lane) {
     constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;
     const auto butterfly = [](float& a, float& b) {
         const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
@@ -104,44 +108,33 @@ __device__ __forceinline__ void rotate_rows(float (&x)[R][W][4], const float* si
     };
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-        float s[4];
-        load_word(signs, DType::kF32, lane % kLanes + 32 * j, s);
+        float(&v)[4] = x[j];
 #pragma unroll
-        for (int k = 0; k < R; ++k) {
-            float(&v)[4] = x[k][j];
-#pragma unroll
-            for (int c = 0; c < 4; ++c) v[c] = s[c] < 0.0f ? -v[c] : v[c];
-            butterfly(v[0], v[1]);
-            butterfly(v[2], v[3]);
-            butterfly(v[0], v[2]);
-            butterfly(v[1], v[3]);
-        }
+        for (int c = 0; c < 4; ++c) v[c] = signs[j][c] < 0.0f ? -v[c] : v[c];
+        butterfly(v[0], v[1]);
+        butterfly(v[2], v[3]);
+        butterfly(v[0], v[2]);
+        butterfly(v[1], v[3]);
     }
-#pragma unroll
+#pragma unroll 1  // few instructions to fetch: each of these is run only once or twice
     for (int h = 1; h < kLanes; h *= 2) {
-#pragma unroll
-        for (int k = 0; k < R; ++k) {
-#pragma unroll
-            for (int j = 0; j < W; ++j) {
-#pragma unroll
-                for (float& v : x[k][j]) {
-                    const float other = __shfl_xor_sync(kAllLanes, v, h);
-                    v = lane & h ? __fsub_rn(other, v) : __fadd_rn(v, other);
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < R; ++k) {
-        if constexpr (W == 2) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) butterfly(x[k][0][c], x[k][1][c]);
-        }
 #pragma unroll
         for (int j = 0; j < W; ++j) {
 #pragma unroll
-            for (float& v : x[k][j]) v = __fmul_rn(v, rotation_norm(D));
+            for (float& v : x[j]) {
+                const float other = __shfl_xor_sync(kAllLanes, v, h);
+                v = lane & h ? __fsub_rn(other, v) : __fadd_rn(v, other);
+            }
         }
+    }
+    if constexpr (W == 2) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) butterfly(x[0][c], x[1][c]);
+    }
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+#pragma unroll
+        for (float& v : x[j]) v = __fmul_rn(v, rotation_norm(D));
     }
 }
 
@@ -170,155 +163,168 @@ struct RowQuantizer {
     }
 };
 
-// pages_before for the pages within the window, by one warp.
-__device__ __forceinline__ void count_window_pages(const AttendArgs& a, int32_t* pages_before, int lane) {
-    int32_t sum = 0;
-    if (lane == 0) pages_before[0] = 0;
-    for (int first = 0; first < a.batch; first += 32) {
-        const int seq = first + lane;
-        int32_t upto = 0;
-        if (seq < a.batch) {
-            const SequenceArgs s = a.sequences[seq];
-            if (s.n_query > 0) upto = (s.n_keys + kPageTokens - 1) / kPageTokens - first_page(a, s);
-        }
-#pragma unroll
-        for (int h = 1; h < 32; h *= 2) {
-            const int32_t other = __shfl_up_sync(kAllLanes, upto, h);
-            if (lane >= h) upto += other;
-        }
-        if (seq < a.batch) pages_before[seq + 1] = sum + upto;
-        sum += __shfl_sync(kAllLanes, upto, 31);
-    }
+// Query token and query head of a row of a kv head.
+struct RowPlace {
+    int token, q_head;
+    __device__ __forceinline__ RowPlace(const DecodeParams& p, int head, int row)
+        : token(row * p.group_inverse >> 16), q_head(head * p.a.group + row - token * p.a.group) {}
+};
+
+// Row `row` of a (sequence, kv head) in q; nullptr if it does not exist.
+__device__ __forceinline__ const void* query_row(const DecodeParams& p, const SequenceArgs& s, int head, int row) {
+    const AttendArgs& a = p.a;
+    if (row >= s.n_query * a.group) return nullptr;
+    const auto [token, q_head] = RowPlace(p, head, row);
+    const int64_t at = (s.row + token) * a.q.stride_row + q_head * a.q.stride_head;
+    return static_cast<const uint8_t*>(a.q.data) + at * int64_t(cpu::dtype_bytes(a.q.dtype));
 }
 
-// One warp: kQueryRows query rows of a (sequence, kv head); rows that do not exist get zeros. The last CTA counts the pages that lie
-// within the window.
+// A lane's part of a row: channels 4 lane .. + 3 (and + 128). At 64 the upper lanes do the same once more.
 template <int D>
-__global__ void __launch_bounds__(32 * kQueryWarps) decode_query_kernel(const __grid_constant__ DecodeParams p) {
-    grid_dependency_wait();
-    // NOTES: not before the wait: the decode kernel reads pages and lengths without one of its own.
-    grid_launch_dependents();
-    constexpr int W = D > 128 ? 2 : 1;               // words of 4 channels per lane
-    constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold one
-    const int lane = int(threadIdx.x) % 32, per_segment = p.row_capacity / kQueryRows;
-    if (blockIdx.x == gridDim.x - 1) {
-        if (p.windowed_pages && threadIdx.x < 32) count_window_pages(p.a, p.windowed_pages, lane);
-        return;
-    }
-    const int task = int(blockIdx.x) * kQueryWarps + int(threadIdx.x) / 32, segment = task / per_segment;
-    const int first_row = task % per_segment * kQueryRows;
-    if (segment >= p.a.batch * p.a.kv_heads) return;
-    const int seq = segment / p.a.kv_heads, head = segment % p.a.kv_heads;
-    const SequenceArgs s = p.a.sequences[seq];
-    const int rows = s.n_query * p.a.group;
-    const int word_lane = D == 64 ? lane % kLanes : lane;  // at 64 the upper lanes do the same once more
-    const int64_t first = int64_t(segment) * p.row_capacity + first_row;
-    uint32_t* codes = p.query_codes + first * (D / 4);
-    float x[kQueryRows][W][4];
-#pragma unroll
-    for (int k = 0; k < kQueryRows; ++k) {
-        const int row = first_row + k, token = row / p.a.group, q_head = head * p.a.group + row % p.a.group;
-        const int64_t at = (s.row + token) * p.a.q.stride_row + q_head * p.a.q.stride_head;
-        const auto* data = static_cast<const uint8_t*>(p.a.q.data) + at * int64_t(cpu::dtype_bytes(p.a.q.dtype));
+struct RowPart {
+    static constexpr int W = D > 128 ? 2 : 1;
+    static constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold a word
+    float x[W][4];
+
+    __device__ __forceinline__ void load(const void* row, DType type, int lane) {
+        const int word_lane = D == 64 ? lane % kLanes : lane;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x[k][j][c] = 0.0f;
-            if (row < rows && word_lane < kLanes) load_word(data, p.a.q.dtype, word_lane + 32 * j, x[k][j]);
+            for (int c = 0; c < 4; ++c) x[j][c] = 0.0f;
+            if (row && word_lane < kLanes) load_word(row, type, word_lane + 32 * j, x[j]);
         }
     }
-    float amax[kQueryRows];
+};
+
+// Brings the rows of the CTA's segments of the first sequence into L2, warp w byte range w of each. Later, when pages have been asked for,
+// each access waits in their queue.
+template <int D, int kRows>
+__device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const DecodeCursor& at, int32_t units, int warp,
+                                                 int lane) {
+    const int head = at.head + lane / kRows, first_unit = lane / kRows * at.pages - at.page;
+    if (first_unit >= units || head >= p.a.kv_heads || warp * 128 >= D * int(cpu::dtype_bytes(p.a.q.dtype))) return;
+    const void* row = query_row(p, at.s, head, lane % kRows);
+    if (row) prefetch_l2(static_cast<const uint8_t*>(row) + warp * 128);
+}
+
+// A query row at stage 1. A lane has the codes of the same channels.
+template <int D>
+struct QueryRow {
+    static constexpr int W = RowPart<D>::W;
+    uint32_t codes[W];
+    float scale, bias;
+};
+
+// By one warp. `signs` are looked at where p.a.signs is not nullptr. `nonfinite`, if not nullptr, counts the values that are replaced.
+template <int D>
+__device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, RowPart<D> part, const RowPart<D>& signs, int head,
+                                                     uint32_t* nonfinite, int lane) {
+    constexpr int W = RowPart<D>::W, kLanes = RowPart<D>::kLanes;
+    float(&x)[W][4] = part.x;
+    float amax = 0.0f;
     const auto largest = [&] {
+        amax = 0.0f;
 #pragma unroll
-        for (int k = 0; k < kQueryRows; ++k) {
-            amax[k] = 0.0f;
+        for (int j = 0; j < W; ++j) {
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
-#pragma unroll
-                for (const float v : x[k][j]) amax[k] = v == v ? fmaxf(amax[k], fabsf(v)) : kInfinity;
-            }
+            for (const float v : x[j]) amax = v == v ? fmaxf(amax, fabsf(v)) : kInfinity;
         }
-#pragma unroll
-        for (int h = 16; h >= 1; h /= 2) {
-#pragma unroll
-            for (int k = 0; k < kQueryRows; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(kAllLanes, amax[k], h));
-        }
+        // Not negative, so that the order of floats is that of their bits.
+        amax = __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(amax)));
     };
     largest();
-    bool finite = true;
-    for (const float m : amax) finite &= m <= kMaxMagnitude;
-    if (!finite) {
+    if (!(amax <= kMaxMagnitude)) {
 #pragma unroll
-        for (int k = 0; k < kQueryRows; ++k) {
+        for (int j = 0; j < W; ++j) {
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
-#pragma unroll
-                for (float& v : x[k][j]) {
-                    if (fabsf(v) <= kMaxMagnitude) continue;
-                    v = finite_or(v, p.a.q.dtype, p.a.saturate);
-                    if (p.a.nonfinite && lane < kLanes) atomicAdd(p.a.nonfinite + seq, 1u);
-                }
+            for (float& v : x[j]) {
+                if (fabsf(v) <= kMaxMagnitude) continue;
+                v = finite_or(v, p.a.q.dtype, p.a.saturate);
+                if (nonfinite && lane < kLanes) atomicAdd(nonfinite, 1u);
             }
         }
         largest();
     }
+    QueryRow<D> result;
+    result.bias = 0.0f;
     if (p.a.k_offset) {
+        double dot = 0.0;
+        if (lane < kLanes) {
 #pragma unroll
-        for (int k = 0; k < kQueryRows; ++k) {
-            double dot = 0.0;
-            if (lane < kLanes) {
+            for (int j = 0; j < W; ++j) {
+                float mu[4];
+                load_word(p.a.k_offset + int64_t(head) * D, DType::kF32, lane + 32 * j, mu);
 #pragma unroll
-                for (int j = 0; j < W; ++j) {
-                    float mu[4];
-                    load_word(p.a.k_offset + int64_t(head) * D, DType::kF32, lane + 32 * j, mu);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) dot += double(x[k][j][c]) * double(mu[c]);
-                }
+                for (int c = 0; c < 4; ++c) dot += double(x[j][c]) * double(mu[c]);
             }
-#pragma unroll
-            for (int h = 16; h >= 1; h /= 2) dot += __shfl_xor_sync(kAllLanes, dot, h);
-            if (lane == 0) p.query_bias[first + k] = float(dot * double(p.unit));
         }
+#pragma unroll
+        for (int h = 16; h >= 1; h /= 2) dot += __shfl_xor_sync(kAllLanes, dot, h);
+        result.bias = float(dot * double(p.unit));
     }
     if constexpr (can_rotate(D)) {
         if (p.a.signs) {
-            rotate_rows<D>(x, p.a.signs, lane);
+            rotate_row<D>(x, signs.x, lane);
             largest();
         }
     }
+    const RowQuantizer quantizer(amax, p.a.q_levels);
 #pragma unroll
-    for (int k = 0; k < kQueryRows; ++k) {
-        const RowQuantizer quantizer(amax[k], p.a.q_levels);
+    for (int j = 0; j < W; ++j) {
+        int code[4];
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-            int code[4];
+        for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[j][c]);
+        result.codes[j] = __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
+    }
+    result.scale = quantizer.stage1 * p.unit;
+    return result;
+}
+
+template <int D, class Queries>
+__device__ __forceinline__ void store_query(const QueryRow<D>& q, int row, Queries& to, int lane) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[k][j][c]);
-            if (lane < kLanes) {
-                codes[k * (D / 4) + lane + 32 * j] =
-                    __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
-            }
-        }
-        if (lane == 0) p.query_scale[first + k] = quantizer.stage1 * p.unit;
+    for (int j = 0; j < QueryRow<D>::W; ++j) {
+        const int word = lane + 32 * j;
+        if (word < D / 4) *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = q.codes[j];
+    }
+    if (lane == 0) {
+        to.scale[row] = q.scale;
+        to.bias[row] = q.bias;
     }
 }
 
-// Brings the queries of a (sequence, kv head) into memory.w.query. A lane's q_scale[n] is that of row 4 n + lane % 4.
-template <int D, int kTiles>
-__device__ __forceinline__ void load_queries(const DecodeParams& p, int segment, WarpMemory<D, 4 * kTiles>& memory,
-                                             float (&q_scale)[kTiles], int lane) {
-    const int64_t first = int64_t(segment) * (4 * kTiles);
-    const uint32_t* codes = p.query_codes + first * (D / 4);
+// The slot in p.query_codes of a segment of a CTA; there and from there to a warp's memory.
+__device__ __forceinline__ int64_t query_slot(const DecodeParams& p, int cta, const DecodeCursor& at) {
+    return cta + int64_t(at.seq) * p.a.kv_heads + at.head;
+}
+template <int D>
+__device__ __forceinline__ void store_query(const DecodeParams& p, const QueryRow<D>& q, int64_t slot, int row, int lane) {
+    const int64_t at = slot * p.row_capacity + row;
 #pragma unroll
-    for (int row = 0; row < 4 * kTiles; ++row) {
+    for (int j = 0; j < QueryRow<D>::W; ++j) {
+        const int word = lane + 32 * j;
+        if (word < D / 4) p.query_codes[at * (D / 4) + word] = q.codes[j];
+    }
+    if (lane == 0) {
+        p.query_scale[at] = q.scale;
+        p.query_bias[at] = q.bias;
+    }
+}
+template <int D, int kRows, class Queries>
+__device__ __forceinline__ void load_queries(const DecodeParams& p, int64_t slot, Queries& to, int lane) {
+    const uint32_t* codes = p.query_codes + slot * kRows * (D / 4);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
 #pragma unroll
         for (int word = lane; word < D / 4; word += 32) {
-            *reinterpret_cast<uint32_t*>(memory.w.query[row] + swizzled_word<D>(row, word)) = codes[row * (D / 4) + word];
+            *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = codes[row * (D / 4) + word];
         }
     }
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) q_scale[n] = p.query_scale[first + 4 * n + lane % 4];
-    __syncwarp();
+    if (lane < kRows) {
+        to.scale[lane] = p.query_scale[slot * kRows + lane];
+        to.bias[lane] = p.query_bias[slot * kRows + lane];
+    }
 }
 
 }  // namespace ta::cuda

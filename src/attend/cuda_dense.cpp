@@ -76,7 +76,7 @@ class DenseRun {
     Layout layout_;
     size_t table_at_ = 0, pages_at_ = 0, few_at_ = 0, counts_at_ = 0, many_at_ = 0, tiles_at_ = 0, v_rows_at_ = 0,
            staged_end_ = 0;
-    size_t nonfinite_at_ = 0, n_nonfinite_ = 0, amax_at_ = 0, amax_end_ = 0, data_at_ = 0, workspace_at_ = 0;
+    size_t nonfinite_at_ = 0, n_nonfinite_ = 0, amax_at_ = 0, zeros_end_ = 0, data_at_ = 0, workspace_at_ = 0;
 };
 
 Status DenseRun::list_sequences() {
@@ -162,15 +162,15 @@ Status DenseRun::prepare() {
     tiles_at_ = layout_.take(tiles_.size() * sizeof(HalfTile));
     v_rows_at_ = layout_.take(v_rows_.size() * sizeof(int32_t));
     staged_end_ = layout_.bytes();
-    // From here to amax_end_ zeros.
+    // From here to zeros_end_ zeros.
     n_nonfinite_ = call_.saturate ? 0 : std::max(batch, size_t(many_rows_.chunks));
     nonfinite_at_ = layout_.take(n_nonfinite_ * sizeof(uint32_t));
     const bool tensor_scale = call_.v_scale() == TA_GRANULARITY_TENSOR && !half();
     amax_at_ = layout_.take(tensor_scale ? batch * size_t(kv_heads_) * sizeof(uint32_t) : 0);
-    amax_end_ = layout_.bytes();
-    data_at_ = layout_.take(pages_.size() * page_stride(), cuda::kEntryFlags + 1);
     // The kernels of few rows and of many run one after the other.
     workspace_at_ = layout_.take(std::max(few_work_.plan.workspace_bytes, many_work_.plan.workspace_bytes), 256);
+    zeros_end_ = workspace_at_ + std::max(few_work_.plan.zeroed_bytes, many_work_.plan.zeroed_bytes);
+    data_at_ = layout_.take(pages_.size() * page_stride(), cuda::kEntryFlags + 1);
     return {};
 }
 
@@ -222,8 +222,8 @@ Status DenseRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced
     const auto check = [this](int error, const char* what) { return device_.check(cudaError_t(error), what); };
     TA_RETURN_IF_ERROR(
         check(cudaMemcpyAsync(base, staged, staged_end_, cudaMemcpyHostToDevice, stream), "copying a dense call's tables"));
-    if (amax_end_ > nonfinite_at_) {
-        TA_RETURN_IF_ERROR(check(cudaMemsetAsync(base + nonfinite_at_, 0, amax_end_ - nonfinite_at_, stream),
+    if (zeros_end_ > nonfinite_at_) {
+        TA_RETURN_IF_ERROR(check(cudaMemsetAsync(base + nonfinite_at_, 0, zeros_end_ - nonfinite_at_, stream),
                                  "clearing a dense call's counts"));
     }
     const cuda::DensePagesArgs pages = pages_args(base);

@@ -363,7 +363,9 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
 Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
     if (decode_workspace_.holds(work.plan.workspace_bytes)) return {};
     if (captured) return needs_a_run("this shape of a batch");
-    return decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention");
+    TA_RETURN_IF_ERROR(decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention"));
+    return device_.check(cudaMemsetAsync(decode_workspace_.data(), 0, work.plan.zeroed_bytes, stream_),
+                         "zeroing the workspace of attention");
 }
 
 Status CudaStep::needs_a_run(const char* what) {

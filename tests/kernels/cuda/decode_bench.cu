@@ -145,6 +145,7 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, options.path, options.warps}, &plan));
     void* workspace;
     CHECK(cudaMalloc(&workspace, plan.workspace_bytes));
+    CHECK(cudaMemset(workspace, 0, plan.zeroed_bytes));
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
     std::vector<cudaEvent_t> events(2 * kRuns + 2);
