@@ -37,7 +37,8 @@ Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, Atten
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     args.p_levels = format.levels;
     args.p_running = false;
-    const bool by_kernel = device.properties().major == 9 && p == TA_P_U8_RUNNING && !cuda::prefill_refusal(args);
+    // Its P has a unit per 128 keys: finer than the running maximum's, so it serves U8_RUNNING too.
+    const bool by_kernel = device.properties().major == 9 && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {
         return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
