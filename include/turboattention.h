@@ -173,8 +173,9 @@ enum {
     TA_P_S8_127 = 4,         /* 127 levels, as INT-FlashAttention's R */
     TA_P_S8_119 = 5,         /* 119 levels, as printed in TurboAttention */
     TA_P_S8_127_RUNNING = 6, /* 127 levels of the running maximum, INT-FlashAttention as printed: wrong on flat contexts */
-    TA_P_U8_RUNNING = 7 /* 255 levels of the running maximum, on a GPU rounded up to an octave: the fastest prefill there, but
-                                what lies below 1/500 of a row's largest probability is lost, however much it sums up to */
+    TA_P_U8_RUNNING =
+        7 /* 255 levels of the running maximum: what lies below 1/500 of a row's largest probability is lost, however
+                                much it sums up to. The prefill kernel of sm_90 gives it the accuracy of U8 */
 };
 
 typedef int32_t ta_nonfinite; /* what NaN, Inf and magnitudes above 2^56 in q, k, v do */

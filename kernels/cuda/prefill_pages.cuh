@@ -1,6 +1,7 @@
-// The producers of the prefill kernel: pages come by bulk copy as they are stored and are expanded to INT8 tiles in the order that
-// wgmma wants. Both code arrays have the same shape, 16-byte chunks of four words that belong to two rows; a word goes to its
-// row as it is (token pages) or unpacked, times step, plus zero point (channel pages).
+// The producers of the prefill kernel: pages come by bulk copy as they are stored and are expanded to INT8 tiles in the order
+// that wgmma wants. Both code arrays have the same shape, 16-byte chunks of four words that belong to two rows; two chunks of a
+// lane make one chunk of each row, of words as they are (token pages) or unpacked, times step, plus zero point (channel pages).
+// V's tile is unsigned, code + 128.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -9,55 +10,78 @@
 
 namespace ta::cuda::prefill {
 
-// A lane's place in a tile of rows of kRowBytes: word i of chunk `chunk` of row 8 n + r, with r = lane / 4, i = lane % 4.
-template <int kRowBytes>
-TA_DEVICE uint8_t* lane_place(uint8_t* tile, int chunk, int r, int i) {
-    return tile + r * kRowBytes + sm90::swizzled_chunk<kRowBytes>(r, chunk) * 16 + i * 4;
+TA_DEVICE uint4 load_chunk(const uint8_t* from) {
+    return *reinterpret_cast<const uint4*>(from);
 }
-TA_DEVICE void store_word(uint8_t* to, uint32_t w) {
-    *reinterpret_cast<uint32_t*>(to) = w;
-}
-TA_DEVICE void load_words(const uint8_t* from, uint32_t (&w)[4]) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(w0, w1, w2, w3);
 }
 
-// Two warps expand a page, `part` is which. `half` is the page's place in its block.
-
-// Token page: codes are INT8 already. Word 2 w1 + w0 of a chunk goes to row r + 8 w0 and chunk w1 (K), 2 w1 (V) further.
+// Where a lane stores K: chunk `pair` of its quarter of the channels, of token 16 tile + r + 8 h.
 template <int D>
-TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8_t* v, uint8_t* k_fraction, int part,
-                                 int lane) {
+TA_DEVICE uint8_t* k_place(uint8_t* k, int half, int pair, int tile, int h, int r, int i) {
+    const int row = k_row(tile, r, h), chunk = D == 128 ? k_chunk(2 * i + pair) : i;
+    return k + (half * kPageTokens + row) * D + sm90::swizzled_chunk<D>(row, chunk) * 16;
+}
+// Where a lane stores V: all its tokens of channel (d/8) r + 2 tile + h.
+TA_DEVICE uint8_t* v_place(uint8_t* v, int half, int tile, int h, int r, int i) {
+    const int row = 16 * tile + 8 * h + v_row(r);
+    return v + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(v_row(r), 4 * half + i) * 16;
+}
+
+// Two warps expand a page, `part` is which; `half` is the page's place in its block. K: by pairs of steps where there are two,
+// else by tiles. V: by tiles.
+template <int D>
+inline constexpr int kPairs = D / 64;  // of steps of 32 channels of K: 16 channels of each lane
+template <int D>
+inline constexpr int kKTiles = kPairs<D> > 1 ? 4 : 2;  // a warp's of K
+template <int D>
+inline constexpr int kVTiles = D / 32;  // a warp's of V
+template <int D>
+TA_DEVICE int first_k_tile(int part) {
+    return kPairs<D> > 1 ? 0 : 2 * part;
+}
+template <int D>
+TA_DEVICE int k_pair(int part) {
+    return kPairs<D> > 1 ? part : 0;
+}
+
+template <int D>
+TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8_t* v, int part, int lane) {
     constexpr TokenLayout kLayout(D);
     constexpr int kSteps = D / 32;
-    const int r = lane >> 2, i = lane & 3;
-    const uint8_t *k_from = raw + kLayout.k_codes() + lane * 16, *v_from = raw + kLayout.v_codes() + lane * 16;
-    uint32_t w[4][4];
+    const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first = first_k_tile<D>(part);
+    const uint8_t* k_from = raw + kLayout.k_codes() + (first * kSteps + 2 * pair) * 512 + lane * 16;
 #pragma unroll
-    for (int n = 0; n < kSteps / 2; ++n) {
-        const int step = part * (kSteps / 2) + n;
-        uint8_t* to[2] = {lane_place<D>(k, 2 * step, r, i), lane_place<D>(k, 2 * step + 1, r, i)};
-#pragma unroll
-        for (int tile = 0; tile < 4; ++tile) load_words(k_from + (tile * kSteps + step) * 512, w[tile]);
-#pragma unroll
-        for (int tile = 0; tile < 4; ++tile) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x) store_word(to[x >> 1] + (half * kPageTokens + tile * 16 + 8 * (x & 1)) * D, w[tile][x]);
-        }
+    for (int n = 0; n < kKTiles<D>; ++n) {
+        const uint4 a = load_chunk(k_from + n * kSteps * 512), b = load_chunk(k_from + n * kSteps * 512 + 512);
+        store_chunk(k_place<D>(k, half, pair, first + n, 0, r, i), a.x, a.z, b.x, b.z);
+        store_chunk(k_place<D>(k, half, pair, first + n, 1, r, i), a.y, a.w, b.y, b.w);
     }
-    uint8_t* to[2] = {lane_place<kBlockTokens>(v, 4 * half + part, r, i),
-                      lane_place<kBlockTokens>(v, 4 * half + part + 2, r, i)};
+    constexpr uint32_t kSigns = 0x80808080;
+    const uint8_t* v_from = raw + kLayout.v_codes() + part * kVTiles<D> * 1024 + lane * 16;
 #pragma unroll
-    for (int first = 0; first < D / 16; first += 4) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) load_words(v_from + (2 * (first + n) + part) * 512, w[n]);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x) store_word(to[x >> 1] + ((first + n) * 16 + 8 * (x & 1)) * kBlockTokens, w[n][x]);
-        }
+    for (int n = 0; n < kVTiles<D>; ++n) {
+        const int tile = part * kVTiles<D> + n;
+        const uint4 a = load_chunk(v_from + n * 1024), b = load_chunk(v_from + n * 1024 + 512);
+        store_chunk(v_place(v, half, tile, 0, r, i), a.x ^ kSigns, b.x ^ kSigns, a.z ^ kSigns, b.z ^ kSigns);
+        store_chunk(v_place(v, half, tile, 1, r, i), a.y ^ kSigns, b.y ^ kSigns, a.w ^ kSigns, b.w ^ kSigns);
     }
-    if (part == 0 && r < D / 16) store_word(k_fraction + half * D + sm90::swizzled_chunk<D>(half, r) * 16 + i * 4, 0);
+}
+
+// Where V's fractions of a channel lie, f and 16 f in a byte each: operand_of_sums() in prefill_softmax.cuh says why.
+TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int row, int half, uint32_t f) {
+    *reinterpret_cast<uint16_t*>(v_fraction + row * 16 + 2 * half) = uint16_t(f * 0x1001);
+}
+
+template <int D>
+TA_DEVICE void clear_fractions(int half, uint8_t* k_fraction, uint8_t* v_fraction, int part, int lane) {
+    if (part == 0) {
+        if (lane < D / 16) store_chunk(k_fraction + half * D + lane * 16, 0, 0, 0, 0);
+    } else {
+#pragma unroll
+        for (int n = 0; n < D; n += 32) store_v_fraction(v_fraction, n + lane, half, 0);
+    }
 }
 
 TA_DEVICE half2 as_half2(uint32_t x) {
@@ -104,94 +128,84 @@ struct KChannels {
 template <int D, int kBits>
 TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, int half, uint8_t* k,
                         uint8_t* k_fraction, int part, int lane) {
-    constexpr int kSteps = D / 32, kPerByte = 8 / kBits, kGroups = 4 / kPerByte;
+    constexpr int kSteps = D / 32, kPerByte = 8 / kBits;
     constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f, kFractionMask = kBits == 4 ? 0x07070707 : 0x04040404;
-    const int r = lane >> 2, i = lane & 3;
+    const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first_tile = first_k_tile<D>(part);
+    const uint4 step_bytes = load_chunk(steps + D / 4 * i + 16 * pair), zero_bytes = load_chunk(zeros + D / 4 * i + 16 * pair);
+    KChannels channels[4];
+    channels[0].set<kBits>(step_bytes.x & kStepMask, zero_bytes.x);
+    channels[1].set<kBits>(step_bytes.y & kStepMask, zero_bytes.y);
+    channels[2].set<kBits>(step_bytes.z & kStepMask, zero_bytes.z);
+    channels[3].set<kBits>(step_bytes.w & kStepMask, zero_bytes.w);
+    constexpr int kTilesOfLoad = kKTiles<D> < kPerByte ? kKTiles<D> : kPerByte;
+    const uint8_t* from = codes + (first_tile / kPerByte * kSteps + 2 * pair) * 512 + lane * 16;
 #pragma unroll
-    for (int n = 0; n < kSteps / 2; ++n) {
-        const int step = part * (kSteps / 2) + n, first = D / 4 * i + 8 * step;
-        const uint2 step_bytes = *reinterpret_cast<const uint2*>(steps + first);
-        const uint2 zero_bytes = *reinterpret_cast<const uint2*>(zeros + first);
-        uint32_t w[kGroups][4];
+    for (int n = 0; n < kKTiles<D>; n += kTilesOfLoad) {
+        const uint4 a = load_chunk(from + n / kPerByte * kSteps * 512),
+                    b = load_chunk(from + n / kPerByte * kSteps * 512 + 512);
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) load_words(codes + (group * kSteps + step) * 512 + lane * 16, w[group]);
-        uint8_t* to[2] = {lane_place<D>(k, 2 * step, r, i), lane_place<D>(k, 2 * step + 1, r, i)};
-#pragma unroll
-        for (int w1 = 0; w1 < 2; ++w1) {
-            KChannels channels;
-            channels.set<kBits>((w1 ? step_bytes.y : step_bytes.x) & kStepMask, w1 ? zero_bytes.y : zero_bytes.x);
-#pragma unroll
-            for (int tile = 0; tile < 4; ++tile) {
-#pragma unroll
-                for (int w0 = 0; w0 < 2; ++w0) {
-                    store_word(to[w1] + (half * kPageTokens + tile * 16 + 8 * w0) * D,
-                               channels.expand<kBits>(w[tile / kPerByte][2 * w1 + w0], tile % kPerByte));
-                }
-            }
+        for (int m = 0; m < kTilesOfLoad; ++m) {
+            const int tile = first_tile + n + m, t = tile % kPerByte;
+            store_chunk(k_place<D>(k, half, pair, tile, 0, r, i), channels[0].expand<kBits>(a.x, t),
+                        channels[1].expand<kBits>(a.z, t), channels[2].expand<kBits>(b.x, t),
+                        channels[3].expand<kBits>(b.z, t));
+            store_chunk(k_place<D>(k, half, pair, tile, 1, r, i), channels[0].expand<kBits>(a.y, t),
+                        channels[1].expand<kBits>(a.w, t), channels[2].expand<kBits>(b.y, t),
+                        channels[3].expand<kBits>(b.w, t));
         }
-        if (r < 2) {
-            const uint32_t fraction = (r ? step_bytes.y : step_bytes.x) >> 5 & kFractionMask;
-            store_word(k_fraction + half * D + sm90::swizzled_chunk<D>(half, 2 * step + r) * 16 + i * 4, fraction);
-        }
+    }
+    if (r == 0 && (kPairs < D >> 1 || part == 0)) {
+        const int chunk = D == 128 ? k_chunk(2 * i + pair) : i;
+        store_chunk(k_fraction + half * D + sm90::swizzled_chunk<D>(half, chunk) * 16, step_bytes.x >> 5 & kFractionMask,
+                    step_bytes.y >> 5 & kFractionMask, step_bytes.z >> 5 & kFractionMask, step_bytes.w >> 5 & kFractionMask);
     }
 }
 
-// V's zero point has a fraction of f eighths; f of every eight tokens get one more. The mean over the page, which is what the
-// fraction is there for, is exact; one token is off by less than an INT8 step. Which bytes of a word of tokens 0 ... 31, and of
-// one of tokens 32 ... 63, get one more:
-TA_DEVICE uint2 spread_fraction(int f) {
-    const auto bytes = [](int n) { return n == 0 ? 0u : 0x01010101u >> (32 - 8 * n); };
-    return {bytes((f + 1) / 2), bytes(f / 2)};
-}
-
-// One word of four tokens of a channel per place.
 template <int D, int kBits>
-TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, const uint2* spread, int half,
-                        uint8_t* v, int part, int lane) {
-    constexpr int kPerByte = 8 / kBits, kGroups = D / 16 / kPerByte, kLevels = (1 << kBits) - 1;
-    constexpr int kMine = kGroups > 1 ? kGroups / 2 : 1;  // groups of this warp, with both steps of tokens, or one of one group
-    constexpr int kTokenSteps = kGroups > 1 ? 2 : 1;
+TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, int half, uint8_t* v,
+                        uint8_t* v_fraction, int part, int lane) {
+    constexpr int kPerByte = 8 / kBits, kWords = kVTiles<D> / 2;
+    constexpr int kTilesOfLoad = kVTiles<D> < kPerByte ? kVTiles<D> : kPerByte;
     constexpr uint32_t kMask = kBits == 4 ? 0x0f0f0f0f : 0x03030303;
-    const int r = lane >> 2, i = lane & 3, first_step = kGroups > 1 ? 0 : part;
-    uint8_t* to[kTokenSteps][2];
+    constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f;
+    const int r = lane >> 2, i = lane & 3, first_tile = part * kVTiles<D>, first_channel = D / 8 * r + 2 * first_tile;
+    uint32_t step_bytes[kWords], zero_bytes[kWords];  // two tiles to a word
 #pragma unroll
-    for (int n = 0; n < kTokenSteps; ++n) {
-#pragma unroll
-        for (int w1 = 0; w1 < 2; ++w1) to[n][w1] = lane_place<kBlockTokens>(v, 4 * half + 2 * w1 + first_step + n, r, i);
+    for (int n = 0; n < kWords; ++n) {
+        step_bytes[n] = *reinterpret_cast<const uint32_t*>(steps + first_channel + 4 * n);
+        zero_bytes[n] = *reinterpret_cast<const uint32_t*>(zeros + first_channel + 4 * n) ^ 0x80808080u;
     }
+    if (i < kVTiles<D>) {
+        const uint32_t mine = (kWords > 1 && i >= 2 ? step_bytes[kWords - 1] : step_bytes[0]) >> (16 * (i & 1));
 #pragma unroll
-    for (int mine = 0; mine < kMine; ++mine) {
-        const int group = kGroups > 1 ? part * kMine + mine : 0, first = D / 8 * r + 2 * kPerByte * group;
-        uint32_t w[kTokenSteps][4];
+        for (int h = 0; h < 2; ++h) {
+            store_v_fraction(v_fraction, 16 * (first_tile + i) + 8 * h + v_row(r), half,
+                             fraction_eighths_of(uint8_t(mine >> (8 * h)), kBits));
+        }
+    }
+    const uint8_t* from = codes + first_tile / kPerByte * 1024 + lane * 16;
 #pragma unroll
-        for (int n = 0; n < kTokenSteps; ++n) load_words(codes + (group * 2 + first_step + n) * 512 + lane * 16, w[n]);
+    for (int n = 0; n < kVTiles<D>; n += kTilesOfLoad) {
+        const uint4 a = load_chunk(from + n / kPerByte * 1024), b = load_chunk(from + n / kPerByte * 1024 + 512);
 #pragma unroll
-        for (int t = 0; t < kPerByte; ++t) {
+        for (int m = 0; m < kTilesOfLoad; ++m) {
+            const int tile = first_tile + n + m, shift = tile % kPerByte * kBits;
 #pragma unroll
-            for (int w0 = 0; w0 < 2; ++w0) {
-                const int byte = steps[first + 2 * t + w0], zero = int8_t(zeros[first + 2 * t + w0]);
-                const uint32_t step = step_of(uint8_t(byte), kBits);
-                uint2 extra = spread[fraction_eighths_of(uint8_t(byte), kBits)];
-                if (zero + kLevels * int(step) >= 127) extra = {0, 0};  // it would leave INT8
-                const uint32_t base = uint32_t(zero + 128) * 0x01010101u;
-                const uint32_t add[2] = {base + extra.x, base + extra.y};
-#pragma unroll
-                for (int n = 0; n < kTokenSteps; ++n) {
-#pragma unroll
-                    for (int w1 = 0; w1 < 2; ++w1) {
-                        const uint32_t c = w[n][2 * w1 + w0] >> (kBits * t) & kMask;
-                        store_word(to[n][w1] + ((group * kPerByte + t) * 16 + 8 * w0) * kBlockTokens,
-                                   (c * step + add[w1]) ^ 0x80808080u);
-                    }
-                }
+            for (int h = 0; h < 2; ++h) {
+                const int at = (n + m) % 2 * 2 + h;
+                const uint32_t step = __byte_perm(step_bytes[(n + m) / 2] & kStepMask, 0, 0x4440 + at);
+                const uint32_t zero = __byte_perm(zero_bytes[(n + m) / 2], 0, 0x1111 * at);
+                const auto expand = [&](uint32_t four) { return (four >> shift & kMask) * step + zero; };
+                store_chunk(v_place(v, half, tile, h, r, i), expand(h ? a.y : a.x), expand(h ? b.y : b.x),
+                            expand(h ? a.w : a.z), expand(h ? b.w : b.z));
             }
         }
     }
 }
 
 template <int D>
-TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, const uint2* spread, int half, uint8_t* k,
-                                   uint8_t* v, uint8_t* k_fraction, int part, int lane) {
+TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, int half, uint8_t* k, uint8_t* v,
+                                   uint8_t* k_fraction, uint8_t* v_fraction, int part, int lane) {
     const ChannelLayout layout(D, k_bits, v_bits);
     const uint8_t *k_step = raw + layout.k_step(), *k_zero = raw + layout.k_zero();
     const uint8_t *v_step = raw + layout.v_step(), *v_zero = raw + layout.v_zero();
@@ -201,9 +215,9 @@ TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, c
         expand_k<D, 2>(raw, k_step, k_zero, half, k, k_fraction, part, lane);
     }
     if (v_bits == 4) {
-        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, spread, half, v, part, lane);
+        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, part, lane);
     } else {
-        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, spread, half, v, part, lane);
+        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, part, lane);
     }
 }
 
@@ -213,12 +227,10 @@ TA_DEVICE float warp_max(float x) {
     return x;
 }
 
-// Reads the scales of a page. Tokens [0, valid) of it exist. `top` is the largest log2 of V's scales that this warp has seen in the
-// tile of rows.
+// Reads the scales of a page. Tokens [0, valid) of it exist.
 template <int D>
 TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int v_bits, int valid, int half, int lane,
-                           float& top, BlockScales& out) {
-    constexpr float kOctavesDown = 3.0f;  // further below the top, P carries too few levels for the sum of a row
+                           BlockScales& out) {
     float k[2], v[2];
     if (is_channel) {
         const ChannelLayout layout(D, k_bits, v_bits);
@@ -243,78 +255,72 @@ TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int 
 #pragma unroll
     for (int n = 0; n < 2; ++n) equal = equal && (lane + 32 * n >= valid || (k[n] == k0 && v[n] == v0));
     equal = __all_sync(~0u, equal);
-    float largest = v0;
-    if (!equal) largest = warp_max(fmaxf(lane < valid ? v[0] : 0.0f, lane + 32 < valid ? v[1] : 0.0f));
-    // Where V's scale is 0 so are its codes, and any factor will do.
-    const float none = fmaxf(top, -64.0f), page = largest > 0.0f ? __log2f(largest) : none;
+    const float page = v0 > 0.0f ? __log2f(v0) : kNoVScale;
     if (lane == 0) {
-        out.zero = 0;
-        out.k_page[half] = k0;
-        out.v_page[half] = page;
-        out.v_inverse[half] = exp2f(-page);
-        out.uniform[half] = equal && page >= top - kOctavesDown;
-        out.v_largest[half] = exp2f(fmaxf(top, page));
+        out.k_page[half] = equal ? k0 * kFine : INFINITY;
+        out.v_page[half] = __float2int_rn(fmaf(page, kFine, 32768.0f));
+        out.v_inverse[half] = kSumUnit * exp2f(-page);
     }
-    top = fmaxf(top, page);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        const int t = half * kPageTokens + lane + 32 * n;
-        out.k_token[t] = k[n];
-        out.v_token[t] = equal ? page : v[n] > 0.0f ? __log2f(v[n]) : none;
+        const int t = lane + 32 * n, row = half * kPageTokens + k_row(t / 16, t % 8, t / 8 % 2);
+        out.k_token[row] = k[n];
+        out.v_token[row] = equal ? page : v[n] > 0.0f ? __log2f(v[n]) : kNoVScale;
     }
 }
 
-// What the producer warps do with the tiles [first, last). Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the
-// pages.
-template <int D>
-TA_DEVICE void produce(const AttendArgs& args, const PrefillTile* first, const PrefillTile* last, SharedMemory<D>& shared,
-                       int warp, int lane) {
+// What the producer warps do. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages.
+template <int D, bool kFractions>
+TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kFractions>& shared, int warp,
+                       int lane) {
+    constexpr int kRawPages = SharedMemory<D, kFractions>::kRawPages;
     const int half = warp / 2, part = warp % 2;
-    if (warp == 0) shared.stream.start(first, last, lane);
+    if (warp == 0) shared.stream.start(lane);
     Ring<kRawPages> raw;
     Ring<kStages> stage;
+    Ring<kTiles> at;
     int pages = 0;  // of the blocks before
     if (half == 1) raw.next();
-    int next_begin = 0, next_end = 0, next_keys = 0, next_head = 0;  // of the next tile, loaded while this one is worked on
-    const auto load_next = [&](const PrefillTile* next) {
-        if (next >= last) return;
-        next_begin = __ldg(&next->page_begin);
-        next_end = __ldg(&next->page_end);
-        next_keys = __ldg(&next->n_keys);
-        next_head = __ldg(&next->head);
-    };
-    load_next(first);
-    for (const PrefillTile* tile = first; tile < last; ++tile) {
-        const int page_begin = next_begin, page_end = next_end, n_keys = next_keys;
+    for (int n = 0;; ++n, at.next()) {
+        if (warp == 0) shared.stream.publish(args, schedule, n, shared, lane);
+        sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
+        const Tile& tile = shared.tiles[at.slot];
+        const int head = tile.head, page_begin = tile.rows.page_begin, page_end = tile.rows.page_end;
+        const int n_keys = tile.rows.n_keys;
+        __syncwarp();
+        if (lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
+        if (head < 0) return;
         int k_bits = 4, v_bits = 4;
-        if (args.heads) {
-            const HeadArgs h = args.heads[next_head];
+        if (kFractions) {
+            const HeadArgs h = args.heads[head];
             k_bits = h.k_bits;
             v_bits = h.v_bits;
         }
-        load_next(tile + 1);
-        float top = -INFINITY;
         for (int page = page_begin + half; page < page_end + half; page += 2, stage.next()) {
-            if (warp == 0) shared.stream.fill(args, pages + kRawPages, shared, lane);
+            if (warp == 0) shared.stream.fill(args, schedule, pages + kRawPages, shared, lane);
             const bool exists = page < page_end;
             BlockScales& out = shared.scales[stage.slot];
             if (exists) sm90::barrier_wait(&shared.raw_full[raw.slot], raw.phase);
             sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
             if (exists) {
-                uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot], *k_fraction = shared.k_fraction[stage.slot];
+                uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
                 const uint8_t* from = shared.raw[raw.slot];
-                const bool is_channel = shared.raw_is_channel[raw.slot];
-                if (is_channel) {
-                    expand_channel_page<D>(from, k_bits, v_bits, shared.spread, half, k, v, k_fraction, part, lane);
-                } else {
-                    expand_token_page<D>(from, half, k, v, k_fraction, part, lane);
+                const bool is_channel = kFractions && shared.raw_is_channel[raw.slot];
+                if constexpr (kFractions) {
+                    uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction[stage.slot];
+                    if (is_channel) {
+                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, part, lane);
+                    } else {
+                        clear_fractions<D>(half, k_fraction, v_fraction, part, lane);
+                    }
                 }
+                if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
                 if (part == 1) {
-                    read_scales<D>(from, is_channel, k_bits, v_bits, n_keys - page * kPageTokens, half, lane, top, out);
+                    read_scales<D>(from, is_channel, k_bits, v_bits, n_keys - page * kPageTokens, half, lane, out);
                 }
-            } else if (part == 1 && lane == 0) {  // masked; its scales need not exist, but be numbers
-                out.k_page[half] = out.v_page[half] = out.v_inverse[half] = out.v_largest[half] = 0.0f;
-                out.uniform[half] = 1;
+            } else if (part == 1 && lane == 0) {  // masked; what stands for its scales must be numbers
+                out.k_page[half] = out.v_inverse[half] = 0.0f;
+                out.v_page[half] = 0;
             }
             sm90::fence_async_proxy();
             __syncwarp();

@@ -1,39 +1,35 @@
-// Scores to P. P is u8 in units of 1/255 of 2^m, m the running maximum of (score + log2 of V's scale) rounded up to an integer: so
-// O stays in int32 over the whole row whatever the pages' V scales are, and a larger maximum is a shift of O.
+// Scores to P. P is u8 in units of 1/255 of the largest P of its row within the block of keys, P being 2^(score + log2 of V's
+// scale). A block's product with V is exact in int32 and is added to O, in fp32 in units of 2^m, m a reference of the row's
+// that hardly ever changes.
 //
-// Scores come to the exponential as 16-bit integers in 1/112 of an octave, two to a register. The common case (uniform pages, no
-// options) gets there by one multiply-add and half a byte permutation per score; everything else goes through fp32.
+// Scores come to the exponential as 16-bit integers in 1/112 of an octave, two to a register: 1024 steps, what fp16 has in [1,
+// 2), span P's 8 bits. The common case (uniform pages, no options) gets there by one multiply-add and half a byte permutation
+// per score; everything else goes through fp32.
 #pragma once
 
 #include "kernels/cuda/prefill_query.cuh"
 
 namespace ta::cuda::prefill {
 
-inline constexpr int kGrid = 112;          // steps of an octave: 1024 of them, what fp16 has in [1, 2), span P's 8 bits
-inline constexpr int kHighest = 16383;     // largest maximum, in these steps, that the 16-bit path takes
-inline constexpr int kLowestOne = 0x3C00;  // fp16 1.0; 1.0 + 1023 / 1024 is the running maximum
-inline constexpr float kNever = -1e30f;    // running maximum before the first key
-
-// Row state of a lane: rows g and g + 8 of its warp. Sums are over the lane's columns only.
-struct Rows {
-    float m[2];  // running maximum, an integer, equal in the quad; kNever: nothing yet
-    float l[2];  // sum of P / (V's scale as P carries it), in P's unit
-};
+inline constexpr int kHighest = 16383;     // up to here a maximum can be taken off any score without leaving 16 bits
+inline constexpr int kLowestOne = 0x3C00;  // fp16 1.0; 1.0 + 1023 / 1024 is the maximum
+inline constexpr float kRaise = 16.0f;     // a block this many octaves above the reference becomes the reference
 
 // Scores of one block on their way to P.
-struct Pending {
-    uint32_t y[2][16];   // [row][4 (32-token group) + 2 (pair) + h]: tokens 8 j + 2 i + h, j = 2 (group, pair), 2 (...) + 1
+struct Scores {
+    uint32_t y[2][16];   // [row][j]: columns 8 j + 2 i and the next
     uint32_t offset[2];  // makes y a fp16 number in [1, 2), twice
     float inverse[2];    // factor of the page's sum of P in l; 0 where l has the page already
-    float l[2];          // to be added to l
+    float m[2];          // the row's maximum, equal in the quad
+    float l[2];          // to be added to l, in units of 2^m
 };
 
 TA_DEVICE uint32_t twice(int x) {
     return uint32_t(x & 0xffff) * 0x10001u;
 }
 
-// 255 * 2^((f - 2047/1024) 1024/112) on the low bytes of 1024 + P. The cubic fits its fourth root such that P has the least squared
-// error with these very roundings (0.337 of a step rms; 0.295 would be rounding alone); it never exceeds 255.
+// 255 * 2^((f - 2047/1024) 1024/112) on the low bytes of 1024 + P. The cubic fits its fourth root such that P has the least
+// squared error with these very roundings (0.337 of a step rms; 0.295 would be rounding alone); it never exceeds 255.
 TA_DEVICE uint32_t exponential(uint32_t f) {
     const half2 x = *reinterpret_cast<half2*>(&f);
     const half2 c3 = __half2half2(__ushort_as_half(0x3e3c)), c2 = __half2half2(__ushort_as_half(0xc4ba));
@@ -46,28 +42,36 @@ TA_DEVICE uint32_t exponential(uint32_t f) {
     return *reinterpret_cast<uint32_t*>(&r);
 }
 
-// P as operand A of the four products with V, and its sums.
-TA_DEVICE void make_p(const Pending& pending, Rows& rows, uint32_t (&p)[4][4]) {
+// P as operand A of the four products with V, and its sums over the lane's columns of a page: [row][page].
+TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4], uint32_t (&sums)[2][2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        uint32_t sums[2] = {0, 0};
+        sums[row][0] = sums[row][1] = 0;
 #pragma unroll
-        for (int group = 0; group < 4; ++group) {
+        for (int n = 0; n < 8; ++n) {
+            uint32_t e[2];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                uint32_t e[2];
-#pragma unroll
-                for (int pair = 0; pair < 2; ++pair) {
-                    const uint32_t y = pending.y[row][4 * group + 2 * pair + h];
-                    e[pair] = exponential(__viaddmax_s16x2(y, pending.offset[row], twice(kLowestOne)));
-                }
-                const uint32_t word = __byte_perm(e[0], e[1], 0x6420);
-                p[group][2 * h + row] = word;
-                sums[group / 2] = __dp4a(word, 0x01010101u, sums[group / 2]);
-            }
+            for (int h = 0; h < 2; ++h)
+                e[h] = exponential(__viaddmax_s16x2(scores.y[row][2 * n + h], scores.offset[row], twice(kLowestOne)));
+            const uint32_t word = __byte_perm(e[0], e[1], 0x6420);
+            p[n / 2][2 * (n % 2) + row] = word;
+            sums[row][n / 4] = __dp4a(word, 0x01010101u, sums[row][n / 4]);
         }
-        rows.l[row] += pending.l[row];
-        rows.l[row] = fmaf(float(sums[0]), pending.inverse[0], fmaf(float(sums[1]), pending.inverse[1], rows.l[row]));
+    }
+}
+
+// The fractions f of V's zero points add f / 8 of a page's sum of P to a channel. As operand A of one more product with V: the
+// sum / 8 in base 16, low digit for the byte f, the rest for the byte 16 f.
+TA_DEVICE void operand_of_sums(const uint32_t (&sums)[2][2], int i, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        uint32_t both = sums[row][0] | sums[row][1] << 16;  // up to 64 * 255 each
+        both += __shfl_xor_sync(~0u, both, 1);
+        both += __shfl_xor_sync(~0u, both, 2);
+        const uint32_t eighths = ((both + 0x00040004u) >> 3) & 0x1fff1fffu;
+        const uint32_t digits = (eighths & 0x000f000fu) | (eighths << 4 & 0xff00ff00u);
+        a[row] = i == 0 ? digits : 0;
+        a[2 + row] = 0;
     }
 }
 
@@ -75,38 +79,51 @@ TA_DEVICE void make_p(const Pending& pending, Rows& rows, uint32_t (&p)[4][4]) {
 struct Fast {
     int factor[2][2];  // [row][page]: y = score * factor + addend, the high half counts
     int addend[2];     // [page]
-    bool fits;         // no score of the warp leaves the range, whatever the codes of K
+    float bound;       // of |y|; infinite, or no number, where the path cannot take the block
 };
 
 // `info` is that of row g, info + 8 that of row g + 8.
-TA_DEVICE Fast make_fast(const RowInfo* info, const BlockScales& scales) {
-    constexpr float kFractionsToo = 1.01f;  // K's fractions add less than a hundredth to what the codes can
+TA_DEVICE Fast make_fast(const RowInfo* info, const WarpLimits& limits, const BlockScales& scales) {
+    constexpr int kOctavesApart = 3;  // V's scales of two pages: further, P has too few levels left for the sum of the lower
     Fast fast;
-    bool fits = true;
 #pragma unroll
     for (int page = 0; page < 2; ++page) {
-        const float addend = fmaf(scales.v_page[page], kGrid * 65536.0f, 32768.0f);  // rounds the high half to nearest
-        fast.addend[page] = __float2int_rn(addend);
+        fast.addend[page] = scales.v_page[page];
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const float factor = info[8 * row].scale * scales.k_page[page] * (kGrid * 65536.0f);
-            fast.factor[row][page] = __float2int_rn(factor);
-            fits = fits && fmaf(info[8 * row].magnitude * kFractionsToo, factor, fabsf(addend)) < 2147000000.0f;
-        }
+        for (int row = 0; row < 2; ++row) fast.factor[row][page] = __float2int_rn(info[8 * row].scale * scales.k_page[page]);
     }
-    fast.fits = __all_sync(~0u, fits);
+    const int apart = fast.addend[0] - fast.addend[1];
+    const bool alike = abs(apart) <= kOctavesApart * int(kFine) || scales.v_inverse[1] == 0.0f;
+    const float bound =
+        fmaf(limits.largest, fmaxf(scales.k_page[0], scales.k_page[1]), fabsf(float(fast.addend[0])) + kOctavesApart * kFine);
+    fast.bound = alike ? bound : INFINITY;
     return fast;
 }
 
+// Calls with options take the fp32 path for every block.
+TA_DEVICE bool has_options(const AttendArgs& args) {
+    return args.softcap > 0.0f || args.exp == ExpMode::kSas || args.alibi_slope;
+}
+
+TA_DEVICE void find_limits(const RowInfo* info, bool options, WarpLimits& limits, int lane) {
+    constexpr float kFractionsToo = 1.01f;  // K's fractions add less than a hundredth to what the codes can
+    const int begin = __reduce_max_sync(~0u, max(info[0].key_begin, info[8].key_begin));
+    const int end = __reduce_min_sync(~0u, min(info[0].key_end, info[8].key_end));
+    const float largest = fmaxf(info[0].magnitude * info[0].scale, info[8].magnitude * info[8].scale) * kFractionsToo;
+    const uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(largest));  // in order, being no less than 0
+    if (lane == 0) limits = {begin, end, options ? INFINITY : __uint_as_float(bits), 0};
+    __syncwarp();
+}
+
 // The largest of a row's 16-bit scores over the quad, rows g and g + 8 in the low and the high half.
-TA_DEVICE uint32_t largest_of_rows(const Pending& pending) {
+TA_DEVICE uint32_t largest_of_rows(const Scores& scores) {
     uint32_t m[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        m[row] = pending.y[row][0];
+        m[row] = scores.y[row][0];
 #pragma unroll
-        for (int n = 1; n < 15; n += 2) m[row] = __vimax3_s16x2(m[row], pending.y[row][n], pending.y[row][n + 1]);
-        m[row] = __vmaxs2(m[row], pending.y[row][15]);
+        for (int n = 1; n < 15; n += 2) m[row] = __vimax3_s16x2(m[row], scores.y[row][n], scores.y[row][n + 1]);
+        m[row] = __vmaxs2(m[row], scores.y[row][15]);
     }
     uint32_t both = __vmaxs2(__byte_perm(m[0], m[1], 0x5410), __byte_perm(m[0], m[1], 0x7632));
     both = __vmaxs2(both, __shfl_xor_sync(~0u, both, 1));
@@ -115,32 +132,27 @@ TA_DEVICE uint32_t largest_of_rows(const Pending& pending) {
 
 template <bool kMasked>
 TA_DEVICE void pack_scores(const int32_t (&s)[64], const int (&factor)[2][2], const int (&addend)[2][2], const int (&end)[2],
-                           Pending& out) {
+                           Scores& out) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    for (int j = 0; j < 16; ++j) {
 #pragma unroll
-        for (int n = 0; n < 16; ++n) {
-            const int group = n / 4, pair = n / 2 % 2, h = n % 2, page = group / 2;
+        for (int row = 0; row < 2; ++row) {
             int y[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int j = 4 * group + 2 * pair + e;
-                y[e] = s[4 * j + 2 * row + h] * factor[row][page] + addend[row][page];
-                if (kMasked && 8 * j + h >= end[row]) y[e] = INT_MIN;
+                y[e] = s[4 * j + 2 * row + e] * factor[row][j / 8] + addend[row][j / 8];
+                if (kMasked && column_token(j, e) >= end[row]) y[e] = INT_MIN;
             }
-            out.y[row][n] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
+            out.y[row][j] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
         }
     }
 }
 
-// The 16-bit path over one block of scores, where fast.fits. False, for the whole warp, when a maximum leaves its range after all;
-// nothing but `out` and `m` has changed then. `first_key` is the key of the lane's first column. `fraction` are the sums of K's
-// zero point fractions for (row, page), in eighths.
+// The 16-bit path over the block of scores from `key` on. `fraction` are the sums of K's zero point
+// fractions for (row, page), in eighths.
 template <bool kFractions>
-TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Fast& fast, const RowInfo* info, const BlockScales& scales,
-                           bool masked, int first_key, const float (&fraction)[2][2], const Rows& rows, Pending& out,
-                           float (&m)[2]) {
-    bool fits = true;
+TA_DEVICE void fast_scores(const int32_t (&s)[64], const Fast& fast, const RowInfo* info, const BlockScales& scales,
+                           bool masked, int key, int i, const float (&fraction)[2][2], Scores& out) {
     int addend[2][2];
 #pragma unroll
     for (int page = 0; page < 2; ++page) {
@@ -152,22 +164,35 @@ TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Fast& fast, const RowIn
         out.inverse[page] = scales.v_inverse[page];
     }
     if (masked) {
-        const int end[2] = {info[0].key_end - first_key, info[8].key_end - first_key};
+        const int first_key = key + lane_token(i), end[2] = {info[0].key_end - first_key, info[8].key_end - first_key};
         pack_scores<true>(s, fast.factor, addend, end, out);
     } else {
         pack_scores<false>(s, fast.factor, addend, {}, out);
     }
-    const uint32_t largest = largest_of_rows(out);
+    const uint32_t both = largest_of_rows(out);
+    const int top[2] = {int16_t(both), int(both) >> 16};
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const int top = int16_t(row ? largest >> 16 : largest);
-        const bool sees = top != -32768;
-        fits = fits && (!sees || abs(top) <= kHighest - kGrid) && rows.m[row] <= float(kHighest / kGrid);
-        m[row] = fmaxf(rows.m[row], sees ? ceilf((float(top) - 0.5f) * (1.0f / kGrid)) : kNever);
-        out.offset[row] = twice(kLowestOne + 1023 - int(fmaxf(m[row], -146.0f)) * kGrid);
+        out.offset[row] = __byte_perm(uint32_t(kLowestOne + 1023 - top[row]), 0, 0x1010);
+        out.m[row] = float(top[row]) * (1.0f / kGrid);
         out.l[row] = 0.0f;
     }
-    return __all_sync(~0u, fits);
+    if (masked) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            if (top[row] != -32768) continue;
+            out.offset[row] = 0;  // no key: every P is less than 1/2
+            out.m[row] = kNever;
+        }
+    }
+    if (fast.bound < kHighest * 65536.0f) return;
+        // The sum with the offset must not leave 16 bits below: what is too small for P goes to the lowest value that counts.
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const uint32_t lowest = twice(max(top[row] - 1023, -32768));
+#pragma unroll
+        for (int n = 0; n < 16; ++n) out.y[row][n] = __vmaxs2(out.y[row][n], lowest);
+    }
 }
 
 TA_DEVICE float exp2_approx(float x) {
@@ -199,17 +224,22 @@ struct ScoreOptions {
     bool sas;
 };
 
+TA_DEVICE ScoreOptions score_options(const AttendArgs& args) {
+    const bool capped = args.softcap > 0.0f;
+    return {args.softcap * 1.44269504f, capped ? 1.0f / args.softcap : 0.0f, args.exp == ExpMode::kSas};
+}
+
 TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     const float y = fabsf(x * o.softcap_inverse), e = exp2_approx(-2.0f * 1.44269504f * y);
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
-// The fp32 path: every scale and mask, and with kOptions softcap, ALiBi and SAS. Scores of `s` are replaced. `first_key` is the key
-// of the lane's first column, 2 i. Not `masked`: every row of the warp sees the whole block.
+// The fp32 path: every scale and mask, and with kOptions softcap, ALiBi and SAS. Scores of `s` are replaced. `first_key` is the
+// key of the lane's first column. Not `masked`: every row of the warp sees the whole block. l is summed from P before its
+// rounding.
 template <bool kFractions, bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              bool masked, int first_key, int i, const float (&fraction)[2][2], const Rows& rows, Pending& out,
-                              float (&m)[2]) {
+                              bool masked, int first_key, int i, const float (&fraction)[2][2], Scores& out) {
     const RowInfo info[2] = {row_info[0], row_info[8]};
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -222,7 +252,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
             x *= info[row].scale * (h ? k.y : k.x);
             if (kOptions) {
                 if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
-                x = fmaf(info[row].slope, float(first_key + 8 * j + h - info[row].position), x);
+                x = fmaf(info[row].slope, float(first_key + column_token(j, h) - info[row].position), x);
             }
             s[4 * j + e] = __float_as_int(x);
         }
@@ -232,8 +262,8 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
         const int end[2] = {info[0].key_end - first_key, info[1].key_end - first_key};
 #pragma unroll
         for (int n = 0; n < 64; ++n) {
-            const int row = n / 2 % 2, column = n / 4 * 8 + n % 2;
-            if (column < begin[row] || column >= end[row]) s[n] = __float_as_int(-INFINITY);
+            const int row = n / 2 % 2, token = column_token(n / 4, n % 2);
+            if (token < begin[row] || token >= end[row]) s[n] = __float_as_int(-INFINITY);
         }
     }
     float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
@@ -249,30 +279,28 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        m[row] = fmaxf(rows.m[row], fmaxf(ceilf(quad_max(top[row])), kNever));
+        out.m[row] = fmaxf(quad_max(top[row]), kNever);
         if (kOptions) natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
         out.offset[row] = twice(kLowestOne + 1023);
         out.l[row] = 0.0f;
         out.inverse[row] = 0.0f;
     }
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-        const float2 v0 = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
-        const float2 v1 = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 8 + 2 * i);
+    for (int j = 0; j < 16; ++j) {
+        const float2 v = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int row = e / 2, h = e % 2;
-            const float v[2] = {h ? v0.y : v0.x, h ? v1.y : v1.x};
+        for (int row = 0; row < 2; ++row) {
             uint32_t y[2];
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                float x = __int_as_float(s[4 * (j + n) + e]);
+            for (int h = 0; h < 2; ++h) {
+                float x = __int_as_float(s[4 * j + 2 * row + h]);
                 if (kOptions && options.sas && x != -INFINITY) x = natural[row] + log2_sas(natural[row] - x);
-                out.l[row] += exp2_approx(x - m[row]);
-                const float steps = fmaf(x + (v[n] - m[row]), float(kGrid), kInteger);
-                y[n] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0; where NaN, -20000
+                x -= out.m[row];
+                out.l[row] += exp2_approx(x - 32.0f);
+                const float steps = fmaf(x + (h ? v.y : v.x), float(kGrid), kInteger);
+                y[h] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0; where NaN, -20000
             }
-            out.y[row][2 * (j / 2) + h] = __byte_perm(y[0], y[1], 0x5410);
+            out.y[row][j] = __byte_perm(y[0], y[1], 0x5410);
         }
     }
 #pragma unroll
@@ -282,20 +310,51 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     }
 }
 
-// Brings O and the sums to a larger maximum. True for a row that has none yet: O is still zero.
+// O as it is kept between blocks: times 255 kOutUnit / 2^m. An int32 below 2^23 is, bit by bit, a denormal fp32 of 2^-149 times
+// its value, so one FFMA adds a block to O.
+inline constexpr float kOutUnit = 0x1p-49f;
+
+// Takes the terms of 128 out of O, and makes m[row] the reference of a row where it is far above that. `info` as in make_fast;
+// the quad's lanes write the same.
 template <int N>
-TA_DEVICE void raise_maximum(Rows& rows, const float (&m)[2], int32_t (&o)[N]) {
-    if (!__any_sync(~0u, m[0] > rows.m[0] || m[1] > rows.m[1])) return;
-    int shift[2];
+TA_DEVICE void settle(RowInfo* info, LaneSums& sums, const float (&m)[2], float (&o)[N]) {
+    float factor[2], off[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float octaves = m[row] - rows.m[row];
-        shift[row] = int(fminf(octaves, 31.0f));
-        rows.l[row] *= exp2_approx(-octaves);
-        rows.m[row] = m[row];
+        const float before = info[8 * row].reference, reference = m[row] > before + kRaise ? m[row] : before;
+        factor[row] = exp2_approx(before - reference);
+        off[row] = quad_sum(sums.c[row]) * (-128.0f * kOutUnit) * factor[row];
+        sums.l[row] *= factor[row];
+        sums.c[row] = 0.0f;
+        __syncwarp();
+        info[8 * row].reference = reference;
     }
+    __syncwarp();
 #pragma unroll
-    for (int n = 0; n < N; ++n) o[n] >>= shift[n / 2 % 2];
+    for (int n = 0; n < N; ++n) o[n] = fmaf(o[n], factor[n / 2 % 2], off[n / 2 % 2]);
+}
+
+// The block's sums, and the factors by which its product with V goes into O. above[row]: the block's maximum less the
+// reference.
+TA_DEVICE void add_sums(const Scores& scores, const uint32_t (&p)[2][2], const float (&above)[2], LaneSums& sums,
+                        float (&factor)[2]) {
+    LaneSums x = sums;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const float unit = exp2_approx(above[row]);
+        const float p0 = float(p[row][0]), p1 = float(p[row][1]);
+        x.l[row] = fmaf(fmaf(p0, scores.inverse[0], fmaf(p1, scores.inverse[1], scores.l[row])), unit, x.l[row]);
+        x.c[row] = fmaf(p0 + p1, unit, x.c[row]);
+        factor[row] = unit * 0x1p100f;  // kOutUnit / 2^-149
+    }
+    sums = x;
+}
+// To o[first ...].
+template <int N>
+TA_DEVICE void add_product(const int32_t (&product)[32], const float (&factor)[2], float (&o)[N], int first) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n)
+        asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(o[first + n]) : "f"(__int_as_float(product[n])), "f"(factor[n / 2 % 2]));
 }
 
 }  // namespace ta::cuda::prefill

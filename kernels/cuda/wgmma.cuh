@@ -32,6 +32,17 @@ TA_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
         "r"(parity)
         : "memory");
 }
+TA_DEVICE bool barrier_test(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
 // Makes initialised barriers visible to the copy engine.
 TA_DEVICE void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -81,7 +92,7 @@ TA_DEVICE void pin_registers(T (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Operand B in shared memory: rows of kRowBytes (64 or 128), 8 rows after one another swizzled in units of 16 bytes, as
+// An operand in shared memory: rows of kRowBytes (64 or 128), 8 rows after one another swizzled in units of 16 bytes, as
 // swizzled_chunk() says. A step of 32 bytes along the row adds 2 to the descriptor.
 template <int kRowBytes>
 TA_DEVICE uint64_t tile_descriptor(const void* tile) {
@@ -89,32 +100,36 @@ TA_DEVICE uint64_t tile_descriptor(const void* tile) {
     constexpr uint64_t kMode = kRowBytes == 128 ? 1 : 2;
     return uint64_t(shared_address(tile) >> 4 & 0x3fff) | uint64_t(1) << 16 | uint64_t(8 * kRowBytes / 16) << 32 | kMode << 62;
 }
+// The same of rows of 16 bytes, one after the other, whose second half of a step is the first once more.
+TA_DEVICE uint64_t narrow_descriptor(const void* tile) {
+    return uint64_t(shared_address(tile) >> 4 & 0x3fff) | uint64_t(8 * 16 / 16) << 32;
+}
 template <int kRowBytes>
 TA_DEVICE constexpr int swizzled_chunk(int row, int chunk) {
     return kRowBytes == 128 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
 }
 
-// d += a b with 64 rows per warpgroup. Lane 4 g + i of a warp holds rows g and g + 8 of its 16: a[0], a[1] are bytes 4 i ... of
-// the rows, a[2], a[3] bytes 16 + 4 i ...; d[4 j + e], d[4 j + 2 + e] are column 8 j + 2 i + e. Asynchronous: d and a belong to
-// the product until it is waited for.
-TA_DEVICE void wgmma_s8_n8(int32_t (&d)[4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+// d = a b or d += a b with 64 rows per warpgroup. Lane 4 g + i of a warp holds rows g and g + 8 of its 16: d[4 j + e], d[4 j +
+// 2 + e] are column 8 j + 2 i + e. Operand a is a tile in shared memory like b, or registers: a[0], a[1] are bytes 4 i ... of
+// the two rows, a[2], a[3] bytes 16 + 4 i .... Asynchronous: d and a belong to the product until it is waited for.
+TA_DEVICE void wgmma_s8_n8(int32_t (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {"
         "%0, %1, %2, %3"
-        "}, {%4, %5, %6, %7}, %8, p;\n}\n"
+        "}, %4, %5, p;\n}\n"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
+        : "l"(a), "l"(b), "r"(int(accumulate)));
 }
-TA_DEVICE void wgmma_s8_n128(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+TA_DEVICE void wgmma_s8_n128(int32_t (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, p;\n}\n"
+        "}, %64, %65, p;\n}\n"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
           "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]),
           "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]),
@@ -123,12 +138,12 @@ TA_DEVICE void wgmma_s8_n128(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t 
           "+r"(d[45]), "+r"(d[46]), "+r"(d[47]), "+r"(d[48]), "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]),
           "+r"(d[54]), "+r"(d[55]), "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]),
           "+r"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
+        : "l"(a), "l"(b), "r"(int(accumulate)));
 }
 TA_DEVICE void wgmma_u8_n128(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.s8 {"
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.u8 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -147,7 +162,7 @@ TA_DEVICE void wgmma_u8_n128(int32_t (&d)[64], const uint32_t (&a)[4], uint64_t 
 TA_DEVICE void wgmma_u8_n64(int32_t (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {"
+        "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.u8 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, {%32, %33, %34, %35}, %36, p;\n}\n"

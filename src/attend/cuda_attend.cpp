@@ -37,7 +37,8 @@ Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, Atten
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     args.p_levels = format.levels;
     args.p_running = false;
-    const bool by_kernel = device.properties().major == 9 && p == TA_P_U8_RUNNING && !cuda::prefill_refusal(args);
+    // Its P has a unit per 128 keys: finer than the running maximum's, so it serves U8_RUNNING too.
+    const bool by_kernel = device.properties().major == 9 && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {
         return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
@@ -66,11 +67,9 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
 
 }  // namespace
 
-ManyRows::ManyRows(const CudaDevice& device, const ManyRowsKey& key, std::span<const SequenceArgs> sequences, int kv_heads)
-    : by_kernel(key.by_kernel) {
+ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel) {
     if (by_kernel) {
-        const int64_t tiles = cuda::count_prefill_tiles(sequences, key.group, kv_heads);
-        bytes = cuda::prefill_schedule_bytes(device.properties().multiProcessorCount, tiles);
+        bytes = cuda::prefill_schedule_bytes(cuda::count_prefill_tiles(sequences, key.group));
         return;
     }
     for_each_chunk(key, sequences, [this](const SequenceArgs& c) {
@@ -82,10 +81,9 @@ ManyRows::ManyRows(const CudaDevice& device, const ManyRowsKey& key, std::span<c
     bytes = counts_at + size_t(chunks + 1) * sizeof(int32_t);
 }
 
-void ManyRows::write(const CudaDevice& device, const ManyRowsKey& key, std::span<const SequenceArgs> sequences, int kv_heads,
-                     uint8_t* to) const {
+void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
     if (by_kernel) {
-        cuda::plan_prefill(sequences, key.group, kv_heads, key.causal, key.window, device.properties().multiProcessorCount, to);
+        cuda::plan_prefill(sequences, key.group, key.causal, key.window, to);
         return;
     }
     auto* const first = reinterpret_cast<SequenceArgs*>(to);

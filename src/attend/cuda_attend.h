@@ -54,10 +54,9 @@ struct ManyRows {
 
     ManyRows() = default;
     // Those without queries are left out.
-    ManyRows(const CudaDevice& device, const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences, int kv_heads);
+    ManyRows(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences);
     // Writes the `bytes` of the same sequences to host memory.
-    void write(const CudaDevice& device, const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences, int kv_heads,
-               uint8_t* to) const;
+    void write(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences, uint8_t* to) const;
 };
 
 // One launch: of the decode kernel or the prefill kernel.

@@ -149,7 +149,7 @@ Status DenseRun::prepare() {
         Result<ManyRowsKey> key = choose_for_many_rows(device_, call_.settings.p, a);
         if (!key.ok()) return std::move(key).status().argument(6);
         many_key_ = key.value();
-        many_rows_ = ManyRows(device_, many_key_, many_, kv_heads_);
+        many_rows_ = ManyRows(many_key_, many_);
         TA_RETURN_IF_ERROR(plan_many_rows(device_, a, many_rows_, many_work_));
     }
 
@@ -181,7 +181,7 @@ void DenseRun::write(uint8_t* staged, uint8_t* base) const {
     put(staged, pages_at_, pages_);
     put(staged, few_at_, few_);
     cuda::count_pages(few_, at<int32_t>(staged, counts_at_));
-    if (!many_.empty()) many_rows_.write(device_, many_key_, many_, kv_heads_, staged + many_at_);
+    if (!many_.empty()) many_rows_.write(many_key_, many_, staged + many_at_);
     put(staged, tiles_at_, tiles_);
     put(staged, v_rows_at_, v_rows_);
 }

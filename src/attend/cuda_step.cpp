@@ -191,13 +191,12 @@ Status CudaStep::prepare() {
 }
 
 Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
-    const int kv_heads = int(pool_.geometry().kv_heads);
-    schedule.rows = ManyRows(device_, key, tables_.prefill(), kv_heads);
+    schedule.rows = ManyRows(key, tables_.prefill());
     const size_t bytes = schedule.rows.bytes;
     TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
     TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
     auto* staged = static_cast<uint8_t*>(schedule.staging.part(bytes));
-    schedule.rows.write(device_, key, tables_.prefill(), kv_heads, staged);
+    schedule.rows.write(key, tables_.prefill(), staged);
     TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
     TA_RETURN_IF_ERROR(schedule.staging.record(device_, stream_));
     schedule.step = steps_;

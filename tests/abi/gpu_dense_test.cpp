@@ -58,7 +58,7 @@ class DeviceCopy {
 
 // Beside 16-bit P and P in float, rounding differs by little; beside 8-bit P each of the two has its own errors. SAS cuts off at a
 // distance from the maximum so far, which depends on where the work was cut.
-constexpr double kFine = 2e-3, kCoarse = 1e-2, kSas = 3e-2, kRunning = 6e-2;
+constexpr double kFine = 2e-3, kCoarse = 1.5e-2, kSas = 3e-2, kRunning = 6e-2;
 
 struct Item {
     int64_t n_query, n_keys;

@@ -1,4 +1,5 @@
-// The CUDA prefill kernel against attention in float64 over the same pages, next to the CPU kernel's error on them, and its speed.
+// The CUDA prefill kernel against attention in float64 over the same pages, next to the CPU kernel's error on them, and its
+// speed.
 //
 // usage: prefill_test [--quick] [--only TEXT]    correctness; prints a line per case, exits with 1 if one fails
 //        prefill_test --bench [--only TEXT]      times, L2 flushed
@@ -100,9 +101,7 @@ struct Case {
     float softcap = 0.0f, q_factor = 1.0f;
     ExpMode exp = ExpMode::kPoly;
     DType q_type = DType::kF32, out_type = DType::kF32;
-    double tolerance = 0.035;  // relative L2 over the rows that are looked at
-    double lse_tolerance = 0.03;
-    bool lse_only = false;
+    double lse_tolerance = 0.01;
     uint64_t seed = 1;
 };
 
@@ -144,6 +143,8 @@ void give_page_scales(PagePool& pool, uint64_t entry, const float* k, const floa
     }
 }
 
+constexpr double kTimesCpu = 1.6, kBeyondCpu = 2e-3, kSasError = 0.02;  // bounds: times the CPU's error, plus this
+
 struct Errors {
     double o = 0.0, cpu_o = 0.0, norm = 0.0;  // sums of squares
     double lse = 0.0, cpu_lse = 0.0;          // largest
@@ -160,8 +161,8 @@ class Problem {
 
     bool run(int rows_to_check, Errors* errors) {
         const int ctas = multiprocessors();
-        std::vector<uint8_t> schedule(prefill_schedule_bytes(ctas, count_prefill_tiles(sequences_, c_.group, c_.kv_heads)));
-        plan_prefill(sequences_, c_.group, c_.kv_heads, c_.causal, c_.window, ctas, schedule.data());
+        std::vector<uint8_t> schedule(prefill_schedule_bytes(count_prefill_tiles(sequences_, c_.group)));
+        plan_prefill(sequences_, c_.group, c_.causal, c_.window, schedule.data());
         Device<uint8_t> d_schedule(schedule), out(out_elements_ * cpu::dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
@@ -381,7 +382,7 @@ class Problem {
                     const double lse_error = got_lse == want_lse ? 0.0 : std::fabs(got_lse - want_lse);
                     e->lse = std::max(e->lse, std::isnan(lse_error) ? 1e9 : lse_error);
                     if (cpu_lse != want_lse) e->cpu_lse = std::max(e->cpu_lse, std::fabs(cpu_lse - want_lse));
-                    if ((!c_.lse_only && error > 0.25 * norm + 1e-30) || !(lse_error <= c_.lse_tolerance)) {
+                    if (error > 0.25 * norm + 1e-30 || !(lse_error <= c_.lse_tolerance)) {
                         std::printf(
                             "    sequence %zu (%d keys, %d queries), query %d, head %d: O off by %.3g, LSE %.9g, want %.9g\n",
                             s, sequences_[s].n_keys, sequences_[s].n_query, t, h, std::sqrt(error / norm), got_lse, want_lse);
@@ -390,7 +391,12 @@ class Problem {
                 }
             }
         }
-        return c_.lse_only || std::sqrt(e->o) <= c_.tolerance * std::sqrt(e->norm);
+        // Over the rows that are looked at, relative L2. The CPU has a unit of P for every page, this kernel one for two of
+        // them, and scores on a grid of 1/112 octave. SAS is compared with the CPU's SAS, which then has no error of its own to
+        // go by.
+        const double bound = c_.exp == ExpMode::kSas ? kSasError * std::sqrt(e->norm)
+                                                     : kTimesCpu * std::sqrt(e->cpu_o) + kBeyondCpu * std::sqrt(e->norm);
+        return std::sqrt(e->o) <= bound;
     }
 
     Case c_;
@@ -434,6 +440,13 @@ std::vector<Case> all_cases(bool quick) {
             c.group = group;
         });
     }
+    for (int n : {47, 48, 49, 96, 97}) {  // 192 rows are 48 tokens of a group of 4
+        add("tiles, " + std::to_string(n) + " queries", [&](Case& c) { c.sequences = {{n + 200, n}, {n, n}}; });
+    }
+    add("tiles, 191 ... 193 rows", [](Case& c) { c.sequences = {{300, 191}, {300, 192}, {300, 193}}, c.group = 1; });
+    add("V outlier in a sink's shadow", [](Case& c) {
+        c.sequences = {{1500, 300}}, c.data = DataKind::kOutliers, c.causal = false;
+    });
     add("ragged", [](Case& c) { c.sequences = {{700, 700}, {1, 1}, {65, 3}, {512, 130}, {64, 64}, {40, 0}, {900, 33}}; });
     add("token scales", [](Case& c) { c.sequences = {{600, 300}, {77, 77}}, c.pages = Pages::kTokenOwnScale; });
     for (const auto& [kb, vb] : {std::pair{4, 4}, {2, 2}, {4, 2}, {0, 0}}) {
@@ -453,9 +466,6 @@ std::vector<Case> all_cases(bool quick) {
         add(std::string("data ") + ta::testing::name_of(data), [&](Case& c) {
             c.sequences = {{800, 300}};
             c.data = data;
-            // One V outlier takes its page's scale, the page's other codes are 0, and P in units of what they could contribute has
-            // nothing left for pages of ordinary scale. Only LSE and the absence of NaN are tested.
-            c.lse_only = data == DataKind::kOutliers;
         });
     }
     add("logits of hundreds", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 100.0f; });
@@ -466,13 +476,14 @@ std::vector<Case> all_cases(bool quick) {
     add("k offset, sinks", [](Case& c) { c.sequences = {{500, 300}}, c.sinks = true, c.k_offset = true; });
     add("alibi", [](Case& c) { c.sequences = {{500, 300}}, c.alibi = true; });
     add("more queries than keys", [](Case& c) { c.sequences = {{100, 300}}; });
+    add("no keys", [](Case& c) { c.sequences = {{0, 70}, {100, 100}, {0, 5}, {0, 200}}; });
     add("more queries than keys, sinks", [](Case& c) { c.sequences = {{100, 300}}, c.sinks = true; });
     add("f16, strided, unrotated", [](Case& c) {
         c.sequences = {{500, 300}}, c.strided = true, c.rotate = false, c.q_type = DType::kF16, c.out_type = DType::kBf16;
     });
     add("bf16", [](Case& c) { c.sequences = {{500, 300}}, c.q_type = DType::kBf16, c.out_type = DType::kF16; });
     add("exact", [](Case& c) { c.sequences = {{500, 300}}, c.exp = ExpMode::kExact; });
-    add("sas", [](Case& c) { c.sequences = {{500, 300}}, c.exp = ExpMode::kSas, c.tolerance = 0.03; });
+    add("sas", [](Case& c) { c.sequences = {{500, 300}}, c.exp = ExpMode::kSas; });
     add("d64", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64; });
     add("d64 prefix", [](Case& c) {
         c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0;
@@ -483,52 +494,67 @@ std::vector<Case> all_cases(bool quick) {
 
 // ------------------------------------------------------------------------------------------------------------- stage 1
 
-__global__ void quantize_kernel(const __grid_constant__ AttendArgs args, PrefillTile tile, uint32_t* codes, float* scales) {
-    const int lane = int(threadIdx.x) % 32;
-    uint32_t negative = 0;
-    for (int n = 0; n < 32; ++n) negative |= uint32_t(args.signs[lane % 4 * 32 + n] < 0.0f) << n;
-    for (int row = lane / 4; row < 16; row += 8) {
-        uint32_t words[8];
-        prefill::RowInfo info;
-        prefill::load_query<128>(args, tile, row, lane % 4, negative, words, info);
-        for (int n = 0; n < 8; ++n) codes[row * 32 + lane % 4 * 8 + n] = words[n];
-        scales[row] = info.scale;
+__global__ void quantize_kernel(const __grid_constant__ AttendArgs args, prefill::Tile tile, uint8_t* codes, float* scales) {
+    constexpr int kD = 128;
+    __shared__ alignas(1024) uint8_t q[16 * kD];
+    __shared__ uint4 masks[kD / 8];
+    __shared__ prefill::RowInfo info[16];
+    const int lane = int(threadIdx.x);
+    if (lane < kD / 8) masks[lane] = prefill::sign_mask(args.signs, lane);
+    __syncwarp();
+    prefill::start_rows<kD>(args, tile, lane / 4, lane, masks, q, info + lane / 4);
+    for (int row = 0; row < 16; ++row) {
+        for (int c = lane; c < kD; c += 32)
+            codes[row * kD + c] = q[row * kD + sm90::swizzled_chunk<kD>(row, prefill::k_chunk(c / 16)) * 16 + c % 16];
+        scales[row] = info[row].scale;
     }
 }
 
-// The codes of queries, bit for bit.
-bool stage1_is_exact() {
+// The codes of queries: where a value lies half way between two of them, either will do.
+bool stage1_agrees(DType type) {
     constexpr int kRows = 16, kD = 128;
     Random random(7);
     std::vector<float> q = random.normals(kRows * kD, 1.0f), signs;
     for (int c = 0; c < kD; ++c) signs.push_back(random.chance(50) ? 1.0f : -1.0f);
     for (int c = 0; c < kD; c += 17) q[size_t(c)] *= 1000.0f;
     for (int c = 0; c < kD; ++c) q[size_t(kD + c)] = 0.0f;
-    Device<float> d_q(q), d_signs(signs), scales(kRows);
-    Device<uint32_t> codes(kRows * 32);
+    std::vector<uint8_t> bytes(q.size() * cpu::dtype_bytes(type));
+    for (size_t n = 0; n < q.size(); ++n) {
+        store(bytes, type, n, q[n]);
+        q[n] = load(bytes, type, n);
+    }
+    Device<uint8_t> d_q(bytes), codes(kRows * kD);
+    Device<float> d_signs(signs), scales(kRows);
     AttendArgs a{};
-    a.head_dim = kD, a.kv_heads = a.group = a.batch = 1, a.q = {d_q.get(), kD, kD, DType::kF32};
+    a.head_dim = kD, a.kv_heads = a.group = a.batch = 1, a.q = {d_q.get(), kD, kD, type};
     a.signs = d_signs.get(), a.q_levels = kStage1Levels, a.scale = 0.1f;
-    PrefillTile tile{};
-    tile.n_query = kRows;
+    prefill::Tile tile{};
+    tile.rows.n_query = kRows;
     quantize_kernel<<<1, 32>>>(a, tile, codes.get(), scales.get());
     CHECK(cudaDeviceSynchronize());
-    const std::vector<uint32_t> got = codes.copy();
+    const std::vector<uint8_t> got = codes.copy();
     const std::vector<float> got_scales = scales.copy();
+    int differ = 0;
     for (int row = 0; row < kRows; ++row) {
         const QueryCodes want =
             quantize_query(q.data() + row * kD, kD, signs.data(), nullptr, a.scale * 1.44269504f, kStage1Levels);
-        if (std::memcmp(want.code.data(), got.data() + row * 32, kD) != 0 || want.scale != got_scales[size_t(row)])
-            return false;
+        if (std::fabs(want.scale - got_scales[size_t(row)]) > 1e-6f * want.scale) return false;
+        for (int c = 0; c < kD; ++c) {
+            const int off = std::abs(int(want.code[size_t(c)]) - int(int8_t(got[size_t(row * kD + c)])));
+            if (off > 1) return false;
+            differ += off;
+        }
     }
-    return true;
+    return differ <= 2;
 }
 
 int test(bool quick, const std::string& only) {
     int failed = 0;
-    const bool exact = stage1_is_exact();
-    std::printf("%-34s %s\n", "stage 1 of queries, bit for bit", exact ? "ok" : "FAILED");
-    failed += !exact;
+    for (const auto& [type, name] : {std::pair{DType::kF32, "f32"}, {DType::kF16, "f16"}, {DType::kBf16, "bf16"}}) {
+        const bool agrees = stage1_agrees(type);
+        std::printf("stage 1 of queries, %-14s %s\n", name, agrees ? "ok" : "FAILED");
+        failed += !agrees;
+    }
     std::printf("%-34s %9s %9s %9s %9s\n", "case", "O", "CPU's O", "LSE", "CPU's LSE");
     for (const Case& c : all_cases(quick)) {
         if (c.name.find(only) == std::string::npos) continue;
@@ -609,8 +635,8 @@ class Bench {
         d_lse_ = Device<float>(rows * kKvHeads * kGroup);
         d_signs_ = Device<float>(std::vector<float>(size_t(s.d), 1.0f));
         ctas_ = multiprocessors();
-        std::vector<uint8_t> schedule(prefill_schedule_bytes(ctas_, count_prefill_tiles(sequences, kGroup, kKvHeads)));
-        plan_prefill(sequences, kGroup, kKvHeads, s.causal, 0, ctas_, schedule.data());
+        std::vector<uint8_t> schedule(prefill_schedule_bytes(count_prefill_tiles(sequences, kGroup)));
+        plan_prefill(sequences, kGroup, s.causal, 0, schedule.data());
         d_schedule_ = Device<uint8_t>(schedule);
         AttendArgs& a = args_;
         a.head_dim = s.d, a.kv_heads = kKvHeads, a.group = kGroup, a.batch = s.batch, a.table = d_table_.get();
