@@ -83,6 +83,8 @@ enum {
     /* 0x05xx: the GPU */
     TA_E_DEVICE = 0x0501,      /* a CUDA call failed; the text has CUDA's reason */
     TA_E_DEVICE_LOST = 0x0502, /* an earlier error ended the GPU for this process; every call on its context returns this */
+    /* 0x06xx: files */
+    TA_E_IO = 0x0601, /* reading or writing a file failed, or did not end in time; the text has the system's reason */
     /* 0x0fxx */
     TA_E_INTERNAL = 0x0f01 /* a defect of this library; please report the text */
 };

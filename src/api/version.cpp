@@ -29,6 +29,7 @@ const char* ta_status_name(ta_status status) {
         TA_CASE(TA_E_CORRUPT);
         TA_CASE(TA_E_DEVICE);
         TA_CASE(TA_E_DEVICE_LOST);
+        TA_CASE(TA_E_IO);
         TA_CASE(TA_E_INTERNAL);
 #undef TA_CASE
         default:
