@@ -9,6 +9,8 @@
 
 #include <cerrno>
 #include <condition_variable>
+#include <cstdio>
+#include <cstring>
 #include <mutex>
 
 namespace ta {
@@ -117,6 +119,20 @@ class BlockingQueue final : public IoQueue {
 };
 
 }  // namespace
+
+ErrorText error_text(int64_t negative_errno) {
+    ErrorText t;
+    const int code = int(-negative_errno);
+    std::snprintf(t.text, sizeof t.text, "error %d", code);
+#if defined(__GLIBC__)
+    if (const char* name = strerrorname_np(code)) std::snprintf(t.text, sizeof t.text, "%s: %s", name, strerrordesc_np(code));
+#endif
+    return t;
+}
+
+bool is_lack_of_space(int64_t error) {
+    return error == -ENOSPC || error == -EDQUOT || error == -EFBIG;
+}
 
 std::shared_ptr<FileSystem> system_files() {
     return std::make_shared<SystemFiles>();

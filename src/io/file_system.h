@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 namespace ta {
 
@@ -70,6 +71,15 @@ class FileSystem {
     // A queue of up to `depth` operations at a time; nullptr and the reason when there is none here.
     virtual std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) = 0;
 };
+
+// "ENOSPC: No space left on device", from -errno. No std::string: threads that have run out of memory report with it too.
+struct ErrorText {
+    char text[96];
+    const char* c_str() const { return text; }
+    friend std::string operator+(std::string before, const ErrorText& t) { return std::move(before) + t.text; }
+};
+ErrorText error_text(int64_t negative_errno);
+bool is_lack_of_space(int64_t negative_errno);
 
 // The operating system's files.
 std::shared_ptr<FileSystem> system_files();

@@ -17,6 +17,8 @@
 namespace ta {
 namespace {
 
+constexpr int kRetryMilliseconds = 2;  // when the kernel had no memory for an operation
+
 struct Liburing {
     decltype(&io_uring_queue_init) queue_init = nullptr;
     decltype(&io_uring_queue_exit) queue_exit = nullptr;
@@ -78,21 +80,19 @@ class Uring final : public IoQueue {
                 break;
         }
         io_uring_sqe_set_data(sqe, op.user);
-        // An entry that the kernel did not take stays in the ring and goes with the next submit, so it counts as taken: its
-        // result comes. Only a ring that takes nothing at all would hide it, and then the deadline tells.
+        // An entry that the kernel does not take now stays in the ring, and wait() tries again: it counts as taken.
         liburing().submit(&ring_);
         return 0;
     }
 
     size_t wait(std::span<IoResult> results) override {
-        size_t n = reap(results);
+        if (io_uring_sq_ready(&ring_) > 0) liburing().submit(&ring_);
+        const size_t n = reap(results);
         if (n > 0) return n;
         pollfd p{event_, POLLIN, 0};
-        while (poll(&p, 1, -1) < 0 && errno == EINTR) {
-        }
+        poll(&p, 1, io_uring_sq_ready(&ring_) > 0 ? kRetryMilliseconds : -1);
         uint64_t count = 0;
         [[maybe_unused]] const ssize_t r = read(event_, &count, sizeof count);
-        if (io_uring_sq_ready(&ring_) > 0) liburing().submit(&ring_);
         return reap(results);
     }
 
