@@ -15,6 +15,13 @@ endif()
 add_library(TurboAttention_xxhash INTERFACE IMPORTED)
 target_include_directories(TurboAttention_xxhash INTERFACE "${TA_XXHASH_INCLUDE_DIR}")
 
+# Headers only: liburing.so.2 is opened at run time. (libnuma.so.1 too, and needs no header.)
+find_path(TA_LIBURING_INCLUDE_DIR liburing.h)
+mark_as_advanced(TA_LIBURING_INCLUDE_DIR)
+if(NOT TA_LIBURING_INCLUDE_DIR)
+    message(STATUS "TurboAttention: liburing.h not found, so the disk tier uses pread and pwrite: install liburing-dev")
+endif()
+
 # ta_find_optional(<CMake package> <target it must bring> <Debian package> <what goes missing without it>)
 macro(ta_find_optional package target debian use)
     find_package(${package} QUIET)

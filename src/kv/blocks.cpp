@@ -68,16 +68,21 @@ void Block::unseal(uint64_t content_id) {
 }
 
 Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index) const {
-    const SlotTrailer* t = trailer_of(g, kind_, slot_);
-    if (t->magic != kSlotMagic || t->version != kFormatVersion || t->kind != uint8_t(kind_) || t->fingerprint != fingerprint ||
-        t->block_index != block_index || t->content_id != content_id_ || t->tokens != uint32_t(kPageTokens) ||
-        t->layers != g.layers) {
+    return verify_slot(g, kind_, slot_, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
+}
+
+Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens) {
+    const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
+    if (t->magic != kSlotMagic || t->version != kFormatVersion || t->kind != uint8_t(kind) || t->fingerprint != fingerprint ||
+        t->block_index != block_index || t->content_id != content_id || t->tokens != tokens || t->layers != g.layers) {
         return fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(int64_t(block_index));
     }
+    if (tokens < uint32_t(kPageTokens)) return {};
     const auto* hashes = reinterpret_cast<const uint64_t*>(t + 1);
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
-        if (hash_of(g, kind_, *t, slot_, layer) == hashes[layer]) continue;
-        return fail(TA_E_CORRUPT, "a page in the device tier does not match its hash").layer(layer).block(int64_t(block_index));
+        if (hash_of(g, kind, *t, slot, layer) == hashes[layer]) continue;
+        return fail(TA_E_CORRUPT, "a page does not match its hash").layer(layer).block(int64_t(block_index));
     }
     return {};
 }

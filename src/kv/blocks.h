@@ -60,6 +60,11 @@ struct PlacedBlock {
     uint64_t index;
 };
 
+// Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens the
+// hash of every page. TA_E_CORRUPT names the layer.
+Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens);
+
 // Hands out slots of both kinds and keeps freed ones for reuse. All bytes it holds, in use or cached, stay within the budget.
 class BlockStore {
   public:

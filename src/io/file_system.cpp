@@ -1,0 +1,145 @@
+#include "src/io/file_system.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+namespace ta {
+namespace {
+
+template <class T>
+T result_of(T r) {
+    return r < 0 ? T(-errno) : r;
+}
+
+int describe(const struct stat& s, FileInfo& info) {
+    info.bytes = uint64_t(s.st_size);
+    info.regular = S_ISREG(s.st_mode);
+    info.owner = s.st_uid;
+    info.mode = s.st_mode & 07777;
+    info.device = s.st_dev;
+    info.inode = s.st_ino;
+    return 0;
+}
+
+class SystemFiles final : public FileSystem {
+  public:
+    int open(const char* path, int flags, mode_t mode) override { return result_of(::open(path, flags, mode)); }
+    int close(int fd) override { return result_of(::close(fd)); }
+    int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override {
+        return result_of(int64_t(::pread(fd, data, bytes, off_t(offset))));
+    }
+    int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
+        return result_of(int64_t(::pwrite(fd, data, bytes, off_t(offset))));
+    }
+    int fallocate(int fd, uint64_t offset, uint64_t bytes) override {
+        return result_of(::fallocate(fd, 0, off_t(offset), off_t(bytes)));
+    }
+    int ftruncate(int fd, uint64_t bytes) override { return result_of(::ftruncate(fd, off_t(bytes))); }
+    int fsync(int fd) override { return result_of(::fsync(fd)); }
+    int fstat(int fd, FileInfo& info) override {
+        struct stat s;
+        return ::fstat(fd, &s) == 0 ? describe(s, info) : -errno;
+    }
+    int lstat(const char* path, FileInfo& info) override {
+        struct stat s;
+        return ::lstat(path, &s) == 0 ? describe(s, info) : -errno;
+    }
+    int rename(const char* from, const char* to) override {
+        const long r = syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE);
+        if (r == 0) return 0;
+        if (errno != EINVAL && errno != ENOSYS) return -errno;
+        // This file system cannot: link() does not replace either.
+        if (::link(from, to) != 0) return -errno;
+        return result_of(::unlink(from));
+    }
+    int unlink(const char* path) override { return result_of(::unlink(path)); }
+    int lock(int fd) override { return result_of(::flock(fd, LOCK_EX | LOCK_NB)); }
+    int clear_direct(int fd) override {
+        const int flags = ::fcntl(fd, F_GETFL);
+        return flags < 0 ? -errno : result_of(::fcntl(fd, F_SETFL, flags & ~O_DIRECT));
+    }
+    std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) override { return make_uring(depth, reason); }
+};
+
+class BlockingQueue final : public IoQueue {
+  public:
+    explicit BlockingQueue(FileSystem& files) : files_(files) {}
+
+    int submit(const IoOp& op) override {
+        if (has_result_) return -EBUSY;
+        result_.user = op.user;
+        switch (op.kind) {
+            case IoOp::Kind::kRead:
+                result_.result = files_.pread(op.fd, op.data, op.bytes, op.offset);
+                break;
+            case IoOp::Kind::kWrite:
+                result_.result = files_.pwrite(op.fd, op.data, op.bytes, op.offset);
+                break;
+            case IoOp::Kind::kSync:
+                result_.result = files_.fsync(op.fd);
+                break;
+        }
+        has_result_ = true;
+        return 0;
+    }
+    size_t wait(std::span<IoResult> results) override {
+        std::unique_lock lock(mutex_);
+        if (!has_result_) wake_.wait(lock, [&] { return woken_; });
+        woken_ = false;
+        if (!has_result_) return 0;
+        has_result_ = false;
+        results[0] = result_;
+        return 1;
+    }
+    void wake() override {
+        {
+            std::lock_guard lock(mutex_);
+            woken_ = true;
+        }
+        wake_.notify_one();
+    }
+
+  private:
+    FileSystem& files_;
+    bool has_result_ = false;
+    IoResult result_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    bool woken_ = false;
+};
+
+}  // namespace
+
+ErrorText error_text(int64_t negative_errno) {
+    ErrorText t;
+    const int code = int(-negative_errno);
+    std::snprintf(t.text, sizeof t.text, "error %d", code);
+#if defined(__GLIBC__)
+    if (const char* name = strerrorname_np(code)) std::snprintf(t.text, sizeof t.text, "%s: %s", name, strerrordesc_np(code));
+#endif
+    return t;
+}
+
+bool is_lack_of_space(int64_t error) {
+    return error == -ENOSPC || error == -EDQUOT || error == -EFBIG;
+}
+
+std::shared_ptr<FileSystem> system_files() {
+    return std::make_shared<SystemFiles>();
+}
+
+std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files) {
+    return std::make_unique<BlockingQueue>(files);
+}
+
+}  // namespace ta

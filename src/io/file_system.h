@@ -1,0 +1,92 @@
+// The seam to files: what the disk tier asks of the operating system, so that tests can let every operation fail.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+namespace ta {
+
+// An operation of an IoQueue. The buffer belongs to the operation until its result was seen, however long that takes.
+struct IoOp {
+    enum class Kind : uint8_t { kRead, kWrite, kSync };
+    Kind kind = Kind::kRead;
+    int fd = -1;
+    uint8_t* data = nullptr;
+    size_t bytes = 0;
+    uint64_t offset = 0;
+    void* user = nullptr;
+};
+
+struct IoResult {
+    void* user = nullptr;
+    int64_t result = 0;  // bytes, or -errno
+};
+
+// Operations in flight, many at a time. Used by one thread, except for wake().
+class IoQueue {
+  public:
+    virtual ~IoQueue() = default;  // nothing is in flight any more
+    // 0, or -errno and the operation was not taken.
+    virtual int submit(const IoOp& op) = 0;
+    // Waits for the first result or a wake(), and returns how many results there are.
+    virtual size_t wait(std::span<IoResult> results) = 0;
+    // Lets the present or the next wait() return. Any thread.
+    virtual void wake() = 0;
+};
+
+struct FileInfo {
+    uint64_t bytes = 0;
+    bool regular = false;
+    uid_t owner = 0;
+    mode_t mode = 0;  // permission bits
+    uint64_t device = 0, inode = 0;
+};
+
+// As the POSIX functions of these names, except that a failure is returned as -errno. Thread-safe.
+class FileSystem {
+  public:
+    virtual ~FileSystem() = default;
+    virtual int open(const char* path, int flags, mode_t mode) = 0;
+    virtual int close(int fd) = 0;
+    virtual int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) = 0;
+    virtual int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) = 0;
+    virtual int fallocate(int fd, uint64_t offset, uint64_t bytes) = 0;
+    virtual int ftruncate(int fd, uint64_t bytes) = 0;
+    virtual int fsync(int fd) = 0;
+    virtual int fstat(int fd, FileInfo& info) = 0;
+    virtual int lstat(const char* path, FileInfo& info) = 0;
+    // Fails with -EEXIST rather than replace `to`.
+    virtual int rename(const char* from, const char* to) = 0;
+    virtual int unlink(const char* path) = 0;
+    // An exclusive lock that ends with the descriptor, in this process too; -EWOULDBLOCK when someone else has it.
+    virtual int lock(int fd) = 0;
+    // Buffered I/O from now on, for a descriptor that was opened with O_DIRECT.
+    virtual int clear_direct(int fd) = 0;
+    // A queue of up to `depth` operations at a time; nullptr and the reason when there is none here.
+    virtual std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) = 0;
+};
+
+// "ENOSPC: No space left on device", from -errno. No std::string: threads that have run out of memory report with it too.
+struct ErrorText {
+    char text[96];
+    const char* c_str() const { return text; }
+    friend std::string operator+(std::string before, const ErrorText& t) { return std::move(before) + t.text; }
+};
+ErrorText error_text(int64_t negative_errno);
+bool is_lack_of_space(int64_t negative_errno);
+
+// The operating system's files.
+std::shared_ptr<FileSystem> system_files();
+
+// io_uring through liburing, which is opened at run time; nullptr and the reason without it.
+std::unique_ptr<IoQueue> make_uring(unsigned depth, std::string& reason);
+// One operation at a time, run by submit() with pread and pwrite of `files`.
+std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files);
+
+}  // namespace ta

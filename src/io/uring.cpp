@@ -1,0 +1,149 @@
+// io_uring. liburing's header gives the layouts at build time, the library itself is opened at run time: a program that embeds
+// this one does not come to need it.
+#include "src/io/file_system.h"
+
+#if defined(TA_HAVE_LIBURING)
+
+#include <dlfcn.h>
+#include <liburing.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace ta {
+namespace {
+
+constexpr int kRetryMilliseconds = 2;  // when the kernel had no memory for an operation
+
+struct Liburing {
+    decltype(&io_uring_queue_init) queue_init = nullptr;
+    decltype(&io_uring_queue_exit) queue_exit = nullptr;
+    decltype(&io_uring_submit) submit = nullptr;
+    decltype(&io_uring_register_eventfd) register_eventfd = nullptr;
+    bool found = false;
+
+    Liburing() {
+        void* library = dlopen("liburing.so.2", RTLD_NOW | RTLD_LOCAL);
+        if (!library) return;
+        const auto find = [&](auto& function, const char* name) {
+            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+            return function != nullptr;
+        };
+        found = find(queue_init, "io_uring_queue_init") && find(queue_exit, "io_uring_queue_exit") &&
+                find(submit, "io_uring_submit") && find(register_eventfd, "io_uring_register_eventfd");
+    }
+};
+
+const Liburing& liburing() {
+    static const Liburing library;
+    return library;
+}
+
+class Uring final : public IoQueue {
+  public:
+    ~Uring() override {
+        if (made_) liburing().queue_exit(&ring_);
+        if (event_ >= 0) close(event_);
+    }
+
+    bool make(unsigned depth, std::string& reason) {
+        if (const int r = liburing().queue_init(depth, &ring_, 0); r < 0) {
+            reason = std::string("io_uring is not available here: ") + std::strerror(-r);
+            return false;
+        }
+        made_ = true;
+        event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        const int r = event_ < 0 ? -errno : liburing().register_eventfd(&ring_, event_);
+        if (r < 0) {
+            reason = std::string("io_uring cannot signal an eventfd: ") + std::strerror(-r);
+            return false;
+        }
+        return true;
+    }
+
+    int submit(const IoOp& op) override {
+        io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+        if (!sqe) return -EBUSY;
+        switch (op.kind) {
+            case IoOp::Kind::kRead:
+                io_uring_prep_read(sqe, op.fd, op.data, unsigned(op.bytes), op.offset);
+                break;
+            case IoOp::Kind::kWrite:
+                io_uring_prep_write(sqe, op.fd, op.data, unsigned(op.bytes), op.offset);
+                break;
+            case IoOp::Kind::kSync:
+                io_uring_prep_fsync(sqe, op.fd, 0);
+                break;
+        }
+        io_uring_sqe_set_data(sqe, op.user);
+        // An entry that the kernel does not take now stays in the ring, and wait() tries again: it counts as taken.
+        liburing().submit(&ring_);
+        return 0;
+    }
+
+    size_t wait(std::span<IoResult> results) override {
+        if (io_uring_sq_ready(&ring_) > 0) liburing().submit(&ring_);
+        const size_t n = reap(results);
+        if (n > 0) return n;
+        pollfd p{event_, POLLIN, 0};
+        poll(&p, 1, io_uring_sq_ready(&ring_) > 0 ? kRetryMilliseconds : -1);
+        uint64_t count = 0;
+        [[maybe_unused]] const ssize_t r = read(event_, &count, sizeof count);
+        return reap(results);
+    }
+
+    void wake() override {
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t r = write(event_, &one, sizeof one);
+    }
+
+  private:
+    size_t reap(std::span<IoResult> results) {
+        unsigned head;
+        size_t n = 0;
+        io_uring_cqe* cqe;
+        io_uring_for_each_cqe(&ring_, head, cqe) {
+            if (n == results.size()) break;
+            results[n++] = {io_uring_cqe_get_data(cqe), cqe->res};
+        }
+        io_uring_cq_advance(&ring_, unsigned(n));
+        // What does not fit now must not wait for another event.
+        if (n == results.size()) wake();
+        return n;
+    }
+
+    io_uring ring_{};
+    bool made_ = false;
+    int event_ = -1;
+};
+
+}  // namespace
+
+std::unique_ptr<IoQueue> make_uring(unsigned depth, std::string& reason) {
+    if (!liburing().found) {
+        reason = "liburing.so.2 is not installed, so the disk tier uses pread and pwrite";
+        return nullptr;
+    }
+    auto ring = std::make_unique<Uring>();
+    if (!ring->make(depth, reason)) return nullptr;
+    return ring;
+}
+
+}  // namespace ta
+
+#else
+
+namespace ta {
+
+std::unique_ptr<IoQueue> make_uring(unsigned, std::string& reason) {
+    reason = "this build has no io_uring, so the disk tier uses pread and pwrite";
+    return nullptr;
+}
+
+}  // namespace ta
+
+#endif

@@ -1,0 +1,13 @@
+// Whether the bytes of a slot are the block that was asked for, by its trailer and the hash of each page.
+#pragma once
+
+#include "src/kv/geometry.h"
+#include "src/tiering/tier.h"
+
+namespace ta {
+
+// For slots of a pool of this geometry and fingerprint. A block of fewer than 64 tokens has no page hashes: of it the trailer is
+// compared.
+BlockCheck make_block_check(const Geometry& geometry, uint64_t fingerprint);
+
+}  // namespace ta

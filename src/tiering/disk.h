@@ -1,0 +1,70 @@
+// The disk tier: blocks as records of one preallocated file, read and written past the page cache. Anonymous files are gone with the
+// process, however it ends; a persistent one brings its blocks back, kill -9 included.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "src/io/file_system.h"
+#include "src/tiering/disk_engine.h"
+#include "src/tiering/tier.h"
+
+namespace ta {
+
+struct DiskTierOptions {
+    std::string path;                          // persistent: the file; else the folder of a file without a name
+    bool persistent = false;                   // mode 0600; an existing file must be of this user, this mode and this pool
+    uint64_t budget = 0;                       // bytes of the file. One that exists keeps its size, which must be within
+    size_t slot_bytes[kSlotClasses] = {0, 0};  // by PageKind; 0: no such blocks
+    uint64_t fingerprint = 0;                  // of the pool
+    BlockCheck check;                          // of what is read, beside the record's own hash; may be empty
+
+    bool use_uring = true;                        // where there is one; else threads with pread and pwrite
+    unsigned threads = 0;                         // 0: 4 with io_uring, 8 without
+    uint64_t staging_bytes = 64 << 20;            // of host memory: what is in flight. At least one record for each thread
+    std::chrono::milliseconds deadline{10000};    // for one I/O; then TA_E_IO
+    std::chrono::milliseconds retry_after{1000};  // until a read-only tier tries to write again
+};
+
+class DiskTier final : public Tier {
+  public:
+    // TA_E_INVALID: the file is not one of this pool, or not safe to use. TA_E_CORRUPT: it is not a file of a disk tier, or damaged as a
+    // whole. TA_E_BUSY: in use. TA_E_TIER_FULL: no space. TA_E_IO.
+    static Result<std::unique_ptr<DiskTier>> open(std::shared_ptr<FileSystem> files, const DiskTierOptions& options);
+    ~DiskTier() override;
+
+    TierKind kind() const override { return TierKind::kDisk; }
+    size_t slot_bytes(uint8_t slot_class) const override;
+    // In a persistent tier a released slot is free only when its record was erased, a moment later.
+    Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override { return engine_->acquire(wanted); }
+    void release(std::span<const Slot> slots) override { engine_->release(slots); }
+    uint8_t* address(Slot) const override { return nullptr; }
+    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
+        return engine_->submit(requests, client);
+    }
+    void cancel(TierBatch batch) override { engine_->cancel(batch); }
+    TierStats stats() const override;
+    TierHealth health() const override { return engine_->health(); }
+    std::span<const std::string> degraded() const override { return engine_->file().degraded; }
+
+    // The blocks that a persistent file brought along. Their slots are acquired; release those that nobody wants. What they hold is
+    // checked when it is read.
+    std::span<const RecoveredBlock> recovered() const { return engine_->file().recovered; }
+    // Records that were not taken, a sentence each (the first ones), and how many there were.
+    std::span<const std::string> refused() const { return engine_->file().refused; }
+    uint64_t refused_count() const { return engine_->file().refused_count; }
+    // Writes that completed survive a power failure when this returns. A kill of the process they survive anyway.
+    Status flush() { return engine_->flush(); }
+    bool direct_io() const { return engine_->file().direct; }
+    bool io_uring() const { return engine_->io_uring(); }
+
+  private:
+    explicit DiskTier(std::shared_ptr<DiskEngine> engine, uint64_t budget) : engine_(std::move(engine)), budget_(budget) {}
+    const std::shared_ptr<DiskEngine> engine_;
+    const uint64_t budget_;
+};
+
+}  // namespace ta

@@ -1,0 +1,153 @@
+// What runs a disk tier: a few threads that keep records moving between the file and staging buffers, and one that supervises them.
+// I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its client is told, its
+// buffer and its slot stay out of use until the operating system lets go of them.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "src/io/file_system.h"
+#include "src/tiering/disk_file.h"
+#include "src/tiering/slot_map.h"
+
+namespace ta {
+
+class DiskEngine {
+  public:
+    struct Options {
+        unsigned threads = 2, depth = 16;  // buffers and so operations in flight, of all threads together
+        std::chrono::milliseconds deadline{10000}, retry_after{1000};
+        BlockCheck check;
+    };
+    static Result<std::shared_ptr<DiskEngine>> create(std::unique_ptr<DiskFile> file, Options options);
+    ~DiskEngine();
+    DiskEngine(const DiskEngine&) = delete;
+    DiskEngine& operator=(const DiskEngine&) = delete;
+
+    // The threads keep the engine alive for as long as the operating system keeps one of them.
+    static Status start(const std::shared_ptr<DiskEngine>& engine);
+    void stop();
+
+    Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted);
+    void release(std::span<const Slot> slots);
+    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client);
+    void cancel(TierBatch batch);
+    Status flush();
+    TierStats stats() const;
+    TierHealth health() const;
+    const DiskFile& file() const { return *file_; }
+    bool io_uring() const { return uring_; }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    using Lock = std::unique_lock<std::mutex>;
+
+    struct SlotInfo {
+        uint64_t generation = 0;  // of the record
+        uint32_t busy = 0;        // operations that the operating system or a thread still works on
+        uint8_t slot_class = 0;
+        bool acquired = false, released = false;
+        bool valid = false;    // the slot is stored
+        bool on_disk = false;  // persistent: the file may hold a header here
+        bool writing = false;
+    };
+
+    struct Op {
+        enum class Kind : uint8_t { kRead, kWrite, kErase, kSync };
+        enum class State : uint8_t { kQueued, kCopying, kInFlight, kFinishing };
+        Kind kind = Kind::kRead;
+        State state = State::kQueued;
+        bool cancel = false;     // its client wants to hear no more
+        bool reported = false;   // its client was told: what comes now is for nobody
+        bool stalled = false;    // it is beyond its deadline
+        bool was_valid = false;  // write: what to go back to if the batch is refused
+        TierRequest request;
+        TierClient* client = nullptr;  // nullptr: the tier's own
+        TierBatch batch = 0;
+        uint64_t generation = 0;  // read: expected; write: new
+        uint64_t offset = 0;      // of the record in the file
+        uint8_t* staging = nullptr;
+        int step = 0, retries = 0;
+        IoOp io;
+        Clock::time_point started;
+        Status refused;  // write: what the check said of the client's bytes
+        std::list<Op>::iterator self;
+    };
+    using Ops = std::list<Op>;
+
+    DiskEngine(std::unique_ptr<DiskFile> file, Options options);
+    Status allocate();
+    void work(unsigned worker);
+    void supervise();
+    Op* take();
+    void start_op(Lock& lock, IoQueue& queue, Op& op, unsigned& flying);
+    bool next_step(Op& op);
+    void run_step(Lock& lock, IoQueue& queue, Op& op, unsigned& flying);
+    void on_result(Lock& lock, IoQueue& queue, Op& op, int64_t result, unsigned& flying);
+    bool advance(Op& op, int64_t& result);
+    void finish(Lock& lock, Op& op, int64_t error);
+    void report(Lock& lock, Op& op, Status status, bool cancelled);
+    Status stage_write(Op& op);
+    Status check_and_copy(const Op& op);
+    Status io_status(const Op& op, int64_t error) const;
+    void write_failed(int64_t error);
+    void write_succeeded();
+    void leave_slot(Op& op);
+    void free_slot(uint32_t index);
+    Status admit(Op& op);
+    Result<TierBatch> enqueue(Ops& ops);
+    Status admit_write();
+    void unadmit(const Op& op);
+    Status overdue() const;
+    bool give_up_one(Lock& lock, Clock::time_point now);
+    Clock::time_point next_deadline() const;
+    void wake_workers();
+    void drop_queued();
+
+    const std::unique_ptr<DiskFile> file_;
+    const Options options_;
+    const size_t largest_record_;
+    uint8_t* staging_ = nullptr;
+    uint8_t* zeros_ = nullptr;  // a page, to erase headers with
+    size_t staging_bytes_ = 0;
+    std::vector<std::unique_ptr<IoQueue>> queues_;  // by worker
+    bool uring_ = false;
+    unsigned queue_depth_ = 1;
+    std::vector<std::thread> workers_;
+    std::thread supervisor_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable supervise_, changed_;
+    bool stopping_ = false, supervisor_stops_ = false;
+    bool supervisor_idle_ = false;  // it waits for no deadline
+    unsigned exited_ = 0;
+
+    SlotMap map_;
+    std::vector<SlotInfo> slots_;  // by index
+    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds. Their capacity is
+    // all slots.
+    std::vector<uint32_t> to_erase_, not_erased_;
+    std::vector<uint8_t*> idle_staging_;
+    Ops queued_, active_;
+    Ops dropped_;  // queued ones to report, cancelled or overdue
+    Ops spare_;    // for erasing, which must not need memory
+    TierBatch next_batch_ = 1;
+    uint64_t next_generation_ = 1;
+    uint64_t outstanding_ = 0;  // requests whose clients were not told yet
+    uint64_t stalled_now_ = 0;  // operations that were given up and have not come back
+    Clock::time_point last_progress_;
+
+    bool read_only_ = false;
+    int failed_writes_ = 0;  // in a row
+    Clock::time_point retry_at_;
+    char reason_[sizeof TierHealth::reason] = "";
+
+    TierStats counters_;
+};
+
+}  // namespace ta

@@ -1,0 +1,461 @@
+#include "src/tiering/disk_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+namespace ta {
+namespace {
+
+constexpr int kMostRetries = 16;  // of an operation that was interrupted
+constexpr uint64_t kAllocationStep = uint64_t{1} << 30;
+constexpr std::chrono::milliseconds kLockPatience{1000};
+constexpr int kGenerationBits = 40;  // of the writes between two opens
+constexpr uint64_t kMostOpens = (uint64_t{1} << (64 - kGenerationBits)) - 4;
+constexpr size_t kMostRefusals = 16;  // that are kept as text
+
+// Whether a page did not come or go whole: interrupted, or less than was asked for.
+bool is_incomplete(int64_t r) {
+    return r == -EINTR || r == -EAGAIN || (r >= 0 && r < int64_t(kDiskPage));
+}
+
+// Moves a page; tries again while that is incomplete. Bytes, or -errno.
+template <class Operation>
+int64_t move_page(Operation&& operation) {
+    int64_t r = operation();
+    for (int i = 0; i < kMostRetries && is_incomplete(r); ++i) r = operation();
+    return r >= 0 && r < int64_t(kDiskPage) ? -ENODATA : r;
+}
+
+// Calls `operation` until it was not interrupted.
+template <class Operation>
+auto retry(Operation&& operation) {
+    auto r = operation();
+    for (int i = 0; i < kMostRetries && (r == -EINTR || r == -EAGAIN); ++i) r = operation();
+    return r;
+}
+
+Status io_failure(int64_t error, const char* what, const std::string& path) {
+    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s the disk tier's file %s failed: %s", what, path.c_str(),
+                error_text(error).c_str());
+}
+
+// A page that can be seen by direct I/O.
+class Page {
+  public:
+    explicit Page(size_t pages) : bytes_(pages * kDiskPage) {
+        void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        data_ = p == MAP_FAILED ? nullptr : static_cast<uint8_t*>(p);
+    }
+    ~Page() {
+        if (data_) munmap(data_, bytes_);
+    }
+    Page(const Page&) = delete;
+    Page& operator=(const Page&) = delete;
+    uint8_t* data(size_t page = 0) { return data_ + page * kDiskPage; }
+    bool ok() const { return data_ != nullptr; }
+
+  private:
+    size_t bytes_;
+    uint8_t* data_;
+};
+
+}  // namespace
+
+struct DiskFile::Pages : Page {
+    Pages() : Page(2) {}
+};
+
+DiskFile::~DiskFile() {
+    close_file();
+}
+
+void DiskFile::close_file() {
+    if (fd >= 0) files->close(fd);
+    fd = -1;
+}
+
+Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs, const DiskFileOptions& options,
+                                                 OpeningProgress& progress) {
+    std::unique_ptr<DiskFile> file(new DiskFile(std::move(fs)));
+    file->progress_ = &progress;
+    file->path_ = options.path;
+    file->persistent = options.persistent;
+    file->context.fingerprint = options.fingerprint;
+    std::copy(std::begin(options.slot_bytes), std::end(options.slot_bytes), file->context.slot_bytes);
+    file->shape = disk_shape(options.budget, options.slot_bytes);
+    if (!file->shape.valid() || file->shape.regions == 0) {
+        return fail(TA_E_INVALID, "%llu bytes on disk do not hold one block of %zu bytes and what belongs to it",
+                    (unsigned long long)options.budget, std::max(options.slot_bytes[0], options.slot_bytes[1]));
+    }
+    bool exists = false;
+    TA_RETURN_IF_ERROR(options.persistent ? file->make_persistent(options, exists) : file->make_nameless(options));
+    if (exists) TA_RETURN_IF_ERROR(file->open_existing(options));
+    file->progress_ = nullptr;
+    return file;
+}
+
+int DiskFile::open_file(const char* path, int flags, bool count_missing_direct) {
+    flags |= O_RDWR | O_CLOEXEC | O_NOFOLLOW;
+    fd = retry([&] { return files->open(path, flags | O_DIRECT, 0600); });
+    ++progress_->steps;
+    direct = fd >= 0;
+    if (fd != -EINVAL) return fd;
+    fd = retry([&] { return files->open(path, flags, 0600); });
+    ++progress_->steps;
+    if (fd >= 0 && count_missing_direct) degraded.push_back("the file system of " + path_ + " has no O_DIRECT");
+    return fd;
+}
+
+// What comes late must not make a file, or change one, that its owner may by now have opened again.
+Status DiskFile::check_wanted() const {
+    return progress_->abandoned ? fail(TA_E_IO, "opening was given up") : Status();
+}
+
+// The I/O that a killed process had in flight keeps its lock for a moment longer than the process lives, and may land until then.
+int DiskFile::lock() {
+    const auto end = std::chrono::steady_clock::now() + kLockPatience;
+    for (;;) {
+        const int r = files->lock(fd);
+        ++progress_->steps;
+        if ((r != -EWOULDBLOCK && r != -EINTR) || std::chrono::steady_clock::now() >= end) return r;
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+}
+
+// A file that nobody else can open and that is gone with this descriptor, however the process ends.
+Status DiskFile::make_nameless(const DiskFileOptions& options) {
+    int r = open_file(options.path.c_str(), O_TMPFILE | O_EXCL, true);
+    if (r == -EOPNOTSUPP || r == -EISDIR || r == -EINVAL) {
+        uint64_t random = 0;
+        if (getrandom(&random, sizeof random, 0) != ssize_t(sizeof random)) return fail(TA_E_IO, "getrandom failed");
+        const std::string name = options.path + "/.turboattention-" + std::to_string(getpid()) + "-" + std::to_string(random);
+        r = open_file(name.c_str(), O_CREAT | O_EXCL, true);
+        if (r >= 0) {
+            const int removed = retry([&] { return files->unlink(name.c_str()); });
+            ++progress_->steps;
+            if (removed < 0) return io_failure(removed, "unlinking", name);
+        }
+    }
+    if (r < 0) return io_failure(r, "making", options.path + "/(nameless)");
+    TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
+    Pages pages;
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    if (getrandom(&context.file, sizeof context.file, 0) != ssize_t(sizeof context.file))
+        return fail(TA_E_IO, "getrandom failed");
+    TA_RETURN_IF_ERROR(write_superblock(pages, 1));
+    TA_RETURN_IF_ERROR(probe_direct(pages));
+    if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
+    return {};
+}
+
+// Opens `path`, or makes it: under another name, which it only loses when it is complete.
+Status DiskFile::make_persistent(const DiskFileOptions& options, bool& exists) {
+    const int r = open_file(options.path.c_str(), 0, true);
+    exists = r >= 0;
+    TA_RETURN_IF_ERROR(check_wanted());
+    if (exists) return {};
+    if (r == -ELOOP) {
+        return fail(TA_E_INVALID, "the disk tier's file %s is a symbolic link; it takes a file", options.path.c_str());
+    }
+    if (r != -ENOENT) return io_failure(r, "opening", options.path);
+
+    const std::string making = options.path + ".new";
+    if (const int made = open_file(making.c_str(), O_CREAT, true); made < 0) return io_failure(made, "making", making);
+    const int locked = lock();
+    FileInfo mine, there;
+    if (locked == -EWOULDBLOCK) return fail(TA_E_BUSY, "another process is making the disk tier's file %s", making.c_str());
+    if (const int s = files->fstat(fd, mine); s < 0) return io_failure(s, "fstat of", making);
+    // Whoever had the lock before may have finished the file that this descriptor is of.
+    const int found = files->lstat(making.c_str(), there);
+    if (found < 0 && found != -ENOENT) return io_failure(found, "lstat of", making);
+    if (found < 0 || there.inode != mine.inode || there.device != mine.device)
+        return fail(TA_E_BUSY, "another process has just made the disk tier's file %s", options.path.c_str());
+    if (!mine.regular || mine.owner != geteuid() || (mine.mode & 077) != 0)
+        return fail(TA_E_INVALID, "%s is in the way: not a file of this user with mode 0600", making.c_str());
+    const auto build = [&]() -> Status {
+        if (const int t = retry([&] { return files->ftruncate(fd, 0); }); t < 0) return io_failure(t, "truncating", making);
+        TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
+        Pages pages;
+        if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+        if (getrandom(&context.file, sizeof context.file, 0) != ssize_t(sizeof context.file))
+            return fail(TA_E_IO, "getrandom failed");
+        TA_RETURN_IF_ERROR(write_superblock(pages, 1));
+        TA_RETURN_IF_ERROR(probe_direct(pages));
+        if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
+        if (const int s = retry([&] { return files->fsync(fd); }); s < 0) return io_failure(s, "fsync of", making);
+        ++progress_->steps;
+        TA_RETURN_IF_ERROR(check_wanted());
+        if (const int s = retry([&] { return files->rename(making.c_str(), options.path.c_str()); }); s < 0)
+            return io_failure(s, "renaming", making);
+        ++progress_->steps;
+        return {};
+    };
+    if (Status s = build(); !s.ok()) {
+        files->unlink(making.c_str());
+        return s;
+    }
+    // The name is durable with its folder.
+    const size_t slash = options.path.rfind('/');
+    const std::string folder = slash == std::string::npos ? "." : options.path.substr(0, slash + 1);
+    const int dir = retry([&] { return files->open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
+    const int synced = dir < 0 ? dir : retry([&] { return files->fsync(dir); });
+    if (dir >= 0) files->close(dir);
+    ++progress_->steps;
+    if (synced < 0) degraded.push_back("fsync of the folder of " + options.path + " failed: " + error_text(synced));
+    return {};
+}
+
+Status DiskFile::open_existing(const DiskFileOptions& options) {
+    const char* path = options.path.c_str();
+    FileInfo info;
+    if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", options.path);
+    if (!info.regular) return fail(TA_E_INVALID, "the disk tier's file %s is not a file", path);
+    if (info.owner != geteuid() || (info.mode & 077) != 0)
+        return fail(TA_E_INVALID, "the disk tier's file %s must belong to this user and have mode 0600; it has %04o", path,
+                    unsigned(info.mode));
+    const int locked = lock();
+    if (locked == -EWOULDBLOCK) return fail(TA_E_BUSY, "the disk tier's file %s is in use", path);
+    TA_RETURN_IF_ERROR(check_wanted());
+    if (locked < 0) degraded.push_back("the disk tier's file cannot be locked: " + error_text(locked));
+    Pages pages;
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
+    if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
+    return scan(options.queue_depth);
+}
+
+// Space for the whole file, so that no write can run out of it later.
+Status DiskFile::preallocate(uint64_t bytes) {
+    for (uint64_t at = 0; at < bytes; at += kAllocationStep) {
+        const int r = retry([&] { return files->fallocate(fd, at, std::min(kAllocationStep, bytes - at)); });
+        ++progress_->steps;
+        if (r == -EOPNOTSUPP || r == -ENOSYS) {
+            const int t = retry([&] { return files->ftruncate(fd, bytes); });
+            if (t < 0) return io_failure(t, "truncating", path_);
+            degraded.push_back("the file system of " + path_ + " cannot preallocate: writes may run out of space");
+            return {};
+        }
+        if (r < 0) return io_failure(r, "preallocating", path_);
+    }
+    return {};
+}
+
+Status DiskFile::write_superblock(Pages& pages, uint64_t opens) {
+    Superblock s{};
+    s.magic = kSuperblockMagic;
+    s.version = kDiskVersion;
+    s.fingerprint = context.fingerprint;
+    s.file = context.file;
+    s.opens = opens;
+    s.regions = shape.regions;
+    s.region_bytes = shape.region_bytes;
+    std::copy(std::begin(context.slot_bytes), std::end(context.slot_bytes), s.slot_bytes);
+    seal_superblock(s, pages.data());
+    const auto write = [&] {
+        return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, opens % 2 * kDiskPage); });
+    };
+    int64_t r = write();
+    if (r == -EINVAL && direct) {
+        if (Status d = probe_direct(pages); !d.ok()) return d;
+        r = write();
+    }
+    ++progress_->steps;
+    if (r < 0) return io_failure(r, "writing the superblock of", path_);
+    next_generation = opens << kGenerationBits | 1;
+    return {};
+}
+
+// Some file systems take O_DIRECT at open() and refuse the I/O.
+Status DiskFile::probe_direct(Pages& pages) {
+    if (!direct) return {};
+    const int64_t r = retry([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
+    ++progress_->steps;
+    if (r != -EINVAL) return {};
+    if (const int c = files->clear_direct(fd); c < 0) return io_failure(c, "fcntl of", path_);
+    direct = false;
+    degraded.push_back("the file system of " + path_ + " takes no direct I/O of 4096 bytes");
+    return {};
+}
+
+// A kernel may have io_uring without what is needed, or forbid it.
+void DiskFile::probe_queue(Pages& pages, unsigned depth) {
+    std::string reason;
+    queue = files->make_queue(depth, reason);
+    if (!queue) return degraded.push_back(std::move(reason));
+    IoOp op;
+    op.fd = fd;
+    op.data = pages.data(1);
+    op.bytes = kDiskPage;
+    int64_t r = queue->submit(op);
+    if (r == 0) {
+        IoResult result;
+        while (queue->wait({&result, 1}) == 0) {
+        }
+        r = result.result;
+    }
+    ++progress_->steps;
+    // Other errors are the file's, not io_uring's, and will show.
+    if (r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES) return;
+    queue.reset();
+    degraded.push_back("io_uring cannot read here: " + error_text(r));
+}
+
+Status DiskFile::read_superblock(Pages& pages, uint64_t file_size, const DiskFileOptions& options) {
+    const char* path = options.path.c_str();
+    if (file_size < kDiskRegionsOffset) return fail(TA_E_CORRUPT, "%s is no file of a disk tier: it has no superblock", path);
+    TA_RETURN_IF_ERROR(probe_direct(pages));
+    Superblock best{};
+    const char* wrong[2] = {nullptr, nullptr};
+    bool damaged = false;
+    for (int i = 0; i < 2; ++i) {
+        const int64_t r = move_page([&] { return files->pread(fd, pages.data(), kDiskPage, uint64_t(i) * kDiskPage); });
+        ++progress_->steps;
+        if (r < 0) return io_failure(r, "reading the superblock of", options.path);
+        Superblock s{};
+        wrong[i] = check_superblock(pages.data(), s);
+        damaged |= wrong[i] && !is_blank(pages.data(), kDiskPage);
+        if (!wrong[i] && s.opens > best.opens) best = s;
+    }
+    if (best.opens == 0) {
+        return fail(TA_E_CORRUPT, "%s is no file of a disk tier: superblock 0 %s, superblock 1 %s", path,
+                    wrong[0] ? wrong[0] : "is blank", wrong[1] ? wrong[1] : "is blank");
+    }
+    if (best.fingerprint != options.fingerprint ||
+        !std::equal(best.slot_bytes, best.slot_bytes + kSlotClasses, options.slot_bytes))
+        return fail(TA_E_INVALID, "%s belongs to a pool with other settings (fingerprint %016llx)", path,
+                    (unsigned long long)best.fingerprint);
+    SlotMap::Shape s = shape;
+    s.regions = best.regions;
+    s.region_bytes = best.region_bytes;
+    if (!s.valid() || s.bytes() > UINT64_MAX - kDiskRegionsOffset)
+        return fail(TA_E_CORRUPT, "the superblock of %s gives a shape that no file can have", path);
+    if (best.opens >= kMostOpens)
+        return fail(TA_E_LIMIT, "%s was opened %llu times; make a new one", path, (unsigned long long)best.opens);
+    if (file_bytes(s) > file_size)
+        return fail(TA_E_CORRUPT, "%s has %llu bytes where its superblock says %llu: it was cut off", path,
+                    (unsigned long long)file_size, (unsigned long long)file_bytes(s));
+    if (file_bytes(s) > options.budget)
+        return fail(TA_E_INVALID, "%s has %llu bytes, more than the budget of %llu", path, (unsigned long long)file_bytes(s),
+                    (unsigned long long)options.budget);
+    shape = s;
+    context.file = best.file;
+    // A damaged one may have counted one open more, whose records are to be known; and it is the one to be replaced.
+    return write_superblock(pages, best.opens + (damaged ? 3 : 1));
+}
+
+// Reads the header of every place where a record can be.
+Status DiskFile::scan(unsigned depth) {
+    std::unique_ptr<IoQueue> blocking;
+    if (!queue) {
+        blocking = make_blocking_queue(*files);
+        depth = 1;
+    }
+    IoQueue& reader = queue ? *queue : *blocking;
+    struct Read {
+        Slot slot;
+        uint64_t offset;
+        int retries;
+    };
+    std::vector<Read> reads(depth);
+    Page pages(depth);
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read headers");
+    SlotMap map(shape);  // to know which slots exist
+    struct Refusal {
+        Slot slot;
+        const char* why;
+    };
+    std::vector<Refusal> suspects;
+    std::vector<int8_t> class_of(shape.regions, -1);
+
+    const auto look_at = [&](const Read& read, const uint8_t* page) {
+        RecordHeader h;
+        const char* wrong = check_header(page, context, read.slot.slot_class, read.offset, h);
+        const size_t region = read.slot.index / SlotMap::kIndicesPerRegion;
+        if (!wrong && class_of[region] >= 0 && class_of[region] != int8_t(read.slot.slot_class))
+            wrong = "lies among blocks of the other class";
+        if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
+        if (!wrong) {
+            class_of[region] = int8_t(read.slot.slot_class);
+            recovered.push_back({read.slot, identity_of(h), h.generation});
+        } else if (h.magic == kRecordMagic || (is_blank(page + sizeof h, kDiskPage - sizeof h) && !is_blank(page, sizeof h))) {
+            suspects.push_back({read.slot, wrong});
+        }
+    };
+
+    Status failure;
+    Slot next{0, 0};
+    const auto step = [&] {  // to the next place, class by class within a region
+        do {
+            ++next.index;
+            if (next.index % SlotMap::kIndicesPerRegion == 0) {
+                next.slot_class ^= 1;
+                if (next.slot_class == 1) next.index -= SlotMap::kIndicesPerRegion;
+            }
+        } while (next.index < shape.indices() && !map.known(next));
+    };
+    if (!map.known(next)) step();
+    std::vector<unsigned> idle(depth);
+    for (unsigned i = 0; i < depth; ++i) idle[i] = i;
+    const auto submit = [&](unsigned i) {
+        IoOp op;
+        op.fd = fd;
+        op.data = pages.data(i);
+        op.bytes = kDiskPage;
+        op.offset = reads[i].offset;
+        op.user = &reads[i];
+        return reader.submit(op);
+    };
+    const auto refuse = [&](const Read& read, const std::string& why) {
+        if (failure.ok())
+            failure =
+                fail(TA_E_IO, "reading the header of record %u of %s failed: %s", read.slot.index, path_.c_str(), why.c_str());
+    };
+    while (idle.size() < depth || (failure.ok() && next.index < shape.indices())) {
+        while (failure.ok() && !idle.empty() && next.index < shape.indices()) {
+            const unsigned i = idle.back();
+            reads[i] = {next, kDiskRegionsOffset + map.offset(next), 0};
+            if (const int r = submit(i); r < 0) {
+                refuse(reads[i], error_text(r).c_str());
+                break;
+            }
+            idle.pop_back();
+            step();
+        }
+        if (idle.size() == depth) break;
+        IoResult results[16];
+        const size_t n = reader.wait(results);
+        progress_->steps += n;
+        for (size_t k = 0; k < n; ++k) {
+            Read& read = *static_cast<Read*>(results[k].user);
+            const auto i = unsigned(&read - reads.data());
+            const int64_t r = results[k].result;
+            if (is_incomplete(r) && read.retries++ < kMostRetries && submit(i) == 0) continue;
+            idle.push_back(i);
+            if (r == int64_t(kDiskPage)) {
+                look_at(read, pages.data(i));
+            } else {
+                refuse(read, r < 0 ? error_text(r).c_str() : "only " + std::to_string(r) + " bytes came");
+            }
+        }
+    }
+    TA_RETURN_IF_ERROR(std::move(failure));
+    for (const Refusal& s : suspects) {
+        // Within a region of the other class these are bytes of blocks, not headers.
+        const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
+        if (c >= 0 && c != int8_t(s.slot.slot_class)) continue;
+        if (++refused_count > kMostRefusals) continue;
+        refused.push_back("record " + std::to_string(s.slot.index) + " at offset " +
+                          std::to_string(kDiskRegionsOffset + map.offset(s.slot)) + " " + s.why);
+    }
+    return {};
+}
+
+}  // namespace ta

@@ -1,0 +1,134 @@
+#include "src/tiering/slot_map.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "src/core/checked.h"
+
+namespace ta {
+namespace {
+
+constexpr uint64_t kRegionsWanted = 64;  // fewer, and much is lost to rounding and to the other class
+
+}  // namespace
+
+bool SlotMap::Shape::valid() const {
+    if (!checked_mul(region_bytes, regions) || regions > UINT32_MAX / kIndicesPerRegion) return false;
+    uint32_t most = 0;
+    for (int c = 0; c < kSlotClasses; ++c) {
+        if (stride[c] == 0) continue;
+        const uint64_t slots = region_bytes / stride[c];
+        if (slots < 1 || slots > kIndicesPerRegion) return false;
+        most = std::max(most, uint32_t(slots));
+    }
+    return most > 0;
+}
+
+SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClasses]) {
+    Shape shape;
+    std::copy(std::begin(strides), std::end(strides), shape.stride);
+    const uint64_t larger = std::max(strides[0], strides[1]);
+    const uint64_t smaller = strides[0] && strides[1] ? std::min(strides[0], strides[1]) : larger;
+    if (smaller == 0) return shape;
+    const uint64_t most = smaller * kIndicesPerRegion;
+    if (larger > most) return shape;
+    const uint64_t wanted = std::clamp(bytes / kRegionsWanted, larger, most);
+    shape.region_bytes = std::max(larger, wanted / smaller * smaller);
+    shape.regions = std::min<uint64_t>(bytes / shape.region_bytes, UINT32_MAX / kIndicesPerRegion);
+    return shape;
+}
+
+SlotMap::SlotMap(const Shape& shape) : shape_(shape), regions_(shape.regions) {}
+
+uint64_t SlotMap::all(int slot_class) const {
+    const uint32_t n = shape_.per_region(slot_class);
+    return n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+}
+
+bool SlotMap::known(Slot slot) const {
+    return slot.slot_class < kSlotClasses && slot.index < shape_.indices() &&
+           slot.index % kIndicesPerRegion < shape_.per_region(slot.slot_class);
+}
+
+bool SlotMap::acquire(uint8_t slot_class, Slot& slot) {
+    const uint64_t full = all(slot_class);
+    if (full == 0) return false;
+    // A region that already serves the class before one that is empty: what is empty stays good for both.
+    size_t empty = regions_.size(), r = first_open_[slot_class];
+    bool seen_room = false;
+    for (; r < regions_.size(); ++r) {
+        const Region& region = regions_[r];
+        if (region.slot_class == int8_t(slot_class) && region.taken != full) break;
+        if (region.slot_class == -1 && empty == regions_.size()) empty = r;
+        if (!seen_room && region.slot_class != -1) first_open_[slot_class] = r + 1;
+        if (region.slot_class == -1) seen_room = true;
+    }
+    if (r == regions_.size()) r = empty;
+    if (r == regions_.size()) return false;
+    Region& region = regions_[r];
+    region.slot_class = int8_t(slot_class);
+    const int bit = std::countr_one(region.taken);
+    region.taken |= uint64_t{1} << bit;
+    slot = {uint32_t(r * kIndicesPerRegion + size_t(bit)), slot_class};
+    return true;
+}
+
+bool SlotMap::take(Slot slot) {
+    Region& region = regions_[slot.index / kIndicesPerRegion];
+    const uint64_t bit = uint64_t{1} << slot.index % kIndicesPerRegion;
+    if ((region.slot_class != -1 && region.slot_class != int8_t(slot.slot_class)) || (region.taken & bit)) return false;
+    region.slot_class = int8_t(slot.slot_class);
+    region.taken |= bit;
+    return true;
+}
+
+void SlotMap::give(Slot slot) {
+    const size_t r = slot.index / kIndicesPerRegion;
+    Region& region = regions_[r];
+    region.taken &= ~(uint64_t{1} << slot.index % kIndicesPerRegion);
+    if (region.taken == 0) region.slot_class = -1;
+    for (size_t& first : first_open_) first = std::min(first, r);
+}
+
+bool SlotMap::taken(Slot slot) const {
+    if (!known(slot)) return false;
+    const Region& region = regions_[slot.index / kIndicesPerRegion];
+    return region.slot_class == int8_t(slot.slot_class) && (region.taken >> slot.index % kIndicesPerRegion & 1);
+}
+
+void SlotMap::describe(TierStats& stats) const {
+    stats.used = stats.free = stats.largest_free = 0;
+    uint64_t empty = 0, run = 0, longest = 0;  // regions
+    for (int c = 0; c < kSlotClasses; ++c) stats.slots_used[c] = stats.slots_free[c] = 0;
+    for (const Region& region : regions_) {
+        if (region.slot_class < 0) {
+            ++empty;
+            longest = std::max(longest, ++run);
+            continue;
+        }
+        run = 0;
+        const int c = region.slot_class;
+        const auto used = uint64_t(std::popcount(region.taken)), room = shape_.per_region(c) - used;
+        stats.slots_used[c] += used;
+        stats.slots_free[c] += room;
+        stats.used += used * shape_.stride[c];
+        stats.free += room * shape_.stride[c];
+        uint64_t free = ~region.taken & all(c), bits = 0;
+        for (; free; free &= free << 1) ++bits;
+        stats.largest_free = std::max(stats.largest_free, bits * shape_.stride[c]);
+    }
+    stats.free += empty * shape_.region_bytes;
+    stats.largest_free = std::max(stats.largest_free, longest * shape_.region_bytes);
+    uint64_t least = stats.free;
+    for (int c = 0; c < kSlotClasses; ++c) {
+        if (shape_.stride[c] == 0) continue;
+        stats.slots_free[c] += empty * shape_.per_region(c);
+        // What a region loses because its size is no multiple of the slot is padding, not fragmentation.
+        const uint64_t room =
+            stats.slots_free[c] * shape_.stride[c] + empty * (shape_.region_bytes - shape_.per_region(c) * shape_.stride[c]);
+        least = std::min(least, room);
+    }
+    stats.fragmentation = stats.free ? 1.0 - double(least) / double(stats.free) : 0;
+}
+
+}  // namespace ta

@@ -1,0 +1,113 @@
+// Which slots are taken: no two overlap, none is lost, what the figures say is what can be had.
+#include "src/tiering/slot_map.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+namespace ta {
+namespace {
+
+TEST(SlotMap, ShapesFitTheirBytes) {
+    for (const uint64_t bytes : {uint64_t{0}, uint64_t{4096}, uint64_t{100000}, uint64_t{1} << 24, uint64_t{1} << 40}) {
+        for (const uint64_t a : {uint64_t{0}, uint64_t{4096}, uint64_t{20480}, uint64_t{2} << 20}) {
+            for (const uint64_t b : {uint64_t{0}, uint64_t{8192}, uint64_t{1} << 20}) {
+                const SlotMap::Shape s = SlotMap::fit(bytes, {a, b});
+                if (a == 0 && b == 0) {
+                    EXPECT_FALSE(s.valid());
+                    continue;
+                }
+                if (s.regions == 0) continue;
+                EXPECT_TRUE(s.valid());
+                EXPECT_LE(s.bytes(), bytes);
+                if (std::max(a, b) > 64 * std::min(a ? a : b, b ? b : a)) continue;
+                EXPECT_GE(s.bytes(), bytes - std::min(bytes, std::max({bytes / 64, a, b}) + s.region_bytes));
+                for (int c = 0; c < kSlotClasses; ++c) EXPECT_EQ(s.per_region(c) > 0, s.stride[c] > 0);
+            }
+        }
+    }
+    SlotMap::Shape hostile;
+    hostile.stride[0] = 4096;
+    hostile.region_bytes = uint64_t{1} << 60;
+    hostile.regions = 1 << 10;
+    EXPECT_FALSE(hostile.valid());
+    hostile = {{4096, 0}, 4096, uint64_t{1} << 40};
+    EXPECT_FALSE(hostile.valid());
+    hostile = {{4096, 8192}, 4096, 10};
+    EXPECT_FALSE(hostile.valid()) << "a region without room for a slot";
+}
+
+TEST(SlotMap, ARandomWalkAgainstAModel) {
+    std::mt19937_64 random(7);
+    for (int round = 0; round < 20; ++round) {
+        const uint64_t strides[2] = {4096 * (1 + random() % 9), round % 4 ? 4096 * (1 + random() % 5) : 0};
+        SlotMap map(SlotMap::fit((1 << 20) + random() % (1 << 22), strides));
+        std::map<uint64_t, std::pair<uint64_t, Slot>> taken;  // begin: end, slot
+        for (int step = 0; step < 3000; ++step) {
+            const auto slot_class = uint8_t(strides[1] ? random() % 2 : 0);
+            const bool filling = step / 500 % 2 == 0;
+            if (taken.empty() || random() % 4 < (filling ? 3u : 1u)) {
+                TierStats before;
+                map.describe(before);
+                Slot s;
+                const bool got = map.acquire(slot_class, s);
+                EXPECT_EQ(got, before.slots_free[slot_class] > 0);
+                if (!got) continue;
+                const uint64_t begin = map.offset(s), end = begin + strides[slot_class];
+                ASSERT_LE(end, map.shape().bytes());
+                ASSERT_TRUE(map.known(s) && map.taken(s));
+                EXPECT_FALSE(map.take(s));
+                const auto after = taken.lower_bound(begin);
+                ASSERT_TRUE(after == taken.end() || after->first >= end) << "slots overlap";
+                ASSERT_TRUE(after == taken.begin() || std::prev(after)->second.first <= begin) << "slots overlap";
+                taken[begin] = {end, s};
+            } else {
+                auto victim = taken.begin();
+                std::advance(victim, long(random() % taken.size()));
+                map.give(victim->second.second);
+                EXPECT_FALSE(map.taken(victim->second.second));
+                taken.erase(victim);
+            }
+            TierStats now;
+            map.describe(now);
+            EXPECT_EQ(now.slots_used[0] + now.slots_used[1], taken.size());
+            EXPECT_GE(now.fragmentation, 0);
+            EXPECT_LE(now.fragmentation, 1);
+            EXPECT_LE(now.largest_free, now.free);
+        }
+        for (const auto& [begin, entry] : taken) map.give(entry.second);
+        TierStats empty;
+        map.describe(empty);
+        EXPECT_EQ(empty.used, 0u);
+        EXPECT_EQ(empty.fragmentation, 0);
+        EXPECT_EQ(empty.largest_free, map.shape().bytes());
+        for (int c = 0; c < kSlotClasses; ++c) EXPECT_EQ(empty.slots_free[c], map.shape().slots(c));
+    }
+}
+
+TEST(SlotMap, FreshSlotsLieSideBySide) {
+    SlotMap map(SlotMap::fit(1 << 22, {4096, 8192}));
+    Slot last;
+    ASSERT_TRUE(map.acquire(0, last));
+    for (uint32_t i = 1; i < map.shape().per_region(0); ++i) {
+        Slot s;
+        ASSERT_TRUE(map.acquire(0, s));
+        EXPECT_EQ(map.offset(s), map.offset(last) + 4096);
+        last = s;
+    }
+}
+
+TEST(SlotMap, FragmentationIsWhatTheOtherClassCannotHave) {
+    SlotMap map(SlotMap::fit(64 << 12, {4096, 4096}));
+    const SlotMap::Shape& shape = map.shape();
+    ASSERT_GT(shape.regions, 2u);
+    for (uint64_t r = 0; r < shape.regions; ++r) ASSERT_TRUE(map.take({uint32_t(r * SlotMap::kIndicesPerRegion), 0}));
+    TierStats s;
+    map.describe(s);
+    EXPECT_EQ(s.slots_free[1], 0u);
+    EXPECT_EQ(s.fragmentation, s.free > 0 ? 1 : 0);
+}
+
+}  // namespace
+}  // namespace ta
