@@ -289,17 +289,34 @@ typedef struct ta_numerics {
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
 } ta_numerics;
 
+/* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
+typedef int32_t ta_tier;
+enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
+
+/* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place; those on
+ * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device. */
+typedef struct ta_tier_options {
+    uint32_t struct_size;
+    uint32_t host_node;      /* 1 + the NUMA node of the host tier; default: the GPU's, on a CPU where the system puts it */
+    uint64_t host_bytes;     /* budget, everything counted; 0: no host tier. On a GPU pinned and taken at once */
+    uint64_t disk_bytes;     /* likewise; 0: no disk tier */
+    const char* disk_folder; /* of a file without a name, gone with the pool; default: TMPDIR or /tmp */
+    int32_t high_percent;    /* of the device budget: when a step ends above it, blocks leave in the background, ... */
+    int32_t low_percent;     /* ... down to this; defaults 94 and 90 */
+} ta_tier_options;
+
 typedef struct ta_kv_pool_options {
     uint32_t struct_size;
-    uint32_t layers;             /* 1..4096 */
-    uint32_t kv_heads;           /* 1..1024 */
-    uint32_t head_dim;           /* 64, 96, 128 or 256 */
-    uint32_t bits;               /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
-    const uint8_t* k_bits;       /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
-    const uint8_t* v_bits;       /* likewise */
-    uint64_t budget_bytes;       /* for all blocks, metadata included; required */
-    uint32_t max_sequences;      /* default 65536 */
-    const ta_numerics* numerics; /* NULL: profile accurate */
+    uint32_t layers;              /* 1..4096 */
+    uint32_t kv_heads;            /* 1..1024 */
+    uint32_t head_dim;            /* 64, 96, 128 or 256 */
+    uint32_t bits;                /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
+    const uint8_t* k_bits;        /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
+    const uint8_t* v_bits;        /* likewise */
+    uint64_t budget_bytes;        /* of the device tier: blocks, metadata included; required */
+    uint32_t max_sequences;       /* default 65536 */
+    const ta_numerics* numerics;  /* NULL: profile accurate */
+    const ta_tier_options* tiers; /* NULL: the device tier alone */
 } ta_kv_pool_options;
 
 typedef struct ta_kv_pool_stats {
@@ -355,9 +372,86 @@ TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, t
 TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
-/* Recomputes the hash of every closed page. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
+/* Recomputes the hash of every full page, wherever it is. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
  * TA_E_CLOSED. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ moves
+ *
+ * Blocks move by themselves: out of a full tier those go first that no plan used for longest. Who wants more control asks for
+ * moves, which are done in the background; results of attend are the same to the bit wherever blocks lie. Only full blocks move.
+ * A block arrives with its hashes checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
+
+/* A batch of moves asked for. 0 is never a ticket. */
+typedef uint64_t ta_ticket;
+
+typedef int32_t ta_move_state;
+enum { TA_MOVE_QUEUED = 1, TA_MOVE_RUNNING = 2, TA_MOVE_DONE = 3, TA_MOVE_FAILED = 4, TA_MOVE_CANCELLED = 5 };
+
+typedef struct ta_move_info {
+    uint32_t struct_size;
+    ta_move_state state; /* FAILED: some block failed, the others moved */
+    uint64_t blocks;     /* asked for */
+    uint64_t moved;
+    uint64_t present; /* were there already */
+    uint64_t skipped; /* not full, pinned, or on another move */
+    uint64_t failed;
+    ta_status status; /* of the first block that failed */
+    int32_t reserved;
+    int64_t block; /* its index in the sequence, -1: none */
+} ta_move_info;
+
+/* Asks for blocks [first, first + n) of a sequence to be in `tier` (promote: a faster one than now, demote: a slower one). Blocks
+ * are 64 tokens. `out` gets a ticket. Where the tier is full, promote and demote move colder blocks out of it; prefetch moves what
+ * fits. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (the sequence is in an open plan), TA_E_UNSUPPORTED (no such tier), TA_E_CLOSED. */
+TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
+                             ta_error* err);
+TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err);
+/* Pinned blocks do not leave their tier for a slower one. Pins are counted; a block has them in all sequences that share it.
+ * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_STATE (a block is not full or, for unpin, not pinned; nothing was changed),
+ * TA_E_CLOSED. */
+TA_API ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
+TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
+
+/* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago), TA_E_UNSUPPORTED. */
+TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
+/* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). */
+TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
+/* Work enqueued on the stream from now on waits for them. Errors: TA_E_STALE, TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
+TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
+/* Blocks that have not moved yet stay where they are. Errors: TA_E_STALE, TA_E_UNSUPPORTED. */
+TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);
+
+/* Where the blocks of a sequence are. */
+typedef struct ta_residency {
+    uint32_t struct_size;
+    uint32_t pinned_blocks;
+    uint64_t device_blocks, host_blocks, disk_blocks;
+    uint64_t device_bytes, host_bytes, disk_bytes;
+} ta_residency;
+
+/* Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out, ta_error* err);
+
+typedef struct ta_tier_stats {
+    uint32_t struct_size;
+    int32_t state; /* 0: ok; 1: read-only, tries again by itself; 2: failed. `reason` says why */
+    uint64_t bytes_budget;
+    uint64_t bytes_used; /* by blocks */
+    uint64_t bytes_free;
+    uint64_t largest_free; /* longest run of free bytes */
+    uint64_t blocks;
+    uint64_t blocks_in, blocks_out; /* moved here and away since creation, as the next ones */
+    uint64_t bytes_in, bytes_out;
+    uint64_t failed;  /* requests that failed; of the device tier: moves */
+    uint64_t corrupt; /* blocks that did not match their hashes */
+    uint64_t queued;  /* tickets, or requests of a disk, that are not finished now */
+    uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* of all tiers: what moves were for */
+    char reason[192];
+} ta_tier_stats;
+
+/* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */
+TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ plan */
 

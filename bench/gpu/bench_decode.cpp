@@ -27,8 +27,8 @@ void measure(Report& report, Shape shape, const Bits& bits, const std::string& n
     const double us = cold_us(cache.stream(), [&] { cache.attend(q, out); });
     const double in_a_row = back_to_back_us(cache.stream(), [&] { cache.attend(q, out); });
     out.read();
-    const double error = cache.error_of(q, k, v, out);
     cache.abort();
+    const double error = cache.error_of(q, k, v, out);
     const auto sync = [&] { CUDA_OK(cudaStreamSynchronize(cache.stream())); };
     const double begin_us = host_us(
         sync, [&] { cache.begin(); }, [&] { cache.abort(); });

@@ -21,8 +21,8 @@ void measure(Report& report, const Shape& shape, const std::string& name) {
     const double us = cold_us(cache.stream(), [&] { cache.attend(q, out); });
     const double in_a_row = back_to_back_us(cache.stream(), [&] { cache.attend(q, out); });
     out.read();
-    const double error = cache.error_of(q, k, v, out);
     cache.abort();
+    const double error = cache.error_of(q, k, v, out);
     const double begin_us =
         host_us([&] { CUDA_OK(cudaStreamSynchronize(cache.stream())); }, [&] { cache.begin(); }, [&] { cache.abort(); });
     static const double peak = measured_int8_ops_per_s();

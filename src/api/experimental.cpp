@@ -17,12 +17,19 @@ uint32_t highest_bits(const Geometry& g) {
 }
 
 // One layer's page of a block in host memory: `copy` holds it where the block lies on a device.
-Result<const uint8_t*> readable_page(const Pool& pool, const Block& block, uint32_t layer, std::vector<uint8_t>& copy) {
+Result<const uint8_t*> readable_page(const Pool& pool, const Block& block, uint64_t index, uint32_t layer,
+                                     std::vector<uint8_t>& copy) {
     const Geometry& g = pool.geometry();
-    const uint8_t* page = block.slot() + g.page_offset(block.kind(), layer);
-    if (!pool.context().device()) return page;
+    const size_t offset = g.page_offset(block.kind(), layer);
+    if (block.tier() == TierKind::kDisk) {
+        copy.resize(g.slot_bytes(block.kind()));
+        TA_RETURN_IF_ERROR(pool.read_from_disk(block, index, copy.data()));
+        return copy.data() + offset;
+    }
+    const uint8_t* slot = block.slot();
+    if (!pool.context().device()) return slot + offset;
     copy.resize(g.page_bytes(block.kind(), layer));
-    TA_RETURN_IF_ERROR(pool.context().device()->read(copy.data(), page, copy.size()));
+    TA_RETURN_IF_ERROR(pool.context().device()->read(copy.data(), slot + offset, copy.size()));
     return copy.data();
 }
 
@@ -104,12 +111,15 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
             }
             TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
             if (!buffer) return {};
+            const ReadingBlocks reading(pool->impl->blocks());
+            if (b->tier() == TierKind::kDisk) return p.read_from_disk(*b, block, static_cast<uint8_t*>(buffer));
+            const uint8_t* slot = b->slot();
             Device* device = p.context().device();
             if (!device) {
-                std::memcpy(buffer, b->slot(), r.bytes);
+                std::memcpy(buffer, slot, r.bytes);
                 return {};
             }
-            TA_RETURN_IF_ERROR(device->read(buffer, b->slot(), r.bytes));
+            TA_RETURN_IF_ERROR(device->read(buffer, slot, r.bytes));
             if (!b->sealed()) b->write_trailer(g, p.fingerprint(), block, r.tokens, static_cast<uint8_t*>(buffer));
             return {};
         });
@@ -132,11 +142,12 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
                     .argument(3);
             }
             const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
+            const ReadingBlocks reading(pool->impl->blocks());
             std::vector<uint8_t> copy;
             for (int64_t at = first; at < first + tokens;) {
                 const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
                 const Block& block = *s.blocks[size_t(b)];
-                Result<const uint8_t*> page = readable_page(p, block, layer, copy);
+                Result<const uint8_t*> page = readable_page(p, block, uint64_t(b), layer, copy);
                 if (!page.ok()) return std::move(page).status();
                 for (uint32_t head = 0; head < g.kv_heads; ++head) {
                     const int64_t to = (at - first) * stride + int64_t(head) * g.head_dim;

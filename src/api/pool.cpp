@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include "src/api/api.h"
 
 using namespace ta;
@@ -6,6 +8,27 @@ using namespace ta::api;
 namespace {
 
 constexpr uint32_t kDefaultMaxSequences = 65536;
+
+Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
+    Result<ta_tier_options> read = read_struct(given, "options.tiers", 1);
+    if (!read.ok()) return std::move(read).status();
+    const ta_tier_options& o = read.value();
+    settings.host_budget = o.host_bytes;
+    settings.disk_budget = o.disk_bytes;
+    settings.numa_node = int(o.host_node) - 1;
+    const char* temporary = std::getenv("TMPDIR");
+    settings.disk_folder = o.disk_folder ? o.disk_folder : temporary && *temporary ? temporary : "/tmp";
+    if (o.high_percent || o.low_percent) {
+        if (o.high_percent < 1 || o.high_percent > 100 || o.low_percent < 0 || o.low_percent > o.high_percent) {
+            return fail(TA_E_INVALID,
+                        "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
+                        o.low_percent, o.high_percent);
+        }
+        settings.high_percent = o.high_percent;
+        settings.low_percent = o.low_percent;
+    }
+    return {};
+}
 
 Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o) {
     Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits);
@@ -25,7 +48,9 @@ Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context,
                     (unsigned long long)o.budget_bytes, (unsigned long long)least);
     }
     const uint32_t max_sequences = o.max_sequences ? o.max_sequences : kDefaultMaxSequences;
-    return Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences);
+    TierSettings tiers;
+    if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers));
+    return Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences, tiers);
 }
 
 }  // namespace

@@ -61,7 +61,8 @@ class CpuStep final : public StepBackend {
     Step* step_ = nullptr;
     std::vector<AppendTask> append_tasks_;
     std::atomic<uint64_t> saturated_{0}, clamped_{0};
-    std::vector<PageBase> pages_;
+    std::vector<PageBase> slots_;  // of the members' blocks that the step does not touch, where they were at begin
+    std::vector<PageBase> pages_;  // of one layer
     std::vector<AttendSequence> attend_sequences_;
     Buffer workspace_, append_scratch_;
     AttendExecutor executor_;
@@ -71,6 +72,13 @@ Status CpuStep::begin(Step& step) {
     const size_t workspace_bytes = size_t(step.workspace_pages) * pool_.geometry().token_page_bytes;
     if (!workspace_.reserve(workspace_bytes)) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes);
+    }
+    slots_.clear();
+    for (const StepMember& m : step.members) {
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            slots_.push_back({block.slot(), block.kind()});
+        }
     }
     step_ = &step;
     make_append_tasks();
@@ -226,11 +234,11 @@ void CpuStep::list_pages(uint32_t layer) {
     size_t total = 0;
     for (const StepMember& m : step_->members) total += size_t(Step::untouched_blocks(m)) + m.touched.size();
     pages_.reserve(total);
+    const PageBase* slot = slots_.data();
     for (const StepMember& m : step_->members) {
         const PageBase* first = pages_.data() + pages_.size();
-        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
-            const Block& block = *m.sequence->blocks[size_t(b)];
-            pages_.push_back({block.slot() + g.page_offset(block.kind(), layer), block.kind()});
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
+            pages_.push_back({slot->page + g.page_offset(slot->kind, layer), slot->kind});
         }
         for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});

@@ -225,7 +225,7 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     TA_RETURN_IF_ERROR(prepare());
     const Geometry& g = pool_.geometry();
     if (from.kind() == PageKind::kToken) {
-        return device_.check(cudaMemcpyAsync(to.slot(), from.slot(), g.token_payload_bytes, cudaMemcpyDeviceToDevice, stream_),
+        return device_.check(cudaMemcpyAsync(to.slot(), from.slot(), g.token_payload_bytes, cudaMemcpyDefault, stream_),
                              "copying a block");
     }
     cuda::ReopenArgs args{};
@@ -389,7 +389,9 @@ Status CudaStep::seal_blocks() {
     full_blocks_.clear();
     for (const StepMember& m : step_->members) {
         for (const StepBlock& t : m.touched) {
-            if (t.end == kPageTokens) full_blocks_.push_back({(t.channel ? t.channel : t.token).get(), uint64_t(t.index)});
+            if (t.end != kPageTokens) continue;
+            Block* full = (t.channel ? t.channel : t.token).get();
+            full_blocks_.push_back({full, uint64_t(t.index), full->slot()});
         }
     }
     TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));

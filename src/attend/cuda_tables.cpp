@@ -13,6 +13,7 @@ using cuda::SequenceArgs;
 using cuda::TablePatch;
 
 Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
+    moves_ = pool_.blocks().moves();
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
     TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(16 + tasks * sizeof(AppendTask), 1 << 16), "a step's new pages"));
@@ -37,6 +38,7 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
         Row& row = rows_[m.sequence->slot];
         row.generation = m.sequence->generation;
         row.version = m.sequence->version;
+        row.moves = moves_;
         row.clean = Step::untouched_blocks(m);
         row.committed = false;
     }
@@ -64,7 +66,7 @@ Status CudaTables::send(const cuda::StepTablesArgs& args, Staging& staging, cuda
 int64_t CudaTables::clean_entries(const StepMember& m) const {
     const Row& row = rows_[m.sequence->slot];
     const Sequence& s = *m.sequence;
-    if (row.generation != s.generation || s.version != row.version + row.committed) return 0;
+    if (row.moves != moves_ || row.generation != s.generation || s.version != row.version + row.committed) return 0;
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 

@@ -48,6 +48,7 @@ class CudaTables {
         uint32_t generation = 0;
         uint32_t first = 0, capacity = 0;
         uint64_t version = 0;  // of the sequence when `clean` entries were right
+        uint64_t moves = 0;    // of the pool's blocks until then
         int64_t clean = 0;
         bool committed = false;  // the sequence has changed once since, by the step that these entries were made for
     };
@@ -74,6 +75,7 @@ class CudaTables {
     size_t sequence_capacity_ = 0;
     std::vector<Row> rows_;  // by slot of the sequence
     size_t used_entries_ = 0;
+    uint64_t moves_ = 0;  // of the pool's blocks when the step began
     int group_ = 0, max_rows_ = 0;
     bool any_prefill_ = false;
     std::vector<cuda::SequenceArgs> prefill_;

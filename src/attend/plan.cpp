@@ -1,7 +1,9 @@
 #include "src/attend/plan.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace ta {
 namespace {
@@ -91,7 +93,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         }
         list_touched(m);
     }
-    TA_RETURN_IF_ERROR(reserve_blocks());
+    TA_RETURN_IF_ERROR(bring_blocks());
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
     last_layer_ = -1;
@@ -124,8 +126,50 @@ void Plan::list_touched(StepMember& m) {
     }
 }
 
-// Takes all blocks of the step at once: a step that does not fit takes none from others.
-Status Plan::reserve_blocks() {
+// The step's blocks, where the device reads them, and the new ones. From here on none of them changes its bytes at the addresses it
+// has now, until clear().
+Status Plan::bring_blocks() {
+    // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
+    constexpr int kAttempts = 8;
+    constexpr std::chrono::seconds kPatience{10};
+    const auto start = std::chrono::steady_clock::now();
+    BlockStore& store = pool_->blocks();
+    if (!pool_->mover()) return reserve_blocks(nullptr);
+    for (int attempt = 1;; ++attempt) {
+        TA_RETURN_IF_ERROR(pool_->make_resident(sequences_));
+        reading_ = store.start_reading();
+        std::vector<PageKind> wanted;
+        Status s;
+        if (has_block_on_disk()) {
+            s = fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back");
+        } else {
+            s = reserve_blocks(&wanted);
+        }
+        if (s.ok()) return s;
+        store.stop_reading(*reading_);
+        reading_.reset();
+        if (s.code() == TA_E_BUSY) {
+            if (std::chrono::steady_clock::now() - start > kPatience) return s;
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+            continue;
+        }
+        if (s.code() != TA_E_TIER_FULL || attempt >= kAttempts) return s;
+        if (!pool_->make_room(TierKind::kDevice, wanted)) return s;
+    }
+}
+
+bool Plan::has_block_on_disk() const {
+    if (pool_->blocks().blocks_on_disk() == 0) return false;
+    for (const Sequence* s : sequences_) {
+        for (const BlockPtr& b : s->blocks) {
+            if (b->tier() == TierKind::kDisk) return true;
+        }
+    }
+    return false;
+}
+
+// Takes all blocks of the step at once: a step that does not fit takes none from others. `all_wanted`: their kinds, or nullptr.
+Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
     std::vector<PageKind> wanted;
     std::vector<std::pair<size_t, StepBlock*>> owner;  // of wanted: member and touched block
     for (size_t i = 0; i < step_.members.size(); ++i) {
@@ -145,6 +189,7 @@ Status Plan::reserve_blocks() {
     Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted, &failed);
     if (!taken.ok()) {
         Status s = std::move(taken).status();
+        if (all_wanted) all_wanted->swap(wanted);
         if (failed == wanted.size()) return s;
         return std::move(s).sequence(int64_t(owner[failed].first)).block(owner[failed].second->index);
     }
@@ -270,6 +315,7 @@ Status Plan::end() {
         }
     });
     clear();
+    pool_->keep_room();
     return {};
 }
 
@@ -283,6 +329,8 @@ Status Plan::abort() {
 void Plan::clear() {
     backend_->finish();
     step_ = Step{};
+    if (reading_) pool_->blocks().stop_reading(*reading_);
+    reading_.reset();
     pool_->unlock_for_plan(sequences_);
     sequences_.clear();
     open_ = false;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -27,7 +28,9 @@ class Plan {
 
   private:
     void list_touched(StepMember& member);
-    Status reserve_blocks();
+    Status bring_blocks();
+    bool has_block_on_disk() const;
+    Status reserve_blocks(std::vector<PageKind>* all_wanted);
     Status check_layer(uint32_t layer) const;
     void clear();
 
@@ -36,7 +39,8 @@ class Plan {
     bool open_ = false;
     Step step_;
     std::vector<Sequence*> sequences_;
-    std::vector<uint8_t> appended_;  // [layers]
+    std::optional<uint64_t> reading_;  // of blocks that might move
+    std::vector<uint8_t> appended_;    // [layers]
     int64_t last_layer_ = -1;
 };
 

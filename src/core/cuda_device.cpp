@@ -63,14 +63,16 @@ Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
         return fail(TA_E_UNSUPPORTED, "%s has compute capability %d.%d; the kernels need 8.0", device->name(),
                     device->properties_.major, device->properties_.minor);
     }
-    TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(&device->copies_, cudaStreamNonBlocking), "creating a stream"));
+    for (cudaStream_t* stream : {&device->copies_, &device->moves_[0], &device->moves_[1]})
+        TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "creating a stream"));
     return std::unique_ptr<Device>(std::move(device));
 }
 
 CudaDevice::~CudaDevice() {
-    if (!copies_) return;
     const CudaScope scope(ordinal_);
-    cudaStreamDestroy(copies_);
+    for (cudaStream_t stream : {copies_, moves_[0], moves_[1]}) {
+        if (stream) cudaStreamDestroy(stream);
+    }
 }
 
 uint8_t* CudaDevice::allocate(size_t bytes) {
@@ -123,6 +125,60 @@ Status CudaDevice::write(uint8_t* to, const void* from, size_t bytes) {
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, copies_), "copying to the GPU"));
     return check(cudaStreamSynchronize(copies_), "copying to the GPU");
+}
+
+Status CudaDevice::copy(std::span<const DeviceCopy> copies, bool to_host) {
+    const CudaScope scope(ordinal_);
+    const cudaStream_t stream = moves_[to_host ? 0 : 1];
+    cudaEvent_t done = nullptr;
+    TA_RETURN_IF_ERROR(check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event"));
+    Status s = wait_for_fences(stream, nullptr);
+    for (const DeviceCopy& c : copies) {
+        if (!s.ok()) break;
+        s = check(cudaMemcpyAsync(c.to, c.from, c.bytes, cudaMemcpyDefault, stream), "moving a block");
+    }
+    // Also after a failure: nothing may still be written when the caller takes the memory back.
+    cudaError_t finished = cudaEventRecord(done, stream);
+    if (finished == cudaSuccess) finished = cudaEventSynchronize(done);
+    cudaEventDestroy(done);
+    return s.ok() ? check(finished, "moving blocks") : std::move(s);
+}
+
+Status CudaDevice::wait_for_steps() {
+    const CudaScope scope(ordinal_);
+    std::vector<cudaEvent_t> fences;
+    {
+        std::lock_guard lock(mutex_);
+        fences = fences_;
+    }
+    for (cudaEvent_t fence : fences) TA_RETURN_IF_ERROR(check(cudaEventSynchronize(fence), "waiting for a step"));
+    return {};
+}
+
+Status CudaDevice::enqueue_call(ta_stream stream, std::function<void()> call) {
+    const CudaScope scope(ordinal_);
+    auto kept = std::make_unique<std::function<void()>>(std::move(call));
+    const auto run = [](void* user) { (*std::unique_ptr<std::function<void()>>(static_cast<std::function<void()>*>(user)))(); };
+    TA_RETURN_IF_ERROR(check(cudaLaunchHostFunc(stream, run, kept.get()), "enqueueing a call"));
+    (void)kept.release();
+    return {};
+}
+
+Status CudaDevice::register_host(uint8_t* memory, size_t bytes) {
+    const CudaScope scope(ordinal_);
+    return check(cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "registering host memory");
+}
+
+void CudaDevice::unregister_host(uint8_t* memory) {
+    const CudaScope scope(ordinal_);
+    cudaHostUnregister(memory);
+}
+
+int CudaDevice::numa_node() const {
+    int node = -1;
+    const CudaScope scope(ordinal_);
+    if (cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, ordinal_) != cudaSuccess) return -1;
+    return node;
 }
 
 Status CudaDevice::health() const {

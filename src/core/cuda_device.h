@@ -44,8 +44,14 @@ class CudaDevice final : public Device {
     Status write(uint8_t* to, const void* from, size_t bytes) override;
     Status health() const override;
     std::unique_ptr<StepBackend> make_step(Pool& pool) override;                           // src/attend/cuda_step.cpp
-    Status verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) override;  // src/kv/cuda_hasher.cpp
     Status attend_dense(const DenseCall& call) override;                                   // src/attend/cuda_dense.cpp
+    std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // src/kv/cuda_hasher.cpp
+    Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
+    Status wait_for_steps() override;
+    Status enqueue_call(ta_stream stream, std::function<void()> call) override;
+    Status register_host(uint8_t* memory, size_t bytes) override;
+    void unregister_host(uint8_t* memory) override;
+    int numa_node() const override;
     uint32_t* allocate_counters(size_t n) override;
     void deallocate_counters(uint32_t* counters) override;
     uint64_t bytes_in_use() const override { return in_use_.load(std::memory_order_relaxed); }
@@ -69,6 +75,7 @@ class CudaDevice final : public Device {
     const int ordinal_;
     cudaDeviceProp properties_{};
     cudaStream_t copies_ = nullptr;
+    cudaStream_t moves_[2] = {nullptr, nullptr};  // to the host, from it
     mutable std::mutex mutex_;  // of copies_, fences_ and dense_
     std::vector<cudaEvent_t> fences_;
     std::atomic<uint64_t> in_use_{0}, peak_{0};

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -14,6 +15,20 @@ class Pool;
 class StepBackend;
 struct PlacedBlock;
 struct DenseCall;
+
+struct DeviceCopy {
+    uint8_t* to;
+    const uint8_t* from;
+    size_t bytes;
+};
+
+// Recomputes hashes of blocks where the device reads them. Thread-safe.
+class BlockVerifier {
+  public:
+    virtual ~BlockVerifier() = default;
+    // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does not match.
+    virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
+};
 
 class Device {
   public:
@@ -34,8 +49,19 @@ class Device {
     virtual std::unique_ptr<StepBackend> make_step(Pool& pool) = 0;
     // Enqueues a dense call; inputs are checked but for where they lie and their values.
     virtual Status attend_dense(const DenseCall& call) = 0;
-    // Recomputes the hashes of sealed blocks of `pool`, behind all work enqueued so far. TA_E_CORRUPT names block and layer.
-    virtual Status verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) = 0;
+    virtual std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) = 0;
+    // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits. Calls from
+    // several threads overlap, also in the same direction.
+    virtual Status copy(std::span<const DeviceCopy> copies, bool to_host) = 0;
+    // Until all steps that were ended so far are over on the device.
+    virtual Status wait_for_steps() = 0;
+    // Enqueues a call on the host that later work of the stream waits for. It must not call CUDA.
+    virtual Status enqueue_call(ta_stream stream, std::function<void()> call) = 0;
+    // Makes host memory one that kernels read at the same address.
+    virtual Status register_host(uint8_t* memory, size_t bytes) = 0;
+    virtual void unregister_host(uint8_t* memory) = 0;
+    // NUMA node that the device is nearest to, -1: unknown.
+    virtual int numa_node() const = 0;
     // Zeroed host memory that kernels write to; nullptr when there is none.
     virtual uint32_t* allocate_counters(size_t n) = 0;
     virtual void deallocate_counters(uint32_t* counters) = 0;

@@ -36,12 +36,12 @@ uint64_t hash_of(const Geometry& g, PageKind kind, const SlotTrailer& t, const u
 }  // namespace
 
 Block::~Block() {
-    store_.release(kind_, slot_);
+    store_.release(*this);
 }
 
 void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens) {
-    write_trailer(g, fingerprint, block_index, tokens, slot_);
-    sealed_ = tokens == kPageTokens;
+    write_trailer(g, fingerprint, block_index, tokens, slot());
+    if (tokens == kPageTokens) mark_sealed();
 }
 
 void Block::write_trailer(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens, uint8_t* slot) const {
@@ -62,13 +62,8 @@ void Block::write_trailer(const Geometry& g, uint64_t fingerprint, uint64_t bloc
     for (uint32_t layer = 0; layer < g.layers; ++layer) hashes[layer] = full ? hash_of(g, kind_, *t, slot, layer) : 0;
 }
 
-void Block::unseal(uint64_t content_id) {
-    content_id_ = content_id;
-    sealed_ = false;
-}
-
-Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index) const {
-    return verify_slot(g, kind_, slot_, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
+Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const {
+    return verify_slot(g, kind_, slot, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
 }
 
 Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
@@ -124,64 +119,72 @@ void BlockStore::free_cached(PageKind kind, size_t keep) {
 Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed) {
     std::vector<BlockPtr> blocks;
     std::vector<uint8_t*> slots;
-    std::vector<uint8_t> fresh;  // slots that were not kept from before
     blocks.reserve(wanted.size());
-    fresh.reserve(wanted.size());
-    slots.reserve(wanted.size());
-    size_t need[2] = {0, 0};
-    for (PageKind kind : wanted) ++need[size_t(kind)];
-    {
-        std::lock_guard lock(mutex_);
-        const uint64_t in_use = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
-        const uint64_t more = need[0] * geometry_.token_slot_bytes + need[1] * geometry_.channel_slot_bytes;
-        if (more > budget_ - in_use) return beyond_budget(wanted, in_use, failed);
-        for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
-        // What is kept for reuse and not wanted now gives way.
-        const size_t reused[2] = {std::min(need[0], cached_[0].size()), std::min(need[1], cached_[1].size())};
-        const uint64_t to_take = more - reused[0] * geometry_.token_slot_bytes - reused[1] * geometry_.channel_slot_bytes;
-        if (to_take > budget_ - held_) free_cached(PageKind::kToken, reused[0]);
-        if (to_take > budget_ - held_) free_cached(PageKind::kChannel, reused[1]);
-        for (PageKind kind : wanted) {
-            auto& list = cached_[size_t(kind)];
-            uint8_t* slot = nullptr;
-            fresh.push_back(list.empty());
-            if (!list.empty()) {
-                slot = list.back();
-                list.pop_back();
-            } else {
-                slot = memory_[size_t(kind)].take();
-                if (slot) held_ += geometry_.slot_bytes(kind);
-            }
-            if (!slot) {
-                for (size_t i = slots.size(); i-- > 0;) {
-                    if (!fresh[i]) {
-                        cached_[size_t(wanted[i])].push_back(slots[i]);
-                        continue;
-                    }
-                    memory_[size_t(wanted[i])].give(slots[i]);
-                    held_ -= geometry_.slot_bytes(wanted[i]);
-                }
-                if (slab_) {
-                    return fail(TA_E_TIER_FULL,
-                                "the device tier is fragmented: no room for a slot of %zu bytes between the others",
-                                geometry_.slot_bytes(kind));
-                }
-                return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));
-            }
-            slots.push_back(slot);
-        }
-        for (size_t kind = 0; kind < 2; ++kind) in_use_[kind] += need[kind];
-        peak_ = std::max(peak_, in_use + more);
-    }
+    TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
     try {
         for (size_t i = 0; i < wanted.size(); ++i) {
             blocks.push_back(std::make_shared<Block>(*this, wanted[i], slots[i], next_content_id()));
         }
     } catch (const std::bad_alloc&) {
-        for (size_t i = blocks.size(); i < wanted.size(); ++i) release(wanted[i], slots[i]);
+        for (size_t i = blocks.size(); i < wanted.size(); ++i) release_slot(wanted[i], slots[i]);
         return fail(TA_E_MEMORY, "no memory for a block's bookkeeping");
     }
     return blocks;
+}
+
+Result<std::vector<uint8_t*>> BlockStore::acquire_slots(std::span<const PageKind> wanted, size_t* failed) {
+    std::vector<uint8_t*> slots;
+    TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
+    return slots;
+}
+
+Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<uint8_t*>& slots, size_t* failed) {
+    std::vector<uint8_t> fresh;  // slots that were not kept from before
+    fresh.reserve(wanted.size());
+    slots.reserve(wanted.size());
+    size_t need[2] = {0, 0};
+    for (PageKind kind : wanted) ++need[size_t(kind)];
+    std::lock_guard lock(mutex_);
+    const uint64_t in_use = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
+    const uint64_t more = need[0] * geometry_.token_slot_bytes + need[1] * geometry_.channel_slot_bytes;
+    if (more > budget_ - in_use) return beyond_budget(wanted, in_use, failed);
+    for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
+    // What is kept for reuse and not wanted now gives way.
+    const size_t reused[2] = {std::min(need[0], cached_[0].size()), std::min(need[1], cached_[1].size())};
+    const uint64_t to_take = more - reused[0] * geometry_.token_slot_bytes - reused[1] * geometry_.channel_slot_bytes;
+    if (to_take > budget_ - held_) free_cached(PageKind::kToken, reused[0]);
+    if (to_take > budget_ - held_) free_cached(PageKind::kChannel, reused[1]);
+    for (PageKind kind : wanted) {
+        auto& list = cached_[size_t(kind)];
+        uint8_t* slot = nullptr;
+        fresh.push_back(list.empty());
+        if (!list.empty()) {
+            slot = list.back();
+            list.pop_back();
+        } else {
+            slot = memory_[size_t(kind)].take();
+            if (slot) held_ += geometry_.slot_bytes(kind);
+        }
+        if (!slot) {
+            for (size_t i = slots.size(); i-- > 0;) {
+                if (!fresh[i]) {
+                    cached_[size_t(wanted[i])].push_back(slots[i]);
+                    continue;
+                }
+                memory_[size_t(wanted[i])].give(slots[i]);
+                held_ -= geometry_.slot_bytes(wanted[i]);
+            }
+            if (slab_) {
+                return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
+                            geometry_.slot_bytes(kind));
+            }
+            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));
+        }
+        slots.push_back(slot);
+    }
+    for (size_t kind = 0; kind < 2; ++kind) in_use_[kind] += need[kind];
+    peak_ = std::max(peak_, in_use + more);
+    return {};
 }
 
 Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const {
@@ -207,10 +210,71 @@ void BlockStore::put_back(PageKind kind, uint8_t* slot) {
     held_ -= geometry_.slot_bytes(kind);
 }
 
-void BlockStore::release(PageKind kind, uint8_t* slot) {
+void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
     std::lock_guard lock(mutex_);
-    --in_use_[size_t(kind)];
-    put_back(kind, slot);
+    free_place(kind, {TierKind::kDevice, slot, {}});
+}
+
+void BlockStore::release(const Block& block) {
+    std::lock_guard lock(mutex_);
+    free_place(block.kind_, {block.tier_, block.slot_, block.tier_slot_});
+}
+
+void BlockStore::free_place(PageKind kind, const Place& place) {
+    if (place.tier == TierKind::kDevice) {
+        --in_use_[size_t(kind)];
+        put_back(kind, place.address);
+        return;
+    }
+    if (place.tier == TierKind::kDisk) on_disk_.fetch_sub(1, std::memory_order_release);
+    (place.tier == TierKind::kHost ? host_ : disk_)->release({&place.slot, 1});
+}
+
+// ------------------------------------------------------------------------------------------------------------------- tiers
+
+void BlockStore::attach(Tier* host, Tier* disk) {
+    host_ = host;
+    disk_ = disk;
+}
+
+Place BlockStore::place_of(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    return {block.tier_, block.tier_ == TierKind::kDisk ? nullptr : block.slot_.load(), block.tier_slot_};
+}
+
+void BlockStore::move(Block& block, const Place& to) {
+    std::lock_guard lock(mutex_);
+    left_.push_back({moves_, block.kind_, {block.tier_, block.slot_, block.tier_slot_}});
+    if (to.tier == TierKind::kDisk) on_disk_.fetch_add(1, std::memory_order_release);
+    if (to.tier != TierKind::kDisk) block.slot_.store(to.address, std::memory_order_release);
+    block.tier_.store(to.tier, std::memory_order_release);
+    block.tier_slot_ = to.slot;
+    moves_.fetch_add(1, std::memory_order_release);
+    free_left();
+}
+
+uint64_t BlockStore::start_reading() {
+    std::lock_guard lock(mutex_);
+    reading_.push_back(moves_);
+    return moves_;
+}
+
+void BlockStore::stop_reading(uint64_t reading) {
+    std::lock_guard lock(mutex_);
+    const auto mine = std::find(reading_.begin(), reading_.end(), reading);
+    *mine = reading_.back();
+    reading_.pop_back();
+    free_left();
+}
+
+// What was left before the first of the present readers came.
+void BlockStore::free_left() {
+    uint64_t first = UINT64_MAX;
+    for (uint64_t reading : reading_) first = std::min(first, reading);
+    size_t n = 0;
+    while (n < left_.size() && left_[n].at < first) ++n;
+    for (size_t i = 0; i < n; ++i) free_place(left_[i].kind, left_[i].place);
+    left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
 }
 
 BlockStore::Usage BlockStore::usage() const {

@@ -1,4 +1,4 @@
-// Blocks: reference-counted slots under a byte budget.
+// Blocks: reference-counted slots under a byte budget, in the device tier or in a tier below it.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,22 @@
 #include "src/core/memory.h"
 #include "src/kv/geometry.h"
 #include "src/kv/slot_memory.h"
+#include "src/tiering/tier.h"
 
 namespace ta {
 
 class BlockStore;
 
+// Where the bytes of a block are.
+struct Place {
+    TierKind tier = TierKind::kDevice;
+    uint8_t* address = nullptr;  // that the device reads; nullptr on disk
+    Slot slot;                   // of the host or the disk tier
+};
+
 // One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
-// Shared between sequences by shared_ptr; the last owner gives the slot back.
+// Shared between sequences by shared_ptr; the last owner gives the slot back. A full block may be moved to another tier at any
+// time; who reads its bytes does so between BlockStore::start_reading and stop_reading.
 class Block {
   public:
     Block(BlockStore& store, PageKind kind, uint8_t* slot, uint64_t content_id)
@@ -27,10 +36,12 @@ class Block {
     Block& operator=(const Block&) = delete;
 
     PageKind kind() const { return kind_; }
-    uint8_t* slot() const { return slot_; }
+    // For a reader that has seen the block in a tier other than the disk; stays as it was for one that came before a move.
+    uint8_t* slot() const { return slot_.load(std::memory_order_acquire); }
+    TierKind tier() const { return tier_.load(std::memory_order_acquire); }
     uint64_t content_id() const { return content_id_; }
     // True when the trailer holds the hashes of all pages.
-    bool sealed() const { return sealed_; }
+    bool sealed() const { return sealed_.load(std::memory_order_acquire); }
 
     // Writes the trailer: identity, and one hash per page when `tokens` is 64.
     void seal(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens);
@@ -38,26 +49,40 @@ class Block {
     void write_trailer(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens,
                        uint8_t* slot) const;
     // The same was enqueued where the block's bytes are.
-    void mark_sealed() { sealed_ = true; }
-    // The block will be written again: its hashes no longer hold, and it becomes new content.
-    void unseal(uint64_t content_id);
-    // Recomputes the hashes of a sealed block. TA_E_CORRUPT names the layer.
-    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index) const;
+    void mark_sealed() { sealed_.store(true, std::memory_order_release); }
+    // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`. TA_E_CORRUPT names the layer.
+    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const;
+
+    // One move at a time: false when there is one already.
+    bool start_move() { return !moving_.exchange(true, std::memory_order_acquire); }
+    void end_move() { moving_.store(false, std::memory_order_release); }
+    bool moving() const { return moving_.load(std::memory_order_relaxed); }
+    // A pinned block is moved up only.
+    void pin() { pins_.fetch_add(1, std::memory_order_relaxed); }
+    void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
+    uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
 
   private:
+    friend class BlockStore;
+
     BlockStore& store_;
-    uint8_t* slot_;
+    std::atomic<uint8_t*> slot_;
     uint64_t content_id_;
+    std::atomic<uint32_t> pins_{0};
+    Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
     PageKind kind_;
-    bool sealed_ = false;
+    std::atomic<TierKind> tier_{TierKind::kDevice};
+    std::atomic<bool> moving_{false};
+    std::atomic<bool> sealed_{false};
 };
 
 using BlockPtr = std::shared_ptr<Block>;
 
-// A full block and its index in the sequence.
+// A full block, its index in the sequence, and where its bytes, or a copy of them, are.
 struct PlacedBlock {
     Block* block;
     uint64_t index;
+    uint8_t* slot;
 };
 
 // Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens the
@@ -65,7 +90,8 @@ struct PlacedBlock {
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
 
-// Hands out slots of both kinds and keeps freed ones for reuse. All bytes it holds, in use or cached, stay within the budget.
+// Hands out slots of both kinds in the device tier and keeps freed ones for reuse. All bytes it holds there, in use or cached, stay
+// within the budget. Blocks may be moved to the tiers below.
 class BlockStore {
   public:
     BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget);
@@ -79,6 +105,23 @@ class BlockStore {
     // read slots of tokens that were not written. TA_E_TIER_FULL beyond the budget, `failed` is then the first that does not fit;
     // TA_E_MEMORY when the allocator has none.
     Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr);
+    // The same without blocks around the slots, for blocks that come back from other tiers.
+    Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
+    void release_slot(PageKind kind, uint8_t* slot);
+
+    // The tiers below the device, or nullptr. They outlive the store's blocks.
+    void attach(Tier* host, Tier* disk);
+    Place place_of(const Block& block) const;
+    // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are done.
+    void move(Block& block, const Place& to);
+    // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every address
+    // that it returned, though the block may move on.
+    uint64_t start_reading();
+    void stop_reading(uint64_t reading);
+    // Grows with every move.
+    uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
+    uint64_t blocks_on_disk() const { return on_disk_.load(std::memory_order_acquire); }
+
     // Gives the slots kept for reuse back to the allocator.
     void trim();
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
@@ -91,7 +134,15 @@ class BlockStore {
 
   private:
     friend class Block;
-    void release(PageKind kind, uint8_t* slot);
+    struct Left {  // by a block that was moved
+        uint64_t at;
+        PageKind kind;
+        Place place;
+    };
+    Status take_slots(std::span<const PageKind> wanted, std::vector<uint8_t*>& slots, size_t* failed);
+    void release(const Block& block);
+    void free_place(PageKind kind, const Place& place);
+    void free_left();
     void free_cached(PageKind kind, size_t keep);
     void put_back(PageKind kind, uint8_t* slot);
     Status beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const;
@@ -106,6 +157,23 @@ class BlockStore {
     uint64_t in_use_[2] = {0, 0};  // slots
     uint64_t held_ = 0;            // bytes, in use and cached
     uint64_t peak_ = 0;            // bytes in use
+    Tier *host_ = nullptr, *disk_ = nullptr;
+    std::atomic<uint64_t> moves_{0}, on_disk_{0};
+    std::vector<uint64_t> reading_;  // moves_ when each reader started
+    std::vector<Left> left_;         // oldest first
+};
+
+// A reader of blocks for a scope.
+class ReadingBlocks {
+  public:
+    explicit ReadingBlocks(BlockStore& store) : store_(store), reading_(store.start_reading()) {}
+    ~ReadingBlocks() { store_.stop_reading(reading_); }
+    ReadingBlocks(const ReadingBlocks&) = delete;
+    ReadingBlocks& operator=(const ReadingBlocks&) = delete;
+
+  private:
+    BlockStore& store_;
+    const uint64_t reading_;
 };
 
 }  // namespace ta

@@ -16,7 +16,7 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, size_t extra_bytes
     auto* tasks = static_cast<cuda::HashTask*>(staging.part(blocks.size() * sizeof(cuda::HashTask)));
     for (size_t i = 0; i < blocks.size(); ++i) {
         const Block& b = *blocks[i].block;
-        tasks[i] = {uint64_t(uintptr_t(b.slot())), b.content_id(), blocks[i].index, b.kind(), {}};
+        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), b.content_id(), blocks[i].index, b.kind(), {}};
     }
     args.tasks = tasks;
     args.n_tasks = uint32_t(blocks.size());
@@ -39,7 +39,7 @@ Status CudaHasher::seal(std::span<const PlacedBlock> blocks, cudaStream_t stream
     return {};
 }
 
-Status CudaHasher::verify(std::span<const PlacedBlock> blocks, cudaStream_t stream) {
+Status CudaHasher::verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses, cudaStream_t stream) {
     if (blocks.empty()) return {};
     const size_t layers = pool_.geometry().layers, pages = blocks.size() * layers;
     cuda::HashArgs args{};
@@ -50,20 +50,48 @@ Status CudaHasher::verify(std::span<const PlacedBlock> blocks, cudaStream_t stre
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_verify(args, mismatch, stream)), "hashing blocks"));
     TA_RETURN_IF_ERROR(staging.record(device_, stream));
     TA_RETURN_IF_ERROR(device_.check(cudaStreamSynchronize(stream), "hashing blocks"));
-    for (size_t i = 0; i < pages; ++i) {
+    for (size_t i = pages; i-- > 0;) {
         if (mismatch[i] == 0) continue;
         const int64_t index = int64_t(blocks[i / layers].index);
-        if (mismatch[i] == 2)
-            return fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index);
-        return fail(TA_E_CORRUPT, "a page in the device tier does not match its hash").layer(int64_t(i % layers)).block(index);
+        statuses[i / layers] =
+            mismatch[i] == 2
+                ? fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index)
+                : fail(TA_E_CORRUPT, "a page does not match its hash").layer(int64_t(i % layers)).block(index);
     }
     return {};
 }
 
-Status CudaDevice::verify_blocks(const Pool& pool, std::span<const PlacedBlock> blocks) {
-    const CudaScope scope(ordinal_);
-    TA_RETURN_IF_ERROR(wait_for_fences(copies_, nullptr));
-    return CudaHasher(pool, *this).verify(blocks, copies_);
+namespace {
+
+class CudaVerifier final : public BlockVerifier {
+  public:
+    CudaVerifier(const Pool& pool, CudaDevice& device) : device_(device), hasher_(pool, device) {}
+    ~CudaVerifier() override {
+        const CudaScope scope(device_.ordinal());
+        if (stream_) cudaStreamDestroy(stream_);
+    }
+    Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
+        const CudaScope scope(device_.ordinal());
+        std::lock_guard lock(mutex_);
+        if (!stream_) {
+            TA_RETURN_IF_ERROR(
+                device_.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
+        }
+        TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
+        return hasher_.verify(blocks, statuses, stream_);
+    }
+
+  private:
+    CudaDevice& device_;
+    std::mutex mutex_;
+    CudaHasher hasher_;
+    cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockVerifier> CudaDevice::make_verifier(const Pool& pool) {
+    return std::make_unique<CudaVerifier>(pool, *this);
 }
 
 }  // namespace ta

@@ -15,8 +15,8 @@ class CudaHasher {
 
     // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
     Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
-    // Waits for the result. TA_E_CORRUPT names the first page that does not match.
-    Status verify(std::span<const PlacedBlock> blocks, cudaStream_t stream);
+    // Waits for the result, as BlockVerifier::verify says it.
+    Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses, cudaStream_t stream);
 
   private:
     Status stage(std::span<const PlacedBlock> blocks, size_t extra_bytes, cuda::HashArgs& args);

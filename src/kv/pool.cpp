@@ -55,7 +55,7 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
 }
 
 Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
-                                           uint64_t budget, uint32_t max_sequences) {
+                                           uint64_t budget, uint32_t max_sequences, const TierSettings& tiers) {
     std::shared_ptr<Pool> pool(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
     if (Device* device = pool->context().device()) {
         TA_RETURN_IF_ERROR(pool->blocks_->take_slab());
@@ -68,6 +68,8 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
         pool->nonfinite_.reset(device->allocate_counters(first_even(max_sequences) + 2));
         if (!pool->nonfinite_) return fail(TA_E_MEMORY, "no pinned host memory for %u counters", max_sequences);
     }
+    if (Device* device = pool->context().device()) pool->verifier_ = device->make_verifier(*pool);
+    TA_RETURN_IF_ERROR(pool->attach_tiers(tiers));
     return pool;
 }
 
@@ -261,16 +263,24 @@ Status Pool::verify(ta_seq seq) const {
         if (!blocks.empty() && s.length % kPageTokens != 0 && !blocks.back()->sealed()) blocks.pop_back();
         return Status();
     }));
-    if (Device* device = context_->device()) {
-        std::vector<PlacedBlock> sealed;
-        for (size_t b = 0; b < blocks.size(); ++b) {
-            if (blocks[b]->sealed()) sealed.push_back({blocks[b].get(), b});
-        }
-        return device->verify_blocks(*this, sealed);
-    }
+    Device* device = context_->device();
+    const ReadingBlocks reading(*blocks_);
+    std::vector<PlacedBlock> on_device;
     for (size_t b = 0; b < blocks.size(); ++b) {
-        if (blocks[b]->sealed()) TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b));
+        if (!blocks[b]->sealed()) continue;
+        const TierKind tier = blocks[b]->tier();
+        if (tier == TierKind::kDisk) {
+            TA_RETURN_IF_ERROR(read_from_disk(*blocks[b], b, nullptr));
+        } else if (device && tier == TierKind::kDevice) {
+            on_device.push_back({blocks[b].get(), b, blocks[b]->slot()});
+        } else {
+            TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b, blocks[b]->slot()));
+        }
     }
+    if (on_device.empty()) return {};
+    std::vector<Status> statuses(on_device.size());
+    TA_RETURN_IF_ERROR(verifier_->verify(on_device, statuses));
+    for (Status& s : statuses) TA_RETURN_IF_ERROR(std::move(s));
     return {};
 }
 
@@ -298,6 +308,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
             break;
         }
         found.value()->in_plan = true;
+        found.value()->last_used = ++uses_;
         taken.push_back(found.value());
     }
     if (status.ok()) return taken;

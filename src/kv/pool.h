@@ -6,12 +6,14 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "src/core/context.h"
 #include "src/kv/blocks.h"
 #include "src/kv/geometry.h"
 #include "src/kv/numerics.h"
+#include "src/tiering/mover.h"
 
 namespace ta {
 
@@ -23,12 +25,22 @@ struct Sequence {
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
-    uint64_t version = 0;  // grows with every change of `blocks`
+    uint64_t last_used = 0;  // by a plan; Pool::uses() then
+    uint64_t version = 0;    // grows with every change of `blocks`
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
     std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale, on a CPU
     uint8_t amax_side = kNothingSeen;  // the same on a device: which record of Pool::open_amax() holds them
     uint32_t nonfinite_seen = 0;       // of the device's counter
+};
+
+// The tiers below the device, each on if it has a budget.
+struct TierSettings {
+    uint64_t host_budget = 0, disk_budget = 0;
+    std::string disk_path;  // empty: an anonymous file in disk_folder
+    std::string disk_folder;
+    int numa_node = -1;
+    int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
 };
 
 class Pool {
@@ -40,7 +52,7 @@ class Pool {
     };
 
     static Result<std::shared_ptr<Pool>> create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
-                                                uint64_t budget, uint32_t max_sequences);
+                                                uint64_t budget, uint32_t max_sequences, const TierSettings& tiers = {});
 
     Context& context() const { return *context_; }
     const Geometry& geometry() const { return geometry_; }
@@ -59,6 +71,8 @@ class Pool {
     // Device memory, only with a universal open scale: [max_sequences, 2 sides, layers, kv_heads, 2] largest |K|, |V| seen.
     float* open_amax() const { return reinterpret_cast<float*>(open_amax_.get()); }
     size_t open_amax_record() const { return size_t(geometry_.layers) * geometry_.kv_heads * 2; }
+    // Checks blocks in device memory; nullptr on a CPU.
+    BlockVerifier* verifier() const { return verifier_.get(); }
     const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
 
     Status close();
@@ -79,6 +93,23 @@ class Pool {
         std::lock_guard lock(mutex_);
         change();
     }
+
+    // Tiers below the device: nullptr where there is none. The mover is there if one of them is.
+    Tier* tier(TierKind kind) const {
+        return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
+    }
+    Mover* mover() const { return mover_.get(); }
+    // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
+    bool make_room(TierKind tier, std::span<const PageKind> wanted);
+    // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
+    Status make_resident(std::span<Sequence* const> seqs);
+    // After a step: lets blocks leave in the background when the device tier is nearly full.
+    void keep_room();
+    // Moves of full blocks [first, first + n) of a sequence that is in no plan.
+    Result<uint64_t> move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason);
+    Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
+    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr.
+    Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;
 
     struct SequenceStats {
         uint32_t sequences = 0;
@@ -101,6 +132,10 @@ class Pool {
     Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences);
     Result<Sequence*> find(ta_seq seq) const;
     Status take_nonfinite_mark(Sequence& sequence);
+    Status attach_tiers(const TierSettings& settings);
+    TierKind below(TierKind tier) const;
+    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
+    Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
     Status check_open_locked() const;
     static Status busy(ta_seq seq);
@@ -115,13 +150,16 @@ class Pool {
     const uint32_t first_generation_;  // differs from pool to pool: an id of one names nothing in another
     uint64_t fingerprint_ = 0;
     float signs_[kMaxHeadDim];
+    std::unique_ptr<Tier> host_, disk_;
     std::unique_ptr<BlockStore> blocks_;
+    TierSettings tier_settings_;
     Counters counters_;
     struct FreeCounters {
         Device* device;
         void operator()(uint32_t* counters) const { device->deallocate_counters(counters); }
     };
     std::unique_ptr<uint32_t[], FreeCounters> nonfinite_;
+    std::unique_ptr<BlockVerifier> verifier_;
     struct FreeMemory {
         Device* device;
         size_t bytes;
@@ -133,6 +171,9 @@ class Pool {
     bool closed_ = false;
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
+    uint64_t uses_ = 0;                      // of sequences by plans
+    std::atomic<uint64_t> keeping_room_{0};  // ticket of the last background eviction
+    std::unique_ptr<Mover> mover_;           // last: its threads use the rest
 };
 
 }  // namespace ta

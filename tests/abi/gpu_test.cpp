@@ -11,52 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "support/device_tensor.h"
 #include "support/handles.h"
 #include "support/numbers.h"
 
 namespace ta::testing {
 namespace {
-
-struct FreeDevice {
-    void operator()(void* p) const { cudaFree(p); }
-};
-
-// F16 rows [tokens, heads, d] on the device, or outputs to be.
-class DeviceTensor {
-  public:
-    DeviceTensor(int64_t tokens, int64_t heads, int64_t d, const std::vector<float>* values = nullptr)
-        : n_(size_t(tokens * heads * d)) {
-        void* p = nullptr;
-        EXPECT_EQ(cudaMalloc(&p, std::max<size_t>(2 * n_, 16)), cudaSuccess);
-        data_.reset(p);
-        view_ = sized<ta_tensor>();
-        view_.dtype = TA_DTYPE_F16;
-        view_.data = p;
-        view_.tokens = tokens;
-        view_.heads = heads;
-        view_.head_dim = d;
-        if (values) set(*values);
-        if (!values) cudaMemset(p, 0xFF, 2 * n_);
-    }
-    void set(const std::vector<float>& values) {
-        std::vector<uint16_t> half(values.size());
-        for (size_t i = 0; i < values.size(); ++i) half[i] = float_to_f16(values[i]);
-        EXPECT_EQ(cudaMemcpy(data_.get(), half.data(), 2 * half.size(), cudaMemcpyHostToDevice), cudaSuccess);
-    }
-    std::vector<float> get() const {
-        std::vector<uint16_t> half(n_);
-        EXPECT_EQ(cudaMemcpy(half.data(), data_.get(), 2 * n_, cudaMemcpyDeviceToHost), cudaSuccess);
-        std::vector<float> values(n_);
-        for (size_t i = 0; i < n_; ++i) values[i] = f16_to_float(half[i]);
-        return values;
-    }
-    const ta_tensor* view() const { return &view_; }
-
-  private:
-    size_t n_;
-    std::unique_ptr<void, FreeDevice> data_;
-    ta_tensor view_;
-};
 
 struct Shape {
     uint32_t bits, head_dim;

@@ -1,0 +1,194 @@
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+Result<TierKind> read_tier(ta_tier tier, int argument) {
+    if (tier < TA_TIER_DEVICE || tier > TA_TIER_DISK)
+        return fail(TA_E_INVALID, "tier is %d, no value of ta_tier", int(tier)).argument(argument);
+    return TierKind(tier);
+}
+
+Result<Mover*> mover_of(const ta_kv_pool* pool) {
+    TA_RETURN_IF_ERROR(check_pool(pool));
+    TA_RETURN_IF_ERROR(pool->impl->check_open());
+    if (Mover* mover = pool->impl->mover()) return mover;
+    return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
+}
+
+Status write_info(const MoveProgress& p, ta_move_info* info, int argument) {
+    ta_move_info r{};
+    r.state = p.state;
+    r.blocks = p.blocks;
+    r.moved = p.moved;
+    r.present = p.present;
+    r.skipped = p.skipped;
+    r.failed = p.failed;
+    r.status = p.status.code();
+    r.block = p.status.detail() ? p.status.detail()->block : -1;
+    return write_struct(r, info, "info", argument);
+}
+
+ta_status move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, MoveReason reason, ta_ticket* out,
+               int out_argument, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", out_argument));
+        Result<TierKind> to = read_tier(tier, 4);
+        if (!to.ok()) return std::move(to).status();
+        Result<uint64_t> ticket = pool->impl->move_blocks(seq, first, n, to.value(), reason);
+        if (!ticket.ok()) return std::move(ticket).status();
+        *out = ticket.value();
+        return {};
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out, ta_error* err) {
+    return move(pool, seq, first, n, tier, MoveReason::kAsked, out, 5, err);
+}
+
+ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err) {
+    return move(pool, seq, first, n, TA_TIER_DEVICE, MoveReason::kPrefetch, out, 4, err);
+}
+
+ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->pin_blocks(seq, first, n, true);
+    });
+}
+
+ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->pin_blocks(seq, first, n, false);
+    });
+}
+
+ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        Result<Mover*> mover = mover_of(pool);
+        if (!mover.ok()) return std::move(mover).status();
+        TA_RETURN_IF_ERROR(check_pointer(info, "info", 2));
+        Result<MoveProgress> progress = mover.value()->query(ticket);
+        if (!progress.ok()) return std::move(progress).status().argument(1);
+        return write_info(progress.value(), info, 2);
+    });
+}
+
+ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        Result<Mover*> mover = mover_of(pool);
+        if (!mover.ok()) return std::move(mover).status();
+        TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
+        Result<MoveProgress> progress = mover.value()->wait(ticket, nanoseconds);
+        if (!progress.ok()) return std::move(progress).status().argument(1);
+        return write_info(progress.value(), info, 3);
+    });
+}
+
+ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        Result<Mover*> mover = mover_of(pool);
+        if (!mover.ok()) return std::move(mover).status();
+        Device* device = pool->impl->context().device();
+        if (!device) return fail(TA_E_UNSUPPORTED, "a CPU has no streams: use ta_move_wait");
+        Result<MoveProgress> progress = mover.value()->query(ticket);
+        if (!progress.ok()) return std::move(progress).status().argument(1);
+        if (progress.value().state > TA_MOVE_RUNNING) return {};
+        const std::shared_ptr<Pool> impl = pool->impl;
+        return device->enqueue_call(stream, [impl, ticket] { (void)impl->mover()->wait(ticket, -1); });
+    });
+}
+
+ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        Result<Mover*> mover = mover_of(pool);
+        if (!mover.ok()) return std::move(mover).status();
+        Status s = mover.value()->cancel(ticket);
+        return s.ok() ? std::move(s) : std::move(s).argument(1);
+    });
+}
+
+ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        const Geometry& g = pool->impl->geometry();
+        ta_residency r{};
+        TA_RETURN_IF_ERROR(pool->impl->inspect(seq, [&](const Sequence& s) {
+            uint64_t* const blocks[] = {&r.device_blocks, &r.host_blocks, &r.disk_blocks};
+            uint64_t* const bytes[] = {&r.device_bytes, &r.host_bytes, &r.disk_bytes};
+            for (const BlockPtr& b : s.blocks) {
+                const auto tier = size_t(b->tier());
+                ++*blocks[tier];
+                *bytes[tier] += g.slot_bytes(b->kind());
+                r.pinned_blocks += b->pins() > 0;
+            }
+            return Status();
+        }));
+        return write_struct(r, out, "out", 2);
+    });
+}
+
+ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(stats, "stats", 2));
+        const Pool& p = *pool->impl;
+        TA_RETURN_IF_ERROR(p.check_open());
+        Result<TierKind> kind = read_tier(tier, 1);
+        if (!kind.ok()) return std::move(kind).status();
+        ta_tier_stats r{};
+        if (kind.value() == TierKind::kDevice) {
+            const BlockStore::Usage usage = p.blocks().usage();
+            r.bytes_budget = p.blocks().budget();
+            r.bytes_used = usage.used;
+            r.bytes_free = r.bytes_budget - usage.used;
+            r.blocks = usage.token_blocks + usage.channel_blocks;
+        } else {
+            const Tier* t = p.tier(kind.value());
+            if (!t) {
+                return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", tier == TA_TIER_HOST ? "host" : "disk").argument(1);
+            }
+            const TierStats s = t->stats();
+            const TierHealth health = t->health();
+            r.state = int32_t(health.state);
+            r.bytes_budget = s.budget;
+            r.bytes_used = s.used;
+            r.bytes_free = s.free;
+            r.largest_free = s.largest_free;
+            r.blocks = s.slots_used[0] + s.slots_used[1];
+            r.failed = s.failed + s.stalled;
+            r.corrupt = s.corrupt;
+            r.queued = s.queued + s.in_flight;
+            std::memcpy(r.reason, health.reason, sizeof r.reason);
+        }
+        if (const Mover* mover = p.mover()) {
+            const MoveCounters c = mover->counters();
+            const auto i = size_t(kind.value());
+            r.blocks_in = c.blocks_in[i];
+            r.blocks_out = c.blocks_out[i];
+            r.bytes_in = c.bytes_in[i];
+            r.bytes_out = c.bytes_out[i];
+            r.bytes_asked = c.bytes_by_reason[size_t(MoveReason::kAsked)];
+            r.bytes_prefetched = c.bytes_by_reason[size_t(MoveReason::kPrefetch)];
+            r.bytes_needed = c.bytes_by_reason[size_t(MoveReason::kNeeded)];
+            r.bytes_evicted = c.bytes_by_reason[size_t(MoveReason::kEviction)];
+            if (kind.value() == TierKind::kDevice) {
+                r.failed = c.failed;
+                r.corrupt = c.corrupt;
+                r.queued = mover->queued();
+            }
+        }
+        return write_struct(r, stats, "stats", 2);
+    });
+}
+
+}  // extern "C"

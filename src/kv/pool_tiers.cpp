@@ -1,0 +1,222 @@
+// The pool's side of the tiers: which blocks leave, which come back, and when.
+#include <algorithm>
+#include <cstring>
+#include <future>
+
+#include "src/kv/pool.h"
+#include "src/tiering/block_check.h"
+#include "src/tiering/disk.h"
+#include "src/tiering/host.h"
+
+namespace ta {
+namespace {
+
+// What is evicted at once, of the device budget: room for some steps.
+constexpr uint64_t kEvictedPart = 64;
+
+// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading them
+// from below is spread over all that attend.
+uint32_t reversed_bits(uint32_t x) {
+    x = (x & 0x55555555) << 1 | (x >> 1 & 0x55555555);
+    x = (x & 0x33333333) << 2 | (x >> 2 & 0x33333333);
+    x = (x & 0x0f0f0f0f) << 4 | (x >> 4 & 0x0f0f0f0f);
+    return __builtin_bswap32(x);
+}
+
+}  // namespace
+
+Status Pool::attach_tiers(const TierSettings& settings) {
+    tier_settings_ = settings;
+    const size_t slot_bytes[kSlotClasses] = {geometry_.token_slot_bytes, geometry_.channel_slot_bytes};
+    if (settings.host_budget > 0) {
+        HostTierOptions o;
+        o.budget = settings.host_budget;
+        std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
+        o.memory.node = settings.numa_node;
+        if (Device* device = context_->device()) {
+            if (o.memory.node < 0) o.memory.node = device->numa_node();
+            o.memory.needs_registration = true;
+            o.memory.register_chunk = [device](void* data, size_t bytes) {
+                return device->register_host(static_cast<uint8_t*>(data), bytes);
+            };
+            o.memory.unregister_chunk = [device](void* data, size_t) { device->unregister_host(static_cast<uint8_t*>(data)); };
+        }
+        Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_->threads(), o);
+        if (!host.ok()) return std::move(host).status();
+        host_ = host.take();
+    }
+    if (settings.disk_budget > 0) {
+        DiskTierOptions o;
+        o.path = settings.disk_folder;
+        o.budget = settings.disk_budget;
+        std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
+        o.fingerprint = fingerprint_;
+        o.check = make_block_check(geometry_, fingerprint_);
+        Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(system_files(), o);
+        if (!disk.ok()) return std::move(disk).status();
+        disk_ = disk.take();
+    }
+    if (!host_ && !disk_) return {};
+    blocks_->attach(host_.get(), disk_.get());
+    mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
+    return {};
+}
+
+TierKind Pool::below(TierKind tier) const {
+    return tier == TierKind::kDevice && host_ ? TierKind::kHost : TierKind::kDisk;
+}
+
+// Full blocks of `tier` of at least so many bytes, or all there are, those of the sequences first that no plan used for longest.
+// Sinks and pinned blocks stay; shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
+std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
+    std::vector<MoveItem> items;
+    uint64_t found = 0;
+    std::lock_guard lock(mutex_);
+    std::vector<const Sequence*> oldest;
+    for (const auto& s : sequences_) {
+        if (s->alive && !s->blocks.empty() && !(for_disk && s->in_plan)) oldest.push_back(s.get());
+    }
+    std::sort(oldest.begin(), oldest.end(), [](const Sequence* a, const Sequence* b) { return a->last_used < b->last_used; });
+    std::vector<std::pair<uint32_t, uint32_t>> order;  // reversed bits of the index, index
+    for (bool shared : {false, true}) {
+        for (const Sequence* s : oldest) {
+            if (found >= bytes) return items;
+            order.clear();
+            for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
+                const Block& block = *s->blocks[b];
+                if (block.tier() != tier || !block.sealed() || block.moving() || block.pins() > 0) continue;
+                if ((s->blocks[b].use_count() > 1) == shared) order.emplace_back(reversed_bits(uint32_t(b)), uint32_t(b));
+            }
+            std::sort(order.begin(), order.end());
+            for (const auto& [key, b] : order) {
+                if (found >= bytes) return items;
+                items.push_back({s->blocks[b], b});
+                found += geometry_.slot_bytes(s->blocks[b]->kind());
+            }
+        }
+    }
+    return items;
+}
+
+bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
+    const TierKind to = below(tier);
+    if (tier == TierKind::kDisk || !this->tier(to)) return false;
+    uint64_t bytes = 0;
+    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
+    const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
+    const std::vector<MoveItem> items = coldest(tier, std::max(bytes, budget / kEvictedPart), to == TierKind::kDisk);
+    return !items.empty() && mover_->run(items, to, MoveReason::kEviction).moved > 0;
+}
+
+void Pool::keep_room() {
+    if (!mover_) return;
+    const TierKind to = below(TierKind::kDevice);
+    const uint64_t used = blocks_->usage().used, budget = blocks_->budget();
+    if (used <= budget / 100 * uint64_t(tier_settings_.high_percent)) return;
+    if (const uint64_t last = keeping_room_.load(); last != 0) {
+        Result<MoveProgress> progress = mover_->query(last);
+        if (progress.ok() && progress.value().state <= TA_MOVE_RUNNING) return;
+    }
+    std::vector<MoveItem> items =
+        coldest(TierKind::kDevice, used - budget / 100 * uint64_t(tier_settings_.low_percent), to == TierKind::kDisk);
+    if (items.empty()) return;
+    if (Result<uint64_t> ticket = mover_->submit(std::move(items), to, MoveReason::kEviction); ticket.ok())
+        keeping_room_ = ticket.value();
+}
+
+Status Pool::make_resident(std::span<Sequence* const> seqs) {
+    if (blocks_->blocks_on_disk() == 0) return {};
+    for (size_t i = 0; i < seqs.size(); ++i) {
+        std::vector<MoveItem> items;
+        for (size_t b = 0; b < seqs[i]->blocks.size(); ++b) {
+            const BlockPtr& block = seqs[i]->blocks[b];
+            if (block->tier() == TierKind::kDisk) items.push_back({block, b});
+        }
+        if (items.empty()) continue;
+        MoveProgress progress = mover_->run(items, host_ ? TierKind::kHost : TierKind::kDevice, MoveReason::kNeeded);
+        if (progress.failed > 0) return std::move(progress.status).sequence(int64_t(i));
+    }
+    return {};
+}
+
+Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
+    std::vector<MoveItem> items;
+    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) -> Status {
+        if (first > s.blocks.size() || n > s.blocks.size() - first) {
+            return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
+                        (unsigned long long)(first + n), s.blocks.size())
+                .argument(2);
+        }
+        for (uint64_t b = first; b < first + n; ++b) {
+            const BlockPtr& block = s.blocks[size_t(b)];
+            items.push_back({block->sealed() ? block : nullptr, b});
+        }
+        return {};
+    }));
+    return items;
+}
+
+Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
+    if (to != TierKind::kDevice && !tier(to))
+        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk");
+    Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
+    if (!items.ok()) return std::move(items).status();
+    if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device");
+    return mover_->submit(items.take(), to, reason);
+}
+
+Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
+    Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
+    if (!items.ok()) return std::move(items).status();
+    for (const MoveItem& item : items.value()) {
+        if (!item.block) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(item.index));
+        if (!pinned && item.block->pins() == 0) return fail(TA_E_STATE, "the block is not pinned").block(int64_t(item.index));
+    }
+    for (const MoveItem& item : items.value()) pinned ? item.block->pin() : item.block->unpin();
+    return {};
+}
+
+namespace {
+
+class Answer final : public TierClient {
+  public:
+    void on_done(TierCompletion completion) noexcept override { answer_.set_value(std::move(completion.status)); }
+    Status wait() { return answer_.get_future().get(); }
+
+  private:
+    std::promise<Status> answer_;
+};
+
+}  // namespace
+
+Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const {
+    std::vector<uint8_t> scratch;
+    if (!slot) {
+        scratch.resize(geometry_.slot_bytes(block.kind()));
+        slot = scratch.data();
+    }
+    const Place place = blocks_->place_of(block);
+    if (place.tier != TierKind::kDisk) {  // it came back meanwhile
+        Device* device = context_->device();
+        if (device && place.tier == TierKind::kDevice) {
+            TA_RETURN_IF_ERROR(device->read(slot, place.address, geometry_.slot_bytes(block.kind())));
+        } else {
+            std::memcpy(slot, place.address, geometry_.slot_bytes(block.kind()));
+        }
+        return block.verify(geometry_, fingerprint_, index, slot);
+    }
+    TierRequest r;
+    r.slot = place.slot;
+    r.bytes = geometry_.slot_bytes(block.kind());
+    r.memory = slot;
+    r.identity.block_index = index;
+    r.identity.content_id = block.content_id();
+    r.identity.tokens = kPageTokens;
+    Answer answer;
+    Result<TierBatch> batch = disk_->submit({&r, 1}, answer);
+    if (!batch.ok()) return std::move(batch).status().block(int64_t(index));
+    Status s = answer.wait();  // with the block's hashes
+    return s.ok() ? std::move(s) : std::move(s).block(int64_t(index));
+}
+
+}  // namespace ta

@@ -1,0 +1,158 @@
+// Tiers of a GPU context: a pool whose blocks are spread over GPU memory, pinned host memory and disk, beside one with all in GPU
+// memory. The same outputs to the bit. Skipped where there is no GPU.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "support/device_tensor.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 128, kQHeads = 8;
+
+ta_residency residency(const KvPool& pool, ta_seq seq) {
+    auto r = sized<ta_residency>();
+    ta_error err;
+    require(ta_seq_residency(pool.get(), seq, &r, &err), err);
+    return r;
+}
+ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    ta_ticket ticket = 0;
+    auto info = sized<ta_move_info>();
+    ta_error err;
+    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
+    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+    return info;
+}
+
+class GpuTiers : public ::testing::Test {
+  protected:
+    void SetUp() override {
+        int n = 0;
+        if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0)
+            GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
+        auto options = sized<ta_context_options>();
+        options.device = TA_DEVICE_CUDA;
+        context = make_context(options);
+        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    }
+    void TearDown() override {
+        if (IsSkipped()) return;
+        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        cudaStreamDestroy(stream);
+        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    }
+    void make_pools(uint64_t device_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4) {
+        auto options = pool_options(kLayers, kHeads, kDim, bits);
+        options.budget_bytes = uint64_t{256} << 20;
+        plain_pool = make_pool(context, options);
+        const ta_kv_pool_stats s = stats(plain_pool);
+        options.budget_bytes = 10 * s.token_block_bytes + device_blocks * (bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = host_bytes;
+        tiers.disk_bytes = disk_bytes;
+        options.tiers = &tiers;
+        pool = make_pool(context, options);
+        plan = make_plan(pool);
+        plain_plan = make_plan(plain_pool);
+        ta_error err;
+        require(ta_plan_set_stream(plan.get(), stream, &err), err);
+        require(ta_plan_set_stream(plain_plan.get(), stream, &err), err);
+    }
+    size_t add() {
+        seqs.push_back(make_sequence(pool));
+        plain_seqs.push_back(make_sequence(plain_pool));
+        return seqs.size() - 1;
+    }
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new) {
+        std::vector<ta_seq> a, b;
+        int64_t n = 0;
+        for (size_t i = 0; i < members.size(); ++i) {
+            a.push_back(seqs[members[i]]);
+            b.push_back(plain_seqs[members[i]]);
+            n += n_new[i];
+        }
+        begin(plan, a, n_new);
+        begin(plain_plan, b, n_new);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            const std::vector<float> kv = random.normals(n * kHeads * kDim), qv = random.normals(n * kQHeads * kDim);
+            const DeviceTensor k(n, kHeads, kDim, &kv), q(n, kQHeads, kDim, &qv), out(n, kQHeads, kDim), plain_out(n, kQHeads, kDim);
+            ta_error err;
+            require(ta_append(plan.get(), layer, k.view(), k.view(), &err), err);
+            require(ta_append(plain_plan.get(), layer, k.view(), k.view(), &err), err);
+            require(ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
+            require(ta_attend(plain_plan.get(), layer, q.view(), plain_out.view(), nullptr, nullptr, &err), err);
+            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            const std::vector<float> x = out.get(), y = plain_out.get();
+            ASSERT_EQ(std::memcmp(x.data(), y.data(), x.size() * 4), 0) << "layer " << layer;
+        }
+        end(plan);
+        end(plain_plan);
+    }
+    void verify() {
+        for (size_t s = 0; s < seqs.size(); ++s) {
+            ta_error err;
+            require(ta_seq_verify(pool.get(), seqs[s], &err), err);
+            const int64_t n = length(plain_pool, plain_seqs[s]), row = kHeads * kDim;
+            ASSERT_TRUE(dequantize(pool, seqs[s], 1, 0, n, row) == dequantize(plain_pool, plain_seqs[s], 1, 0, n, row));
+        }
+    }
+
+    Context context;
+    cudaStream_t stream = nullptr;
+    KvPool pool, plain_pool;
+    Plan plan, plain_plan;
+    std::vector<ta_seq> seqs, plain_seqs;
+    Random random{3};
+};
+
+TEST_F(GpuTiers, SequencesGrowPastTheDeviceBudget) {
+    for (uint32_t bits : {4u, 2u, 8u}) {
+        SCOPED_TRACE(std::to_string(bits) + " bits");
+        seqs.clear();
+        plain_seqs.clear();
+        plan.reset();
+        plain_plan.reset();
+        make_pools(20, uint64_t{64} << 20, 0, bits);
+        const size_t a = add(), b = add();
+        step({a, b}, {300, 1000});
+        for (int i = 0; i < 12; ++i) step({a, b}, {i % 3 == 0 ? 1 : 130, 1});
+        for (int i = 0; i < 8; ++i) step({b}, {400});
+        for (int i = 0; i < 3; ++i) step({a, b}, {1, 1});
+        EXPECT_GT(residency(pool, seqs[b]).host_blocks, 5u);
+        verify();
+    }
+}
+
+TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
+    make_pools(200, uint64_t{64} << 20, uint64_t{64} << 20);
+    const size_t a = add();
+    step({a}, {30 * 64 + 5});
+    for (ta_tier tier : {TA_TIER_HOST, TA_TIER_DISK, TA_TIER_DEVICE, TA_TIER_DISK, TA_TIER_HOST, TA_TIER_DEVICE}) {
+        SCOPED_TRACE("to tier " + std::to_string(tier));
+        const ta_move_info info = move_now(pool, seqs[a], 3, 20, tier);
+        EXPECT_EQ(info.state, TA_MOVE_DONE) << ta_status_name(info.status);
+        EXPECT_EQ(info.moved + info.present, 20u);
+        const ta_residency r = residency(pool, seqs[a]);
+        EXPECT_EQ(tier == TA_TIER_HOST ? 20u : 0u, r.host_blocks);
+        EXPECT_EQ(tier == TA_TIER_DISK ? 20u : 0u, r.disk_blocks);
+        verify();
+        step({a}, {1});
+    }
+    // Work of a stream waits for a move that is on its way.
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_move(pool.get(), seqs[a], 0, 30, TA_TIER_HOST, &ticket, &err), err);
+    require(ta_move_stream_wait(pool.get(), ticket, stream, &err), err);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    auto info = sized<ta_move_info>();
+    require(ta_move_query(pool.get(), ticket, &info, &err), err);
+    EXPECT_EQ(info.state, TA_MOVE_DONE);
+    step({a}, {1});
+    verify();
+}
+
+}  // namespace
+}  // namespace ta::testing

@@ -1,0 +1,355 @@
+// Pools with tiers beside a pool that has all its blocks in one: the same outputs to the bit, wherever blocks are and whatever moves.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "support/handles.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
+constexpr int64_t kRow = kHeads * kDim;
+constexpr uint64_t kPlenty = uint64_t{64} << 20;
+
+struct Budgets {
+    uint64_t device_blocks = 1000, host_bytes = 0, disk_bytes = 0;  // device: channel blocks beside 8 token blocks
+    uint32_t bits = 4;
+    int high = 0, low = 0;
+};
+
+ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
+    auto options = pool_options(kLayers, kHeads, kDim, b.bits);
+    const KvPool probe = make_pool(make_context(), options);
+    const ta_kv_pool_stats s = stats(probe);
+    options.budget_bytes =
+        8 * s.token_block_bytes + b.device_blocks * (b.bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
+    tiers = sized<ta_tier_options>();
+    tiers.host_bytes = b.host_bytes;
+    tiers.disk_bytes = b.disk_bytes;
+    tiers.high_percent = b.high;
+    tiers.low_percent = b.low;
+    options.tiers = &tiers;
+    return options;
+}
+
+ta_residency residency(const KvPool& pool, ta_seq seq) {
+    auto r = sized<ta_residency>();
+    ta_error err;
+    require(ta_seq_residency(pool.get(), seq, &r, &err), err);
+    return r;
+}
+ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
+    auto s = sized<ta_tier_stats>();
+    ta_error err;
+    require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
+    return s;
+}
+ta_ticket move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
+    return ticket;
+}
+ta_move_info wait(const KvPool& pool, ta_ticket ticket) {
+    auto info = sized<ta_move_info>();
+    ta_error err;
+    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+    return info;
+}
+ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    return wait(pool, move(pool, seq, first, n, tier));
+}
+
+// A pool with tiers and one without that take the same steps.
+class Twins {
+  public:
+    explicit Twins(const Budgets& budgets, uint64_t seed = 1) : random_(seed) {
+        ta_tier_options tiers;
+        auto options = options_of(budgets, tiers);
+        pool = make_pool(context, options);
+        options.budget_bytes = kPlenty;
+        options.tiers = nullptr;
+        plain_pool = make_pool(context, options);
+        plan = make_plan(pool);
+        plain_plan = make_plan(plain_pool);
+    }
+
+    size_t add() {
+        seqs.push_back(make_sequence(pool));
+        plain_seqs.push_back(make_sequence(plain_pool));
+        return seqs.size() - 1;
+    }
+    size_t fork(size_t from) {
+        seqs.push_back(fork_sequence(pool, seqs[from]));
+        plain_seqs.push_back(fork_sequence(plain_pool, plain_seqs[from]));
+        return seqs.size() - 1;
+    }
+    void truncate(size_t s, int64_t n) {
+        ta_error err;
+        require(ta_seq_truncate(pool.get(), seqs[s], n, &err), err);
+        require(ta_seq_truncate(plain_pool.get(), plain_seqs[s], n, &err), err);
+    }
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new) {
+        std::vector<ta_seq> a, b;
+        int64_t n = 0;
+        for (size_t i = 0; i < members.size(); ++i) {
+            a.push_back(seqs[members[i]]);
+            b.push_back(plain_seqs[members[i]]);
+            n += n_new[i];
+        }
+        begin(plan, a, n_new);
+        begin(plain_plan, b, n_new);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(random_.normals(n * kRow), n, kHeads, kDim), v(random_.normals(n * kRow), n, kHeads, kDim);
+            Tensor q(random_.normals(n * kQHeads * kDim), n, kQHeads, kDim);
+            Tensor out(n, kQHeads, kDim), plain_out(n, kQHeads, kDim);
+            std::vector<float> lse(size_t(n * kQHeads)), plain_lse(lse.size());
+            append(plan, layer, k, v);
+            append(plain_plan, layer, k, v);
+            attend(plan, layer, q, out, lse.data());
+            attend(plain_plan, layer, q, plain_out, plain_lse.data());
+            const std::vector<float> x = out.values(), y = plain_out.values();
+            ASSERT_EQ(std::memcmp(x.data(), y.data(), x.size() * 4), 0) << "layer " << layer;
+            ASSERT_EQ(std::memcmp(lse.data(), plain_lse.data(), lse.size() * 4), 0) << "layer " << layer;
+        }
+        end(plan);
+        end(plain_plan);
+    }
+    void verify() {
+        for (size_t s = 0; s < seqs.size(); ++s) {
+            ta_error err;
+            require(ta_seq_verify(pool.get(), seqs[s], &err), err);
+            const int64_t n = length(plain_pool, plain_seqs[s]);
+            ASSERT_EQ(length(pool, seqs[s]), n);
+            if (n == 0) continue;
+            ASSERT_TRUE(dequantize(pool, seqs[s], 1, 0, n, kRow) == dequantize(plain_pool, plain_seqs[s], 1, 0, n, kRow));
+        }
+    }
+
+    Context context = make_context(2);
+    KvPool pool, plain_pool;
+    Plan plan, plain_plan;
+    std::vector<ta_seq> seqs, plain_seqs;
+
+  private:
+    Random random_;
+};
+
+TEST(Tiers, SequencesGrowPastTheDeviceBudgetIntoTheHostTier) {
+    for (uint32_t bits : {4u, 2u, 8u}) {
+        SCOPED_TRACE(std::to_string(bits) + " bits");
+        Twins twins({.device_blocks = 12, .host_bytes = kPlenty, .bits = bits});
+        const size_t a = twins.add(), b = twins.add();
+        twins.step({a, b}, {300, 200});
+        for (int i = 0; i < 10; ++i) twins.step({a, b}, {140, 64});
+        const ta_residency r = residency(twins.pool, twins.seqs[a]);
+        EXPECT_EQ(r.device_blocks + r.host_blocks, 27u);
+        EXPECT_GT(r.host_blocks, 10u);
+        EXPECT_EQ(ta_seq_pin(twins.pool.get(), twins.seqs[a], 26, 1, nullptr), TA_E_STATE);  // it is open
+        EXPECT_LE(tier_stats(twins.pool, TA_TIER_DEVICE).bytes_used, tier_stats(twins.pool, TA_TIER_DEVICE).bytes_budget);
+        EXPECT_GT(tier_stats(twins.pool, TA_TIER_HOST).bytes_evicted, 0u);
+        twins.verify();
+    }
+}
+
+TEST(Tiers, BlocksOnDiskComeBackWhenAStepNeedsThem) {
+    Twins twins({.device_blocks = 40, .host_bytes = uint64_t{1} << 20, .disk_bytes = kPlenty});
+    std::vector<size_t> s;
+    for (int i = 0; i < 6; ++i) s.push_back(twins.add());
+    for (int round = 0; round < 4; ++round) {
+        for (size_t i : s) twins.step({i}, {320});
+    }
+    uint64_t on_disk = 0;
+    for (size_t i : s) on_disk += residency(twins.pool, twins.seqs[i]).disk_blocks;
+    EXPECT_GT(on_disk, 20u);
+    twins.verify();
+    for (size_t i : s) twins.step({i}, {1});
+    const size_t f = twins.fork(s[0]);
+    twins.truncate(s[1], 130);
+    twins.step({f, s[1]}, {3, 70});
+    twins.verify();
+    EXPECT_GT(tier_stats(twins.pool, TA_TIER_DISK).bytes_needed, 0u);
+}
+
+TEST(Tiers, ADiskWithoutAHostTier) {
+    Twins twins({.device_blocks = 24, .disk_bytes = kPlenty});
+    std::vector<size_t> s;
+    for (int i = 0; i < 5; ++i) s.push_back(twins.add());
+    for (int round = 0; round < 3; ++round) {
+        for (size_t i : s) twins.step({i}, {330});
+    }
+    twins.verify();
+    // More than the device holds cannot be attended to: the step fails and changes nothing.
+    ta_error err;
+    const int32_t n_new = 3000;
+    const int64_t before = length(twins.pool, twins.seqs[0]);
+    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 1, &twins.seqs[0], &n_new, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(length(twins.pool, twins.seqs[0]), before);
+    twins.step({s[0]}, {1});
+    twins.verify();
+}
+
+TEST(Tiers, MovesThatAreAskedFor) {
+    Twins twins({.device_blocks = 200, .host_bytes = kPlenty, .disk_bytes = kPlenty});
+    const size_t a = twins.add();
+    twins.step({a}, {10 * 64 + 5});
+    const ta_seq seq = twins.seqs[a];
+    for (ta_tier tier : {TA_TIER_HOST, TA_TIER_DISK, TA_TIER_HOST, TA_TIER_DEVICE, TA_TIER_DISK, TA_TIER_DEVICE}) {
+        const ta_move_info info = move_now(twins.pool, seq, 0, 11, tier);
+        EXPECT_EQ(info.state, TA_MOVE_DONE) << ta_status_name(info.status) << ", block " << info.block;
+        EXPECT_EQ(info.blocks, 11u);
+        EXPECT_EQ(info.moved + info.present, 10u) << "tier " << tier;
+        EXPECT_EQ(info.skipped, 1u);  // the open block
+        const ta_residency r = residency(twins.pool, seq);
+        EXPECT_EQ(tier == TA_TIER_DEVICE ? 11u : 1u, r.device_blocks);
+        EXPECT_EQ(tier == TA_TIER_HOST ? 10u : 0u, r.host_blocks);
+        EXPECT_EQ(tier == TA_TIER_DISK ? 10u : 0u, r.disk_blocks);
+        twins.verify();
+        twins.step({a}, {1});
+        EXPECT_EQ(residency(twins.pool, seq).disk_blocks, 0u);  // the step has brought them back
+        EXPECT_EQ(move_now(twins.pool, seq, 0, 10, tier == TA_TIER_DISK ? TA_TIER_HOST : tier).present, 10u);
+    }
+    // Pinned blocks stay where they are, or go up.
+    ta_error err;
+    require(ta_seq_pin(twins.pool.get(), seq, 2, 3, &err), err);
+    EXPECT_EQ(residency(twins.pool, seq).pinned_blocks, 3u);
+    ta_move_info info = move_now(twins.pool, seq, 0, 10, TA_TIER_HOST);
+    EXPECT_EQ(info.moved, 7u);
+    EXPECT_EQ(info.skipped, 3u);
+    EXPECT_EQ(ta_seq_unpin(twins.pool.get(), seq, 1, 4, &err), TA_E_STATE);
+    EXPECT_EQ(residency(twins.pool, seq).pinned_blocks, 3u);
+    require(ta_seq_unpin(twins.pool.get(), seq, 2, 3, &err), err);
+    EXPECT_EQ(move_now(twins.pool, seq, 0, 10, TA_TIER_HOST).moved, 3u);
+    ta_ticket ticket = 0;
+    require(ta_seq_prefetch(twins.pool.get(), seq, 0, 5, &ticket, &err), err);
+    EXPECT_EQ(wait(twins.pool, ticket).moved, 5u);
+    const ta_tier_stats host = tier_stats(twins.pool, TA_TIER_HOST);
+    EXPECT_EQ(host.blocks, 5u);
+    EXPECT_GT(host.bytes_prefetched, 0u);
+    twins.verify();
+}
+
+TEST(Tiers, FullTiersRefuseAndChangeNothing) {
+    Twins twins({.device_blocks = 12, .host_bytes = 512 << 10});
+    const size_t a = twins.add();
+    ta_error err;
+    int64_t tokens = 0;
+    for (;; tokens += 64) {
+        const int32_t n = 64;
+        const ta_status s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, &err);
+        if (s == TA_E_TIER_FULL) break;
+        require(s, err);
+        require(ta_plan_abort(twins.plan.get(), &err), err);
+        twins.step({a}, {64});
+        ASSERT_LT(tokens, 1 << 20);
+    }
+    EXPECT_GT(tokens, 14 * 64);
+    EXPECT_EQ(length(twins.pool, twins.seqs[a]), tokens);
+    twins.truncate(a, tokens - 1000);
+    twins.step({a}, {1});
+    twins.verify();
+}
+
+TEST(Tiers, TicketsAndArguments) {
+    Twins twins({.device_blocks = 100, .host_bytes = kPlenty});
+    const size_t a = twins.add();
+    twins.step({a}, {300});
+    ta_error err;
+    auto info = sized<ta_move_info>();
+    ta_ticket ticket = 0;
+    EXPECT_EQ(ta_move_query(twins.pool.get(), 77, &info, &err), TA_E_STALE);
+    EXPECT_EQ(ta_move_cancel(twins.pool.get(), 0, &err), TA_E_STALE);
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 6, TA_TIER_HOST, &ticket, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(err.argument, 2);
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], UINT64_MAX, 2, TA_TIER_HOST, &ticket, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, 3, &ticket, &err), TA_E_INVALID);
+    EXPECT_EQ(err.argument, 4);
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_DISK, &ticket, &err), TA_E_UNSUPPORTED) << err.message;
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a] + (uint64_t{1} << 40), 0, 1, TA_TIER_HOST, &ticket, &err),
+              TA_E_STALE);
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_HOST, nullptr, &err), TA_E_INVALID);
+    EXPECT_EQ(ticket, 0u);
+    begin(twins.plan, {twins.seqs[a]}, {1});
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_HOST, &ticket, &err), TA_E_BUSY);
+    require(ta_plan_abort(twins.plan.get(), &err), err);
+    EXPECT_EQ(ta_move_stream_wait(twins.pool.get(), move(twins.pool, twins.seqs[a], 0, 1, TA_TIER_HOST), nullptr, &err),
+              TA_E_UNSUPPORTED);
+    EXPECT_EQ(ta_move_query(twins.plain_pool.get(), 1, &info, &err), TA_E_UNSUPPORTED) << err.message;
+    auto s = sized<ta_tier_stats>();
+    EXPECT_EQ(ta_kv_pool_get_tier_stats(twins.pool.get(), TA_TIER_DISK, &s, &err), TA_E_UNSUPPORTED);
+    EXPECT_EQ(ta_kv_pool_get_tier_stats(twins.pool.get(), -1, &s, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_kv_pool_get_tier_stats(twins.plain_pool.get(), TA_TIER_DEVICE, &s, &err), TA_OK);
+
+    ta_tier_options tiers;
+    auto options = options_of({.host_bytes = kPlenty, .high = 50, .low = 60}, tiers);
+    ta_kv_pool* none = nullptr;
+    EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.high_percent = tiers.low_percent = 0;
+    tiers.disk_bytes = kPlenty;
+    tiers.disk_folder = "/nonexistent/folder";
+    EXPECT_NE(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_OK);
+    EXPECT_NE(std::string(err.message).find("/nonexistent/folder"), std::string::npos) << err.message;
+    EXPECT_EQ(none, nullptr);
+}
+
+TEST(Tiers, BlocksLeaveInTheBackgroundAboveTheWatermark) {
+    Twins twins({.device_blocks = 100, .host_bytes = kPlenty, .high = 50, .low = 30});
+    const size_t a = twins.add();
+    for (int i = 0; i < 15; ++i) twins.step({a}, {256});
+    for (int i = 0; i < 1000 && tier_stats(twins.pool, TA_TIER_DEVICE).queued > 0; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const ta_tier_stats s = tier_stats(twins.pool, TA_TIER_DEVICE);
+    EXPECT_LT(s.bytes_used, s.bytes_budget * 55 / 100);
+    EXPECT_GT(s.bytes_out, 0u);
+    twins.verify();
+}
+
+// Everything at once: steps of two plans, and a thread that moves and pins blocks at random.
+TEST(Tiers, MovesWhileStepsRun) {
+    const Budgets budgets{.device_blocks = 30, .host_bytes = uint64_t{3} << 20, .disk_bytes = kPlenty, .high = 70, .low = 50};
+    Twins twins(budgets, 5);
+    for (int i = 0; i < 4; ++i) twins.add();
+    std::atomic<bool> over{false};
+    std::jthread mover([&] {
+        Random random(9);
+        std::vector<ta_ticket> tickets;
+        while (!over) {
+            const ta_seq seq = twins.seqs[size_t(random.below(4))];
+            auto r = sized<ta_residency>();
+            ta_error err;
+            if (ta_seq_residency(twins.pool.get(), seq, &r, &err) != TA_OK) continue;  // in the plan
+            const int64_t blocks = int64_t(r.device_blocks + r.host_blocks + r.disk_blocks);
+            if (blocks == 0) continue;
+            const int64_t first = random.below(blocks), n = random.between(1, std::min<int64_t>(blocks - first, 6));
+            ta_ticket ticket = 0;
+            if (ta_seq_move(twins.pool.get(), seq, uint64_t(first), uint64_t(n), ta_tier(random.below(3)), &ticket, &err) ==
+                TA_OK)
+                tickets.push_back(ticket);
+            if (random.chance(20) && !tickets.empty()) ta_move_cancel(twins.pool.get(), random.pick(tickets), nullptr);
+            if (random.chance(30) && !tickets.empty()) {
+                auto info = sized<ta_move_info>();
+                ta_move_wait(twins.pool.get(), tickets.back(), 2000000, &info, nullptr);
+                EXPECT_EQ(info.status == TA_OK || info.status == TA_E_TIER_FULL, true) << ta_status_name(info.status);
+            }
+        }
+    });
+    Random random(3);
+    try {
+        for (int i = 0; i < 120 && !::testing::Test::HasFatalFailure(); ++i) {
+            const size_t a = size_t(random.below(4)), b = (a + 1) % 4;
+            if (length(twins.pool, twins.seqs[a]) > 900) twins.truncate(a, random.below(300));
+            twins.step({a, b}, {int32_t(random.between(1, 90)), 1});
+        }
+    } catch (const std::exception& e) {
+        ADD_FAILURE() << e.what();
+    }
+    over = true;
+    mover.join();
+    twins.verify();
+}
+
+}  // namespace
+}  // namespace ta::testing
