@@ -131,7 +131,8 @@ Status CudaDevice::copy(std::span<const DeviceCopy> copies, bool to_host) {
     const CudaScope scope(ordinal_);
     const cudaStream_t stream = moves_[to_host ? 0 : 1];
     cudaEvent_t done = nullptr;
-    TA_RETURN_IF_ERROR(check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event"));
+    TA_RETURN_IF_ERROR(
+        check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event"));
     Status s = wait_for_fences(stream, nullptr);
     for (const DeviceCopy& c : copies) {
         if (!s.ok()) break;

@@ -43,8 +43,8 @@ class CudaDevice final : public Device {
     Status read(void* to, const uint8_t* from, size_t bytes) override;
     Status write(uint8_t* to, const void* from, size_t bytes) override;
     Status health() const override;
-    std::unique_ptr<StepBackend> make_step(Pool& pool) override;                           // src/attend/cuda_step.cpp
-    Status attend_dense(const DenseCall& call) override;                                   // src/attend/cuda_dense.cpp
+    std::unique_ptr<StepBackend> make_step(Pool& pool) override;              // src/attend/cuda_step.cpp
+    Status attend_dense(const DenseCall& call) override;                      // src/attend/cuda_dense.cpp
     std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // src/kv/cuda_hasher.cpp
     Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
     Status wait_for_steps() override;
@@ -76,7 +76,7 @@ class CudaDevice final : public Device {
     cudaDeviceProp properties_{};
     cudaStream_t copies_ = nullptr;
     cudaStream_t moves_[2] = {nullptr, nullptr};  // to the host, from it
-    mutable std::mutex mutex_;  // of copies_, fences_ and dense_
+    mutable std::mutex mutex_;                    // of copies_, fences_ and dense_
     std::vector<cudaEvent_t> fences_;
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device

@@ -275,6 +275,15 @@ void BlockStore::free_left() {
     while (n < left_.size() && left_[n].at < first) ++n;
     for (size_t i = 0; i < n; ++i) free_place(left_[i].kind, left_[i].place);
     left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
+    if (n > 0) freed_.notify_all();
+}
+
+bool BlockStore::wait_for_left(std::chrono::milliseconds most) {
+    std::unique_lock lock(mutex_);
+    if (left_.empty()) return false;
+    const uint64_t last = left_.back().at;
+    freed_.wait_for(lock, most, [&] { return left_.empty() || left_.front().at > last; });
+    return true;
 }
 
 BlockStore::Usage BlockStore::usage() const {

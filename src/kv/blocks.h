@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -118,6 +120,8 @@ class BlockStore {
     // that it returned, though the block may move on.
     uint64_t start_reading();
     void stop_reading(uint64_t reading);
+    // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
+    bool wait_for_left(std::chrono::milliseconds most);
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
     uint64_t blocks_on_disk() const { return on_disk_.load(std::memory_order_acquire); }
@@ -161,6 +165,7 @@ class BlockStore {
     std::atomic<uint64_t> moves_{0}, on_disk_{0};
     std::vector<uint64_t> reading_;  // moves_ when each reader started
     std::vector<Left> left_;         // oldest first
+    std::condition_variable freed_;  // some of left_
 };
 
 // A reader of blocks for a scope.

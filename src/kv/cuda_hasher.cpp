@@ -54,9 +54,8 @@ Status CudaHasher::verify(std::span<const PlacedBlock> blocks, std::span<Status>
         if (mismatch[i] == 0) continue;
         const int64_t index = int64_t(blocks[i / layers].index);
         statuses[i / layers] =
-            mismatch[i] == 2
-                ? fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index)
-                : fail(TA_E_CORRUPT, "a page does not match its hash").layer(int64_t(i % layers)).block(index);
+            mismatch[i] == 2 ? fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index)
+                             : fail(TA_E_CORRUPT, "a page does not match its hash").layer(int64_t(i % layers)).block(index);
     }
     return {};
 }
@@ -74,8 +73,7 @@ class CudaVerifier final : public BlockVerifier {
         const CudaScope scope(device_.ordinal());
         std::lock_guard lock(mutex_);
         if (!stream_) {
-            TA_RETURN_IF_ERROR(
-                device_.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
+            TA_RETURN_IF_ERROR(device_.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
         }
         TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
         return hasher_.verify(blocks, statuses, stream_);

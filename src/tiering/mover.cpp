@@ -9,8 +9,9 @@
 namespace ta {
 namespace {
 
-constexpr size_t kPartBytes = 16 << 20;    // moved together: cancelled, published and counted as one
-constexpr int kThreads = 2;                // of a direction: one copies while the other's blocks are checked
+constexpr size_t kPartBytes = 16 << 20;  // moved together: cancelled, published and counted as one
+constexpr int kThreads = 2;              // of a direction: one copies while the other's blocks are checked
+constexpr std::chrono::milliseconds kReadersPatience{200};
 constexpr size_t kFinishedTickets = 4096;  // that can still be asked about
 
 // Waits for the completions of a batch.
@@ -256,6 +257,8 @@ bool Mover::take(const MoveItem& item, TierKind to, MoveProgress& progress, std:
 // Slots for all, or for as many as possible one by one; the others get a status.
 void Mover::find_room(std::vector<Work>& work, TierKind to, MoveReason reason) {
     Status all = acquire(work, to);
+    // What blocks have left counts until those are done who were reading there.
+    if (all.code() == TA_E_TIER_FULL && pool_.blocks().wait_for_left(kReadersPatience)) all = acquire(work, to);
     if (all.code() == TA_E_TIER_FULL && reason != MoveReason::kPrefetch) {
         std::vector<PageKind> kinds;
         for (const Work& w : work) kinds.push_back(w.item->block->kind());
@@ -363,7 +366,8 @@ void Mover::check(std::vector<Work>& work, TierKind to) {
     }
     pool_.context().threads().parallel_for(int64_t(work.size()), 1, [&](int64_t i, int) {
         Work& w = work[size_t(i)];
-        if (w.status.ok() && w.from.tier != TierKind::kDisk) w.status = w.item->block->verify(g, pool_.fingerprint(), w.item->index, w.to.address);
+        if (w.status.ok() && w.from.tier != TierKind::kDisk)
+            w.status = w.item->block->verify(g, pool_.fingerprint(), w.item->index, w.to.address);
     });
 }
 

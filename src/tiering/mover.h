@@ -72,8 +72,8 @@ class Mover {
         std::vector<MoveItem> items;
         TierKind to = TierKind::kDevice;
         MoveReason reason = MoveReason::kAsked;
-        size_t next = 0;     // item that no thread has taken yet
-        int threads = 0;     // that work on it
+        size_t next = 0;  // item that no thread has taken yet
+        int threads = 0;  // that work on it
         MoveProgress progress;
         std::atomic<bool> cancelled{false};
     };

@@ -49,7 +49,8 @@ class GpuTiers : public ::testing::Test {
         options.budget_bytes = uint64_t{256} << 20;
         plain_pool = make_pool(context, options);
         const ta_kv_pool_stats s = stats(plain_pool);
-        options.budget_bytes = 10 * s.token_block_bytes + device_blocks * (bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
+        options.budget_bytes =
+            10 * s.token_block_bytes + device_blocks * (bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
@@ -78,7 +79,8 @@ class GpuTiers : public ::testing::Test {
         begin(plain_plan, b, n_new);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             const std::vector<float> kv = random.normals(n * kHeads * kDim), qv = random.normals(n * kQHeads * kDim);
-            const DeviceTensor k(n, kHeads, kDim, &kv), q(n, kQHeads, kDim, &qv), out(n, kQHeads, kDim), plain_out(n, kQHeads, kDim);
+            const DeviceTensor k(n, kHeads, kDim, &kv), q(n, kQHeads, kDim, &qv), out(n, kQHeads, kDim),
+                plain_out(n, kQHeads, kDim);
             ta_error err;
             require(ta_append(plan.get(), layer, k.view(), k.view(), &err), err);
             require(ta_append(plain_plan.get(), layer, k.view(), k.view(), &err), err);

@@ -1,0 +1,352 @@
+#include "tools/ta/bench_tiers.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+
+namespace ta::tools {
+namespace {
+
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+double quantile(std::vector<double> x, double q) {
+    std::sort(x.begin(), x.end());
+    return x[std::min(x.size() - 1, size_t(q * double(x.size())))];
+}
+
+struct Geometry {
+    uint32_t layers, kv_heads, head_dim = 128, bits = 4;
+    int group = 4;
+};
+
+// A pool with tiers and its sequences.
+class Cache {
+  public:
+    Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, uint64_t device_bytes, uint64_t host_bytes,
+          uint64_t disk_bytes)
+        : machine_(machine), g_(g), k_(machine, kChunk, g.kv_heads, g.head_dim), v_(machine, kChunk, g.kv_heads, g.head_dim) {
+        auto co = sized<ta_context_options>();
+        co.device = machine.kind();
+        TA_CHECK(ta_context_create(&co, &context_, &error));
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = host_bytes;
+        tiers.disk_bytes = disk_bytes;
+        tiers.host_node = options.host_node;
+        tiers.disk_folder = options.disk_folder.empty() ? nullptr : options.disk_folder.c_str();
+        tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
+        auto po = sized<ta_kv_pool_options>();
+        po.layers = g.layers;
+        po.kv_heads = g.kv_heads;
+        po.head_dim = g.head_dim;
+        po.bits = g.bits;
+        po.budget_bytes = device_bytes;
+        po.tiers = &tiers;
+        TA_CHECK(ta_kv_pool_create(context_, &po, &pool_, &error));
+        TA_CHECK(ta_plan_create(pool_, nullptr, &plan_, &error));
+        if (machine.kind() == TA_DEVICE_CUDA) TA_CHECK(ta_plan_set_stream(plan_, machine.stream(), &error));
+    }
+    ~Cache() {
+        ta_plan_destroy(plan_);
+        ta_kv_pool_destroy(pool_);
+        ta_context_destroy(context_);
+    }
+    Cache(const Cache&) = delete;
+    Cache& operator=(const Cache&) = delete;
+
+    // `blocks` full blocks behind the sequence's first, which stays where it is: a sink.
+    ta_seq add(uint64_t blocks) {
+        ta_seq seq = 0;
+        TA_CHECK(ta_seq_create(pool_, &seq, &error));
+        for (uint64_t left = (blocks + 1) * 64; left > 0;) {
+            const auto n = int32_t(std::min<uint64_t>(left, kChunk)), none = 0;
+            const ta_tensor k = k_.first(n), v = v_.first(n);
+            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, &error));
+            for (uint32_t layer = 0; layer < g_.layers; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
+            TA_CHECK(ta_plan_end(plan_, &error));
+            left -= uint64_t(n);
+        }
+        machine_.wait();
+        return seq;
+    }
+    ta_ticket start_move(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+        ta_ticket ticket = 0;
+        TA_CHECK(ta_seq_move(pool_, seq, first, n, tier, &ticket, &error));
+        return ticket;
+    }
+    void finish_move(ta_ticket ticket, uint64_t n) {
+        auto info = sized<ta_move_info>();
+        TA_CHECK(ta_move_wait(pool_, ticket, -1, &info, &error));
+        if (info.moved + info.present != n) throw Failure("a move ended with " + std::string(ta_status_name(info.status)));
+    }
+    void move(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) { finish_move(start_move(seq, first, n, tier), n); }
+    void verify(ta_seq seq) { TA_CHECK(ta_seq_verify(pool_, seq, &error)); }
+    uint64_t block_bytes() const {
+        auto s = sized<ta_kv_pool_stats>();
+        TA_CHECK(ta_kv_pool_get_stats(pool_, &s, &error));
+        return g_.bits == 8 ? s.token_block_bytes : s.channel_block_bytes;
+    }
+    // Seconds of one decode attend in layer 0, its queries included.
+    double attend_once(ta_seq seq, const Rows& q, Rows& out) {
+        const int32_t none = 0, one = 1;
+        const ta_tensor qt = q.first(1), ot = out.first(1);
+        TA_CHECK(ta_plan_begin(plan_, 1, &seq, &none, &one, &error));
+        machine_.wait();
+        const auto start = Clock::now();
+        TA_CHECK(ta_attend(plan_, 0, &qt, &ot, nullptr, nullptr, &error));
+        machine_.wait();
+        const double s = seconds_since(start);
+        TA_CHECK(ta_plan_abort(plan_, &error));
+        return s;
+    }
+
+  private:
+    static constexpr int64_t kChunk = 4096;
+    Machine& machine_;
+    Geometry g_;
+    Rows k_, v_;
+    ta_context* context_ = nullptr;
+    ta_kv_pool* pool_ = nullptr;
+    ta_plan* plan_ = nullptr;
+};
+
+// Device memory for sequences of so many blocks: with room for their sinks, and for what an append needs at once.
+uint64_t device_bytes_for(const Geometry& g, uint64_t blocks, uint64_t block_bytes) {
+    const uint64_t token_block = uint64_t{64} * g.layers * g.kv_heads * (2 * g.head_dim + 8) + 4096 + 8 * g.layers;
+    return blocks * block_bytes + 24 * token_block + (uint64_t{1} << 20);
+}
+
+// A host or disk tier for so many blocks: with their padding and headers, and a region of slots that is not full.
+uint64_t tier_bytes_for(uint64_t blocks, uint64_t block_bytes) {
+    return (blocks + 64) * (block_bytes + 8192) * 9 / 8 + (uint64_t{4} << 20);
+}
+
+uint64_t block_bytes_of(Machine& machine, const BenchTiersOptions& options, const Geometry& g) {
+    return Cache(machine, options, g, uint64_t{64} << 20, 0, 0).block_bytes();
+}
+
+json times_row(const char* part, const char* what, uint64_t bytes, const std::vector<double>& seconds, double ceiling) {
+    const double p50 = quantile(seconds, 0.5), rate = double(bytes) / p50;
+    return {{"part", part},
+            {"what", what},
+            {"bytes", bytes},
+            {"p50_us", 1e6 * p50},
+            {"p99_us", 1e6 * quantile(seconds, 0.99)},
+            {"gb_s", rate * 1e-9},
+            {"ceiling_gb_s", ceiling * 1e-9},
+            {"percent", ceiling > 0 ? 100 * rate / ceiling : 0}};
+}
+
+const Geometry kBlockSizes[] = {{1, 1}, {1, 8}, {8, 8}, {32, 8}, {64, 8}};
+
+void bench_moves(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    const double to_host = machine.copy_bytes_per_s(true, false), from_host = machine.copy_bytes_per_s(false, false),
+                 both = machine.copy_bytes_per_s(true, true);
+    for (const Geometry& g : kBlockSizes) {
+        const uint64_t size = block_bytes_of(machine, options, g);
+        const uint64_t most = std::min<uint64_t>(16384, options.memory_bytes / size);
+        Cache cache(machine, options, g, device_bytes_for(g, 2 * most, size), tier_bytes_for(2 * most, size), 0);
+        const ta_seq a = cache.add(most), b = cache.add(most);
+        cache.move(b, 1, most, TA_TIER_HOST);
+        for (uint64_t n = 1; n <= most; n *= n < 16 ? 8 : 4) {
+            std::vector<double> down, up, together;
+            for (int i = 0; i < options.repeats; ++i) {
+                auto start = Clock::now();
+                cache.move(a, 1, n, TA_TIER_HOST);
+                down.push_back(seconds_since(start));
+                start = Clock::now();
+                cache.move(a, 1, n, TA_TIER_DEVICE);
+                up.push_back(seconds_since(start));
+                start = Clock::now();
+                const ta_ticket first = cache.start_move(a, 1, n, TA_TIER_HOST),
+                                second = cache.start_move(b, 1, n, TA_TIER_DEVICE);
+                cache.finish_move(first, n);
+                cache.finish_move(second, n);
+                together.push_back(seconds_since(start));
+                cache.move(a, 1, n, TA_TIER_DEVICE);
+                cache.move(b, 1, n, TA_TIER_HOST);
+            }
+            const auto report = [&](const char* what, const std::vector<double>& s, double ceiling, int times) {
+                json r = times_row("moves", what, n * size * uint64_t(times), s, ceiling);
+                r["block_bytes"] = size;
+                r["blocks"] = n * uint64_t(times);
+                row(r);
+            };
+            report("demote", down, to_host, 1);
+            report("promote", up, from_host, 1);
+            report("both", together, both, 2);
+        }
+        cache.verify(a);
+        cache.verify(b);
+    }
+}
+
+// Sequential O_DIRECT writes and reads of 1 MiB on the folder's file system, four at a time: bytes/s.
+std::pair<double, double> disk_ceiling(const std::string& folder, uint64_t bytes) {
+    constexpr size_t kPiece = 1 << 20;
+    constexpr int kThreads = 4;
+    const int file = open(folder.c_str(), O_TMPFILE | O_RDWR | O_DIRECT, 0600);
+    if (file < 0) return {0, 0};
+    const uint64_t pieces = std::max<uint64_t>(bytes / kPiece, 64);
+    if (posix_fallocate(file, 0, off_t(pieces * kPiece)) != 0) {
+        close(file);
+        return {0, 0};
+    }
+    double rates[2];
+    for (const bool write : {true, false}) {
+        std::atomic<uint64_t> next{0};
+        const auto work = [&] {
+            void* memory = std::aligned_alloc(4096, kPiece);
+            std::fill_n(static_cast<uint8_t*>(memory), kPiece, uint8_t(7));
+            for (uint64_t i; (i = next.fetch_add(1)) < pieces;) {
+                const auto at = off_t(i * kPiece);
+                if ((write ? pwrite(file, memory, kPiece, at) : pread(file, memory, kPiece, at)) != ssize_t(kPiece)) break;
+            }
+            std::free(memory);
+        };
+        const auto start = Clock::now();
+        std::vector<std::thread> threads;
+        for (int i = 0; i < kThreads; ++i) threads.emplace_back(work);
+        for (std::thread& t : threads) t.join();
+        rates[write ? 0 : 1] = double(pieces * kPiece) / seconds_since(start);
+    }
+    close(file);
+    return {rates[0], rates[1]};
+}
+
+void bench_disk(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    const char* temporary = std::getenv("TMPDIR");
+    const std::string folder = !options.disk_folder.empty() ? options.disk_folder
+                               : temporary && *temporary    ? temporary
+                                                            : "/tmp";
+    const auto [write, read] = disk_ceiling(folder, options.disk_bytes / 4);
+    for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
+        const uint64_t size = block_bytes_of(machine, options, g);
+        const uint64_t n = std::min<uint64_t>(4096, std::min(options.memory_bytes, options.disk_bytes / 2) / size);
+        Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size));
+        const ta_seq a = cache.add(n);
+        cache.move(a, 1, n, TA_TIER_HOST);
+        std::vector<double> out, in;
+        for (int i = 0; i < std::max(3, options.repeats / 3); ++i) {
+            auto start = Clock::now();
+            cache.move(a, 1, n, TA_TIER_DISK);
+            out.push_back(seconds_since(start));
+            start = Clock::now();
+            cache.move(a, 1, n, TA_TIER_HOST);
+            in.push_back(seconds_since(start));
+        }
+        for (const auto& [what, s, ceiling] : {std::tuple("host to disk", out, write), std::tuple("disk to host", in, read)}) {
+            json r = times_row("disk", what, n * size, s, ceiling);
+            r["block_bytes"] = size;
+            r["blocks"] = n;
+            row(r);
+        }
+        cache.verify(a);
+    }
+}
+
+void bench_decode(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    for (uint32_t bits : {4u, 2u, 8u}) {
+        const Geometry g{1, 8, 128, bits};
+        const uint64_t size = block_bytes_of(machine, options, g);
+        const uint64_t n = std::min<uint64_t>(2048, options.memory_bytes / 4 / size);
+        Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), 0);
+        const ta_seq a = cache.add(n);
+        const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
+        Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
+        const double link = machine.copy_bytes_per_s(false, false);
+        double resident = 0;
+        uint64_t away =
+            0;  // blocks on the host, spread evenly: every block b with b * away / n of another whole part than b - 1
+        for (int percent : {0, 1, 10, 50, 90, 99}) {
+            const uint64_t wanted = n * uint64_t(percent) / 100;
+            for (uint64_t b = 1; b <= n; ++b) {
+                const bool is = b * away / n != (b - 1) * away / n, will = b * wanted / n != (b - 1) * wanted / n;
+                if (is != will) cache.move(a, b, 1, will ? TA_TIER_HOST : TA_TIER_DEVICE);
+            }
+            away = wanted;
+            std::vector<double> times;
+            for (int i = 0; i < options.repeats + 2; ++i) {
+                const double s = cache.attend_once(a, q, out);
+                if (i >= 2) times.push_back(s);
+            }
+            json r = times_row("decode", "attend", away * size, times, percent >= 50 ? link : 0);
+            r["bits"] = bits;
+            r["tokens"] = n * 64;
+            r["percent_on_host"] = percent;
+            if (percent == 0) resident = quantile(times, 0.5);
+            r["times_resident"] = quantile(times, 0.5) / resident;
+            row(r);
+        }
+        cache.verify(a);
+    }
+}
+
+void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    const Geometry g{1, 8};
+    const uint64_t size = block_bytes_of(machine, options, g);
+    const uint64_t n = std::min<uint64_t>(2048, options.memory_bytes / 8 / size), moved = 2 * n;
+    Cache cache(machine, options, g, device_bytes_for(g, n + moved, size), tier_bytes_for(moved, size), 0);
+    const ta_seq decoding = cache.add(n), moving = cache.add(moved);
+    const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
+    Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
+    std::vector<double> idle, busy;
+    for (int i = 0; i < 8 * options.repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
+    std::atomic<bool> over{false};
+    std::atomic<uint64_t> bytes{0};
+    std::string failure;
+    std::thread mover([&] {
+        try {
+            while (!over) {
+                for (ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE}) {
+                    cache.move(moving, 1, moved, tier);
+                    bytes += moved * size;
+                }
+            }
+        } catch (const Failure& e) {
+            failure = e.what();
+        }
+    });
+    const auto start = Clock::now();
+    for (int i = 0; i < 8 * options.repeats; ++i) busy.push_back(cache.attend_once(decoding, q, out));
+    const double seconds = seconds_since(start);
+    const uint64_t during = bytes;
+    over = true;
+    mover.join();
+    if (!failure.empty()) throw Failure(failure);
+    json r = times_row("busy", "attend while blocks move", n * size, busy, 0);
+    r["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
+    r["slower_percent"] = 100 * (quantile(busy, 0.5) / quantile(idle, 0.5) - 1);
+    r["moved_gb_s"] = double(during) / seconds * 1e-9;
+    row(r);
+    cache.verify(moving);
+}
+
+}  // namespace
+
+void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json& row)>& row) {
+    for (const std::string& part : options.parts) {
+        if (part == "moves") {
+            bench_moves(machine, options, row);
+        } else if (part == "disk") {
+            bench_disk(machine, options, row);
+        } else if (part == "decode") {
+            bench_decode(machine, options, row);
+        } else if (part == "busy") {
+            bench_busy(machine, options, row);
+        } else {
+            throw Failure("no part of the benchmark is called '" + part + "': moves, disk, decode, busy");
+        }
+    }
+}
+
+}  // namespace ta::tools

@@ -1,0 +1,83 @@
+#include "tools/ta/machine.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+namespace ta::tools {
+namespace {
+
+class CpuMachine final : public Machine {
+  public:
+    ta_device_kind kind() const override { return TA_DEVICE_CPU; }
+    std::string name() const override { return "CPU, " + std::to_string(std::thread::hardware_concurrency()) + " threads"; }
+    void* allocate(size_t bytes) override {
+        void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+        if (!p) throw std::bad_alloc();
+        return p;
+    }
+    void release(void* p) override { std::free(p); }
+    void write(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
+    ta_stream stream() const override { return nullptr; }
+    void wait() override {}
+    // memcpy by as many threads as the directions.
+    double copy_bytes_per_s(bool, bool both) override {
+        constexpr size_t kBytes = size_t{64} << 20;
+        constexpr int kRounds = 8;
+        const auto work = [] {
+            const std::vector<uint8_t> from(kBytes, 1);
+            std::vector<uint8_t> to(kBytes, 2);
+            for (int i = 0; i < kRounds; ++i) {
+                std::memcpy(to.data(), from.data(), kBytes);
+                asm volatile("" : : "r"(to.data()) : "memory");
+            }
+        };
+        work();
+        const auto start = std::chrono::steady_clock::now();
+        if (both) {
+            std::thread other(work);
+            work();
+            other.join();
+        } else {
+            work();
+        }
+        const std::chrono::duration<double> s = std::chrono::steady_clock::now() - start;
+        return double(kBytes) * kRounds * (both ? 2 : 1) / s.count();
+    }
+};
+
+}  // namespace
+
+ta_error error;
+
+std::unique_ptr<Machine> make_cpu_machine() {
+    return std::make_unique<CpuMachine>();
+}
+
+#ifndef TA_HAVE_CUDA
+std::unique_ptr<Machine> make_gpu_machine(int) {
+    throw Failure("this build has no CUDA; configure it with TA_ENABLE_CUDA=ON");
+}
+#endif
+
+Rows::Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim) : machine_(machine), view_(sized<ta_tensor>()) {
+    std::vector<float> values(size_t(tokens * heads * head_dim));
+    uint64_t state = 1;
+    for (float& x : values) {
+        float sum = 0;
+        for (int i = 0; i < 4; ++i) {
+            state = state * 6364136223846793005ull + 1442695040888963407ull;
+            sum += float(state >> 40) * 0x1p-24f;
+        }
+        x = (sum - 2.0f) * 1.7320508f;
+    }
+    view_.dtype = TA_DTYPE_F32;
+    view_.tokens = tokens;
+    view_.heads = heads;
+    view_.head_dim = head_dim;
+    view_.data = machine.allocate(values.size() * sizeof(float));
+    machine.write(view_.data, values.data(), values.size() * sizeof(float));
+}
+
+}  // namespace ta::tools

@@ -1,0 +1,74 @@
+// The device that a command works on: where its tensors lie and when its work is done. Behind it the CUDA runtime, if the build has it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "turboattention.h"
+
+namespace ta::tools {
+
+// Ends the command with this text.
+struct Failure : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+extern ta_error error;
+inline void check(ta_status status, const char* call) {
+    if (status != TA_OK) throw Failure(std::string(call) + ": " + ta_status_name(status) + ": " + error.message);
+}
+#define TA_CHECK(call) ::ta::tools::check((call), #call)
+
+// A struct of the ABI with its size set and everything else zero.
+template <class T>
+T sized() {
+    T x{};
+    x.struct_size = sizeof(T);
+    return x;
+}
+
+class Machine {
+  public:
+    virtual ~Machine() = default;
+    virtual ta_device_kind kind() const = 0;
+    virtual std::string name() const = 0;
+    // Memory for tensors.
+    virtual void* allocate(size_t bytes) = 0;
+    virtual void release(void* p) = 0;
+    virtual void write(void* to, const void* from, size_t bytes) = 0;
+    // What plans work on; all of it is done when wait() returns.
+    virtual ta_stream stream() const = 0;
+    virtual void wait() = 0;
+    // Bytes/s of large copies between the device tier and host memory, one direction alone and both together (the sum): the
+    // ceiling of moves. `to_host` counts for one direction only.
+    virtual double copy_bytes_per_s(bool to_host, bool both) = 0;
+};
+
+std::unique_ptr<Machine> make_cpu_machine();
+// Throws Failure in a build without CUDA and where there is no GPU.
+std::unique_ptr<Machine> make_gpu_machine(int ordinal);
+
+// F32 [tokens, heads, head_dim] with fixed pseudo-random values.
+class Rows {
+  public:
+    Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim);
+    ~Rows() { machine_.release(view_.data); }
+    Rows(const Rows&) = delete;
+    Rows& operator=(const Rows&) = delete;
+    // The first n tokens.
+    ta_tensor first(int64_t n) const {
+        ta_tensor t = view_;
+        t.tokens = n;
+        return t;
+    }
+
+  private:
+    Machine& machine_;
+    ta_tensor view_;
+};
+
+}  // namespace ta::tools

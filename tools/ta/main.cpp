@@ -1,0 +1,111 @@
+// ta: what one does with the library by hand.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tools/ta/bench_tiers.h"
+#include "tools/ta/machine.h"
+
+namespace {
+
+using nlohmann::json;
+using namespace ta::tools;
+
+std::unique_ptr<Machine> machine_for(const std::string& device) {
+    if (device == "cpu") return make_cpu_machine();
+    if (device == "auto") {
+        try {
+            return make_gpu_machine(0);
+        } catch (const Failure&) {
+            return make_cpu_machine();
+        }
+    }
+    return make_gpu_machine(std::stoi(device));
+}
+
+std::string text_of(const json& value) {
+    if (value.is_string()) return value.get<std::string>();
+    if (value.is_number_unsigned()) return std::to_string(value.get<uint64_t>());
+    char text[32];
+    std::snprintf(text, sizeof text, "%.4g", value.get<double>());
+    return text;
+}
+
+// Markdown: a table for each part, whose columns are the keys of its first row.
+class Tables {
+  public:
+    void add(const json& row) {
+        if (row["part"] != part_) {
+            part_ = row["part"];
+            std::printf("\n");
+            print(row, [](const auto& item) { return item.key(); });
+            print(row, [](const auto&) { return std::string("---"); });
+        }
+        print(row, [](const auto& item) { return text_of(item.value()); });
+        std::fflush(stdout);
+    }
+
+  private:
+    template <class Cell>
+    static void print(const json& row, const Cell& cell) {
+        for (const auto& item : row.items()) std::printf("| %s ", cell(item).c_str());
+        std::printf("|\n");
+    }
+    std::string part_;
+};
+
+int run_bench_tiers(const std::string& device, const BenchTiersOptions& options, bool as_json) {
+    const std::unique_ptr<Machine> machine = machine_for(device);
+    json rows = json::array();
+    Tables tables;
+    const bool progress = as_json && isatty(STDERR_FILENO);
+    if (!as_json) std::printf("%s, %s\n", ta_build_info(), machine->name().c_str());
+    bench_tiers(*machine, options, [&](const json& row) {
+        if (!as_json) tables.add(row);
+        if (progress) std::fprintf(stderr, "\r%zu results, %s          ", rows.size() + 1, text_of(row["part"]).c_str());
+        rows.push_back(row);
+    });
+    if (progress) std::fprintf(stderr, "\n");
+    if (as_json)
+        std::printf("%s\n", json{{"library", ta_build_info()}, {"device", machine->name()}, {"rows", rows}}.dump(1).c_str());
+    return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    CLI::App app{"TurboAttention's command line"};
+    app.require_subcommand(1);
+    std::string device = "auto";
+    bool as_json = false;
+    CLI::App* info = app.add_subcommand("info", "What was built and what this machine has");
+    CLI::App* bench = app.add_subcommand("bench", "Benchmarks");
+    bench->require_subcommand(1);
+    CLI::App* tiers =
+        bench->add_subcommand("tiers", "Moves of blocks between tiers, against the ceiling measured in the same run");
+    BenchTiersOptions options;
+    tiers->add_option("--device", device, "cpu, a GPU's number, or auto")->capture_default_str();
+    tiers->add_option("--parts", options.parts, "moves, disk, decode, busy")->delimiter(',');
+    tiers->add_option("--memory", options.memory_bytes, "bytes that a case may take in each tier")
+        ->transform(CLI::AsSizeValue(false));
+    tiers->add_option("--disk", options.disk_bytes, "bytes on disk")->transform(CLI::AsSizeValue(false));
+    tiers->add_option("--folder", options.disk_folder, "where the disk tier's file goes; default TMPDIR or /tmp");
+    tiers->add_option("--node", options.host_node, "1 + the NUMA node of the host tier");
+    tiers->add_option("--repeats", options.repeats, "of each case")->check(CLI::Range(3, 10000));
+    tiers->add_flag("--json", as_json, "JSON instead of markdown");
+    CLI11_PARSE(app, argc, argv);
+    try {
+        if (info->parsed()) {
+            std::printf("%s\n%s\n", ta_build_info(), machine_for("auto")->name().c_str());
+            return 0;
+        }
+        return run_bench_tiers(device, options, as_json);
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "ta: %s\n", e.what());
+        return 1;
+    }
+}
