@@ -80,6 +80,7 @@ class CudaStep final : public StepBackend {
     cudaEvent_t fence_ = nullptr;
     bool ran_ = false;         // on stream_ since the fence was last recorded
     bool captured_ = false;    // some call was captured
+    bool tables_are_last_ = false;  // of the plan's kernels on the stream, no other was enqueued after them
     bool seen_calls_ = false;  // in this step
     std::vector<uint64_t> captured_kind_;
     Step* step_ = nullptr;
@@ -164,6 +165,7 @@ Status CudaStep::begin(Step& step) {
     }
     // With what the last steps attended with, so that their captured calls find this step's tables.
     TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), stream_));
+    tables_are_last_ = true;
     step_ = &step;
     ++steps_;
     seen_calls_ = false;
@@ -280,6 +282,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.nonfinite = pool_.nonfinite_counters();
     a.clamped = pool_.clamped_counter();
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
+    tables_are_last_ = false;
     see_call(captured);
     return {};
 }
@@ -300,6 +303,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
+        tables_are_last_ = true;
     }
 
     const Geometry& g = pool_.geometry();
@@ -330,6 +334,9 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const int rows = tables_.max_decode_rows();
     if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
     if (tables_.any_prefill()) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
+    // Decode may start while the kernel before it runs, and reads the tables at once.
+    if (tables_are_last_) decode.plan.overlap = prefill.plan.overlap = false;
+    tables_are_last_ = false;
     if (rows > 0) TA_RETURN_IF_ERROR(launch_attend(device_, decode, decode_workspace_.data(), stream_));
     if (tables_.any_prefill()) {
         TA_RETURN_IF_ERROR(launch_attend(device_, prefill, decode_workspace_.data(), stream_));

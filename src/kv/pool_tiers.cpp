@@ -59,7 +59,7 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
     mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
-    return {};
+    return mover_->start();
 }
 
 TierKind Pool::below(TierKind tier) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 
 #include "src/kv/pool.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr size_t kPartBytes = 16 << 20;  // moved together: cancelled, published and counted as one
 constexpr int kThreads = 2;              // of a direction: one copies while the other's blocks are checked
+constexpr int kMostCheckers = 8;           // threads that hash what arrived in host memory
 constexpr std::chrono::milliseconds kReadersPatience{200};
 constexpr size_t kFinishedTickets = 4096;  // that can still be asked about
 
@@ -50,13 +52,17 @@ MoveProgress copy_of(const MoveProgress& p) {
 
 }  // namespace
 
-Mover::Mover(Pool& pool, Tier* host, Tier* disk) : pool_(pool), host_(host), disk_(disk) {
+Mover::Mover(Pool& pool, Tier* host, Tier* disk) : pool_(pool), host_(host), disk_(disk) {}
+
+Status Mover::start() {
+    const int processors = int(std::thread::hardware_concurrency());
+    TA_RETURN_IF_ERROR(checkers_.start(std::clamp(processors / 2, 1, kMostCheckers)));
     try {
         for (int i = 0; i < 2 * kThreads; ++i) threads_.emplace_back([this, i] { serve(i % 2); });
-    } catch (...) {
-        stop();
-        throw;
+    } catch (const std::system_error&) {
+        return fail(TA_E_LIMIT, "the threads that move blocks could not be started");
     }
+    return {};
 }
 
 Mover::~Mover() {
@@ -364,7 +370,8 @@ void Mover::check(std::vector<Work>& work, TierKind to) {
         for (size_t i = 0; i < arrived.size(); ++i) arrived[i]->status = all.ok() ? std::move(statuses[i]) : copy_of(all);
         return;
     }
-    pool_.context().threads().parallel_for(int64_t(work.size()), 1, [&](int64_t i, int) {
+    std::lock_guard lock(checking_);
+    checkers_.parallel_for(int64_t(work.size()), 1, [&](int64_t i, int) {
         Work& w = work[size_t(i)];
         if (w.status.ok() && w.from.tier != TierKind::kDisk)
             w.status = w.item->block->verify(g, pool_.fingerprint(), w.item->index, w.to.address);

@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "src/core/thread_pool.h"
 #include "src/kv/blocks.h"
 
 namespace ta {
@@ -46,6 +47,8 @@ class Mover {
   public:
     // host and disk may be nullptr.
     Mover(Pool& pool, Tier* host, Tier* disk);
+    // Starts the threads. TA_E_LIMIT.
+    Status start();
     // Cancels what is queued and waits for what is moving.
     ~Mover();
     Mover(const Mover&) = delete;
@@ -112,6 +115,8 @@ class Mover {
     std::unordered_map<uint64_t, std::shared_ptr<Ticket>> known_;
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
     MoveCounters counters_;
+    std::mutex checking_;  // one part at a time, by all checkers
+    ThreadPool checkers_;
     std::vector<std::thread> threads_;
 };
 
