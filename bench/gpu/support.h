@@ -93,6 +93,8 @@ class Cache {
     std::vector<int32_t> n_new_;
 };
 
+// Reads more than L2 holds, so that nothing else is in it, and nothing that must be written back.
+void flush_l2(cudaStream_t stream);
 // Median microseconds of `call`'s work on the stream, L2 flushed before each run.
 double cold_us(cudaStream_t stream, const std::function<void()>& call);
 // Microseconds per call of many in a row.

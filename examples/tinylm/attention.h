@@ -21,6 +21,9 @@ struct KvStats {
     std::string description;
     uint64_t bytes = 0;  // K and V of all layers, with scales and everything else that is stored for these tokens
     uint64_t tokens = 0;
+    // Where the blocks of 64 tokens are, and what was moved to get them there: nothing unless there are tiers.
+    uint64_t device_blocks = 0, host_blocks = 0, disk_blocks = 0;
+    uint64_t evicted_bytes = 0, disk_bytes = 0, returned_bytes = 0;
 };
 
 // One sequence. A step is begin(n), then attend() once per layer in order, then end(). Failures are exceptions.
@@ -35,6 +38,8 @@ class AttentionBackend {
     //   out  [n_new, heads, head_dim]     causal: row i sees everything before this step and rows 0..i of it
     virtual void attend(int layer, const float* q, const float* k, const float* v, float* out) = 0;
     virtual void end() = 0;
+    // Nothing comes for a while: the cache may go where memory is cheap.
+    virtual void rest() {}
     virtual KvStats stats() const = 0;  // of the sequence as it stands: ask while it holds tokens
 };
 

@@ -101,12 +101,36 @@ class TurboAttention final : public AttentionBackend {
         check("ta_plan_end", ta_plan_end(plan_.get(), &err), err);
     }
 
-    KvStats stats() const override {
-        ta_kv_pool_stats s{};
-        s.struct_size = sizeof s;
+    void rest() override {
+        if (!tiers_) return;
+        ta_ticket ticket = 0;
+        ta_move_info info{};
+        info.struct_size = sizeof info;
         ta_error err{};
-        check("ta_kv_pool_get_stats", ta_kv_pool_get_stats(pool_.get(), &s, &err), err);
-        return {description_, s.bytes_used, s.tokens};
+        const ta_residency r = residency();
+        const uint64_t blocks = r.device_blocks + r.host_blocks + r.disk_blocks;
+        check("ta_seq_move", ta_seq_move(pool_.get(), seq_, 0, blocks, TA_TIER_DISK, &ticket, &err), err);
+        check("ta_move_wait", ta_move_wait(pool_.get(), ticket, -1, &info, &err), err);
+        if (info.failed > 0) throw std::runtime_error(std::string("a move failed: ") + ta_status_name(info.status));
+    }
+
+    KvStats stats() const override {
+        const ta_kv_pool_stats s = pool_stats();
+        KvStats out{.description = description_, .bytes = s.bytes_used, .tokens = s.tokens};
+        if (!tiers_) return out;
+        const ta_residency r = residency();
+        ta_tier_stats disk{};
+        disk.struct_size = sizeof disk;
+        ta_error err{};
+        check("ta_kv_pool_get_tier_stats", ta_kv_pool_get_tier_stats(pool_.get(), TA_TIER_DISK, &disk, &err), err);
+        out.bytes = r.device_bytes + r.host_bytes + r.disk_bytes;
+        out.device_blocks = r.device_blocks;
+        out.host_blocks = r.host_blocks;
+        out.disk_blocks = r.disk_blocks;
+        out.evicted_bytes = disk.bytes_evicted;
+        out.disk_bytes = disk.bytes_asked;
+        out.returned_bytes = disk.bytes_needed;
+        return out;
     }
 
   private:
@@ -131,14 +155,45 @@ class TurboAttention final : public AttentionBackend {
         }
         po.budget_bytes = pool_budget(shape_);
         po.numerics = &numerics;
-        ta_kv_pool* pool = nullptr;
         ta_error err{};
-        check("ta_kv_pool_create", ta_kv_pool_create(context_.get(), &po, &pool, &err), err);
-        pool_.reset(pool);
+        const auto create = [&] {
+            ta_kv_pool* pool = nullptr;
+            check("ta_kv_pool_create", ta_kv_pool_create(context_.get(), &po, &pool, &err), err);
+            pool_.reset(pool);
+        };
+        create();
+        if (options.device_percent == 0) return;
+        // Again with tiers, now that the size of a block is known: a share of the context, and the blocks that stay at 8 bits.
+        const ta_kv_pool_stats s = pool_stats();
+        const uint64_t block = options.bits == 8 ? s.token_block_bytes : s.channel_block_bytes, blocks = shape_.max_tokens / 64 + 1;
+        ta_tier_options tiers{};
+        tiers.struct_size = sizeof tiers;
+        tiers.host_bytes = tiers.disk_bytes = (blocks + 64) * (block + 8192) * 5 / 4;
+        po.budget_bytes = blocks * block * options.device_percent / 100 + 4 * s.token_block_bytes;
+        po.tiers = &tiers;
+        create();
+        tiers_ = true;
+    }
+
+    ta_kv_pool_stats pool_stats() const {
+        ta_kv_pool_stats s{};
+        s.struct_size = sizeof s;
+        ta_error err{};
+        check("ta_kv_pool_get_stats", ta_kv_pool_get_stats(pool_.get(), &s, &err), err);
+        return s;
+    }
+
+    ta_residency residency() const {
+        ta_residency r{};
+        r.struct_size = sizeof r;
+        ta_error err{};
+        check("ta_seq_residency", ta_seq_residency(pool_.get(), seq_, &r, &err), err);
+        return r;
     }
 
     AttentionShape shape_;
     std::string description_;
+    bool tiers_ = false;
     Handle<ta_context> context_;
     Handle<ta_kv_pool> pool_;
     Handle<ta_plan> plan_;

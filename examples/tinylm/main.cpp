@@ -120,6 +120,12 @@ class Session {
     }
 
     void reset() { attention_->reset(); }
+    void rest() { attention_->rest(); }
+    json tiers() const {
+        const KvStats s = attention_->stats();
+        return {{"device_blocks", s.device_blocks}, {"host_blocks", s.host_blocks}, {"disk_blocks", s.disk_blocks},
+                {"evicted_bytes", s.evicted_bytes}, {"to_disk_bytes", s.disk_bytes}, {"returned_bytes", s.returned_bytes}};
+    }
 
     // Feeds bytes behind the `first` bytes that were fed, in chunks; seen(i, hidden) gets the hidden states [n, hidden]
     // of bytes i, ..., i + n - 1 of the span.
@@ -388,6 +394,10 @@ json run_generate(const Options& options) {
     const double prompt_seconds = seconds_since(start);
     const std::vector<float> prompt_logits = logits;
 
+    const json after_prompt = session.tiers();
+    session.rest();
+    const json at_rest = session.tiers();
+
     const Clock::time_point decode_start = Clock::now();
     std::string text;
     while (static_cast<int>(text.size()) < options.bytes) {
@@ -405,6 +415,9 @@ json run_generate(const Options& options) {
     if (options.logits) out["prompt_logits"] = prompt_logits;
     out["prompt_tokens_per_second"] = static_cast<double>(prompt.size()) / prompt_seconds;
     out["decode_tokens_per_second"] = static_cast<double>(text.size()) / decode_seconds;
+    if (options.turbo.device_percent > 0) {
+        out["tiers"] = {{"after_the_prompt", after_prompt}, {"at_rest", at_rest}, {"at_the_end", session.tiers()}};
+    }
     out.update(session.report());
     return out;
 }
@@ -462,6 +475,10 @@ int run(int argc, char** argv) {
     auto* prompt = generate->add_option("--prompt", o.prompt, "the text");
     auto* prompt_file = generate->add_option("--prompt-file", o.prompt_file, "a file with the text")->excludes(prompt);
     generate->add_option("--bytes", o.bytes, "how many to add")->check(CLI::Range(0, 1 << 24))->capture_default_str();
+    generate->add_option("--device-percent", o.turbo.device_percent,
+                         "of the context that the device tier holds; the rest is evicted to host memory and, between prompt and answer, "
+                         "goes to disk")
+        ->check(CLI::Range(1, 100));
     generate->add_flag("--logits", o.logits, "report the 256 logits after the prompt");
     auto* eval = app.add_subcommand("eval", "bits per byte of a text, in windows of 4096 bytes, each from an empty cache");
     eval->add_option("--text", o.text, "the text")->required();
