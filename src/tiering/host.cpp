@@ -36,6 +36,9 @@ Result<std::unique_ptr<HostTier>> HostTier::create(std::shared_ptr<MemorySystem>
     }
     HostMemoryOptions memory_options = options.memory;
     memory_options.bytes = shape.bytes();
+    // No slot crosses from one registered chunk to the next: CUDA refuses a copy that does.
+    const uint64_t regions = std::max<uint64_t>(memory_options.chunk_bytes / shape.region_bytes, 1);
+    memory_options.chunk_bytes = regions * shape.region_bytes;
     Result<std::unique_ptr<HostMemory>> memory = HostMemory::create(std::move(system), touching, memory_options);
     if (!memory.ok()) return std::move(memory).status();
     std::unique_ptr<HostTier> tier(new HostTier(options, shape, memory.take()));
