@@ -1,3 +1,6 @@
+#include <cstdio>
+#include <string>
+
 #include "src/api/api.h"
 
 using namespace ta;
@@ -168,7 +171,9 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             r.failed = s.failed + s.stalled;
             r.corrupt = s.corrupt;
             r.queued = s.queued + s.in_flight;
-            std::memcpy(r.reason, health.reason, sizeof r.reason);
+            std::string reason = health.reason;
+            for (const std::string& missing : t->degraded()) reason += (reason.empty() ? "" : "; ") + missing;
+            std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
         }
         if (const Mover* mover = p.mover()) {
             const MoveCounters c = mover->counters();
