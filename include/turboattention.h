@@ -435,7 +435,7 @@ TA_API ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residen
 
 typedef struct ta_tier_stats {
     uint32_t struct_size;
-    int32_t state; /* 0: ok; 1: read-only, tries again by itself; 2: failed. `reason` says why */
+    int32_t state; /* 0: ok; 1: read-only, tries again by itself; 2: failed */
     uint64_t bytes_budget;
     uint64_t bytes_used; /* by blocks */
     uint64_t bytes_free;
@@ -447,7 +447,7 @@ typedef struct ta_tier_stats {
     uint64_t corrupt; /* blocks that did not match their hashes */
     uint64_t queued;  /* tickets, or requests of a disk, that are not finished now */
     uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* of all tiers: what moves were for */
-    char reason[192];
+    char reason[192]; /* of the state, and what the tier lacks here; empty when nothing is missing */
 } ta_tier_stats;
 
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */
