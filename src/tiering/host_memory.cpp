@@ -95,8 +95,7 @@ Status HostMemory::touch(ThreadPool& threads) {
     if (error == 0) return {};
     if (pages_ == HostMemoryOptions::Pages::kHugeTlb) {
         // Reserved they were, but perhaps on another node than the one that is asked for, or not for this control group.
-        degraded_.push_back("the huge pages of the system's pool cannot be used for the host tier: " +
-                            error_text(error));
+        degraded_.push_back("the huge pages of the system's pool cannot be used for the host tier: " + error_text(error));
         system_->unmap(mapped_, mapped_bytes_);
         mapped_ = nullptr;
         error = 0;

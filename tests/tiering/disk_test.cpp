@@ -112,6 +112,19 @@ TEST_P(Disk, BlocksComeBack) {
     EXPECT_EQ(s.failed + s.corrupt + s.stalled + s.cancelled, 0u);
 }
 
+TEST_P(Disk, WithoutIoUringThreadsDoAndItIsSaid) {
+    files->has_queues = false;
+    auto tier = open();
+    ASSERT_TRUE(tier);
+    EXPECT_FALSE(tier->io_uring());
+    size_t said = 0;
+    for (const std::string& reason : tier->degraded()) said += reason == "the test has no io_uring";
+    EXPECT_EQ(said, GetParam().uring ? 1u : 0u);
+    const Slot slot = take(*tier, kChannel);
+    EXPECT_TRUE(write_block(*tier, slot, make_identity(1, 1)));
+    EXPECT_TRUE(read_block(*tier, slot, make_identity(1, 1)));
+}
+
 TEST_P(Disk, ABlockIsOnlyReadAsWhatItIs) {
     auto tier = open();
     const Slot slot = take(*tier, kChannel), other = take(*tier, kChannel);
