@@ -68,11 +68,12 @@ enum {
     TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its element */
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
-    TA_E_STATE = 0x0201,  /* wrong order of calls: the text says which call belongs first */
-    TA_E_BUSY = 0x0202,   /* the sequence or pool is in use by an open plan */
-    TA_E_STALE = 0x0203,  /* the id was released, or was never given out */
-    TA_E_CLOSED = 0x0204, /* the pool is closed */
-    TA_E_FORKED = 0x0205, /* the handle was made by the parent process */
+    TA_E_STATE = 0x0201,     /* wrong order of calls: the text says which call belongs first */
+    TA_E_BUSY = 0x0202,      /* the sequence or pool is in use by an open plan */
+    TA_E_STALE = 0x0203,     /* the id was released, or was never given out */
+    TA_E_CLOSED = 0x0204,    /* the pool is closed */
+    TA_E_FORKED = 0x0205,    /* the handle was made by the parent process */
+    TA_E_CANCELLED = 0x0206, /* a callback of the caller asked to stop */
     /* 0x03xx: something ran out */
     TA_E_MEMORY = 0x0301,    /* the allocator returned NULL */
     TA_E_TIER_FULL = 0x0302, /* the pool's byte budget does not hold the new blocks */
@@ -375,6 +376,23 @@ TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out,
 /* Recomputes the hash of every full page, wherever it is. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
  * TA_E_CLOSED. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
+
+/* Called from time to time with the bytes done and in all, on the calling thread; anything but 0 stops the work. It must not call
+ * the library with the same pool, and must not unwind. */
+typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
+
+/* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A block is
+ * checked before it is written. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
+ * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STALE, TA_E_BUSY,
+ * TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
+                             ta_error* err);
+/* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it. Every
+ * byte is checked against hashes: damage is found, forgery by somebody who can compute them is not.
+ * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (a later
+ * version), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
+                             ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ moves
  *

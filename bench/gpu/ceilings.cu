@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(256) multiply_kernel(uint32_t* sink) {
 void flush_l2(cudaStream_t stream) {
     constexpr size_t kBytes = size_t{256} << 20;
     static const DeviceArray data(kBytes), sink(16);
-    read_kernel<<<132 * 4, 512, 0, stream>>>(static_cast<const uint4*>(data.data), kBytes / 16, static_cast<uint32_t*>(sink.data));
+    read_kernel<<<132 * 4, 512, 0, stream>>>(static_cast<const uint4*>(data.data), kBytes / 16,
+                                             static_cast<uint32_t*>(sink.data));
     CUDA_OK(cudaGetLastError());
 }
 

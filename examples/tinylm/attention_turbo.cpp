@@ -165,7 +165,8 @@ class TurboAttention final : public AttentionBackend {
         if (options.device_percent == 0) return;
         // Again with tiers, now that the size of a block is known: a share of the context, and the blocks that stay at 8 bits.
         const ta_kv_pool_stats s = pool_stats();
-        const uint64_t block = options.bits == 8 ? s.token_block_bytes : s.channel_block_bytes, blocks = shape_.max_tokens / 64 + 1;
+        const uint64_t block = options.bits == 8 ? s.token_block_bytes : s.channel_block_bytes,
+                       blocks = shape_.max_tokens / 64 + 1;
         ta_tier_options tiers{};
         tiers.struct_size = sizeof tiers;
         tiers.host_bytes = tiers.disk_bytes = (blocks + 64) * (block + 8192) * 5 / 4;

@@ -123,7 +123,7 @@ class Session {
     void rest() { attention_->rest(); }
     json tiers() const {
         const KvStats s = attention_->stats();
-        return {{"device_blocks", s.device_blocks}, {"host_blocks", s.host_blocks}, {"disk_blocks", s.disk_blocks},
+        return {{"device_blocks", s.device_blocks}, {"host_blocks", s.host_blocks},  {"disk_blocks", s.disk_blocks},
                 {"evicted_bytes", s.evicted_bytes}, {"to_disk_bytes", s.disk_bytes}, {"returned_bytes", s.returned_bytes}};
     }
 
@@ -475,9 +475,11 @@ int run(int argc, char** argv) {
     auto* prompt = generate->add_option("--prompt", o.prompt, "the text");
     auto* prompt_file = generate->add_option("--prompt-file", o.prompt_file, "a file with the text")->excludes(prompt);
     generate->add_option("--bytes", o.bytes, "how many to add")->check(CLI::Range(0, 1 << 24))->capture_default_str();
-    generate->add_option("--device-percent", o.turbo.device_percent,
-                         "of the context that the device tier holds; the rest is evicted to host memory and, between prompt and answer, "
-                         "goes to disk")
+    generate
+        ->add_option(
+            "--device-percent", o.turbo.device_percent,
+            "of the context that the device tier holds; the rest is evicted to host memory and, between prompt and answer, "
+            "goes to disk")
         ->check(CLI::Range(1, 100));
     generate->add_flag("--logits", o.logits, "report the 256 logits after the prompt");
     auto* eval = app.add_subcommand("eval", "bits per byte of a text, in windows of 4096 bytes, each from an empty cache");

@@ -1,7 +1,17 @@
 #include "src/api/api.h"
+#include "src/kv/sequence_file.h"
 
 using namespace ta;
 using namespace ta::api;
+
+namespace {
+
+Progress progress_of(ta_progress_fn progress, void* user) {
+    if (!progress) return {};
+    return [=](uint64_t done, uint64_t total) { return progress(user, done, total) == 0; };
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -56,6 +66,26 @@ ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         return pool->impl->verify(seq);
+    });
+}
+
+ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(path, "path", 2));
+        return save_sequence(*pool->impl, seq, path, progress_of(progress, user), *system_files());
+    });
+}
+
+ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(path, "path", 1));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
+        Result<ta_seq> seq = load_sequence(*pool->impl, path, progress_of(progress, user), *system_files());
+        if (!seq.ok()) return std::move(seq).status();
+        *out = seq.value();
+        return {};
     });
 }
 

@@ -22,6 +22,7 @@ const char* ta_status_name(ta_status status) {
         TA_CASE(TA_E_STALE);
         TA_CASE(TA_E_CLOSED);
         TA_CASE(TA_E_FORKED);
+        TA_CASE(TA_E_CANCELLED);
         TA_CASE(TA_E_MEMORY);
         TA_CASE(TA_E_TIER_FULL);
         TA_CASE(TA_E_LIMIT);

@@ -78,10 +78,10 @@ class CudaStep final : public StepBackend {
     CudaDevice& device_;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t fence_ = nullptr;
-    bool ran_ = false;         // on stream_ since the fence was last recorded
-    bool captured_ = false;    // some call was captured
+    bool ran_ = false;              // on stream_ since the fence was last recorded
+    bool captured_ = false;         // some call was captured
     bool tables_are_last_ = false;  // of the plan's kernels on the stream, no other was enqueued after them
-    bool seen_calls_ = false;  // in this step
+    bool seen_calls_ = false;       // in this step
     std::vector<uint64_t> captured_kind_;
     Step* step_ = nullptr;
     uint64_t steps_ = 0;

@@ -206,6 +206,49 @@ Status Pool::copy_open_amax(const Sequence& from, Sequence& to) {
     return {};
 }
 
+Result<Pool::Snapshot> Pool::snapshot(ta_seq seq) const {
+    Snapshot copy;
+    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) -> Status {
+        copy = {s.length, s.blocks, s.open_amax};
+        if (!open_amax_) return {};
+        copy.open_amax.resize(open_amax_record());
+        if (s.amax_side == kNothingSeen) return {};
+        const size_t bytes = open_amax_record() * sizeof(float);
+        return context_->device()->read(copy.open_amax.data(), open_amax_.get() + (size_t(s.slot) * 2 + s.amax_side) * bytes,
+                                        bytes);
+    }));
+    return copy;
+}
+
+Result<ta_seq> Pool::adopt(Snapshot&& from) {
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<uint32_t> slot = take_slot();
+    if (!slot.ok()) return std::move(slot).status();
+    Sequence& s = *sequences_[slot.value()];
+    if (open_amax_) {
+        const size_t bytes = open_amax_record() * sizeof(float);
+        Device& device = *context_->device();
+        Status written = device.wait_for_steps();  // of the slot's former sequence
+        if (written.ok()) {
+            written = device.write(open_amax_.get() + size_t(s.slot) * 2 * bytes,
+                                   reinterpret_cast<const uint8_t*>(from.open_amax.data()), bytes);
+        }
+        if (!written.ok()) {
+            free_slots_.push_back(slot.value());
+            return written;
+        }
+        s.amax_side = 0;
+    } else {
+        s.open_amax = std::move(from.open_amax);
+    }
+    s.alive = true;
+    s.length = from.length;
+    s.blocks = std::move(from.blocks);
+    ++s.version;
+    return id_of(slot.value());
+}
+
 Status Pool::truncate(ta_seq seq, int64_t length) {
     std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);

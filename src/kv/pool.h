@@ -111,6 +111,18 @@ class Pool {
     // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr.
     Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;
 
+    // A sequence at rest: what a copy of it would have.
+    struct Snapshot {
+        int64_t length = 0;
+        std::vector<BlockPtr> blocks;
+        std::vector<float> open_amax;
+    };
+    Result<Snapshot> snapshot(ta_seq seq) const;
+    // A sequence with these blocks, full ones but for the last.
+    Result<ta_seq> adopt(Snapshot&& s);
+    // A block in the device tier. Makes room by moving others out, those of `mine` too, which no sequence has yet.
+    Result<BlockPtr> new_block(PageKind kind, std::span<const BlockPtr> mine);
+
     struct SequenceStats {
         uint32_t sequences = 0;
         uint64_t tokens = 0, shared_blocks = 0;

@@ -139,6 +139,23 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
     return {};
 }
 
+Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const BlockPtr> mine) {
+    const PageKind wanted[] = {kind};
+    constexpr int kAttempts = 8;
+    for (int attempt = 1;; ++attempt) {
+        Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
+        if (taken.ok()) return std::move(taken.value()[0]);
+        Status s = std::move(taken).status();
+        if (s.code() != TA_E_TIER_FULL || !mover_ || attempt == kAttempts) return s;
+        if (make_room(TierKind::kDevice, wanted)) continue;
+        std::vector<MoveItem> items;
+        for (size_t b = 0; b < mine.size(); ++b) {
+            if (mine[b]->sealed() && mine[b]->tier() == TierKind::kDevice) items.push_back({mine[b], b});
+        }
+        if (items.empty() || mover_->run(items, below(TierKind::kDevice), MoveReason::kEviction).moved == 0) return s;
+    }
+}
+
 Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
     std::vector<MoveItem> items;
     TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) -> Status {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kPartBytes = 16 << 20;  // moved together: cancelled, published and counted as one
 constexpr int kThreads = 2;              // of a direction: one copies while the other's blocks are checked
-constexpr int kMostCheckers = 8;           // threads that hash what arrived in host memory
+constexpr int kMostCheckers = 8;         // threads that hash what arrived in host memory
 constexpr std::chrono::milliseconds kReadersPatience{200};
 constexpr size_t kFinishedTickets = 4096;  // that can still be asked about
 

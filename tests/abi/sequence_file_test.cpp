@@ -1,0 +1,241 @@
+// Sequences saved and loaded: the same stored values, the same results afterwards, and no file that is not what was saved.
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "support/handles.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
+constexpr int64_t kRow = kHeads * kDim;
+
+using Bytes = std::vector<char>;
+
+class SequenceFile : public ::testing::Test {
+  protected:
+    void SetUp() override {
+        folder = std::filesystem::temp_directory_path() / ("ta-sequence-" + std::to_string(getpid()));
+        std::filesystem::create_directories(folder);
+    }
+    void TearDown() override { std::filesystem::remove_all(folder); }
+
+    std::string path(const char* name) const { return folder / name; }
+    static Bytes read(const std::string& from) {
+        std::ifstream file(from, std::ios::binary);
+        return {std::istreambuf_iterator<char>(file), {}};
+    }
+    static void write(const std::string& to, const Bytes& bytes) {
+        std::ofstream(to, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
+    }
+    void grow(const KvPool& pool, ta_seq seq, int32_t n) {
+        const Plan plan = make_plan(pool);
+        begin(plan, {seq}, {n});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(random.normals(n * kRow), n, kHeads, kDim), v(random.normals(n * kRow), n, kHeads, kDim);
+            append(plan, layer, k, v);
+        }
+        end(plan);
+    }
+    // What a step of one token sees.
+    std::vector<float> look(const KvPool& pool, ta_seq seq, uint64_t seed) {
+        Random values(seed);
+        const Plan plan = make_plan(pool);
+        std::vector<float> seen;
+        begin(plan, {seq}, {1});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(values.normals(kRow), 1, kHeads, kDim), v(values.normals(kRow), 1, kHeads, kDim);
+            Tensor q(values.normals(kQHeads * kDim), 1, kQHeads, kDim), out(1, kQHeads, kDim);
+            append(plan, layer, k, v);
+            attend(plan, layer, q, out);
+            const std::vector<float> x = out.values();
+            seen.insert(seen.end(), x.begin(), x.end());
+        }
+        end(plan);
+        return seen;
+    }
+    static ta_seq load(const KvPool& pool, const std::string& from) {
+        ta_seq seq = 0;
+        ta_error err;
+        require(ta_seq_load(pool.get(), from.c_str(), nullptr, nullptr, &seq, &err), err);
+        return seq;
+    }
+    static void save(const KvPool& pool, ta_seq seq, const std::string& to) {
+        ta_error err;
+        require(ta_seq_save(pool.get(), seq, to.c_str(), nullptr, nullptr, &err), err);
+    }
+
+    std::filesystem::path folder;
+    Random random{11};
+    Context context = make_context(2);
+};
+
+TEST_F(SequenceFile, WhatIsLoadedIsWhatWasSaved) {
+    int files = 0;
+    for (ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+        for (uint32_t bits : {4u, 2u, 8u}) {
+            auto numerics = sized<ta_numerics>();
+            numerics.profile = profile;
+            const auto options = pool_options(kLayers, kHeads, kDim, bits, &numerics);
+            const KvPool from = make_pool(context, options), to = make_pool(make_context(1), options);
+            for (int64_t n : {0, 1, 63, 64, 65, 200}) {
+                SCOPED_TRACE(std::to_string(bits) + " bits, " + std::to_string(n) + " tokens");
+                const ta_seq seq = make_sequence(from);
+                if (n > 0) grow(from, seq, int32_t(n));
+                const std::string file = path(std::to_string(files++).c_str());
+                save(from, seq, file);
+                const ta_seq copy = load(to, file);
+                ta_error err;
+                require(ta_seq_verify(to.get(), copy, &err), err);
+                ASSERT_EQ(length(to, copy), n);
+                for (uint32_t layer = 0; layer < kLayers && n > 0; ++layer)
+                    ASSERT_TRUE(dequantize(from, seq, layer, 0, n, kRow) == dequantize(to, copy, layer, 0, n, kRow));
+                for (uint64_t step = 0; step < 3; ++step) {
+                    const std::vector<float> a = look(from, seq, step), b = look(to, copy, step);
+                    ASSERT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0) << "step " << step;
+                }
+                struct stat info;
+                ASSERT_EQ(stat(file.c_str(), &info), 0);
+                EXPECT_EQ(info.st_mode & 07777, 0600u);
+            }
+        }
+    }
+}
+
+TEST_F(SequenceFile, ForkedAndTruncatedSequences) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 200);
+    const ta_seq fork = fork_sequence(pool, seq);
+    ta_error err;
+    require(ta_seq_truncate(pool.get(), fork, 150, &err), err);
+    save(pool, fork, path("fork"));
+    const ta_seq copy = load(pool, path("fork"));
+    EXPECT_TRUE(dequantize(pool, fork, 1, 0, 150, kRow) == dequantize(pool, copy, 1, 0, 150, kRow));
+    const std::vector<float> a = look(pool, fork, 7), b = look(pool, copy, 7);
+    EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0);
+}
+
+TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 200);
+    save(pool, seq, path("good"));
+    const Bytes good = read(path("good"));
+    const ta_kv_pool_stats before = stats(pool);
+    const auto refuse = [&](const Bytes& bytes, const std::string& what) {
+        write(path("bad"), bytes);
+        ta_seq out = 77;
+        ta_error err;
+        const ta_status s = ta_seq_load(pool.get(), path("bad").c_str(), nullptr, nullptr, &out, &err);
+        EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_UNSUPPORTED) << what << ": " << ta_status_name(s);
+        EXPECT_EQ(out, 77u) << what;
+        EXPECT_EQ(stats(pool).sequences, before.sequences) << what;
+        EXPECT_EQ(stats(pool).bytes_used, before.bytes_used) << what;
+    };
+    for (size_t at = 0; at < 72 + 48; ++at) {  // both headers, every bit
+        for (int bit = 0; bit < 8; ++bit) {
+            Bytes bad = good;
+            bad[at] = char(bad[at] ^ (1 << bit));
+            refuse(bad, "bit " + std::to_string(bit) + " of byte " + std::to_string(at));
+        }
+    }
+    for (int i = 0; i < 300; ++i) {
+        Bytes bad = good;
+        const size_t at = size_t(random.below(int64_t(bad.size())));
+        bad[at] = char(bad[at] ^ (1 << random.below(8)));
+        refuse(bad, "byte " + std::to_string(at));
+    }
+    for (size_t n : {size_t{0}, size_t{1}, size_t{71}, size_t{72}, size_t{100}, good.size() / 2, good.size() - 1}) {
+        refuse(Bytes(good.begin(), good.begin() + std::ptrdiff_t(n)), "cut after " + std::to_string(n));
+    }
+    Bytes longer = good;
+    longer.push_back(0);
+    refuse(longer, "a byte more");
+}
+
+TEST_F(SequenceFile, WrongFilesAndCallbacks) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim)),
+                 other = make_pool(context, pool_options(kLayers, kHeads, kDim, 2));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 300);
+    save(pool, seq, path("file"));
+    ta_error err;
+    ta_seq out = 0;
+    EXPECT_EQ(ta_seq_save(pool.get(), seq, path("file").c_str(), nullptr, nullptr, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_save(pool.get(), seq, path("none/file").c_str(), nullptr, nullptr, &err), TA_E_IO) << err.message;
+    EXPECT_EQ(ta_seq_load(other.get(), path("file").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), path("absent").c_str(), nullptr, nullptr, &out, &err), TA_E_IO) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), folder.c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), nullptr, nullptr, nullptr, &out, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_save(pool.get(), seq + 1, path("x").c_str(), nullptr, nullptr, &err), TA_E_STALE);
+    std::filesystem::create_symlink(path("file"), path("link"));
+    EXPECT_EQ(ta_seq_load(pool.get(), path("link").c_str(), nullptr, nullptr, &out, &err), TA_E_IO) << err.message;
+
+    struct Calls {
+        int left;
+        uint64_t done = 0, total = 0;
+    };
+    const auto progress = [](void* user, uint64_t done, uint64_t total) -> int32_t {
+        auto& c = *static_cast<Calls*>(user);
+        EXPECT_GE(done, c.done);
+        c.done = done;
+        c.total = total;
+        return c.left-- == 0;
+    };
+    for (int stop = 0; stop < 6; ++stop) {  // before each of five blocks, and at the end
+        Calls c{stop};
+        EXPECT_EQ(ta_seq_save(pool.get(), seq, path("stopped").c_str(), progress, &c, &err), TA_E_CANCELLED) << err.message;
+        EXPECT_FALSE(std::filesystem::exists(path("stopped")));
+        c = {stop};
+        EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), progress, &c, &out, &err), TA_E_CANCELLED) << err.message;
+    }
+    EXPECT_EQ(out, 0u);
+    EXPECT_EQ(stats(pool).sequences, 1u);
+    Calls all{100};
+    EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), progress, &all, &out, &err), TA_OK) << err.message;
+    EXPECT_EQ(all.done, all.total);
+    EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
+    size_t files = 0;
+    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++files;
+    EXPECT_EQ(files, 2u);  // the file and the link: nothing else is left behind
+}
+
+// A sequence larger than the device tier, saved from all tiers and loaded into them.
+TEST_F(SequenceFile, AcrossTiers) {
+    const auto plain = pool_options(kLayers, kHeads, kDim);
+    const ta_kv_pool_stats s = stats(make_pool(context, plain));
+    auto options = plain;
+    options.budget_bytes = 8 * s.token_block_bytes + 10 * s.channel_block_bytes;
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = tiers.disk_bytes = uint64_t{16} << 20;
+    options.tiers = &tiers;
+    const KvPool small = make_pool(context, options), large = make_pool(context, plain);
+    const ta_seq seq = make_sequence(large);
+    grow(large, seq, 3000);
+    save(large, seq, path("large"));
+    const ta_seq copy = load(small, path("large"));
+    ta_error err;
+    require(ta_seq_verify(small.get(), copy, &err), err);
+    auto r = sized<ta_residency>();
+    require(ta_seq_residency(small.get(), copy, &r, &err), err);
+    EXPECT_GT(r.host_blocks, 20u);
+    ta_ticket ticket = 0;
+    auto info = sized<ta_move_info>();
+    require(ta_seq_move(small.get(), copy, 5, 20, TA_TIER_DISK, &ticket, &err), err);
+    require(ta_move_wait(small.get(), ticket, -1, &info, &err), err);
+    EXPECT_EQ(info.moved, 20u);
+    save(small, copy, path("again"));
+    const ta_seq back = load(large, path("again"));
+    EXPECT_TRUE(dequantize(large, seq, 1, 0, 3000, kRow) == dequantize(large, back, 1, 0, 3000, kRow));
+    const std::vector<float> a = look(large, seq, 1), b = look(small, copy, 1);
+    EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0);
+}
+
+}  // namespace
+}  // namespace ta::testing
