@@ -471,6 +471,15 @@ typedef struct ta_tier_stats {
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */
 TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err);
 
+typedef int32_t ta_metrics_format;
+enum { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
+
+/* Writes what the statistics structs have, of all tiers, and how long batches of moves took, as text that ends in a NUL: metrics for a
+ * scraper (https://openmetrics.io), or one JSON object. `needed` gets its size with the NUL; with buffer NULL nothing else is done.
+ * Errors: TA_E_INVALID (buffer_bytes is below what is needed: nothing was written), TA_E_CLOSED. */
+TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_format format, char* buffer, uint64_t buffer_bytes,
+                                          uint64_t* needed, ta_error* err);
+
 /* ------------------------------------------------------------------------------------------------ plan */
 
 /* One batch step over all layers. Keeps its pool alive. Exclusive: one thread at a time. */

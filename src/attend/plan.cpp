@@ -130,12 +130,12 @@ void Plan::list_touched(StepMember& m) {
 // has now, until clear().
 Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
-    constexpr int kAttempts = 8;
+    constexpr int kMostAttempts = 64;
     constexpr std::chrono::seconds kPatience{10};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
     if (!pool_->mover()) return reserve_blocks(nullptr);
-    for (int attempt = 1;; ++attempt) {
+    for (int made = 0;;) {
         TA_RETURN_IF_ERROR(pool_->make_resident(sequences_));
         reading_ = store.start_reading();
         std::vector<PageKind> wanted;
@@ -148,13 +148,18 @@ Status Plan::bring_blocks() {
         if (s.ok()) return s;
         store.stop_reading(*reading_);
         reading_.reset();
-        if (s.code() == TA_E_BUSY) {
-            if (std::chrono::steady_clock::now() - start > kPatience) return s;
-            std::this_thread::sleep_for(std::chrono::microseconds(100));
-            continue;
+        if (s.code() == TA_E_TIER_FULL) {
+            const bool moving = pool_->mover()->queued() > 0;  // what others move now cannot be evicted, and may be gone soon
+            if (pool_->make_room(TierKind::kDevice, wanted)) {
+                if (++made > kMostAttempts) return s;
+                continue;
+            }
+            if (!moving) return s;
+        } else if (s.code() != TA_E_BUSY) {
+            return s;
         }
-        if (s.code() != TA_E_TIER_FULL || attempt >= kAttempts) return s;
-        if (!pool_->make_room(TierKind::kDevice, wanted)) return s;
+        if (std::chrono::steady_clock::now() - start > kPatience) return s;
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
 }
 

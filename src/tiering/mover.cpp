@@ -236,10 +236,11 @@ void Mover::run_part(std::span<const MoveItem> items, TierKind to, MoveReason re
         }
     }
     if (work.empty()) return;
+    const auto start = std::chrono::steady_clock::now();
     find_room(work, to, reason);
     copy(work, to);
     check(work, to);
-    finish(work, to, reason, progress);
+    finish(work, to, reason, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), progress);
 }
 
 // False when the block stays where it is; `progress` says why.
@@ -386,7 +387,7 @@ void Mover::give_back(const Work& w) {
     }
 }
 
-void Mover::finish(std::vector<Work>& work, TierKind to, MoveReason reason, MoveProgress& progress) {
+void Mover::finish(std::vector<Work>& work, TierKind to, MoveReason reason, double seconds, MoveProgress& progress) {
     MoveCounters counted;
     for (Work& w : work) {
         Block& block = *w.item->block;
@@ -407,7 +408,11 @@ void Mover::finish(std::vector<Work>& work, TierKind to, MoveReason reason, Move
         }
         block.end_move();
     }
+    int bucket = 0;
+    while (bucket < kLatencyBuckets - 1 && seconds > 1e-6 * double(uint64_t{1} << bucket)) ++bucket;
     std::lock_guard lock(mutex_);
+    ++counters_.latency[size_t(to)][bucket];
+    counters_.seconds[size_t(to)] += seconds;
     for (int t = 0; t < 3; ++t) {
         counters_.blocks_in[t] += counted.blocks_in[t];
         counters_.blocks_out[t] += counted.blocks_out[t];

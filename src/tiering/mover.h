@@ -36,7 +36,11 @@ struct MoveProgress {
     Status status;  // of the first block that failed
 };
 
+inline constexpr int kLatencyBuckets = 24;  // bucket i: up to 2^i microseconds; the last: any
+
 struct MoveCounters {
+    uint64_t latency[3][kLatencyBuckets] = {};                     // of the batches that were moved into a tier
+    double seconds[3] = {0, 0, 0};                                 // their sum
     uint64_t blocks_in[3] = {0, 0, 0}, blocks_out[3] = {0, 0, 0};  // by TierKind
     uint64_t bytes_in[3] = {0, 0, 0}, bytes_out[3] = {0, 0, 0};
     uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
@@ -99,7 +103,7 @@ class Mover {
     void copy_in_memory(std::span<Work*> work);
     void copy_with_disk(std::span<Work*> work, TierRequest::Kind kind);
     void check(std::vector<Work>& work, TierKind to);
-    void finish(std::vector<Work>& work, TierKind to, MoveReason reason, MoveProgress& progress);
+    void finish(std::vector<Work>& work, TierKind to, MoveReason reason, double seconds, MoveProgress& progress);
     void give_back(const Work& work);
     Tier* below(TierKind tier) const { return tier == TierKind::kHost ? host_ : disk_; }
     bool through_host(const Place& from, TierKind to) const;

@@ -1,6 +1,7 @@
 // Pools with tiers beside a pool that has all its blocks in one: the same outputs to the bit, wherever blocks are and whatever moves.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -305,6 +306,42 @@ TEST(Tiers, BlocksLeaveInTheBackgroundAboveTheWatermark) {
     EXPECT_LT(s.bytes_used, s.bytes_budget * 55 / 100);
     EXPECT_GT(s.bytes_out, 0u);
     twins.verify();
+}
+
+std::string metrics(const KvPool& pool, ta_metrics_format format) {
+    uint64_t needed = 0;
+    ta_error err;
+    require(ta_kv_pool_write_metrics(pool.get(), format, nullptr, 0, &needed, &err), err);
+    std::string text(needed, 'x');
+    EXPECT_EQ(ta_kv_pool_write_metrics(pool.get(), format, text.data(), needed - 1, &needed, &err), TA_E_INVALID);
+    EXPECT_EQ(err.argument, 3);
+    EXPECT_EQ(text, std::string(needed, 'x'));
+    require(ta_kv_pool_write_metrics(pool.get(), format, text.data(), needed, &needed, &err), err);
+    EXPECT_EQ(text.back(), '\0');
+    text.pop_back();
+    return text;
+}
+
+TEST(Tiers, MetricsAsText) {
+    Twins twins({.device_blocks = 100, .host_bytes = kPlenty});
+    const size_t a = twins.add();
+    twins.step({a}, {300});
+    move_now(twins.pool, twins.seqs[a], 1, 3, TA_TIER_HOST);
+    const std::string text = metrics(twins.pool, TA_METRICS_OPENMETRICS);
+    EXPECT_NE(text.find("\nta_tokens 300\n"), std::string::npos) << text;
+    EXPECT_NE(text.find("\nta_tier_blocks{tier=\"host\"} 3\n"), std::string::npos) << text;
+    EXPECT_NE(text.find("\nta_appended_tokens_total 300\n"), std::string::npos) << text;
+    EXPECT_NE(text.find("\nta_move_seconds_count{tier=\"host\"} 1\n"), std::string::npos) << text;
+    EXPECT_EQ(text.find("tier=\"disk\""), std::string::npos);
+    EXPECT_EQ(text.substr(text.size() - 6), "# EOF\n");
+    const std::string json = metrics(twins.pool, TA_METRICS_JSON);
+    EXPECT_NE(json.find("\"tokens\": {\"value\": 300}"), std::string::npos) << json;
+    EXPECT_NE(json.find("\"tier_blocks\": {\"device\": 2, \"host\": 3}"), std::string::npos) << json;
+    EXPECT_EQ(std::count(json.begin(), json.end(), '{'), std::count(json.begin(), json.end(), '}'));
+    metrics(twins.plain_pool, TA_METRICS_OPENMETRICS);
+    uint64_t needed = 0;
+    EXPECT_EQ(ta_kv_pool_write_metrics(twins.pool.get(), 3, nullptr, 0, &needed, nullptr), TA_E_INVALID);
+    EXPECT_EQ(ta_kv_pool_write_metrics(twins.pool.get(), TA_METRICS_JSON, nullptr, 0, nullptr, nullptr), TA_E_INVALID);
 }
 
 // Everything at once: steps of two plans, and a thread that moves and pins blocks at random.

@@ -1,0 +1,180 @@
+// The statistics of a pool as text: every value is listed once, with its type and help, and written in either format.
+#include <cinttypes>
+#include <cstdarg>
+#include <cstdio>
+#include <string>
+
+#include "src/api/api.h"
+
+using namespace ta;
+using namespace ta::api;
+
+namespace {
+
+const char* const kTiers[] = {"device", "host", "disk"};
+
+class Writer {
+  public:
+    explicit Writer(bool json) : json_(json) {}
+
+    // A metric of one value or, behind it, of one for each label.
+    void family(const char* name, const char* type, const char* help) {
+        name_ = name;
+        counter_ = std::string(type) == "counter";
+        if (!json_) {
+            add("# TYPE ta_%s %s\n# HELP ta_%s %s\n", name, type, name, help);
+            return;
+        }
+        if (in_family_) text_ += '}';
+        add("%s\"%s\": {", in_family_ ? ", " : "{", name);
+        in_family_ = true;
+        first_ = true;
+    }
+    void value(double x, const char* label = nullptr, const char* of = nullptr) {
+        char number[40];
+        std::snprintf(number, sizeof number, "%.17g", x);
+        if (json_) {
+            add("%s\"%s\": %s", first_ ? "" : ", ", of ? of : "value", number);
+        } else if (label) {
+            add("ta_%s%s{%s=\"%s\"} %s\n", name_, counter_ ? "_total" : "", label, of, number);
+        } else {
+            add("ta_%s%s %s\n", name_, counter_ ? "_total" : "", number);
+        }
+        first_ = false;
+    }
+    // Buckets up to 2^i microseconds, not cumulative.
+    template <size_t N>
+    void histogram(const uint64_t (&buckets)[N], double sum, const char* of) {
+        if (json_) {
+            add("%s\"%s\": {\"sum\": %.9g, \"buckets\": [", first_ ? "" : ", ", of, sum);
+            for (size_t i = 0; i < N; ++i) add("%s%" PRIu64, i ? ", " : "", buckets[i]);
+            text_ += "]}";
+        } else {
+            uint64_t n = 0;
+            for (size_t i = 0; i < N; ++i) {
+                n += buckets[i];
+                if (i + 1 < N) {
+                    add("ta_%s_bucket{tier=\"%s\",le=\"%.9g\"} %" PRIu64 "\n", name_, of, 1e-6 * double(uint64_t{1} << i), n);
+                } else {
+                    add("ta_%s_bucket{tier=\"%s\",le=\"+Inf\"} %" PRIu64 "\n", name_, of, n);
+                }
+            }
+            add("ta_%s_count{tier=\"%s\"} %" PRIu64 "\nta_%s_sum{tier=\"%s\"} %.9g\n", name_, of, n, name_, of, sum);
+        }
+        first_ = false;
+    }
+    std::string finish() {
+        text_ += json_ ? "}}\n" : "# EOF\n";
+        return std::move(text_);
+    }
+
+  private:
+    __attribute__((format(printf, 2, 3))) void add(const char* format, ...) {
+        char line[512];
+        va_list arguments;
+        va_start(arguments, format);
+        std::vsnprintf(line, sizeof line, format, arguments);
+        va_end(arguments);
+        text_ += line;
+    }
+
+    const bool json_;
+    bool in_family_ = false, first_ = true, counter_ = false;
+    const char* name_ = "";
+    std::string text_;
+};
+
+// A row for each tier that the pool has.
+template <class Field>
+void by_tier(Writer& w, const ta_tier_stats (&tiers)[3], const bool (&has)[3], Field field) {
+    for (int t = 0; t < 3; ++t) {
+        if (has[t]) w.value(double(tiers[t].*field), "tier", kTiers[t]);
+    }
+}
+
+Status write_all(const ta_kv_pool* pool, Writer& w) {
+    ta_error error{};
+    ta_kv_pool_stats s{};
+    s.struct_size = sizeof s;
+    if (ta_kv_pool_get_stats(pool, &s, &error) != TA_OK) return fail(error.code, "%s", error.message);
+    ta_tier_stats tiers[3]{};
+    bool has[3];
+    for (int t = 0; t < 3; ++t) {
+        tiers[t].struct_size = sizeof tiers[t];
+        has[t] = ta_kv_pool_get_tier_stats(pool, t, &tiers[t], &error) == TA_OK;
+    }
+    const auto one = [&w](const char* name, const char* type, const char* help, double x) {
+        w.family(name, type, help);
+        w.value(x);
+    };
+    one("sequences", "gauge", "Sequences that are alive.", s.sequences);
+    one("tokens", "gauge", "Sum of the lengths of all sequences.", double(s.tokens));
+    one("shared_blocks", "gauge", "Blocks with more than one owner.", double(s.shared_blocks));
+    one("appended_tokens", "counter", "Tokens appended.", double(s.appended_tokens));
+    one("closed_pages", "counter", "Pages encoded to 4 or 2 bits.", double(s.closed_pages));
+    one("reopened_blocks", "counter", "Closed blocks turned back into open ones.", double(s.reopened_blocks));
+    one("copied_blocks", "counter", "Blocks copied on write.", double(s.copied_blocks));
+    one("saturated_values", "counter", "Non-finite inputs replaced.", double(s.saturated_values));
+    one("clamped_values", "counter", "Values cut off by a universal open scale.", double(s.clamped_values));
+    w.family("tier_budget_bytes", "gauge", "Byte budget of a tier.");
+    by_tier(w, tiers, has, &ta_tier_stats::bytes_budget);
+    w.family("tier_used_bytes", "gauge", "Bytes of blocks in a tier.");
+    by_tier(w, tiers, has, &ta_tier_stats::bytes_used);
+    w.family("tier_largest_free_bytes", "gauge", "Longest run of free bytes in a tier; 0 where it is not known.");
+    by_tier(w, tiers, has, &ta_tier_stats::largest_free);
+    w.family("tier_blocks", "gauge", "Blocks in a tier.");
+    by_tier(w, tiers, has, &ta_tier_stats::blocks);
+    w.family("tier_state", "gauge", "0: ok, 1: read-only, 2: failed.");
+    by_tier(w, tiers, has, &ta_tier_stats::state);
+    w.family("tier_queued", "gauge", "Moves, or requests of a disk, that are not finished.");
+    by_tier(w, tiers, has, &ta_tier_stats::queued);
+    w.family("tier_in_bytes", "counter", "Bytes moved into a tier.");
+    by_tier(w, tiers, has, &ta_tier_stats::bytes_in);
+    w.family("tier_out_bytes", "counter", "Bytes moved out of a tier.");
+    by_tier(w, tiers, has, &ta_tier_stats::bytes_out);
+    w.family("tier_failed", "counter", "Requests that failed; of the device tier, moves.");
+    by_tier(w, tiers, has, &ta_tier_stats::failed);
+    w.family("tier_corrupt", "counter", "Blocks that did not match their hashes.");
+    by_tier(w, tiers, has, &ta_tier_stats::corrupt);
+    w.family("moved_bytes", "counter", "Bytes moved, by what for.");
+    w.value(double(tiers[0].bytes_asked), "reason", "asked");
+    w.value(double(tiers[0].bytes_prefetched), "reason", "prefetch");
+    w.value(double(tiers[0].bytes_needed), "reason", "needed");
+    w.value(double(tiers[0].bytes_evicted), "reason", "eviction");
+    if (const Mover* mover = pool->impl->mover()) {
+        const MoveCounters c = mover->counters();
+        w.family("move_seconds", "histogram", "Time of a batch of moves into a tier, by powers of two of a microsecond.");
+        for (int t = 0; t < 3; ++t) {
+            if (has[t]) w.histogram(c.latency[t], c.seconds[t], kTiers[t]);
+        }
+    }
+    return {};
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_format format, char* buffer, uint64_t buffer_bytes,
+                                   uint64_t* needed, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(needed, "needed", 4));
+        if (format != TA_METRICS_OPENMETRICS && format != TA_METRICS_JSON)
+            return fail(TA_E_INVALID, "format is %d, no value of ta_metrics_format", int(format)).argument(1);
+        Writer w(format == TA_METRICS_JSON);
+        TA_RETURN_IF_ERROR(write_all(pool, w));
+        const std::string text = w.finish();
+        *needed = text.size() + 1;
+        if (!buffer) return {};
+        if (buffer_bytes < *needed) {
+            return fail(TA_E_INVALID, "buffer_bytes is %llu; the text has %llu", (unsigned long long)buffer_bytes,
+                        (unsigned long long)*needed)
+                .argument(3);
+        }
+        std::memcpy(buffer, text.c_str(), *needed);
+        return {};
+    });
+}
+
+}  // extern "C"
