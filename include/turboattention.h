@@ -435,7 +435,8 @@ TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint
 TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
 /* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). */
 TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
-/* Work enqueued on the stream from now on waits for them. Errors: TA_E_STALE, TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
+/* Work enqueued on the stream from now on waits for them; the pool must not be destroyed before the stream has passed. Errors:
+ * TA_E_STALE, TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
 TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
 /* Blocks that have not moved yet stay where they are. Errors: TA_E_STALE, TA_E_UNSUPPORTED. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);

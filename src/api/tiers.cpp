@@ -105,8 +105,8 @@ ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_strea
         Result<MoveProgress> progress = mover.value()->query(ticket);
         if (!progress.ok()) return std::move(progress).status().argument(1);
         if (progress.value().state > TA_MOVE_RUNNING) return {};
-        const std::shared_ptr<Pool> impl = pool->impl;
-        return device->enqueue_call(stream, [impl, ticket] { (void)impl->mover()->wait(ticket, -1); });
+        const Mover* moves = mover.value();
+        return device->enqueue_call(stream, [moves, ticket] { (void)moves->wait(ticket, -1); });
     });
 }
 
