@@ -303,7 +303,7 @@ typedef struct ta_tier_options {
     uint64_t disk_bytes;     /* likewise; 0: no disk tier */
     const char* disk_folder; /* of a file without a name, gone with the pool; default: TMPDIR or /tmp */
     int32_t high_percent;    /* of the device budget: when a step ends above it, blocks leave in the background, ... */
-    int32_t low_percent;     /* ... down to this; defaults 94 and 90 */
+    int32_t low_percent;     /* ... down to this; defaults 94, and 4 less than that */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -435,8 +435,8 @@ TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint
 TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
 /* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). */
 TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
-/* Work enqueued on the stream from now on waits for them; the pool must not be destroyed before the stream has passed. Errors:
- * TA_E_STALE, TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
+/* Work enqueued on the stream from now on comes after them: the call waits for the moves, which wait for nothing on a stream but steps
+ * that have ended. Errors: TA_E_STALE, TA_E_UNSUPPORTED (on a CPU). */
 TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
 /* Blocks that have not moved yet stay where they are. Errors: TA_E_STALE, TA_E_UNSUPPORTED. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);

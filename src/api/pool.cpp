@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 
 #include "src/api/api.h"
@@ -18,14 +19,13 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     settings.numa_node = int(o.host_node) - 1;
     const char* temporary = std::getenv("TMPDIR");
     settings.disk_folder = o.disk_folder ? o.disk_folder : temporary && *temporary ? temporary : "/tmp";
-    if (o.high_percent || o.low_percent) {
-        if (o.high_percent < 1 || o.high_percent > 100 || o.low_percent < 0 || o.low_percent > o.high_percent) {
-            return fail(TA_E_INVALID,
-                        "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
-                        o.low_percent, o.high_percent);
-        }
-        settings.high_percent = o.high_percent;
-        settings.low_percent = o.low_percent;
+    constexpr int kBetween = 4;
+    if (o.high_percent) settings.high_percent = o.high_percent;
+    settings.low_percent = o.low_percent ? o.low_percent : std::max(settings.high_percent - kBetween, 0);
+    if (settings.high_percent < 1 || settings.high_percent > 100 || settings.low_percent < 0 ||
+        settings.low_percent > settings.high_percent) {
+        return fail(TA_E_INVALID, "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
+                    settings.low_percent, settings.high_percent);
     }
     return {};
 }

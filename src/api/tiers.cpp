@@ -90,6 +90,7 @@ ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanosec
         Result<Mover*> mover = mover_of(pool);
         if (!mover.ok()) return std::move(mover).status();
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
+        TA_RETURN_IF_ERROR(write_struct(ta_move_info{}, info, "info", 3));  // so that a wrong size is known before the wait
         Result<MoveProgress> progress = mover.value()->wait(ticket, nanoseconds);
         if (!progress.ok()) return std::move(progress).status().argument(1);
         return write_info(progress.value(), info, 3);
@@ -100,13 +101,11 @@ ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_strea
     return guard(err, [&]() -> Status {
         Result<Mover*> mover = mover_of(pool);
         if (!mover.ok()) return std::move(mover).status();
-        Device* device = pool->impl->context().device();
-        if (!device) return fail(TA_E_UNSUPPORTED, "a CPU has no streams: use ta_move_wait");
-        Result<MoveProgress> progress = mover.value()->query(ticket);
-        if (!progress.ok()) return std::move(progress).status().argument(1);
-        if (progress.value().state > TA_MOVE_RUNNING) return {};
-        const Mover* moves = mover.value();
-        return device->enqueue_call(stream, [moves, ticket] { (void)moves->wait(ticket, -1); });
+        if (!pool->impl->context().device()) return fail(TA_E_UNSUPPORTED, "a CPU has no streams: use ta_move_wait");
+        // Here and not on the device: a move waits for the steps before it, and may not stand behind work that waits for it.
+        (void)stream;
+        Result<MoveProgress> progress = mover.value()->wait(ticket, -1);
+        return progress.ok() ? Status() : std::move(progress).status().argument(1);
     });
 }
 

@@ -131,7 +131,7 @@ void Plan::list_touched(StepMember& m) {
 Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
     constexpr int kMostAttempts = 64;
-    constexpr std::chrono::seconds kPatience{10};
+    constexpr std::chrono::seconds kPatience{10}, kReadersPatience{1};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
     if (!pool_->mover()) return reserve_blocks(nullptr);
@@ -148,8 +148,11 @@ Status Plan::bring_blocks() {
         if (s.ok()) return s;
         store.stop_reading(*reading_);
         reading_.reset();
+        const auto waited = std::chrono::steady_clock::now() - start;
         if (s.code() == TA_E_TIER_FULL) {
-            const bool moving = pool_->mover()->queued() > 0;  // what others move now cannot be evicted, and may be gone soon
+            // What blocks have left is room as soon as those are done who read there.
+            if (waited < kReadersPatience && store.wait_for_left(std::chrono::milliseconds(20))) continue;
+            const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon
             if (pool_->make_room(TierKind::kDevice, wanted)) {
                 if (++made > kMostAttempts) return s;
                 continue;
@@ -158,7 +161,7 @@ Status Plan::bring_blocks() {
         } else if (s.code() != TA_E_BUSY) {
             return s;
         }
-        if (std::chrono::steady_clock::now() - start > kPatience) return s;
+        if (waited > kPatience) return s;
         std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
 }
@@ -187,9 +190,11 @@ Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
             if (!t.token && t.workspace_page < 0) want(PageKind::kToken);
             if (t.closes) want(PageKind::kChannel);
         }
-        // So that end cannot fail. A larger capacity may stay behind after a failure.
-        m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
     }
+    // So that end cannot fail. A larger capacity may stay behind after a failure. Others look at the blocks under the lock.
+    pool_->commit_plan([this] {
+        for (StepMember& m : step_.members) m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
+    });
     size_t failed = wanted.size();
     Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted, &failed);
     if (!taken.ok()) {
@@ -320,7 +325,11 @@ Status Plan::end() {
         }
     });
     clear();
-    pool_->keep_room();
+    try {
+        pool_->keep_room();
+    } catch (const std::bad_alloc&) {
+        // The step is committed; the next one makes room.
+    }
     return {};
 }
 

@@ -156,15 +156,6 @@ Status CudaDevice::wait_for_steps() {
     return {};
 }
 
-Status CudaDevice::enqueue_call(ta_stream stream, std::function<void()> call) {
-    const CudaScope scope(ordinal_);
-    auto kept = std::make_unique<std::function<void()>>(std::move(call));
-    const auto run = [](void* user) { (*std::unique_ptr<std::function<void()>>(static_cast<std::function<void()>*>(user)))(); };
-    TA_RETURN_IF_ERROR(check(cudaLaunchHostFunc(stream, run, kept.get()), "enqueueing a call"));
-    (void)kept.release();
-    return {};
-}
-
 Status CudaDevice::register_host(uint8_t* memory, size_t bytes) {
     const CudaScope scope(ordinal_);
     return check(cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "registering host memory");

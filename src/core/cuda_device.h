@@ -48,7 +48,6 @@ class CudaDevice final : public Device {
     std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // src/kv/cuda_hasher.cpp
     Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
     Status wait_for_steps() override;
-    Status enqueue_call(ta_stream stream, std::function<void()> call) override;
     Status register_host(uint8_t* memory, size_t bytes) override;
     void unregister_host(uint8_t* memory) override;
     int numa_node() const override;

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 
@@ -55,8 +54,6 @@ class Device {
     virtual Status copy(std::span<const DeviceCopy> copies, bool to_host) = 0;
     // Until all steps that were ended so far are over on the device.
     virtual Status wait_for_steps() = 0;
-    // Enqueues a call on the host that later work of the stream waits for. It must not call CUDA.
-    virtual Status enqueue_call(ta_stream stream, std::function<void()> call) = 0;
     // Makes host memory one that kernels read at the same address.
     virtual Status register_host(uint8_t* memory, size_t bytes) = 0;
     virtual void unregister_host(uint8_t* memory) = 0;

@@ -59,6 +59,9 @@ class Block {
     bool start_move() { return !moving_.exchange(true, std::memory_order_acquire); }
     void end_move() { moving_.store(false, std::memory_order_release); }
     bool moving() const { return moving_.load(std::memory_order_relaxed); }
+    // Its bytes do not match their hashes: nobody tries to move it again by himself.
+    void set_stuck() { stuck_.store(true, std::memory_order_relaxed); }
+    bool stuck() const { return stuck_.load(std::memory_order_relaxed); }
     // A pinned block is moved up only.
     void pin() { pins_.fetch_add(1, std::memory_order_relaxed); }
     void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
@@ -74,7 +77,7 @@ class Block {
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
     PageKind kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};
-    std::atomic<bool> moving_{false};
+    std::atomic<bool> moving_{false}, stuck_{false};
     std::atomic<bool> sealed_{false};
 };
 

@@ -149,6 +149,7 @@ Status Pool::close() {
         sequences_.swap(ended);
         free_slots_.clear();
     }
+    if (mover_) mover_->cancel_all();
     ended.clear();
     blocks_->trim();
     return {};

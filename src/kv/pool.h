@@ -146,6 +146,7 @@ class Pool {
     Status take_nonfinite_mark(Sequence& sequence);
     Status attach_tiers(const TierSettings& settings);
     TierKind below(TierKind tier) const;
+    bool evict(TierKind from, TierKind to, uint64_t bytes);
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
@@ -184,6 +185,7 @@ class Pool {
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
     uint64_t uses_ = 0;                      // of sequences by plans
+    std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
     std::atomic<uint64_t> keeping_room_{0};  // ticket of the last background eviction
     std::unique_ptr<Mover> mover_;           // last: its threads use the rest
 };

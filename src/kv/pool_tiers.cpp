@@ -1,7 +1,9 @@
 // The pool's side of the tiers: which blocks leave, which come back, and when.
 #include <algorithm>
 #include <cstring>
-#include <future>
+#include <unordered_set>
+
+#include <unistd.h>
 
 #include "src/kv/pool.h"
 #include "src/tiering/block_check.h"
@@ -13,6 +15,13 @@ namespace {
 
 // What is evicted at once, of the device budget: room for some steps.
 constexpr uint64_t kEvictedPart = 64;
+
+Status check_range(const Sequence& s, uint64_t first, uint64_t n) {
+    if (first <= s.blocks.size() && n <= s.blocks.size() - first) return {};
+    return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
+                (unsigned long long)(first + n), s.blocks.size())
+        .argument(2);
+}
 
 // Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading them
 // from below is spread over all that attend.
@@ -27,6 +36,14 @@ uint32_t reversed_bits(uint32_t x) {
 
 Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
+    if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
+        return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
+    }
+    const uint64_t memory = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+    if (settings.host_budget > memory) {
+        return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
+                    (unsigned long long)settings.host_budget, (unsigned long long)memory);
+    }
     const size_t slot_bytes[kSlotClasses] = {geometry_.token_slot_bytes, geometry_.channel_slot_bytes};
     if (settings.host_budget > 0) {
         HostTierOptions o;
@@ -74,22 +91,24 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     std::lock_guard lock(mutex_);
     std::vector<const Sequence*> oldest;
     for (const auto& s : sequences_) {
-        if (s->alive && !s->blocks.empty() && !(for_disk && s->in_plan)) oldest.push_back(s.get());
+        if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty()) oldest.push_back(s.get());
     }
     std::sort(oldest.begin(), oldest.end(), [](const Sequence* a, const Sequence* b) { return a->last_used < b->last_used; });
     std::vector<std::pair<uint32_t, uint32_t>> order;  // reversed bits of the index, index
+    std::unordered_set<const Block*> listed;           // of the shared ones
     for (bool shared : {false, true}) {
         for (const Sequence* s : oldest) {
             if (found >= bytes) return items;
             order.clear();
             for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
                 const Block& block = *s->blocks[b];
-                if (block.tier() != tier || !block.sealed() || block.moving() || block.pins() > 0) continue;
+                if (block.tier() != tier || !block.sealed() || block.moving() || block.pins() > 0 || block.stuck()) continue;
                 if ((s->blocks[b].use_count() > 1) == shared) order.emplace_back(reversed_bits(uint32_t(b)), uint32_t(b));
             }
             std::sort(order.begin(), order.end());
             for (const auto& [key, b] : order) {
                 if (found >= bytes) return items;
+                if (shared && !listed.insert(s->blocks[b].get()).second) continue;
                 items.push_back({s->blocks[b], b});
                 found += geometry_.slot_bytes(s->blocks[b]->kind());
             }
@@ -99,29 +118,47 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
 }
 
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
-    const TierKind to = below(tier);
-    if (tier == TierKind::kDisk || !this->tier(to)) return false;
+    if (tier == TierKind::kDisk) return false;
     uint64_t bytes = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
     const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
-    const std::vector<MoveItem> items = coldest(tier, std::max(bytes, budget / kEvictedPart), to == TierKind::kDisk);
-    return !items.empty() && mover_->run(items, to, MoveReason::kEviction).moved > 0;
+    bytes = std::max(bytes, budget / kEvictedPart);
+    if (evict(tier, below(tier), bytes)) return true;
+    // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
+    return tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes);
+}
+
+bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {
+    constexpr int kAttempts = 4;  // blocks that are damaged stay, and are not tried again
+    if (!tier(to)) return false;
+    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+        const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk);
+        if (items.empty()) return false;
+        const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction);
+        if (progress.moved > 0) return true;
+        if (progress.status.code() != TA_E_CORRUPT) return false;
+    }
+    return false;
 }
 
 void Pool::keep_room() {
     if (!mover_) return;
+    constexpr std::chrono::seconds kPause{1};  // after an eviction that moved nothing
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const TierKind to = below(TierKind::kDevice);
     const uint64_t used = blocks_->usage().used, budget = blocks_->budget();
     if (used <= budget / 100 * uint64_t(tier_settings_.high_percent)) return;
     if (const uint64_t last = keeping_room_.load(); last != 0) {
         Result<MoveProgress> progress = mover_->query(last);
         if (progress.ok() && progress.value().state <= TA_MOVE_RUNNING) return;
+        if (progress.ok() && progress.value().moved == 0 && now.count() < keep_room_after_.load()) return;
     }
     std::vector<MoveItem> items =
         coldest(TierKind::kDevice, used - budget / 100 * uint64_t(tier_settings_.low_percent), to == TierKind::kDisk);
     if (items.empty()) return;
     if (Result<uint64_t> ticket = mover_->submit(std::move(items), to, MoveReason::kEviction); ticket.ok())
         keeping_room_ = ticket.value();
+    keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
 }
 
 Status Pool::make_resident(std::span<Sequence* const> seqs) {
@@ -134,6 +171,10 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
         }
         if (items.empty()) continue;
         MoveProgress progress = mover_->run(items, host_ ? TierKind::kHost : TierKind::kDevice, MoveReason::kNeeded);
+        if (progress.failed > 0 && progress.status.code() == TA_E_TIER_FULL && host_) {
+            std::erase_if(items, [](const MoveItem& item) { return item.block->tier() != TierKind::kDisk; });
+            progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded);
+        }
         if (progress.failed > 0) return std::move(progress.status).sequence(int64_t(i));
     }
     return {};
@@ -158,18 +199,15 @@ Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const BlockPtr> mine) 
 
 Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
     std::vector<MoveItem> items;
-    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) -> Status {
-        if (first > s.blocks.size() || n > s.blocks.size() - first) {
-            return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
-                        (unsigned long long)(first + n), s.blocks.size())
-                .argument(2);
-        }
+    Status found = inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(check_range(s, first, n));
         for (uint64_t b = first; b < first + n; ++b) {
             const BlockPtr& block = s.blocks[size_t(b)];
             items.push_back({block->sealed() ? block : nullptr, b});
         }
         return {};
-    }));
+    });
+    if (!found.ok()) return found;
     return items;
 }
 
@@ -183,25 +221,38 @@ Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierK
 }
 
 Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
-    Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
-    if (!items.ok()) return std::move(items).status();
-    for (const MoveItem& item : items.value()) {
-        if (!item.block) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(item.index));
-        if (!pinned && item.block->pins() == 0) return fail(TA_E_STATE, "the block is not pinned").block(int64_t(item.index));
-    }
-    for (const MoveItem& item : items.value()) pinned ? item.block->pin() : item.block->unpin();
-    return {};
+    return inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(check_range(s, first, n));
+        for (uint64_t b = first; b < first + n; ++b) {
+            if (!s.blocks[size_t(b)]->sealed()) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(b));
+            if (!pinned && s.blocks[size_t(b)]->pins() == 0) return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
+        }
+        for (uint64_t b = first; b < first + n; ++b) pinned ? s.blocks[size_t(b)]->pin() : s.blocks[size_t(b)]->unpin();
+        return {};
+    });
 }
 
 namespace {
 
 class Answer final : public TierClient {
   public:
-    void on_done(TierCompletion completion) noexcept override { answer_.set_value(std::move(completion.status)); }
-    Status wait() { return answer_.get_future().get(); }
+    void on_done(TierCompletion completion) noexcept override {
+        std::lock_guard lock(mutex_);
+        status_ = std::move(completion.status);
+        done_ = true;
+        came_.notify_all();
+    }
+    Status wait() {
+        std::unique_lock lock(mutex_);
+        came_.wait(lock, [this] { return done_; });
+        return std::move(status_);
+    }
 
   private:
-    std::promise<Status> answer_;
+    std::mutex mutex_;
+    std::condition_variable came_;
+    bool done_ = false;
+    Status status_;
 };
 
 }  // namespace

@@ -89,9 +89,15 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
     ticket->progress.blocks = ticket->items.size();
     std::lock_guard lock(mutex_);
     ticket->id = ++tickets_;
-    known_.emplace(ticket->id, ticket);
-    // Eviction and demotion go one way; what goes up overtakes what is moved out for it.
-    queues_[to == TierKind::kDevice || reason == MoveReason::kPrefetch ? 0 : 1].push_back(ticket);
+    // What goes to the device overtakes what is moved out for it.
+    Queue& queue = queues_[to == TierKind::kDevice ? 0 : 1];
+    queue.push_back(ticket);
+    try {
+        known_.emplace(ticket->id, ticket);
+    } catch (...) {
+        queue.pop_back();
+        throw;
+    }
     wake_.notify_all();
     return ticket->id;
 }
@@ -134,7 +140,11 @@ void Mover::serve(int direction) {
         std::vector<MoveItem> dropped;  // after the lock: the last owner of a block may give it back here
         dropped.swap(t.items);
         t.next = 0;
-        done_.push_back(t.id);
+        try {
+            done_.push_back(t.id);
+        } catch (const std::bad_alloc&) {
+            known_.erase(t.id);
+        }
         if (done_.size() > kFinishedTickets) {
             known_.erase(done_.front());
             done_.pop_front();
@@ -178,7 +188,8 @@ Result<MoveProgress> Mover::wait(uint64_t ticket, int64_t nanoseconds) const {
         return fail(TA_E_STALE, "%llu is no ticket of this pool, or one that finished long ago", (unsigned long long)ticket);
     const std::shared_ptr<Ticket> t = found->second;
     const auto over = [&] { return t->progress.state != TA_MOVE_QUEUED && t->progress.state != TA_MOVE_RUNNING; };
-    if (nanoseconds < 0) {
+    constexpr int64_t kYear = int64_t{366} * 24 * 3600 * 1'000'000'000;  // longer than that is for ever
+    if (nanoseconds < 0 || nanoseconds > kYear) {
         finished_.wait(lock, over);
     } else if (nanoseconds > 0) {
         finished_.wait_for(lock, std::chrono::nanoseconds(nanoseconds), over);
@@ -193,6 +204,11 @@ Status Mover::cancel(uint64_t ticket) {
         return fail(TA_E_STALE, "%llu is no ticket of this pool, or one that finished long ago", (unsigned long long)ticket);
     found->second->cancelled = true;
     return {};
+}
+
+void Mover::cancel_all() {
+    std::lock_guard lock(mutex_);
+    for (auto& [id, ticket] : known_) ticket->cancelled = true;
 }
 
 MoveCounters Mover::counters() const {
@@ -214,10 +230,31 @@ bool Mover::through_host(const Place& from, TierKind to) const {
            (from.tier == TierKind::kDisk && to == TierKind::kDevice);
 }
 
+class Mover::Unfinished {
+  public:
+    Unfinished(Mover& mover, std::vector<Work>& work) : mover_(mover), work_(work) { mover_.running_.fetch_add(1); }
+    ~Unfinished() {
+        for (const Work& w : work_) {
+            if (w.over) continue;
+            mover_.give_back(w);
+            w.item->block->end_move();
+        }
+        mover_.running_.fetch_sub(1);
+    }
+    Unfinished(const Unfinished&) = delete;
+    Unfinished& operator=(const Unfinished&) = delete;
+
+  private:
+    Mover& mover_;
+    std::vector<Work>& work_;
+};
+
 void Mover::run_part(std::span<const MoveItem> items, TierKind to, MoveReason reason, MoveProgress& progress) {
     std::vector<Work> work;
     std::vector<MoveItem> in_two;
     work.reserve(items.size());
+    in_two.reserve(items.size());
+    const Unfinished unfinished(*this, work);
     for (const MoveItem& item : items) {
         if (!take(item, to, progress, work)) continue;
         if (!through_host(work.back().from, to)) continue;
@@ -392,16 +429,24 @@ void Mover::finish(std::vector<Work>& work, TierKind to, MoveReason reason, doub
     for (Work& w : work) {
         Block& block = *w.item->block;
         const uint64_t bytes = pool_.geometry().slot_bytes(block.kind());
-        if (w.status.ok()) {
+        const bool pinned = w.status.ok() && block.pins() > 0 && to > w.from.tier;  // since it was taken
+        if (w.status.ok() && !pinned) {
             pool_.blocks().move(block, w.to);
+            w.over = true;
             ++progress.moved;
             ++counted.blocks_in[size_t(to)];
             ++counted.blocks_out[size_t(w.from.tier)];
             counted.bytes_in[size_t(to)] += bytes;
             counted.bytes_out[size_t(w.from.tier)] += bytes;
             counted.bytes_by_reason[size_t(reason)] += bytes;
+        } else if (pinned || (reason == MoveReason::kPrefetch && w.status.code() == TA_E_TIER_FULL)) {
+            give_back(w);
+            w.over = true;
+            ++progress.skipped;
         } else {
             give_back(w);
+            w.over = true;
+            if (w.status.code() == TA_E_CORRUPT) block.set_stuck();
             ++progress.failed;
             ++(w.status.code() == TA_E_CORRUPT ? counted.corrupt : counted.failed);
             if (progress.status.ok()) progress.status = std::move(w.status).block(int64_t(w.item->index));

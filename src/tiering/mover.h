@@ -72,6 +72,8 @@ class Mover {
 
     MoveCounters counters() const;
     uint64_t queued() const;  // tickets that are not finished
+    bool busy() const { return running_.load() > 0 || queued() > 0; }
+    void cancel_all();
 
   private:
     struct Ticket {
@@ -88,7 +90,9 @@ class Mover {
         const MoveItem* item;
         Place from, to;
         Status status;
+        bool over = false;
     };
+    class Unfinished;  // takes back what an exception leaves
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
@@ -119,6 +123,7 @@ class Mover {
     std::unordered_map<uint64_t, std::shared_ptr<Ticket>> known_;
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
     MoveCounters counters_;
+    std::atomic<int> running_{0};  // calls of run_part
     std::mutex checking_;  // one part at a time, by all checkers
     ThreadPool checkers_;
     std::vector<std::thread> threads_;

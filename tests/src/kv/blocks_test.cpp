@@ -171,7 +171,6 @@ class FakeDevice final : public Device {
     std::unique_ptr<BlockVerifier> make_verifier(const Pool&) override { return nullptr; }
     Status copy(std::span<const DeviceCopy>, bool) override { return {}; }
     Status wait_for_steps() override { return {}; }
-    Status enqueue_call(ta_stream, std::function<void()>) override { return {}; }
     Status register_host(uint8_t*, size_t) override { return {}; }
     void unregister_host(uint8_t*) override {}
     int numa_node() const override { return -1; }
