@@ -346,7 +346,8 @@ typedef struct ta_kv_pool_stats {
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
  * is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the last huge
  * page of either kind of block; on a GPU, the largest magnitudes of universal scales.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY. */
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
+ * TA_E_LIMIT (threads). */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
 TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
@@ -396,8 +397,8 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn 
 
 /* ------------------------------------------------------------------------------------------------ moves
  *
- * Blocks move by themselves: out of a full tier those go first that no plan used for longest. Who wants more control asks for
- * moves, which are done in the background; results of attend are the same to the bit wherever blocks lie. Only full blocks move.
+ * Blocks move by themselves: out of a full tier those go first that no plan used for longest; sinks, open and pinned blocks stay. Who
+ * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever blocks lie. Only full blocks move.
  * A block arrives with its hashes checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
 
 /* A batch of moves asked for. 0 is never a ticket. */
@@ -504,7 +505,8 @@ TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* e
  *   n_new     [n_seqs] tokens that ta_append will bring for each, 0 and up; NULL: all 0
  *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
  * Errors: TA_E_INVALID, TA_E_ALIGNMENT, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already),
- * TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). */
+ * TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it waits for blocks to
+ * come from disk and for room, also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                                ta_error* err);
 

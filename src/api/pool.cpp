@@ -24,7 +24,8 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     settings.low_percent = o.low_percent ? o.low_percent : std::max(settings.high_percent - kBetween, 0);
     if (settings.high_percent < 1 || settings.high_percent > 100 || settings.low_percent < 0 ||
         settings.low_percent > settings.high_percent) {
-        return fail(TA_E_INVALID, "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
+        return fail(TA_E_INVALID,
+                    "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
                     settings.low_percent, settings.high_percent);
     }
     return {};

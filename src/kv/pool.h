@@ -184,10 +184,10 @@ class Pool {
     bool closed_ = false;
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
-    uint64_t uses_ = 0;                      // of sequences by plans
+    uint64_t uses_ = 0;                        // of sequences by plans
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
-    std::atomic<uint64_t> keeping_room_{0};  // ticket of the last background eviction
-    std::unique_ptr<Mover> mover_;           // last: its threads use the rest
+    std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction
+    std::unique_ptr<Mover> mover_;             // last: its threads use the rest
 };
 
 }  // namespace ta

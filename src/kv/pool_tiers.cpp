@@ -1,9 +1,9 @@
 // The pool's side of the tiers: which blocks leave, which come back, and when.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <unordered_set>
-
-#include <unistd.h>
 
 #include "src/kv/pool.h"
 #include "src/tiering/block_check.h"
@@ -225,7 +225,8 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
         for (uint64_t b = first; b < first + n; ++b) {
             if (!s.blocks[size_t(b)]->sealed()) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(b));
-            if (!pinned && s.blocks[size_t(b)]->pins() == 0) return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
+            if (!pinned && s.blocks[size_t(b)]->pins() == 0)
+                return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
         }
         for (uint64_t b = first; b < first + n; ++b) pinned ? s.blocks[size_t(b)]->pin() : s.blocks[size_t(b)]->unpin();
         return {};

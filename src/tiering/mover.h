@@ -58,7 +58,7 @@ class Mover {
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
 
-    // A ticket, never 0. Promotions and demotions have a queue each; within one the order is that of the calls.
+    // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls.
     Result<uint64_t> submit(std::vector<MoveItem> items, TierKind to, MoveReason reason);
     // The same at once. Where there is no room in `to`, others make room for needed blocks.
     MoveProgress run(std::span<const MoveItem> items, TierKind to, MoveReason reason);
@@ -124,7 +124,7 @@ class Mover {
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
     MoveCounters counters_;
     std::atomic<int> running_{0};  // calls of run_part
-    std::mutex checking_;  // one part at a time, by all checkers
+    std::mutex checking_;          // one part at a time, by all checkers
     ThreadPool checkers_;
     std::vector<std::thread> threads_;
 };
