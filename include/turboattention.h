@@ -295,7 +295,8 @@ typedef int32_t ta_tier;
 enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
 
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place; those on
- * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device. */
+ * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk tier
+ * needs one. */
 typedef struct ta_tier_options {
     uint32_t struct_size;
     uint32_t host_node;      /* 1 + the NUMA node of the host tier; default: the GPU's, on a CPU where the system puts it */

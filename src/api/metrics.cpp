@@ -84,13 +84,40 @@ class Writer {
     std::string text_;
 };
 
-// A row for each tier that the pool has.
-template <class Field>
-void by_tier(Writer& w, const ta_tier_stats (&tiers)[3], const bool (&has)[3], Field field) {
-    for (int t = 0; t < 3; ++t) {
-        if (has[t]) w.value(double(tiers[t].*field), "tier", kTiers[t]);
-    }
-}
+struct PoolMetric {
+    const char *name, *type, *help;
+    double (*of)(const ta_kv_pool_stats& s);
+};
+constexpr PoolMetric kPoolMetrics[] = {
+    {"sequences", "gauge", "Sequences that are alive.", [](auto& s) { return double(s.sequences); }},
+    {"tokens", "gauge", "Sum of the lengths of all sequences.", [](auto& s) { return double(s.tokens); }},
+    {"shared_blocks", "gauge", "Blocks with more than one owner.", [](auto& s) { return double(s.shared_blocks); }},
+    {"appended_tokens", "counter", "Tokens appended.", [](auto& s) { return double(s.appended_tokens); }},
+    {"closed_pages", "counter", "Pages encoded to 4 or 2 bits.", [](auto& s) { return double(s.closed_pages); }},
+    {"reopened_blocks", "counter", "Closed blocks turned back into open ones.",
+     [](auto& s) { return double(s.reopened_blocks); }},
+    {"copied_blocks", "counter", "Blocks copied on write.", [](auto& s) { return double(s.copied_blocks); }},
+    {"saturated_values", "counter", "Non-finite inputs replaced.", [](auto& s) { return double(s.saturated_values); }},
+    {"clamped_values", "counter", "Values cut off by a universal scale.", [](auto& s) { return double(s.clamped_values); }},
+};
+
+struct TierMetric {
+    const char *name, *type, *help;
+    double (*of)(const ta_tier_stats& s);
+};
+constexpr TierMetric kTierMetrics[] = {
+    {"tier_budget_bytes", "gauge", "Byte budget of a tier.", [](auto& s) { return double(s.bytes_budget); }},
+    {"tier_used_bytes", "gauge", "Bytes of blocks in a tier.", [](auto& s) { return double(s.bytes_used); }},
+    {"tier_largest_free_bytes", "gauge", "Longest run of free bytes in a tier; 0 where it is not known.",
+     [](auto& s) { return double(s.largest_free); }},
+    {"tier_blocks", "gauge", "Blocks in a tier.", [](auto& s) { return double(s.blocks); }},
+    {"tier_state", "gauge", "0: ok, 1: read-only, 2: failed.", [](auto& s) { return double(s.state); }},
+    {"tier_queued", "gauge", "Moves, or requests of a disk, that are not finished.", [](auto& s) { return double(s.queued); }},
+    {"tier_in_bytes", "counter", "Bytes moved into a tier.", [](auto& s) { return double(s.bytes_in); }},
+    {"tier_out_bytes", "counter", "Bytes moved out of a tier.", [](auto& s) { return double(s.bytes_out); }},
+    {"tier_failed", "counter", "Requests that failed; of the device tier, moves.", [](auto& s) { return double(s.failed); }},
+    {"tier_corrupt", "counter", "Blocks that did not match their hashes.", [](auto& s) { return double(s.corrupt); }},
+};
 
 Status write_all(const ta_kv_pool* pool, Writer& w) {
     ta_error error{};
@@ -103,39 +130,16 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
         tiers[t].struct_size = sizeof tiers[t];
         has[t] = ta_kv_pool_get_tier_stats(pool, t, &tiers[t], &error) == TA_OK;
     }
-    const auto one = [&w](const char* name, const char* type, const char* help, double x) {
-        w.family(name, type, help);
-        w.value(x);
-    };
-    one("sequences", "gauge", "Sequences that are alive.", s.sequences);
-    one("tokens", "gauge", "Sum of the lengths of all sequences.", double(s.tokens));
-    one("shared_blocks", "gauge", "Blocks with more than one owner.", double(s.shared_blocks));
-    one("appended_tokens", "counter", "Tokens appended.", double(s.appended_tokens));
-    one("closed_pages", "counter", "Pages encoded to 4 or 2 bits.", double(s.closed_pages));
-    one("reopened_blocks", "counter", "Closed blocks turned back into open ones.", double(s.reopened_blocks));
-    one("copied_blocks", "counter", "Blocks copied on write.", double(s.copied_blocks));
-    one("saturated_values", "counter", "Non-finite inputs replaced.", double(s.saturated_values));
-    one("clamped_values", "counter", "Values cut off by a universal open scale.", double(s.clamped_values));
-    w.family("tier_budget_bytes", "gauge", "Byte budget of a tier.");
-    by_tier(w, tiers, has, &ta_tier_stats::bytes_budget);
-    w.family("tier_used_bytes", "gauge", "Bytes of blocks in a tier.");
-    by_tier(w, tiers, has, &ta_tier_stats::bytes_used);
-    w.family("tier_largest_free_bytes", "gauge", "Longest run of free bytes in a tier; 0 where it is not known.");
-    by_tier(w, tiers, has, &ta_tier_stats::largest_free);
-    w.family("tier_blocks", "gauge", "Blocks in a tier.");
-    by_tier(w, tiers, has, &ta_tier_stats::blocks);
-    w.family("tier_state", "gauge", "0: ok, 1: read-only, 2: failed.");
-    by_tier(w, tiers, has, &ta_tier_stats::state);
-    w.family("tier_queued", "gauge", "Moves, or requests of a disk, that are not finished.");
-    by_tier(w, tiers, has, &ta_tier_stats::queued);
-    w.family("tier_in_bytes", "counter", "Bytes moved into a tier.");
-    by_tier(w, tiers, has, &ta_tier_stats::bytes_in);
-    w.family("tier_out_bytes", "counter", "Bytes moved out of a tier.");
-    by_tier(w, tiers, has, &ta_tier_stats::bytes_out);
-    w.family("tier_failed", "counter", "Requests that failed; of the device tier, moves.");
-    by_tier(w, tiers, has, &ta_tier_stats::failed);
-    w.family("tier_corrupt", "counter", "Blocks that did not match their hashes.");
-    by_tier(w, tiers, has, &ta_tier_stats::corrupt);
+    for (const PoolMetric& m : kPoolMetrics) {
+        w.family(m.name, m.type, m.help);
+        w.value(m.of(s));
+    }
+    for (const TierMetric& m : kTierMetrics) {
+        w.family(m.name, m.type, m.help);
+        for (int t = 0; t < 3; ++t) {
+            if (has[t]) w.value(m.of(tiers[t]), "tier", kTiers[t]);
+        }
+    }
     w.family("moved_bytes", "counter", "Bytes moved, by what for.");
     w.value(double(tiers[0].bytes_asked), "reason", "asked");
     w.value(double(tiers[0].bytes_prefetched), "reason", "prefetch");

@@ -37,7 +37,6 @@ struct Sequence {
 // The tiers below the device, each on if it has a budget.
 struct TierSettings {
     uint64_t host_budget = 0, disk_budget = 0;
-    std::string disk_path;  // empty: an anonymous file in disk_folder
     std::string disk_folder;
     int numa_node = -1;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other

@@ -11,15 +11,11 @@
 #include <thread>
 #include <vector>
 
-#include "support/handles.h"
-#include "support/numbers.h"
+#include "support/gpu.h"
 
 namespace ta::testing {
 namespace {
 
-struct FreeDevice {
-    void operator()(void* p) const { cudaFree(p); }
-};
 using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 
 DeviceMemory to_device(const void* from, size_t bytes) {
@@ -184,24 +180,8 @@ class Twin {
     DeviceMemory glse_, gslopes_, gsinks_;
 };
 
-class GpuDense : public ::testing::Test {
+class GpuDense : public GpuTest {
   protected:
-    void SetUp() override {
-        int n = 0;
-        if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0)
-            GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
-        auto options = sized<ta_context_options>();
-        options.device = TA_DEVICE_CUDA;
-        gpu = make_context(options);
-        cpu = make_context(0);
-        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    }
-    void TearDown() override {
-        if (IsSkipped()) return;
-        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        if (stream) cudaStreamDestroy(stream);
-        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-    }
     void compare(const Problem& p, double tolerance) {
         Twin twin(p);
         twin.run_cpu(cpu);
@@ -209,9 +189,6 @@ class GpuDense : public ::testing::Test {
         ASSERT_EQ(twin.enqueue(gpu, stream, &err), TA_OK) << err.message;
         twin.check(stream, tolerance);
     }
-
-    Context gpu, cpu;
-    cudaStream_t stream = nullptr;
 };
 
 double tolerance_of(const Problem& p) {

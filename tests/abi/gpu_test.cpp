@@ -1,5 +1,7 @@
 // A GPU context beside a CPU context through the same calls: the same bytes in the pages, the same results within rounding, and
 // what only a GPU has: streams, graphs, device memory. Skipped where there is no GPU.
+#include "support/gpu.h"
+
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -11,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "support/device_tensor.h"
 #include "support/handles.h"
 #include "support/numbers.h"
 
@@ -26,28 +27,7 @@ struct Shape {
 
 constexpr uint32_t kLayers = 2;
 
-class Gpu : public ::testing::Test {
-  protected:
-    void SetUp() override {
-        int n = 0;
-        if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0)
-            GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
-        auto options = sized<ta_context_options>();
-        options.device = TA_DEVICE_CUDA;
-        gpu = make_context(options);
-        cpu = make_context(0);
-        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    }
-    void TearDown() override {
-        if (IsSkipped()) return;
-        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        if (stream) cudaStreamDestroy(stream);
-        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-    }
-
-    Context gpu, cpu;
-    cudaStream_t stream = nullptr;
-};
+class Gpu : public GpuTest {};
 
 // Two pools that live through the same steps.
 class Twins {

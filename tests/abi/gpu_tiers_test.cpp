@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "support/device_tensor.h"
+#include "support/gpu.h"
 
 namespace ta::testing {
 namespace {
@@ -27,27 +27,12 @@ ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n
     return info;
 }
 
-class GpuTiers : public ::testing::Test {
+class GpuTiers : public GpuTest {
   protected:
-    void SetUp() override {
-        int n = 0;
-        if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0)
-            GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
-        auto options = sized<ta_context_options>();
-        options.device = TA_DEVICE_CUDA;
-        context = make_context(options);
-        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    }
-    void TearDown() override {
-        if (IsSkipped()) return;
-        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        cudaStreamDestroy(stream);
-        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-    }
     void make_pools(uint64_t device_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4) {
         auto options = pool_options(kLayers, kHeads, kDim, bits);
         options.budget_bytes = uint64_t{256} << 20;
-        plain_pool = make_pool(context, options);
+        plain_pool = make_pool(gpu, options);
         const ta_kv_pool_stats s = stats(plain_pool);
         options.budget_bytes =
             10 * s.token_block_bytes + device_blocks * (bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
@@ -55,7 +40,7 @@ class GpuTiers : public ::testing::Test {
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
         options.tiers = &tiers;
-        pool = make_pool(context, options);
+        pool = make_pool(gpu, options);
         plan = make_plan(pool);
         plain_plan = make_plan(plain_pool);
         ta_error err;
@@ -102,8 +87,6 @@ class GpuTiers : public ::testing::Test {
         }
     }
 
-    Context context;
-    cudaStream_t stream = nullptr;
     KvPool pool, plain_pool;
     Plan plan, plain_plan;
     std::vector<ta_seq> seqs, plain_seqs;

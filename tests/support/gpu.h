@@ -1,4 +1,4 @@
-// A ta_tensor in GPU memory, for tests of CUDA builds.
+// What tests of a GPU through the ABI share: a fixture that is skipped where there is none, and tensors in its memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,6 +16,30 @@ namespace ta::testing {
 
 struct FreeDevice {
     void operator()(void* p) const { cudaFree(p); }
+};
+
+// A GPU context, a CPU context beside it, and a stream.
+class GpuTest : public ::testing::Test {
+  protected:
+    void SetUp() override {
+        int n = 0;
+        if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0)
+            GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
+        auto options = sized<ta_context_options>();
+        options.device = TA_DEVICE_CUDA;
+        gpu = make_context(options);
+        cpu = make_context(0);
+        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    }
+    void TearDown() override {
+        if (IsSkipped()) return;
+        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        if (stream) cudaStreamDestroy(stream);
+        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    }
+
+    Context gpu, cpu;
+    cudaStream_t stream = nullptr;
 };
 
 // F16 rows [tokens, heads, d] on the device, or outputs to be.
