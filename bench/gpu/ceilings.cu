@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "bench/gpu/support.h"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/cuda/ptx/wgmma.cuh"
 
 namespace ta::bench {
 namespace {

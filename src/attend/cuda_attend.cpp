@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/cuda/prefill.h"
+#include "kernels/cuda/sm90/prefill/prefill.h"
 
 namespace ta {
 

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <span>
 
-#include "kernels/cuda/attend_args.h"
-#include "kernels/cuda/decode.h"
+#include "kernels/cuda/any/decode/decode.h"
+#include "kernels/cuda/common/attend_args.h"
 #include "src/attend/executor.h"
 #include "src/core/cuda_memory.h"
 

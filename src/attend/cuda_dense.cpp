@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/cuda/append.h"
-#include "kernels/cuda/dense.h"
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/dense/dense.h"
 #include "src/attend/cuda_attend.h"
 
 namespace ta {

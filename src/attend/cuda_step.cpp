@@ -5,7 +5,7 @@
 #include <cstring>
 #include <map>
 
-#include "kernels/cuda/append.h"
+#include "kernels/cuda/any/append/append.h"
 #include "src/attend/cuda_attend.h"
 #include "src/attend/cuda_tables.h"
 #include "src/kv/cuda_hasher.h"

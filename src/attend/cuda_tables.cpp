@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "kernels/cuda/decode.h"
+#include "kernels/cuda/any/decode/decode.h"
 
 namespace ta {
 

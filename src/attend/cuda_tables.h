@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "kernels/cuda/append.h"
-#include "kernels/cuda/step_tables.h"
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/step_tables/step_tables.h"
 #include "src/attend/step.h"
 #include "src/core/cuda_memory.h"
 

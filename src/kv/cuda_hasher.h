@@ -3,7 +3,7 @@
 
 #include <span>
 
-#include "kernels/cuda/page_hash.h"
+#include "kernels/cuda/any/page_hash/page_hash.h"
 #include "src/core/cuda_memory.h"
 #include "src/kv/pool.h"
 

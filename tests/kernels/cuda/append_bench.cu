@@ -7,7 +7,7 @@
 #include <cstring>
 #include <random>
 
-#include "kernels/cuda/append.h"
+#include "kernels/cuda/any/append/append.h"
 #include "kernels/format/rotation.h"
 #include "tests/kernels/cuda/device_memory.h"
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/append.h"
-#include "kernels/cuda/codec_page.cuh"
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/append/codec_page.cuh"
 #include "src/attend/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/gpu.h"

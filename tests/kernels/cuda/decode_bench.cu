@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/decode.h"
+#include "kernels/cuda/any/decode/decode.h"
 #include "kernels/format/rotation.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/pages.h"

@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/decode.h"
-#include "kernels/cuda/decode_page.cuh"
+#include "kernels/cuda/any/decode/decode.h"
+#include "kernels/cuda/any/decode/page.cuh"
 #include "support/data.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/gpu.h"

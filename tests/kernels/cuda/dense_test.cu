@@ -4,7 +4,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/cuda/dense.h"
+#include "kernels/cuda/any/dense/dense.h"
 #include "src/attend/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/gpu.h"

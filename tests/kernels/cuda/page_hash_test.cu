@@ -2,9 +2,9 @@
 #include <cstring>
 #include <random>
 
+#include "kernels/cuda/any/page_hash/page_hash.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/gpu.h"
-#include "kernels/cuda/page_hash.h"
 #include "kernels/format/hash.h"
 
 namespace ta::cuda::testing {

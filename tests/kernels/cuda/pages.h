@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/cpu/page_codec.h"
-#include "kernels/cuda/attend_args.h"
+#include "kernels/cuda/common/attend_args.h"
 
 namespace ta::cuda::testing {
 

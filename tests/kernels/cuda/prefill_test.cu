@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
-#include "kernels/cuda/prefill.h"
-#include "kernels/cuda/prefill_query.cuh"
+#include "kernels/cuda/sm90/prefill/prefill.h"
+#include "kernels/cuda/sm90/prefill/query.cuh"
 #include "src/attend/stage1.h"
 #include "support/data.h"
 #include "support/numbers.h"

@@ -1,0 +1,47 @@
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/append/launch.h"
+
+namespace ta::cuda {
+namespace {
+
+AppendKernel kernel_for(int head_dim) {
+    switch (head_dim) {
+        case 64:
+            return append_kernel_d64();
+        case 96:
+            return append_kernel_d96();
+        case 128:
+            return append_kernel_d128();
+        case 256:
+            return append_kernel_d256();
+        default:
+            return {nullptr, 0};
+    }
+}
+
+}  // namespace
+
+int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan) {
+    const AppendKernel k = kernel_for(head_dim);
+    if (!k.kernel || kv_heads < 1 || max_tasks < 0 || max_tasks > INT32_MAX / kv_heads) return cudaErrorInvalidValue;
+    int sms = 0, per_sm = 0;
+    if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
+    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, k.kernel, k.threads, 0); e != cudaSuccess)
+        return e;
+    plan->ctas = int32_t(std::max<int64_t>(1, std::min<int64_t>(int64_t(sms) * per_sm, max_tasks * kv_heads)));
+    return cudaSuccess;
+}
+
+int launch_append(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream) {
+    const AppendKernel k = kernel_for(args.head_dim);
+    if (!k.kernel) return cudaErrorInvalidValue;
+    AppendArgs copy = args;
+    void* parameters[] = {&copy};
+    return cudaLaunchKernel(k.kernel, dim3(unsigned(plan.ctas)), dim3(unsigned(k.threads)), parameters, 0, stream);
+}
+
+}  // namespace ta::cuda

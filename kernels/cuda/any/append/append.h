@@ -1,0 +1,83 @@
+// Append on CUDA: stage 1 of new K and V into token pages, and the closing of the pages that they fill to 4 or 2 bits. Every byte
+// is the one the CPU writes (src/attend/cpu_step.cpp). The host side; nothing here needs the CUDA language.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/common/attend_args.h"
+
+struct CUstream_st;
+
+namespace ta::cuda {
+
+inline constexpr uint8_t kNothingSeen = 2;
+
+// A block that receives tokens [have, end) in this step: the same in all layers.
+struct alignas(16) AppendTask {
+    uint64_t token_page;    // slot of the block's token page, or with kEntrySingleLayer the page itself
+    uint64_t channel_slot;  // slot of what it becomes; 0: it does not close. Closes only with end = 64
+    int32_t row;            // of k and v: that of token `have`
+    int32_t sequence;       // index for open_amax and nonfinite; the tasks of a sequence stand together, in order
+    uint8_t have, end;
+    bool stays_8_bits;
+    uint8_t amax_side;  // universal scales: side of open_amax with the magnitudes before the step, or kNothingSeen
+    uint8_t unused[4];
+};
+static_assert(sizeof(AppendTask) == 32);
+
+// One layer's append. Pointers are to device memory, or to host memory mapped into it. A captured launch is replayed with other
+// tasks by rewriting what `tasks` and `n_tasks` point at.
+struct AppendArgs {
+    int32_t head_dim, kv_heads;
+
+    const AppendTask* tasks;
+    const int32_t* n_tasks;  // one number
+    uint64_t token_layer_offset, channel_layer_offset;
+    const HeadArgs* heads;  // [kv_heads]; nullptr when no task closes
+
+    TensorArgs k, v;
+
+    const float* signs;     // [head_dim] +1 or -1: keys are rotated; nullptr: they are not
+    const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr
+
+    bool k_page_scale, v_page_scale;  // as in Numerics
+    bool k_page_scale_at_8_bits, v_page_scale_at_8_bits;
+    bool universal_open_scale, v_exponents, fractional_zero, v_search;
+    bool saturate;  // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
+
+    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest magnitudes of K and V, open_amax_stride elements
+    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
+    // taken back.
+    float* open_amax;
+    int64_t open_amax_stride;
+
+    uint32_t* nonfinite;  // [sequences] counts values that were replaced, or nullptr
+    uint64_t* clamped;    // counts values beyond a universal scale, or nullptr
+};
+
+// What a launch depends on beside its arguments.
+struct AppendPlan {
+    int32_t ctas;
+};
+
+// `max_tasks` bounds the number of tasks of any launch with this plan; fewer CTAs start where it is small. Returns a cudaError_t:
+// cudaErrorInvalidValue for shapes that are not supported.
+int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan);
+
+// Enqueues one layer's append. Returns a cudaError_t.
+int launch_append(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream);
+
+// A closed block whose first tokens go on in a token block: all layers and heads.
+struct ReopenArgs {
+    int32_t head_dim, kv_heads, layers, tokens;
+    uint64_t channel_slot, token_slot;     // addresses
+    const uint64_t* channel_layer_offset;  // [layers]
+    const HeadArgs* heads;                 // [layers, kv_heads]
+    uint64_t token_page_bytes;             // of one layer
+};
+
+// Decodes tokens [0, tokens) of every channel page into the token pages, whose other tokens stay as they are. Returns a
+// cudaError_t.
+int launch_reopen(const ReopenArgs& args, CUstream_st* stream);
+
+}  // namespace ta::cuda

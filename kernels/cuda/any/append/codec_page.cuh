@@ -1,0 +1,467 @@
+// A head's page in shared memory, and its closing: token scales merged, channels encoded at 4 or 2 bits. The integers are those of
+// kernels/format/codec.h.
+//
+// Codes are taken and left in the order of layout.h, 16 bytes per lane: the order is the same at all bits, so a lane packs what it
+// encoded with shifts alone. Two values go through half-precision arithmetic at a time. Every step of it is exact but the
+// division by a step, and that is right for all values and steps that occur (tests/kernels/cuda/append_test.cu tries them all).
+#pragma once
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/append/codec_rows.cuh"
+
+namespace ta::cuda {
+
+template <int D>
+struct PageImage {
+    static constexpr int kChunks = 4 * D;  // 16 bytes of K or V each
+    uint4 k[kChunks], v[kChunks];          // a token page's code arrays, chunks of a load permuted
+    float scale[2][kPageTokens];           // of K, V
+    float ratio[2][kPageTokens];           // that merge the tokens' scales
+    int32_t v_sum[kPageTokens];            // of a token's |V codes|
+    bool merge[2][2];                      // by half of the tokens: some ratio is not 1
+
+    // Chunks are permuted so that lanes which write different loads, in natural order, and lanes which read one load meet all banks.
+    __device__ static int k_chunk(int tile, int step, int r, int i) {
+        constexpr int kShift = D == 64 ? 2 : D == 256 ? 0 : 1;
+        return (tile * (D / 32) + step) * 32 + ((4 * r + i) ^ (step << kShift & 7));
+    }
+    __device__ static int v_chunk(int tile, int step, int r, int i) {
+        return (2 * tile + step) * 32 + ((4 * r + i) ^ (r >> 1 & 3) ^ (tile >> 2 & 1) << 2);
+    }
+    // Chunk n of the page's array.
+    __device__ static int k_chunk(int n) { return k_chunk(n / 32 / (D / 32), n / 32 % (D / 32), n % 32 / 4, n % 4); }
+    __device__ static int v_chunk(int n) { return v_chunk(n / 64, n / 32 % 2, n % 32 / 4, n % 4); }
+
+    __device__ uint32_t* k_words(int chunk) { return reinterpret_cast<uint32_t*>(k + chunk); }
+    __device__ uint32_t* v_words(int chunk) { return reinterpret_cast<uint32_t*>(v + chunk); }
+};
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int h = 16; h >= 1; h /= 2) x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, h));
+    return x;
+}
+__device__ __forceinline__ float page_max(const float (&x)[kPageTokens], int lane) {
+    return warp_max(fmaxf(x[lane], x[lane + 32]));
+}
+
+inline constexpr uint32_t kSignBits = 0x80808080u;
+
+// merge_code of codec.h for the four codes of a word.
+__device__ __forceinline__ uint32_t merge_word(uint32_t q, float r0, float r1, float r2, float r3) {
+    const uint32_t u = q ^ kSignBits;
+    const float ratio[4] = {r0, r1, r2, r3};
+    uint32_t merged[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        const float x = __uint_as_float(__byte_perm(u, 0x4b000000u, 0x7540 + b)) - (0x1p23f + 128.0f);
+        merged[b] = __float_as_uint(__fadd_rn(__fmul_rn(x, ratio[b]), kRound));
+    }
+    return low_bytes(merged[0], merged[1], merged[2], merged[3]);
+}
+
+// Two of a word's bytes u as the halves 1024 + u.
+__device__ __forceinline__ __half2 bytes01(uint32_t u) {
+    const uint32_t h = __byte_perm(u, 0x64646464u, 0x4140);
+    return reinterpret_cast<const __half2&>(h);
+}
+__device__ __forceinline__ __half2 bytes23(uint32_t u) {
+    const uint32_t h = __byte_perm(u, 0x64646464u, 0x4342);
+    return reinterpret_cast<const __half2&>(h);
+}
+__device__ __forceinline__ uint32_t bits_of(__half2 h) {
+    return reinterpret_cast<const uint32_t&>(h);
+}
+__device__ __forceinline__ __half2 half2_of(uint32_t bits) {
+    return reinterpret_cast<const __half2&>(bits);
+}
+// The half-precision integer 1024 + n, 0 <= n < 1024, twice.
+__device__ __forceinline__ __half2 halves_1024(int n) {
+    return half2_of(uint32_t(0x6400 + n) * 0x10001u);
+}
+__device__ __forceinline__ __half reciprocal(int step) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(float(step)));
+    return __float2half_rn(r);
+}
+
+// The codes of x, each an integer less than 2^9 in magnitude, from the channel's step on: 1024 + RNE(x / step). Ties are ties: the
+// rounded product by the rounded reciprocal is, for all steps up to 80, the exact quotient where that is a half.
+__device__ __forceinline__ uint32_t step_codes(__half2 x, __half2 inverse) {
+    return bits_of(__hadd2_rn(__hmul2_rn(x, inverse), halves_1024(0)));
+}
+// The same limited to 0 .. levels.
+__device__ __forceinline__ uint32_t step_codes_clamped(__half2 x, __half2 inverse, __half2 levels) {
+    const __half2 c = __hmin2(__hmax2(__hmul2_rn(x, inverse), __float2half2_rn(0.0f)), levels);
+    return bits_of(__hadd2_rn(c, halves_1024(0)));
+}
+
+// The code of one such integer, not negative.
+__device__ __forceinline__ int code_of(int x, int step, int levels) {
+    const __half2 zero = halves_1024(0), top = __hsub2(halves_1024(levels), zero);
+    return int(step_codes_clamped(__hsub2(halves_1024(x), zero), __half2half2(reciprocal(step)), top) & 0xff);
+}
+
+// A candidate (step, zero) of the search: 1024 + the code of x. A tie may be rounded the other way, which costs the same error.
+struct Candidate {
+    __half2 slope, shift;
+    __device__ __forceinline__ Candidate(StepZero sz, int levels) {
+        float inverse;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(levels * sz.step)));
+        slope = __float2half2_rn(inverse);
+        shift = __float2half2_rn(float(-sz.zero) * inverse);
+    }
+    __device__ __forceinline__ uint32_t codes(__half2 x, __half2 levels) const {
+        return bits_of(__hfma2(__hfma2_sat(x, slope, shift), levels, halves_1024(0)));
+    }
+};
+
+// stage2_step of codec.h: the range, at most 255, over the levels of 4 or 2 bits, rounded up.
+__device__ __forceinline__ int step_of_range(int range, int bits) {
+    const int s = bits == 4 ? (range + 14) * 4370 >> 16 : (range + 2) * 21846 >> 16;
+    return s < 1 ? 1 : s;
+}
+
+// ChannelLayout (layout.h) without divisions by the bits.
+struct PieceOffsets {
+    int v_codes, k_step, k_zero, v_step, v_zero, v_exponents, k_scale, bytes;
+    __device__ __forceinline__ PieceOffsets(int d, int k_bits, int v_bits) {
+        v_codes = kPageTokens / 8 * d * k_bits;
+        k_step = v_codes + kPageTokens / 8 * v_bits * (v_bits == 4 ? v_stored_channels(d, 4) : v_stored_channels(d, 2));
+        k_zero = k_step + d;
+        v_step = k_zero + d;
+        v_zero = v_step + d;
+        v_exponents = v_zero + d;
+        k_scale = v_exponents + kPageTokens / 2;
+        bytes = (k_scale + 2 * int(sizeof(float)) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+    }
+};
+
+__device__ __forceinline__ void store_channel(uint8_t* step_at, uint8_t* zero_at, int bits, bool fractional, int step, int zero,
+                                              int residual, int max_code) {
+    int zero8 = 8 * zero;
+    if (fractional) {
+        zero8 = bits == 4 ? fractional_zero8(zero, residual, step, max_code, 4)
+                          : fractional_zero8(zero, residual, step, max_code, 2);
+    }
+    *step_at = step_byte(step, zero_fraction8(zero8), bits);
+    *zero_at = uint8_t(zero_floor(zero8));
+}
+
+// A warp encodes 32 channels of K: those of one step of the loads.
+template <int D>
+__device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits, bool fractional, uint8_t* piece,
+                                         const PieceOffsets& at, int lane) {
+    const int r = lane / 4, i = lane % 4;
+    const bool merge = page.merge[0][0] || page.merge[0][1];
+    uint32_t u[4][4];               // [tile][2 w1 + w0]: token 16 tile + r + 8 w0, channels 4 w1 ..
+    uint32_t sum[2][2] = {};        // [w1]: of channels 0 and 2, 1 and 3
+    __half2 low[2][2], high[2][2];  // [w1]: of channels 0 and 1, 2 and 3
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+        const uint4 chunk = page.k[PageImage<D>::k_chunk(tile, step, r, i)];
+        u[tile][0] = chunk.x, u[tile][1] = chunk.y, u[tile][2] = chunk.z, u[tile][3] = chunk.w;
+    }
+    if (merge) {
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+            const float ratio = page.ratio[0][16 * (n / 4) + r + 8 * (n & 1)];
+            u[n / 4][n % 4] = merge_word(u[n / 4][n % 4], ratio, ratio, ratio, ratio);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            u[tile][w] ^= kSignBits;
+            sum[w / 2][0] += u[tile][w] & 0x00ff00ffu;
+            sum[w / 2][1] += u[tile][w] >> 8 & 0x00ff00ffu;
+            const __half2 a = bytes01(u[tile][w]), b = bytes23(u[tile][w]);
+            const bool first = tile == 0 && w % 2 == 0;
+            low[w / 2][0] = first ? a : __hmin2(low[w / 2][0], a);
+            low[w / 2][1] = first ? b : __hmin2(low[w / 2][1], b);
+            high[w / 2][0] = first ? a : __hmax2(high[w / 2][0], a);
+            high[w / 2][1] = first ? b : __hmax2(high[w / 2][1], b);
+        }
+    }
+    // Lane r finishes channel r of its eight.
+    int my_low = 0, my_high = 0, my_step = 0, my_sum = 0, my_codes = 0;
+    __half2 inverse[2][2];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        __half2 &lo = low[n / 2][n % 2], &hi = high[n / 2][n % 2];
+        uint32_t& total = sum[n / 2][n % 2];
+#pragma unroll
+        for (int h = 4; h <= 16; h *= 2) {
+            lo = __hmin2(lo, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(lo), h)));
+            hi = __hmax2(hi, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(hi), h)));
+            total += __shfl_xor_sync(kWholeWarp, total, h);
+        }
+        __half reciprocals[2];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const int from = int(bits_of(lo) >> 16 * b & 0xff), to = int(bits_of(hi) >> 16 * b & 0xff);
+            const int s = step_of_range(to - from, bits);
+            reciprocals[b] = reciprocal(s);
+            my_low = r == 2 * n + b ? from : my_low;
+            my_high = r == 2 * n + b ? to : my_high;
+            my_step = r == 2 * n + b ? s : my_step;
+            const int summed = 4 * (n / 2) + n % 2 + 2 * b;  // of bytes 0 and 2, then 1 and 3
+            my_sum = r == summed ? int(total >> 16 * b & 0xffff) : my_sum;
+        }
+        inverse[n / 2][n % 2] = __halves2half2(reciprocals[0], reciprocals[1]);
+    }
+    uint32_t code_sum[2] = {};  // bytes: 8 tokens of at most 15
+    uint32_t packed[4] = {};
+    uint4* to = reinterpret_cast<uint4*>(piece) + step * 32 + lane;
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const uint32_t a = step_codes(__hsub2(bytes01(u[tile][w]), low[w / 2][0]), inverse[w / 2][0]);
+            const uint32_t b = step_codes(__hsub2(bytes23(u[tile][w]), low[w / 2][1]), inverse[w / 2][1]);
+            const uint32_t code = __byte_perm(a, b, 0x6420);
+            code_sum[w / 2] += code;
+            packed[w] |= code << (tile * bits & 7);
+        }
+        if (((tile + 1) * bits & 7) != 0) continue;  // more tiles go into these bytes
+        *to = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        to += D / 32 * 32;
+        packed[0] = packed[1] = packed[2] = packed[3] = 0;
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        uint32_t codes = code_sum[n / 2] >> n % 2 * 8 & 0x00ff00ffu;
+#pragma unroll
+        for (int h = 4; h <= 16; h *= 2) codes += __shfl_xor_sync(kWholeWarp, codes, h);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) my_codes = r == 4 * (n / 2) + n % 2 + 2 * b ? int(codes >> 16 * b & 0xffff) : my_codes;
+    }
+    const int channel = D / 4 * i + 8 * step + r;
+    store_channel(piece + at.k_step + channel, piece + at.k_zero + channel, bits, fractional, my_step, my_low - 128,
+                  my_sum - my_step * my_codes - kPageTokens * my_low, code_of(my_high - my_low, my_step, bits == 4 ? 15 : 3));
+}
+
+// The candidates of codec.h's encoder search for one channel; number 0 is the full range. The numbers of steps and places and
+// their parts at 4 and 2 bits are put into the same formulas: the search spends a tenth of its time here.
+struct Candidates {
+    int smallest, range, full, levels, first_step, less, places_inverse, places, part_slope, part;
+    __device__ __forceinline__ Candidates(int from, int to, int bits) : smallest(from), range(to - from) {
+        const bool two = bits == 2;
+        full = step_of_range(range, bits);
+        levels = two ? 3 : 15;
+        first_step = two ? 12 * full + 15 : 16 * full;  // sixteenths of step i: first_step - i less, rounded down
+        less = two ? full : 16;
+        places = two ? 5 : 4;
+        places_inverse = two ? 52 : 64;
+        part_slope = two ? 4 : 7;
+        part = two ? 4 : 3;
+    }
+    __device__ __forceinline__ StepZero operator()(int number) const {
+        const int searched = -int(number != 0);  // a mask: the lanes of a channel have different numbers and would branch
+        const int n = number - 1, i = n * places_inverse >> 8, place = n - i * places;
+        const int s = full + ((max((first_step - i * less) >> 4, 1) - full) & searched), reach = levels * s;
+        const int z = ((range - reach) * (part + (place * part_slope >> 1))) >> 4;
+        const int limited = max(min(smallest + z, 127 - reach), -128);
+        return {s, smallest + ((limited - smallest) & searched)};
+    }
+};
+
+// A warp encodes 16 channels of V, those of one tile, and leaves a byte per code where the stage-1 codes were. A channel is two
+// lanes' work: they share the candidates of the search and the final codes.
+template <int D>
+__device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits, bool search, bool fractional, uint8_t* piece,
+                                         const PieceOffsets& at, int lane) {
+    using Page = PageImage<D>;
+    constexpr int kWords = 16;
+    const int r = lane / 4, top = bits == 4 ? 15 : 3;
+    if (page.merge[1][0] || page.merge[1][1]) {
+        const int i = lane % 4;
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            uint4& chunk = page.v[Page::v_chunk(tile, step, r, i)];
+            const float* ratio = page.ratio[1] + 2 * i + step;
+            uint4 c = chunk;
+            c.x = merge_word(c.x, ratio[0], ratio[8], ratio[16], ratio[24]);
+            c.y = merge_word(c.y, ratio[0], ratio[8], ratio[16], ratio[24]);
+            c.z = merge_word(c.z, ratio[32], ratio[40], ratio[48], ratio[56]);
+            c.w = merge_word(c.w, ratio[32], ratio[40], ratio[48], ratio[56]);
+            chunk = c;
+        }
+        __syncwarp();
+    }
+    const int w0 = lane & 1, half = lane >> 1 & 1;
+    // Word n: tokens of its own half first.
+    const auto word_at = [&](int n) -> uint32_t& {
+        return page.v_words(Page::v_chunk(tile, half ^ n / 8, r, n % 8 / 2))[2 * (n % 2) + w0];
+    };
+    uint32_t u[kWords];
+    __half2 x[2 * kWords];
+    const __half2 bias = halves_1024(128);
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+        u[n] = word_at(n) ^ kSignBits;
+        x[2 * n] = __hsub2(bytes01(u[n]), bias);
+        x[2 * n + 1] = __hsub2(bytes23(u[n]), bias);
+    }
+    __half2 low = x[0], high = x[0];
+#pragma unroll
+    for (int n = 1; n < kWords; ++n) {
+        low = __hmin2(low, x[n]);
+        high = __hmax2(high, x[n]);
+    }
+    low = __hmin2(low, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(low), 2)));
+    high = __hmax2(high, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(high), 2)));
+    const uint32_t low_bits = bits_of(__hadd2(low, bias)), high_bits = bits_of(__hadd2(high, bias));
+    const int smallest = int(min(low_bits & 0xff, low_bits >> 16 & 0xff)) - 128;
+    const int largest = int(max(high_bits & 0xff, high_bits >> 16 & 0xff)) - 128;
+
+    const Candidates candidates(smallest, largest, bits);
+    StepZero best = candidates(0);
+    const __half2 levels = half2_of(bits == 4 ? 0x4b804b80u : 0x42004200u);  // 15, 3
+    if (search) {
+        const int last = search_steps(bits) * search_places(bits);
+        int32_t least = INT32_MAX;  // error, then the candidate's number: the first of equals wins
+#pragma unroll 1
+        for (int m = 0; m <= last; m += 2) {
+            const int number = min(m + half, last);
+            const StepZero sz = candidates(number);
+            const Candidate c(sz, top);
+            const uint32_t zero = uint32_t(sz.zero + 128) * 0x01010101u;
+            uint32_t error[2] = {};
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                const uint32_t code = __byte_perm(c.codes(x[2 * w], levels), c.codes(x[2 * w + 1], levels), 0x6420);
+                const uint32_t e = __vabsdiffu4(u[w], code * uint32_t(sz.step) + zero);
+                error[w % 2] = __dp4a(e, e, error[w % 2]);
+            }
+            least = min(least, int32_t((error[0] + error[1]) * 32 + uint32_t(number)));
+        }
+        least = min(least, __shfl_xor_sync(kWholeWarp, least, 2));
+        best = candidates(least & 31);
+    }
+    const __half2 inverse = __half2half2(reciprocal(best.step));
+    const __half2 zero = __hsub2(halves_1024(best.zero + 128), bias);
+    uint32_t sum = 0, codes = 0;
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kWords / 2; ++n) {
+        const auto encode = [&](__half2 v) { return step_codes_clamped(__hsub2(v, zero), inverse, levels); };
+        const uint32_t code = __byte_perm(encode(x[2 * n]), encode(x[2 * n + 1]), 0x6420);
+        word_at(n) = code;
+        sum = __dp4a(u[n], 0x01010101u, sum);
+        codes = __dp4a(code, 0x01010101u, codes);
+    }
+    sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+    codes += __shfl_xor_sync(kWholeWarp, codes, 2);
+    if (half == 0) {
+        const int channel = D / 8 * r + 2 * tile + w0;
+        const int residual = int(sum) - best.step * int(codes) - kPageTokens * (best.zero + 128);
+        store_channel(piece + at.v_step + channel, piece + at.v_zero + channel, bits, fractional, best.step, best.zero,
+                      residual, code_of(largest - best.zero, best.step, top));
+    }
+}
+
+// Packs the bytes that encode_v left; the whole CTA does, after all tiles.
+template <int D>
+__device__ __forceinline__ void pack_v(PageImage<D>& page, int bits, uint8_t* piece, const PieceOffsets& at) {
+    const int per_byte = bits == 4 ? 2 : 4;
+    const int run = bits == 4 ? v_stored_channels(D, 4) / 8 : v_stored_channels(D, 2) / 8;  // channels of a lane
+    uint4* to = reinterpret_cast<uint4*>(piece + at.v_codes);
+    const int loads = run / per_byte;
+    for (int n = threadIdx.x; n < loads * 32; n += RowShape<D>::kThreads) {
+        const int group = n / 64, step = n / 32 % 2, r = n % 32 / 4, i = n % 4;
+        uint4 out = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int channel = run * r + 2 * (per_byte * group + k);
+            if (k >= per_byte || channel >= D) break;
+            const uint4 c = page.v[PageImage<D>::v_chunk(channel % (D / 8) / 2, step, channel / (D / 8), i)];
+            out.x |= c.x << bits * k;
+            out.y |= c.y << bits * k;
+            out.z |= c.z << bits * k;
+            out.w |= c.w << bits * k;
+        }
+        to[n] = out;
+    }
+}
+
+// Adds up each token's |V codes| into v_sum, which is zero before. The warps' loads are all of the same step and quarter.
+template <int D>
+__device__ __forceinline__ void sum_v(PageImage<D>& page) {
+    static_assert(RowShape<D>::kWarps % 2 == 0, "a thread keeps to the tokens of one step");
+    const int lane = threadIdx.x % 32;
+    uint32_t sum[2][2] = {};  // [w1]: tokens 8 b for b = 0 and 2, 1 and 3
+    for (int n = threadIdx.x; n < PageImage<D>::kChunks; n += RowShape<D>::kThreads) {
+        const uint4 c = page.v[PageImage<D>::v_chunk(n)];
+        const uint32_t w[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const uint32_t magnitude = __vabsdiffu4(w[k] ^ kSignBits, kSignBits);
+            sum[k / 2][0] += magnitude & 0x00ff00ffu;
+            sum[k / 2][1] += magnitude >> 8 & 0x00ff00ffu;
+        }
+    }
+#pragma unroll
+    for (int h = 4; h <= 16; h *= 2) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[k / 2][k % 2] += __shfl_xor_sync(kWholeWarp, sum[k / 2][k % 2], h);
+    }
+    if (lane >= 4) return;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        const int b = k % 4;
+        const int token = 32 * (k / 4) + 8 * b + 2 * lane + threadIdx.x / 32 % 2;
+        atomicAdd(&page.v_sum[token], int(sum[k / 4][b % 2] >> b / 2 * 16 & 0xffff));
+    }
+}
+
+// Token t of the page, by thread t: the ratios that merge scales, V's exponents, and the end of the piece.
+template <int D>
+__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, uint8_t* piece, const PieceOffsets& at,
+                                             int t) {
+    const int lane = t % 32;
+    const float k_max = page_max(page.scale[0], lane), v_max = page_max(page.scale[1], lane);
+    const float k_ratio = merge_ratio(page.scale[0][t], k_max, 0);
+    int exponent = 0;
+    if (v_exponents) {
+        const auto magnitude = [&](int j) { return token_magnitude(page.v_sum[j], page.scale[1][j]); };
+        const float most = warp_max(fmaxf(magnitude(lane), magnitude(lane + 32)));
+        const int by_scale = exponent_below_normal(page.scale[1][t], v_max);
+        exponent = min(by_scale, exponent_below_normal(magnitude(t), most));
+    }
+    const float v_ratio = merge_ratio(page.scale[1][t], v_max, exponent);
+    page.ratio[0][t] = k_ratio;
+    page.ratio[1][t] = v_ratio;
+    const bool merge_k = __any_sync(kWholeWarp, k_ratio != 1.0f), merge_v = __any_sync(kWholeWarp, v_ratio != 1.0f);
+    if (lane == 0) {
+        page.merge[0][t / 32] = merge_k;
+        page.merge[1][t / 32] = merge_v;
+    }
+    const int next = __shfl_down_sync(kWholeWarp, exponent, 1);
+    if (t % 2 == 0) piece[at.v_exponents + t / 2] = uint8_t(exponent | next << 4);
+    auto* end = reinterpret_cast<float*>(piece + at.k_scale);
+    const int words = (at.bytes - at.k_scale) / 4;
+    if (t < words) end[t] = t == 0 ? k_max : t == 1 ? v_max : 0.0f;
+}
+
+// Closes the page. All threads of the CTA, after the image is complete; v_sum is zero if exponents are wanted.
+template <int D>
+__device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const AppendArgs& a, uint8_t* piece) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const PieceOffsets at(D, k_bits, v_bits);
+    if (a.v_exponents) {
+        sum_v(page);
+        __syncthreads();
+    }
+    if (threadIdx.x < kPageTokens) merge_scales(page, a.v_exponents, piece, at, threadIdx.x);
+    __syncthreads();
+    static_assert(RowShape<D>::kWarps >= D / 16, "a warp takes one unit of V and at most one of K");
+    if (warp < D / 16) encode_v(page, warp, v_bits, a.v_search, a.fractional_zero, piece, at, lane);
+    const int step = RowShape<D>::kWarps - 1 - warp;
+    if (step < D / 32) encode_k(page, step, k_bits, a.fractional_zero, piece, at, lane);
+    __syncthreads();
+    pack_v(page, v_bits, piece, at);
+}
+
+}  // namespace ta::cuda

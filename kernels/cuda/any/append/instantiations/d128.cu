@@ -1,0 +1,7 @@
+#include "kernels/cuda/any/append/kernel.cuh"
+
+namespace ta::cuda {
+AppendKernel append_kernel_d128() {
+    return {reinterpret_cast<const void*>(&append_kernel<128>), RowShape<128>::kThreads};
+}
+}  // namespace ta::cuda

@@ -1,0 +1,7 @@
+#include "kernels/cuda/any/append/kernel.cuh"
+
+namespace ta::cuda {
+AppendKernel append_kernel_d256() {
+    return {reinterpret_cast<const void*>(&append_kernel<256>), RowShape<256>::kThreads};
+}
+}  // namespace ta::cuda

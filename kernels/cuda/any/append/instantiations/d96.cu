@@ -1,0 +1,7 @@
+#include "kernels/cuda/any/append/kernel.cuh"
+
+namespace ta::cuda {
+AppendKernel append_kernel_d96() {
+    return {reinterpret_cast<const void*>(&append_kernel<96>), RowShape<96>::kThreads};
+}
+}  // namespace ta::cuda

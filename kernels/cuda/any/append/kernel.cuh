@@ -1,0 +1,386 @@
+// The append kernel. A CTA takes one head of one block at a time; where scales are universal, one head of a sequence, block after
+// block.
+#pragma once
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/append/codec_page.cuh"
+#include "kernels/cuda/any/append/launch.h"
+
+namespace ta::cuda {
+
+template <int D>
+class Appender {
+    using Rows = RowShape<D>;
+    using Page = PageImage<D>;
+    static constexpr size_t kPieceBytes = TokenLayout(D).bytes();
+
+  public:
+    __device__ Appender(const AppendArgs& args, Page& page, float (&amax)[2][kPageTokens], int head)
+        : a_(args),
+          page_(page),
+          amax_(amax),
+          head_(head),
+          warp_(threadIdx.x / 32),
+          row_in_warp_(threadIdx.x % 32 / Rows::kLanes),
+          lane_(threadIdx.x % Rows::kLanes) {}
+
+    // All tokens of a page at once, into the image and the token page. Row slot s of 16 has tokens 32 (s / 8) + 8 p + s % 8, so that
+    // a lane's four rows fill whole words of V's order and half words of K's.
+    __device__ void whole_page(const AppendTask& task) {
+        const int slot = warp_ + Rows::kWarps * row_in_warp_, t0 = 32 * (slot / 8) + slot % 8;
+        uint8_t* piece = token_piece(task);
+        auto* to = reinterpret_cast<uint4*>(piece);
+        if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
+#pragma unroll 1
+        for (int tensor = 0; tensor < 2; ++tensor) {
+            float x[4][8], amax[4];
+            read_rows(tensor, task.sequence, int64_t(task.row) + t0 - task.have, active(), true, x, amax);
+            const ScaleOf scale_of = page_scales(tensor, task, t0, amax);
+            // Each lane finds the scale of one of the four rows.
+            const int mine = lane_ % 4;
+            const float own = scale_of(mine == 0 ? amax[0] : mine == 1 ? amax[1] : mine == 2 ? amax[2] : amax[3]);
+            if (lane_ < 4) page_.scale[tensor][t0 + 8 * mine] = own;
+            const Divider divider(own);
+            if (scale_of.universal) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) count_clamped(clamp_row(x[p], scale_of.shared));
+            }
+            if (__any_sync(kWholeWarp, divider.up != 1.0f)) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) scale_up(x[p], __shfl_sync(kWholeWarp, divider.up, p, 4));
+            }
+            uint32_t code[4][8];
+#pragma unroll
+            for (int p = 0; p < 4; ++p) quantize_row(x[p], Divider(divider, p), code[p]);
+            if (!active()) continue;
+            if (tensor == 0) {
+                const int i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
+#pragma unroll
+                for (int p = 0; p < 4; p += 2) {
+                    const int tile = 2 * (slot / 8) + p / 2;
+                    const uint4 chunk =
+                        make_uint4(word(code[p], 0), word(code[p + 1], 0), word(code[p], 4), word(code[p + 1], 4));
+                    page_.k[Page::k_chunk(tile, step, slot % 8, i)] = chunk;
+                    to[(tile * (D / 32) + step) * 32 + slot % 8 * 4 + i] = chunk;
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    page_.v_words(v_chunk(slot % 8, 8 * lane_ + j))[2 * (slot / 8) + j % 2] =
+                        low_bytes(code[0][j], code[1][j], code[2][j], code[3][j]);
+                }
+            }
+        }
+        __syncthreads();
+        for (int n = threadIdx.x; n < Page::kChunks; n += Rows::kThreads) to[Page::kChunks + n] = page_.v[Page::v_chunk(n)];
+        if (threadIdx.x < kPageTokens) {
+            auto* scales = reinterpret_cast<float*>(piece + TokenLayout(D).k_scale()) + threadIdx.x;
+            scales[0] = page_.scale[0][threadIdx.x];
+            scales[kPageTokens] = page_.scale[1][threadIdx.x];
+        }
+    }
+
+    // Brings the rows of a whole page that comes next for this CTA into L2.
+    __device__ void prefetch(const AppendTask& task, int head) const {
+        if (!active() || task.end - task.have != kPageTokens) return;
+        const int slot = warp_ + Rows::kWarps * row_in_warp_, t0 = 32 * (slot / 8) + slot % 8;
+#pragma unroll
+        for (int tensor = 0; tensor < 2; ++tensor) {
+            const TensorArgs& from = tensor ? a_.v : a_.k;
+            const int64_t bytes = int64_t(cpu::dtype_bytes(from.dtype));
+            const int64_t at = (int64_t(task.row) + t0) * from.stride_row + head * from.stride_head + 8 * lane_;
+            const auto* p = static_cast<const uint8_t*>(from.data) + at * bytes;
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+                p += 8 * from.stride_row * bytes;
+            }
+        }
+    }
+
+    // Fewer tokens. Of `warps` warps, this one being number `warp`, one half takes K and the other V. A team that is not the whole
+    // CTA can have neither a page that closes nor universal scales.
+    __device__ void some_tokens(const AppendTask& task, int warp, int warps) {
+        uint8_t* piece = token_piece(task);
+        const bool closes = task.channel_slot != 0, universal = a_.universal_open_scale;
+        if (closes) {
+            const auto* from = reinterpret_cast<const uint4*>(piece);
+            uint4 k[2], v[2];
+            static_assert(Page::kChunks <= 2 * Rows::kThreads);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int n = threadIdx.x + m * Rows::kThreads;
+                if (n >= Page::kChunks) break;
+                k[m] = from[n];
+                v[m] = from[Page::kChunks + n];
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int n = threadIdx.x + m * Rows::kThreads;
+                if (n >= Page::kChunks) break;
+                page_.k[Page::k_chunk(n)] = k[m];
+                page_.v[Page::v_chunk(n)] = v[m];
+            }
+            if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
+        }
+        if ((closes || universal) && threadIdx.x < task.have) {
+            const auto* scales = reinterpret_cast<const float*>(piece + TokenLayout(D).k_scale()) + threadIdx.x;
+            page_.scale[0][threadIdx.x] = scales[0];
+            page_.scale[1][threadIdx.x] = scales[kPageTokens];
+        }
+        if (universal && threadIdx.x < kPageTokens) amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
+        if (closes || universal) __syncthreads();
+        const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
+        float shared = 0.0f;
+        // Where the page's scale depends on the rows they are read twice.
+#pragma unroll 1
+        for (int pass = universal ? 0 : 1; pass < 2; ++pass) {
+#pragma unroll 1
+            for (int n = first; n < task.end; n += warps / 2 * Rows::kWarpRows) {
+                const int t = n + warps / 2 * row_in_warp_;
+                const bool valid = t < task.end && active();
+                float x[1][8], amax[1];
+                read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, x, amax);
+                if (!valid) continue;
+                if (pass == 0) {
+                    if (lane_ == 0) amax_[tensor][t] = amax[0];
+                    continue;
+                }
+                const float scale = universal ? shared : page_stage1_scale(amax[0]);
+                if (universal) count_clamped(clamp_row(x[0], scale));
+                const Divider divider(scale);
+                scale_up(x[0], divider.up);
+                uint32_t code[8];
+                quantize_row(x[0], divider, code);
+                store_row(tensor, piece, t, code, closes);
+                if (lane_ != 0) continue;
+                reinterpret_cast<float*>(piece + TokenLayout(D).k_scale())[tensor * kPageTokens + t] = scale;
+                if (closes) page_.scale[tensor][t] = scale;
+            }
+            if (pass == 0) {
+                __syncthreads();
+                shared = universal_scale(tensor, task.have);
+            }
+        }
+        if (closes) __syncthreads();
+    }
+
+    __device__ void close(const AppendTask& task) {
+        const HeadArgs h = a_.heads[head_];
+        auto* piece =
+            reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + a_.channel_layer_offset + h.channel_offset);
+        close_page(page_, h.k_bits, h.v_bits, a_, piece);
+    }
+
+    // The largest magnitudes of the sequence's head so far.
+    float k_seen = 0.0f, v_seen = 0.0f;
+
+  private:
+    struct ScaleOf {
+        bool page, exponents, universal;
+        float shared;
+        // Of a token with this largest magnitude.
+        __device__ float operator()(float amax) const {
+            const float own = page_stage1_scale(amax);
+            if (!page && !universal) return own;
+            return exponents ? times_pow2(shared, -exponent_below_normal(own, shared)) : shared;
+        }
+    };
+
+    __device__ bool active() const {
+        return 8 * lane_ < D;
+    }
+
+    __device__ static uint32_t word(const uint32_t (&code)[8], int c) {
+        return low_bytes(code[c], code[c + 1], code[c + 2], code[c + 3]);
+    }
+
+    __device__ uint8_t* token_piece(const AppendTask& task) const {
+        const uint64_t layer = task.token_page & kEntrySingleLayer ? 0 : a_.token_layer_offset;
+        return reinterpret_cast<uint8_t*>((task.token_page & ~kEntryFlags) + layer + head_ * kPieceBytes);
+    }
+
+    // Of channel `channel` and a token that is `t` modulo 8.
+    __device__ static int v_chunk(int t, int channel) {
+        return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
+    }
+
+    // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that
+    // are not `valid` get zeros.
+    template <int kRows>
+    __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
+                              float (&amax)[kRows]) const {
+        const DType type = tensor ? a_.v.dtype : a_.k.dtype;
+        if (type == DType::kBf16) {
+            read_rows_of<DType::kBf16>(tensor, sequence, row, valid, count, x, amax);
+        } else if (type == DType::kF16) {
+            read_rows_of<DType::kF16>(tensor, sequence, row, valid, count, x, amax);
+        } else {
+            read_rows_of<DType::kF32>(tensor, sequence, row, valid, count, x, amax);
+        }
+    }
+
+    template <DType kType, int kRows>
+    __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
+                                 float (&amax)[kRows]) const {
+        const TensorArgs& from = tensor ? a_.v : a_.k;
+        const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
+        RawRow<kType> raw[kRows] = {};
+        load_rows(from, row, 8, head_, lane_, valid ? kRows : 0, raw);
+        float sign[8];
+        if (rotated) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
+        }
+        const int replaced = widen_rows(raw, a_.saturate, x, amax);
+        if (replaced && count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
+        if (tensor == 0 && a_.k_offset && valid) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float offset = __ldg(a_.k_offset + head_ * D + 8 * lane_ + j);
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) x[p][j] = __fsub_rn(x[p][j], offset);
+            }
+#pragma unroll
+            for (int p = 0; p < kRows; ++p) amax[p] = lane_amax(x[p]);
+        }
+        if constexpr (can_rotate(D)) {
+            if (rotated) {
+#pragma unroll
+                for (int p = 0; p < kRows; ++p) {
+                    rotate_row<D>(x[p], sign, lane_);
+                    amax[p] = lane_amax(x[p]);
+                }
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) amax[p] = row_amax<D>(amax[p]);
+    }
+
+    __device__ static void scale_up(float (&x)[8], float up) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], up);
+    }
+
+    __device__ void count_clamped(int n) const {
+        if (n && a_.clamped) atomicAdd(reinterpret_cast<unsigned long long*>(a_.clamped), (unsigned long long)(n));
+    }
+
+    // The scales of a whole page whose rows have these largest magnitudes.
+    __device__ ScaleOf page_scales(int tensor, const AppendTask& task, int t0, const float (&amax)[4]) {
+        const bool at_8 = task.stays_8_bits;
+        ScaleOf s{};
+        s.page = tensor ? a_.v_page_scale && (!at_8 || a_.v_page_scale_at_8_bits)
+                        : a_.k_page_scale && (!at_8 || a_.k_page_scale_at_8_bits);
+        s.universal = !s.page && a_.universal_open_scale;
+        s.exponents = s.page && tensor && a_.v_exponents && !at_8;
+        if (!s.page && !a_.universal_open_scale) return s;
+        if (lane_ == 0) {
+#pragma unroll
+            for (int p = 0; p < 4; ++p) amax_[tensor][t0 + 8 * p] = amax[p];
+        }
+        __syncthreads();
+        const float most = page_max(amax_[tensor], threadIdx.x % 32);
+        const float seen = fmaxf(tensor ? v_seen : k_seen, most);
+        k_seen = tensor ? k_seen : seen;
+        v_seen = tensor ? seen : v_seen;
+        s.shared = page_stage1_scale(s.page ? most : seen);
+        return s;
+    }
+
+    // The universal scale of the page, and the sequence's largest magnitudes with it: src/attend/cpu_step.cpp.
+    __device__ float universal_scale(int tensor, int have) {
+        const int lane = threadIdx.x % 32;
+        k_seen = fmaxf(k_seen, page_max(amax_[0], lane));
+        v_seen = fmaxf(v_seen, page_max(amax_[1], lane));
+        const auto fixed = [&](int t) { return t < have ? page_.scale[tensor][t] : 0.0f; };
+        const float scale = warp_max(fmaxf(fixed(lane), fixed(lane + 32)));
+        return scale > 0.0f ? scale : page_stage1_scale(tensor ? v_seen : k_seen);
+    }
+
+    // Codes of one token into its page, and into the image where the page closes.
+    __device__ void store_row(int tensor, uint8_t* piece, int t, const uint32_t (&code)[8], bool closes) {
+        if (tensor == 0) {
+            const int tile = t / 16, r = t % 8, w0 = t % 16 / 8, i = 8 * lane_ / (D / 4), step = 8 * lane_ % (D / 4) / 8;
+            auto* to = reinterpret_cast<uint32_t*>(piece) + ((tile * (D / 32) + step) * 32 + 4 * r + i) * 4 + w0;
+            uint32_t* image = page_.k_words(Page::k_chunk(tile, step, r, i)) + w0;
+#pragma unroll
+            for (int w1 = 0; w1 < 2; ++w1) {
+                to[2 * w1] = word(code, 4 * w1);
+                if (closes) image[2 * w1] = word(code, 4 * w1);
+            }
+            return;
+        }
+        uint8_t* to = piece + TokenLayout(D).v_codes();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int channel = 8 * lane_ + j;
+            to[v_place(D, 8, t, channel).byte] = uint8_t(code[j]);
+            if (!closes) continue;
+            auto* image = reinterpret_cast<uint8_t*>(page_.v_words(v_chunk(t % 8, channel)));
+            image[(2 * (t / 32) + channel % 2) * 4 + t % 32 / 8] = uint8_t(code[j]);
+        }
+    }
+
+    const AppendArgs& a_;
+    Page& page_;
+    float (&amax_)[2][kPageTokens];
+    const int head_, warp_, row_in_warp_, lane_;
+};
+
+// A few tokens of a page that does not close: what two warps do on their own.
+__device__ inline bool is_small(const AppendArgs& a, const AppendTask& task) {
+    return !a.universal_open_scale && task.channel_slot == 0 && task.end - task.have <= 4;
+}
+
+// 512 threads per SM have 128 registers each. With 768 they spill, and take a fifth longer on an H200.
+template <int D>
+__global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThreads)
+    append_kernel(const __grid_constant__ AppendArgs a) {
+    using Rows = RowShape<D>;
+    __shared__ PageImage<D> page;
+    __shared__ float amax[2][kPageTokens];
+    const int tasks = *a.n_tasks, items = tasks * a.kv_heads, warp = threadIdx.x / 32;
+    for (int item = int(warp / 2 * gridDim.x + blockIdx.x); item < items; item += int(Rows::kWarps / 2 * gridDim.x)) {
+        const AppendTask task = a.tasks[item / a.kv_heads];
+        if (!is_small(a, task)) continue;
+        Appender<D> append(a, page, amax, item % a.kv_heads);
+        append.some_tokens(task, warp % 2, 2);
+    }
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int first = item / a.kv_heads, head = item % a.kv_heads;
+        const int sequence = a.tasks[first].sequence, side = a.tasks[first].amax_side;
+        if (a.universal_open_scale && first > 0 && a.tasks[first - 1].sequence == sequence) continue;
+        Appender<D> append(a, page, amax, head);
+        const auto seen = [&](int of_side) {
+            return a.open_amax + (2 * int64_t(sequence) + of_side) * a.open_amax_stride + 2 * head;
+        };
+        if (a.universal_open_scale && side != kNothingSeen) {
+            append.k_seen = seen(side)[0];
+            append.v_seen = seen(side)[1];
+        }
+        for (int n = first; n < tasks; ++n) {
+            const AppendTask task = a.tasks[n];
+            if (task.sequence != sequence || is_small(a, task)) break;
+            __syncthreads();  // with the page that was last in the image
+            if (task.end - task.have == kPageTokens) {
+                append.whole_page(task);
+            } else {
+                append.some_tokens(task, warp, Rows::kWarps);
+            }
+            if (!a.universal_open_scale && item + int(gridDim.x) < items) {
+                const int next = item + int(gridDim.x);
+                append.prefetch(a.tasks[next / a.kv_heads], next % a.kv_heads);
+            }
+            if (task.channel_slot) append.close(task);
+            if (!a.universal_open_scale) break;
+        }
+        if (a.universal_open_scale && threadIdx.x == 0) {
+            float* after = seen(side == 0 ? 1 : 0);
+            after[0] = append.k_seen;
+            after[1] = append.v_seen;
+        }
+    }
+}
+
+}  // namespace ta::cuda

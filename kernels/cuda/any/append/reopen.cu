@@ -1,0 +1,54 @@
+// Reopening a closed block: decode_channel_piece and store_token_piece of kernels/cpu/page_codec_impl.h.
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/format/codec.h"
+
+namespace ta::cuda {
+namespace {
+
+// One value: the zero point rounded, halves up, and the result cut off at what had been encoded.
+__device__ __forceinline__ int8_t decode(int code, uint8_t step, uint8_t zero, int bits) {
+    const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);
+    const int v = code * step_of(step, bits) + ((zero8 + 4) >> 3);
+    return int8_t(v > kStage1Levels ? kStage1Levels : v < -kStage1Levels ? -kStage1Levels : v);
+}
+
+// One CTA: one head of one layer.
+__global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ ReopenArgs a) {
+    const int layer = int(blockIdx.x) / a.kv_heads, head = int(blockIdx.x) % a.kv_heads, d = a.head_dim;
+    const HeadArgs h = a.heads[blockIdx.x];
+    const ChannelLayout from(d, h.k_bits, h.v_bits);
+    const TokenLayout to(d);
+    const auto* piece = reinterpret_cast<const uint8_t*>(a.channel_slot + a.channel_layer_offset[layer] + h.channel_offset);
+    auto* out = reinterpret_cast<uint8_t*>(a.token_slot + layer * a.token_page_bytes + head * to.bytes());
+    const int k_mask = (1 << h.k_bits) - 1, v_mask = (1 << h.v_bits) - 1;
+    for (int n = threadIdx.x; n < a.tokens * d; n += blockDim.x) {
+        const int t = n / d, c = n % d;
+        const CodePlace k = k_place(d, h.k_bits, t, c), v = v_place(d, h.v_bits, t, c);
+        const int k_code = piece[from.k_codes() + k.byte] >> k.shift & k_mask;
+        const int v_code = piece[from.v_codes() + v.byte] >> v.shift & v_mask;
+        out[to.k_codes() + k_place(d, 8, t, c).byte] =
+            uint8_t(decode(k_code, piece[from.k_step() + c], piece[from.k_zero() + c], h.k_bits));
+        out[to.v_codes() + v_place(d, 8, t, c).byte] =
+            uint8_t(decode(v_code, piece[from.v_step() + c], piece[from.v_zero() + c], h.v_bits));
+    }
+    for (int t = threadIdx.x; t < a.tokens; t += blockDim.x) {
+        const int exponent = piece[from.v_exponents() + t / 2] >> t % 2 * 4 & 15;
+        const auto scale = [piece](size_t at) { return *reinterpret_cast<const float*>(piece + at); };
+        reinterpret_cast<float*>(out + to.k_scale())[t] = scale(from.k_scale());
+        reinterpret_cast<float*>(out + to.v_scale())[t] = times_pow2(scale(from.v_scale()), -exponent);
+    }
+}
+
+}  // namespace
+
+int launch_reopen(const ReopenArgs& args, CUstream_st* stream) {
+    if (args.tokens == 0) return cudaSuccess;
+    ReopenArgs copy = args;
+    void* parameters[] = {&copy};
+    return cudaLaunchKernel(reinterpret_cast<const void*>(&reopen_kernel), dim3(unsigned(args.layers * args.kv_heads)),
+                            dim3(256), parameters, 0, stream);
+}
+
+}  // namespace ta::cuda

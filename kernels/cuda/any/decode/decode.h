@@ -1,0 +1,59 @@
+// Decode on CUDA: attention of up to 16 query rows (query tokens x group) per sequence and kv head over pages. The host side;
+// nothing here needs the CUDA language.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kernels/cuda/any/decode/params.h"
+
+namespace ta::cuda {
+
+enum class LoadPath : uint8_t {
+    kAuto,   // bulk copies where the device has them (sm_90)
+    kAsync,  // cp.async: sm_80 on
+    kBulk,   // cp.async.bulk
+};
+
+// What a plan depends on: no lengths, so one plan serves every replay of a graph.
+struct DecodeShape {
+    int head_dim, kv_heads, group, batch;
+    int max_rows;  // query tokens x group of any sequence, at most kDecodeRows
+    LoadPath path = LoadPath::kAuto;
+    int warps = 0;  // of a CTA; 0: chosen
+};
+
+struct DecodePlan {
+    int tiles;        // of 4 query rows
+    int ctas, warps;  // warps of each CTA
+    int smem_bytes;   // of each CTA
+    int ring_bytes;   // of each warp
+    bool bulk;
+    bool overlap;  // programmatic dependent launch, from sm_90 on
+    size_t workspace_bytes;
+    size_t zeroed_bytes;  // at the start of the workspace, the same in all plans of a device
+};
+
+// Fails with cudaErrorInvalidValue for shapes that are not supported, and on devices before sm_80.
+cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
+
+// Enqueues one call: one kernel, and under a window a small one before it. `workspace` is device memory of the plan's size, 256-byte
+// aligned, and belongs to the call until the stream has passed it. Its first zeroed_bytes must be 0 before its first call; calls
+// leave them so. Every sequence must have at most shape.max_rows rows. args.batch, kv_heads, group and head_dim must be the shape's.
+// The lengths and the block table must not come from a kernel that is enqueued right before: with programmatic dependent launch
+// they are read while it still runs.
+cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream);
+
+// Fills pages_before [sequences + 1]: what a call without a window attends to. Sequences without queries have no pages.
+inline void count_pages(std::span<const SequenceArgs> sequences, int32_t* pages_before) {
+    pages_before[0] = 0;
+    for (size_t s = 0; s < sequences.size(); ++s) {
+        const int32_t pages = sequences[s].n_query > 0 ? (sequences[s].n_keys + kPageTokens - 1) / kPageTokens : 0;
+        pages_before[s + 1] = pages_before[s] + pages;
+    }
+}
+
+}  // namespace ta::cuda

@@ -1,0 +1,524 @@
+// Decode: attention of at most 16 query rows per kv head over pages, one warp per page and kv head. Warps share nothing, so the
+// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the maximum that O and l refer to follows
+// only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below POLY's.
+#pragma once
+
+#include "kernels/cuda/any/decode/merge.cuh"
+#include "kernels/cuda/any/decode/page.cuh"
+
+namespace ta::cuda {
+
+// What is the same for all pages of a segment.
+struct DecodeSegment {
+    SequenceArgs s;
+    int32_t seq, head;
+    int32_t k_bits, v_bits;
+    int32_t min_end, max_begin;  // every row sees all keys of [max_begin, min_end)
+};
+
+__device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at) {
+    DecodeSegment g;
+    g.s = at.s;
+    g.seq = at.seq;
+    g.head = at.head;
+    const HeadArgs h = p.a.heads ? p.a.heads[at.head] : HeadArgs{0, 4, 4, 0};
+    g.k_bits = h.k_bits;
+    g.v_bits = h.v_bits;
+    g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.s.n_keys - g.s.n_query).end;
+    g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.s.n_keys - 1).begin;
+    return g;
+}
+
+// The state of the rows 4 n + lane % 4 of a segment in one lane.
+template <int D, int kTiles>
+struct DecodeRows {
+    static constexpr int kOut = v_stored_channels(D, 4) / 8, kOut2 = v_stored_channels(D, 2) / 8;
+    static constexpr bool kTwoOrders = kOut != kOut2;  // 2-bit V of head_dim 96 distributes its channels differently
+
+    float q_scale[kTiles];
+    float m[kTiles], l[kTiles];  // l: sum over this lane's tokens
+    float o[kTiles][kOut];
+    float o2[kTwoOrders ? kTiles : 1][kTwoOrders ? kOut2 : 1];
+
+    __device__ void clear() {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            m[n] = kLowest;
+            l[n] = 0.0f;
+#pragma unroll
+            for (float& x : o[n]) x = 0.0f;
+            if constexpr (kTwoOrders) {
+                for (float& x : o2[n]) x = 0.0f;
+            }
+        }
+    }
+    __device__ __forceinline__ void scale(int n, float alpha) {
+        l[n] *= alpha;
+#pragma unroll
+        for (float& x : o[n]) x *= alpha;
+        if constexpr (kTwoOrders) {
+#pragma unroll
+            for (float& x : o2[n]) x *= alpha;
+        }
+    }
+};
+
+__device__ __forceinline__ float max_over_tokens(float x) {  // lanes of the same lane % 4
+#pragma unroll
+    for (int h = 4; h <= 16; h *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, h));
+    return x;
+}
+
+// e^-y as a table times a cubic, y in natural units; the table's entries come from ex2, whose error is far below the cubic's.
+__device__ __forceinline__ float exp2_neg_sas(float u) {
+    const float y = u * 0.693147181f, n = floorf(y), f = y - n;
+    const float cubic = fmaf(fmaf(fmaf(-0.1025f, f, 0.4626f), f, -0.9922f), f, 0.9996f);
+    return y <= 6.0f ? ex2(-n * kLog2e) * cubic : 0.0f;
+}
+
+// Bias, softcap and ALiBi. x is the logit of token r + 8 k of the page in x[k].
+inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float x, float bias, float slope, int32_t distance) {
+    x += bias;
+    if (p.a.softcap > 0.0f) {
+        const float e = ex2(fabsf(x / p.a.softcap) * (-2.0f * kLog2e));
+        x = copysignf(p.a.softcap * kLog2e * ((1.0f - e) / (1.0f + e)), x);
+    }
+    return fmaf(slope, float(distance), x);
+}
+
+// Keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible have any.
+template <int N>
+__device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
+                                     float (&x)[N][8], int lane) {
+    if (first_key + kPageTokens <= seg.min_end && first_key >= seg.max_begin) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int token = RowPlace(p, seg.head, 4 * (tile + n) + lane % 4).token;
+        const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.s.n_keys - seg.s.n_query + token);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int32_t key = first_key + lane / 4 + 8 * k;
+            if (key < keys.begin || key >= keys.end) x[n][k] = -kInfinity;
+        }
+    }
+}
+
+// The largest of each row; raises the rows' maxima where `headroom` is exceeded.
+template <int D, int kTiles, int N>
+__device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int tile, const float (&x)[N][8], float headroom,
+                                             float (&top)[N]) {
+    bool outgrown = false;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float(&v)[8] = x[n];
+        const float m = fmaxf(fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7])));
+        top[n] = fmaxf(max_over_tokens(m), kLowest);
+        outgrown |= top[n] > rows.m[tile + n] + headroom;
+    }
+    if (!__any_sync(kAllLanes, outgrown)) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float m = fmaxf(rows.m[tile + n], top[n]);
+        rows.scale(tile + n, ex2(rows.m[tile + n] - m));
+        rows.m[tile + n] = m;
+    }
+}
+
+constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
+
+// Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is what V
+// multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every option.
+template <bool kGeneral, int D, int kTiles, int N, class Memory>
+__device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
+                                        float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
+                                        DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
+    const int r = lane / 4, i = lane % 4;
+    const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
+    if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int row = 4 * (tile + n) + i;
+            const auto [token, q_head] = RowPlace(p, seg.head, row);
+            const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
+            const float bias = memory.queries[0].bias[row];  // 0 without an offset
+            const int32_t to_row = first_key + r - (seg.s.n_keys - seg.s.n_query + token);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
+        }
+    }
+    mask(p, seg, first_key, tile, x, lane);
+    __syncwarp();                           // the digits, in whose place P goes, have been read
+    const bool running = p_running || sas;  // values depend on the running maximum
+    float top[N];
+    raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float base = running ? rows.m[tile + n] : top[n];
+        float sum = 0.0f, largest = 0.0f;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float prob = sas ? exp2_neg_sas(base - x[n][k]) : ex2(x[n][k] - base);
+            sum += prob;
+            x[n][k] = prob * ratio[k];
+            largest = fmaxf(largest, x[n][k]);
+        }
+        const float weight = ex2(base - rows.m[tile + n]);
+        rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
+        largest = p_running ? 1.0f : max_over_tokens(largest);
+        const bool any = largest >= 0x1p-60f;
+        const float to_code = any ? p.levels * reciprocal(largest) : 0.0f;
+        factor[tile + n] = any ? largest * p.inverse_levels * vfac * weight : 0.0f;
+        uint32_t bits[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
+        store_p(memory.p(tile + n), bits, lane);
+    }
+}
+
+// The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and `power`
+// [8] are 2^exponent, which l takes back.
+template <int D, int kTiles, int N, class Memory>
+__device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
+                                                float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
+                                                DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
+    mask(p, seg, first_key, tile, x, lane);
+    __syncwarp();  // the digits, in whose place P goes, have been read
+    float top[N];
+    raise_maxima(rows, tile, x, kHeadroom, top);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const float weight = ex2(top[n] - rows.m[tile + n]);
+        float sum[2] = {0.0f, 0.0f};
+        uint32_t bits[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float prob = ex2(x[n][k] - top[n]);
+            sum[k % 2] = fmaf(prob, power[k], sum[k % 2]);
+            bits[k] = __float_as_uint(fmaf(prob, p.levels, 0x1p23f));
+        }
+        rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
+        factor[tile + n] = vfac * p.inverse_levels * weight;
+        store_p(memory.p(tile + n), bits, lane);
+    }
+}
+
+// Exponents of the tokens r + 8 k of a channel page, and 2^exponent.
+__device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (&exponent)[8], float (&power)[8], int lane) {
+    const int shift = lane / 4 * 4;  // token r + 8 k has nibble r of word k
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const uint4 w = reinterpret_cast<const uint4*>(exponents)[h];
+        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const uint32_t magic = (words[k] >> shift & 15) | 0x4b000000u;
+            exponent[4 * h + k] = __uint_as_float(magic) - 0x1p23f;
+            power[4 * h + k] = __uint_as_float(magic * (1u << 23) + 0x3f800000u);
+        }
+    }
+}
+
+// What the tokens r + 8 k of a token page multiply V by, relative to the largest, which is returned.
+__device__ __forceinline__ float token_ratios(const float* v_scale, int32_t valid, float (&ratio)[8], int lane) {
+    const int r = lane / 4;
+    float largest = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        ratio[k] = r + 8 * k < valid ? v_scale[r + 8 * k] : 0.0f;  // slots beyond may hold anything
+        largest = fmaxf(largest, ratio[k]);
+    }
+    largest = max_over_tokens(largest);
+    const float inverse = largest > 0.0f ? reciprocal(largest) : 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) ratio[k] *= inverse;
+    return largest;
+}
+
+// kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4.
+template <int D, int kTiles, bool kGeneral, int kKBits, int kVBits, class Memory>
+__device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
+                                            int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
+                                            DecodeRows<D, kTiles>& rows, int lane) {
+    constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
+    float factor[kTiles];
+    if constexpr (kKBits == 8) {
+        constexpr TokenLayout kLayout(D);
+        float ratio[8];
+        const float vfac =
+            token_ratios(reinterpret_cast<const float*>(piece + kLayout.v_scale()), seg.s.n_keys - first_key, ratio, lane);
+        const auto* k_scale = reinterpret_cast<const float*>(piece + kLayout.k_scale()) + lane / 4;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile += N) {
+            int s[N][8];
+            float x[N][8];
+            token_scores<D>(piece, memory, tile, s, lane);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
+            }
+            softmax<kGeneral>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+        }
+    } else {
+        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+        const uint8_t* k_step = piece + kLayout.k_step();
+        if constexpr (kTiles == 1) {
+            scale_queries<D, kKBits>(k_step, q, memory, 0, lane);
+        } else {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                HalfQueries<D, 4> of_tile;
+                of_tile.load(memory, 4 * tile, lane);
+                scale_queries<D, kKBits>(k_step, of_tile, memory, 4 * tile, lane);
+            }
+        }
+        float exponent[8], power[8];
+        load_exponents(piece + kLayout.v_exponents(), exponent, power, lane);
+        const float k_scale = *reinterpret_cast<const float*>(piece + kLayout.k_scale()) * 0.125f;
+        const float vfac = *reinterpret_cast<const float*>(piece + kLayout.v_scale());
+        __syncwarp();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile += N) {
+            int s[N][8];
+            float x[N][8];
+            channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const float factor_of_score = rows.q_scale[tile + n] * k_scale;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
+                    x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+                }
+            }
+            if constexpr (kGeneral) {
+                float ratio[8];
+#pragma unroll
+                for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
+                softmax<true>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+            } else {
+                channel_softmax(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
+            }
+        }
+    }
+    __syncwarp();
+    uint32_t b[kTiles][2][2];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) load_p(memory.p(n), lane, b[n]);
+    if constexpr (kKBits == 8) {
+        token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, rows.o, lane);
+    } else {
+        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+        const uint8_t *codes = piece + kLayout.v_codes(), *v_step = piece + kLayout.v_step();
+        if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
+            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o2, lane);
+        } else {
+            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o, lane);
+        }
+    }
+}
+
+// Writes the rows of a segment: results if it is the whole of its (sequence, head), else a partial result to `partial`.
+template <int D, int kTiles, class Memory>
+__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, bool whole, void* partial,
+                                              Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
+    using Rows = DecodeRows<D, kTiles>;
+    constexpr int kWords = D / 32;
+    [[maybe_unused]] const int r = lane / 4, i = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        if (4 * n >= seg.s.n_query * p.a.group) break;
+        float l = rows.l[n];
+#pragma unroll
+        for (int h = 4; h <= 16; h *= 2) l += __shfl_xor_sync(kAllLanes, l, h);
+        if constexpr (Rows::kTwoOrders) {  // o2 to the lanes that have these channels in o, two rows at a time
+            auto* staging = reinterpret_cast<float*>(memory.digits) + i % 2 * D;
+            static_assert(2 * D * sizeof(float) <= sizeof(memory.digits));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                __syncwarp();
+#pragma unroll
+                for (int c = 0; c < Rows::kOut2; ++c) {
+                    if (i / 2 == half && Rows::kOut2 * r + c < D) staging[Rows::kOut2 * r + c] = rows.o2[n][c];
+                }
+                __syncwarp();
+#pragma unroll
+                for (int c = 0; c < Rows::kOut; ++c) {
+                    if (i / 2 == half) rows.o[n][c] += staging[Rows::kOut * r + c];
+                }
+            }
+            __syncwarp();
+        }
+        float4 o[kWords];
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+            o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
+        }
+        if (whole) {
+            write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);
+        }
+    }
+}
+
+template <int D, int kTiles>
+inline constexpr int kWarpMemoryBytes =
+    (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment* kPieceAlignment;
+
+// The rows of sequences that no query sees a page of: zeros, or what learned sinks leave. By one warp of each CTA.
+template <int D>
+__device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane) {
+    for (int first = int(blockIdx.x) * 32; first < p.a.batch; first += int(gridDim.x) * 32) {
+        const int of_lane = min(first + lane, p.a.batch - 1);
+        const bool empty = p.pages_before[of_lane] == p.pages_before[of_lane + 1] && first + lane < p.a.batch;
+        for (uint32_t left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
+            const SequenceArgs s = p.a.sequences[first + __ffs(left) - 1];
+            const float4 zero[D / 32] = {};
+            for (int head = 0; head < p.a.kv_heads; ++head) {
+                for (int tile = 0; 4 * tile < s.n_query * p.a.group; ++tile) {
+                    write_row<D>(p, s, head, tile, 0, zero, kLowest, 0.0f, lane);
+                }
+            }
+        }
+    }
+}
+
+// Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
+// kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
+template <int D, int kTiles, bool kGeneral>
+__global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+    static_assert(D % 32 == 0, "an MMA step has 32 channels");
+    using Memory = WarpMemory<D, 4 * kTiles>;
+    extern __shared__ __align__(128) uint8_t smem[];
+    const int warp = __shfl_sync(kAllLanes, int(threadIdx.x) / 32, 0), lane = int(threadIdx.x) % 32;
+    const int warps = int(blockDim.x) / 32, cta = int(blockIdx.x);
+    constexpr int kMemoryBytes = kWarpMemoryBytes<D, kTiles>;
+    const int stride = kMemoryBytes + p.ring_bytes;
+    Memory& memory = *reinterpret_cast<Memory*>(smem + warp * stride);
+    uint8_t* const ring = smem + warp * stride + kMemoryBytes;
+    // NOTES: lengths and the block table are read before the wait. That is right because they are copied to the device, and a kernel
+    // that this one may overlap with was not launched before the copy was complete. What kernels write must be waited for.
+    if (p.windowed_pages) grid_dependency_wait();
+    const DecodeCursor::Probe probe(p, lane);
+    // What is needed later is on its way into L2, which stays coherent.
+    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
+        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
+    }
+    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
+#if __CUDA_ARCH__ >= 900
+    if (lane < kDecodeMaxInFlight) mbarrier_init(smem_address(&memory.barriers[lane]), 1);
+    mbarrier_init_fence();
+    __syncwarp();
+#endif
+
+    const DecodeCut ctas(probe.units(p), int(gridDim.x));
+    const int32_t cta_begin = cta < ctas.ranges ? ctas.begin(cta) : 0, cta_end = cta < ctas.ranges ? ctas.begin(cta + 1) : 0;
+    const DecodeShare share{ctas, DecodeCut(cta_end - cta_begin, warps), cta_begin, cta_end};
+    const int32_t begin = cta_begin + share.warps.begin(min(warp, share.warps.ranges));
+    int32_t left = warp < share.warps.ranges ? cta_begin + share.warps.begin(warp + 1) - begin : 0;
+    DecodeCursor at{}, cta_at{};
+    if (left > 0) at.seek(p, begin, probe, lane);
+    PieceLoader<D> loader(p, at, left, ring, memory.barriers, lane);
+    if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
+    grid_dependency_wait();
+    grid_launch_dependents();
+    if (left > at.pages - at.page) loader.touch_next_segment();
+
+    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that have the segment first or
+    // second, and for the others into global memory. Each warp's first two rows are on their way before the first pages.
+    prefetch_queries<D, 4 * kTiles>(p, cta_at, cta_end - cta_begin, warp, lane);
+    struct Task {
+        DecodeCursor at;
+        int32_t unit, unit_before;  // of the segment, and of that before it
+        int row;
+    };
+    Task next{cta_at, cta_begin, cta_begin, warp}, task{};
+    RowPart<D> signs, part{};
+    signs.load(p.a.signs, DType::kF32, lane);
+    bool exists = false;
+    for (int n = 0;; ++n) {
+        while (next.unit < cta_end && next.row >= 4 * kTiles) {
+            next.row -= 4 * kTiles;
+            next.unit_before = next.unit;
+            next.unit += next.at.pages - next.at.page;
+            if (next.unit < cta_end) next.at.next_segment(p);
+        }
+        const bool next_exists = next.unit < cta_end;
+        RowPart<D> next_part;
+        next_part.load(next_exists ? query_row(p, next.at.s, next.at.head, next.row) : nullptr, p.a.q.dtype, lane);
+        if (n == 1) loader.start();
+        if (exists) {
+            const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
+            const int first = share.warps.range_of(task.unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
+            const bool inside = cta_begin + share.warps.begin(first) < task.unit;  // of the range of warp `first`
+            // Counted by the CTA that has the first page.
+            uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
+            const QueryRow<D> q = prepare_query<D>(p, part, signs, task.at.head, nonfinite, lane);
+            const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
+            if (inside) {
+                const bool is_second = cta_begin + share.warps.begin(first) >= task.unit_before;
+                if (Memory::kQueries == 2 && is_second) {
+                    store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
+                } else {
+                    store_query<D>(p, q, query_slot(p, cta, task.at), task.row, lane);
+                }
+            }
+#pragma unroll 1
+            for (int w = first + inside; w <= last; ++w) store_query<D>(q, task.row, memory_of(w).queries[0], lane);
+        }
+        if (n > 0 && !next_exists) break;
+        task = next;
+        part = next_part;
+        exists = next_exists;
+        next.row += warps;
+    }
+    __syncthreads();
+    if (warp == warps - 1) write_empty_rows<D>(p, lane);
+
+    for (int segment = 0; left > 0; ++segment) {
+        if (Memory::kQueries == 2 && segment == 1) {
+            const auto* from = reinterpret_cast<const uint32_t*>(&memory.queries[Memory::kQueries - 1]);
+            auto* to = reinterpret_cast<uint32_t*>(&memory.queries[0]);
+            for (int i = lane; i < int(sizeof(memory.queries[0]) / 4); i += 32) to[i] = from[i];
+        } else if (segment > 0) {
+            load_queries<D, 4 * kTiles>(p, query_slot(p, cta, at), memory.queries[0], lane);
+        }
+        __syncwarp();
+        const DecodeSegment seg = open_segment(p, at);
+        const int32_t pages = min(at.pages - at.page, left);
+        DecodeRows<D, kTiles> rows;
+        rows.clear();
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.queries[0].scale[4 * n + lane % 4];
+        HalfQueries<D, 4> q;
+        q.load(memory, 0, lane);
+        const int32_t first = first_page(p.a, seg.s) + at.page;
+        for (int32_t page = first; page < first + pages; ++page) {
+            loader.fill();
+            const auto piece = loader.take();
+            const auto attend = [&]<int kKBits, int kVBits>() {
+                attend_page<D, kTiles, kGeneral, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
+            };
+            if (!piece.channel) {
+                attend.template operator()<8, 8>();
+            } else if (seg.k_bits == 4) {
+                seg.v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
+            } else {
+                seg.v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
+            }
+            loader.release();
+        }
+        left -= pages;
+        // The ring is free once the range is at its end.
+        void* const partial = left == 0 ? static_cast<void*>(ring)
+                                        : reinterpret_cast<uint8_t*>(p.warp_partials) +
+                                              (int64_t(cta) * warps + warp) * decode_partial_bytes(D, kTiles);
+        close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
+        if (left > 0) at.next_segment(p);
+    }
+    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, lane);
+}
+
+}  // namespace ta::cuda

@@ -1,0 +1,20 @@
+// The instantiations of the decode kernels, one source file per head_dim: kernels/cuda/decode_d*.cu.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/any/decode/params.h"
+
+namespace ta::cuda {
+
+struct DecodeKernels {
+    const void* attend[2][3];  // [general][1, 2 and 4 tiles of query rows]: kernels of one argument, DecodeParams
+    int warp_bytes[3];         // shared memory of a warp besides its ring
+};
+
+DecodeKernels decode_kernels_d64();
+DecodeKernels decode_kernels_d96();
+DecodeKernels decode_kernels_d128();
+DecodeKernels decode_kernels_d256();
+
+}  // namespace ta::cuda

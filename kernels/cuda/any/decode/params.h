@@ -1,0 +1,78 @@
+// What the decode kernels take beside the call itself, and how their work is cut. Host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/common/attend_args.h"
+
+namespace ta::cuda {
+
+inline constexpr int kDecodeRows = 16;        // query rows (query tokens x group) of a sequence and kv head at most
+inline constexpr int kDecodeMaxInFlight = 4;  // pieces of one warp
+
+// A partial result is [tile][head_dim / 32] of these, for a tile of 4 rows and, of each lane, word j of its channels, which are
+// (head_dim / 8) (lane / 4) + 4 j .. + 3 of row lane % 4: sums of P v, not divided by l, [lane] as 4 floats; then for each of the rows
+// its maximum in log2 units and its l.
+inline constexpr int kDecodePartBytes = 32 * 16 + 4 * 8;
+TA_HD constexpr int decode_parts(int head_dim, int tiles) {
+    return tiles * (head_dim / 32);
+}
+TA_HD constexpr int decode_partial_bytes(int head_dim, int tiles) {
+    return decode_parts(head_dim, tiles) * kDecodePartBytes;
+}
+
+// Warps of a CTA that a kernel may be launched with: what its registers allow.
+TA_HD constexpr int decode_max_warps(int head_dim, int tiles) {
+    return tiles == 1 && head_dim <= 128 ? 12 : 8;
+}
+
+// A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut into
+// equal contiguous ranges, one per CTA, and each of them into one per warp. A segment is the part of one (sequence, head) within a
+// range. There are less than 2^31 units.
+struct DecodeParams {
+    AttendArgs a;
+    const int32_t* pages_before;  // a.pages_before, or windowed_pages
+    int32_t* windowed_pages;      // [batch + 1] the same for the pages within the window; nullptr without one
+
+    // Queries of a segment of a CTA are in slot CTA + sequence * kv_heads + head: both only grow along the units, and each new
+    // segment raises one of them, so no two share a slot. Stage-1 codes, 4 to a word; stage-1 scale * unit; q . K offset * unit.
+    uint32_t* query_codes;  // [ctas + batch * kv_heads, row_capacity, head_dim / 4]
+    float* query_scale;     // [ctas + batch * kv_heads, row_capacity]
+    float* query_bias;      // [ctas + batch * kv_heads, row_capacity]
+
+    // Partial results: of a warp's first segment, if the warp before it has a part of its (sequence, head); of a CTA's first segment,
+    // if CTAs before it have parts, and of its last, if only CTAs after it have; and how many CTAs have left theirs of the (sequence,
+    // head) that begins in a CTA and ends in another, for each word of a tile.
+    float* warp_partials;  // [ctas, warps]
+    float* cta_partials;   // [ctas, 2]
+    uint32_t* arrivals;    // [ctas, decode_parts]
+
+    float unit;             // of scores: scale * log2 e, or scale under a softcap
+    float levels;           // a.p_levels
+    float inverse_levels;   // 1 / levels
+    int32_t row_capacity;   // 4, 8 or 16
+    int32_t group_inverse;  // of a.group: rounded up, times 2^16
+    int32_t ring_bytes;     // of each warp, for pieces in flight
+    bool bulk;              // cp.async.bulk instead of cp.async
+};
+
+// A cut of units into ranges of equal size, the first `longer` of them one unit longer. None is empty; with few units there are fewer
+// ranges than workers.
+struct DecodeCut {
+    int32_t ranges, size, longer;
+
+    TA_HD DecodeCut(int32_t units, int32_t workers) {
+        ranges = units < workers ? units : workers;
+        size = ranges > 0 ? units / ranges : 0;
+        longer = units - ranges * size;
+    }
+    TA_HD int32_t begin(int32_t range) const { return range * size + (range < longer ? range : longer); }
+    // The range that holds unit u.
+    TA_HD int32_t range_of(int32_t u) const {
+        const int32_t in_longer = longer * (size + 1);
+        const bool is_longer = u < in_longer;
+        return (is_longer ? u : u - in_longer) / (is_longer ? size + 1 : size) + (is_longer ? 0 : longer);
+    }
+};
+
+}  // namespace ta::cuda

@@ -1,7 +1,0 @@
-#include "kernels/cuda/append_kernel.cuh"
-
-namespace ta::cuda {
-AppendKernel append_kernel_d128() {
-    return {reinterpret_cast<const void*>(&append_kernel<128>), RowShape<128>::kThreads};
-}
-}  // namespace ta::cuda

@@ -1,7 +1,0 @@
-#include "kernels/cuda/append_kernel.cuh"
-
-namespace ta::cuda {
-AppendKernel append_kernel_d64() {
-    return {reinterpret_cast<const void*>(&append_kernel<64>), RowShape<64>::kThreads};
-}
-}  // namespace ta::cuda

@@ -1,7 +1,0 @@
-#include "kernels/cuda/decode_instantiate.cuh"
-
-namespace ta::cuda {
-DecodeKernels decode_kernels_d128() {
-    return decode_kernels<128>();
-}
-}  // namespace ta::cuda

@@ -1,0 +1,254 @@
+// The prefill kernel. Persistent CTAs, which take tiles of 192 query rows of one kv head from a list. Four producer warps
+// expand pages into INT8 tiles in shared memory (pages.cuh); three warpgroups of 64 rows run, per block of 128 keys,
+//   S = Q K^T (s8 x s8) -> P (u8, softmax.cuh) -> O += P V (u8 x u8, int32, added to O in fp32),
+// with P and O in registers. A warpgroup waits for each of its products: the other two keep the tensor cores busy meanwhile.
+#pragma once
+
+#include "kernels/cuda/sm90/prefill/pages.cuh"
+#include "kernels/cuda/sm90/prefill/softmax.cuh"
+
+namespace ta::cuda::prefill {
+
+template <typename T, int N>
+TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
+    constexpr int kPer = 16 / sizeof(T);
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+#pragma unroll
+        for (int n = 0; n < N; n += kPer) {
+            uint4 raw;
+            T* values = reinterpret_cast<T*>(&raw);
+#pragma unroll
+            for (int k = 0; k < kPer; ++k) values[k] = T(x[n + k]);
+            *reinterpret_cast<uint4*>(to + n) = raw;
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n) to[n] = T(x[n]);
+    }
+}
+
+// O / l and LSE of a lane's two rows.
+template <int D>
+TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int i, const RowInfo* info,
+                           const LaneSums& sums, const float (&o)[D / 2]) {
+    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+        const int row = tile.rows.first_row + row_in_tile + 8 * which;
+        float l = quad_sum(sums.l[which]);  // times 255 kSumUnit / 2^m
+        const int head = tile.head * args.group + row % args.group;
+        if (row >= tile.rows.n_query * args.group) continue;
+        // Score of the row = what P carries + shift; with softcap the offset is in the scores already.
+        const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
+        float m = info[8 * which].reference, factor = kSumUnit / kOutUnit;
+        if (args.sink) {
+            const float sink = args.sink[head] * kLog2e - shift, larger = fmaxf(m, sink), down = exp2_approx(m - larger);
+            l = l * down + 255.0f * kSumUnit * exp2_approx(sink - larger);
+            factor *= down;
+            m = larger;
+        }
+        const float norm = l > 0.0f ? factor / l : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float x[D / 8];
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j) x[j] = o[4 * j + 2 * which + e] * norm;
+            const int64_t offset = row_offset(args, args.out, tile, row) + out_octant(i, e) * (D / 8);
+            if (args.out.dtype == DType::kF16) {
+                store_channels(static_cast<__half*>(args.out.data) + offset, x);
+            } else if (args.out.dtype == DType::kBf16) {
+                store_channels(static_cast<__nv_bfloat16*>(args.out.data) + offset, x);
+            } else {
+                store_channels(static_cast<float*>(args.out.data) + offset, x);
+            }
+        }
+        if (args.lse && i == 0) {
+            const float lse = (m + log2f(l) - log2f(255.0f * kSumUnit) + shift) * kLn2;
+            args.lse[int64_t(tile.rows.row + row / args.group) * (args.kv_heads * args.group) + head] =
+                l > 0.0f ? lse : -INFINITY;
+        }
+    }
+}
+
+template <int D>
+TA_DEVICE void multiply_k(const uint8_t* q, const uint8_t* k, int32_t (&s)[64]) {
+    const uint64_t rows = sm90::tile_descriptor<D>(q), columns = sm90::tile_descriptor<D>(k);
+#pragma unroll
+    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n128(s, rows + 2 * step, columns + 2 * step, step > 0);
+}
+template <int D>
+TA_DEVICE void multiply_fractions(const uint8_t* q, const uint8_t* k_fraction, int32_t (&s)[4]) {
+    const uint64_t rows = sm90::tile_descriptor<D>(q), columns = sm90::tile_descriptor<D>(k_fraction);
+#pragma unroll
+    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(s, rows + 2 * step, columns + 2 * step, step > 0);
+}
+// 64 of V's channels.
+TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (&product)[32]) {
+    const uint64_t columns = sm90::tile_descriptor<kBlockTokens>(v);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) sm90::wgmma_u8_n64(product, p[step], columns + 2 * step, step > 0);
+}
+
+// To local memory and back, where the compiler cannot do without.
+template <int N>
+TA_DEVICE void save_registers(float (&to)[N], const float (&x)[N]) {
+#pragma unroll
+    for (int n = 0; n < N; n += 4)
+        asm volatile("st.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + n), "f"(x[n]), "f"(x[n + 1]), "f"(x[n + 2]), "f"(x[n + 3])
+                     : "memory");
+}
+template <int N>
+TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
+#pragma unroll
+    for (int n = 0; n < N; n += 4)
+        asm volatile("ld.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x[n]), "=f"(x[n + 1]), "=f"(x[n + 2]), "=f"(x[n + 3])
+                     : "l"(from + n)
+                     : "memory");
+}
+
+// One warpgroup's share of the tiles. kFractions: there may be channel pages.
+template <int D, bool kFractions>
+TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shared, int group, int warp, int lane) {
+    const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
+    // Registers are for the accumulators: what else a block needs is read again from shared memory.
+    RowInfo* info = shared.rows + row_in_tile;
+    LaneSums& sums = shared.sums[128 * group + 32 * warp + lane];
+    WarpLimits& limits = shared.limits[4 * group + warp];
+    const uint8_t* q = shared.q + 64 * group * D;
+    Ring<kStages> stage;
+    Ring<kTiles> at;
+    for (;; at.next()) {
+        sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
+        const Tile& tile = shared.tiles[at.slot];
+        if (tile.head < 0) return;
+        start_rows<D>(args, tile, row_in_tile, lane, shared.sign_masks, shared.q, info);
+        sm90::fence_async_proxy();
+        sm90::named_barrier(1 + group, 128);
+        sums = {};
+        float o[D / 2];
+#pragma unroll
+        for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
+        find_limits(info, has_options(args), limits, lane);
+        int key = tile.rows.page_begin * kPageTokens;
+        const int key_stop = tile.rows.page_end * kPageTokens;
+        Fast fast;
+        if (key < key_stop) {
+            sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
+            fast = make_fast(info, limits, shared.scales[stage.slot]);
+        }
+        while (key < key_stop) {
+            const BlockScales& scales = shared.scales[stage.slot];
+            int32_t s[64], s_fraction[4];
+            sm90::wgmma_fence();
+            multiply_k<D>(q, shared.k[stage.slot], s);
+            if constexpr (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
+            sm90::wgmma_commit();
+            const bool plain = fast.bound < 2147000000.0f && key >= limits.begin;
+            const bool masked = key + kBlockTokens > limits.end;
+            const float reference[2] = {info[0].reference, info[8].reference};
+            sm90::wgmma_wait<0>();
+            sm90::pin_registers(s);
+            float fraction[2][2] = {};
+            if (kFractions) {
+                sm90::pin_registers(s_fraction);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
+            }
+            Scores scores;
+            if (plain) {
+                fast_scores<kFractions>(s, fast, info, scales, masked, key, i, fraction, scores);
+            } else {
+                // The compiler would rather keep parts of O in memory over the whole loop.
+                alignas(16) float saved[D / 2];
+                save_registers(saved, o);
+                const ScoreOptions options = score_options(args);
+                const int first_key = key + lane_token(i);
+                const bool cut = masked || key < limits.begin;
+                if (has_options(args)) {
+                    general_scores<kFractions, true>(s, info, scales, options, cut, first_key, i, fraction, scores);
+                } else {
+                    general_scores<kFractions, false>(s, info, scales, options, cut, first_key, i, fraction, scores);
+                }
+                restore_registers(o, saved);
+            }
+            float above[2] = {scores.m[0] - reference[0], scores.m[1] - reference[1]};
+            // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
+            if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || key % 8192 == 0) {
+                settle(info, sums, scores.m, o);
+                above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
+            }
+            uint32_t p[4][4], sums_of_p[2][2];
+            float factor[2];
+            make_p(scores, p, sums_of_p);
+            uint32_t p_sums[4];
+            if (kFractions) operand_of_sums(sums_of_p, i, p_sums);
+            // A half of the channels after the other where there are 128: all at once they would take the registers that the
+            // producers need.
+            const uint8_t *v = shared.v[stage.slot], *v_fraction = shared.v_fraction[kFractions ? stage.slot : 0];
+            const int used = stage.slot;
+#pragma unroll
+            for (int part = 0; part < D / 64; ++part) {
+                int32_t product[32];
+                sm90::wgmma_fence();
+                multiply_v(p, v + part * 64 * kBlockTokens, product);
+                if (kFractions) sm90::wgmma_u8_n64(product, p_sums, sm90::narrow_descriptor(v_fraction + part * 64 * 16), true);
+                sm90::wgmma_commit();
+                if (part == 0) add_sums(scores, sums_of_p, above, sums, factor);
+                if (part == D / 64 - 1) {
+                    // Meanwhile, what the next block needs before its scores can be packed.
+                    stage.next();
+                    key += kBlockTokens;
+                    if (key < key_stop) {
+                        sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
+                        fast = make_fast(info, limits, shared.scales[stage.slot]);
+                    }
+                }
+                sm90::wgmma_wait<0>();
+                sm90::pin_registers(product);
+                if (part == D / 64 - 1 && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+                add_product(product, factor, o, 32 * part);
+            }
+        }
+        settle(info, sums, {kNever, kNever}, o);
+        finish_rows<D>(args, tile, row_in_tile, i, info, sums, o);
+        __syncwarp();  // before the next tile writes `info`
+        if (lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
+    }
+}
+
+template <int D, bool kFractions>
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    SharedMemory<D, kFractions>& shared = *reinterpret_cast<SharedMemory<D, kFractions>*>(memory);
+    // By a shuffle, so that the compiler knows it to be the same in all lanes.
+    const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < shared.kRawPages; ++n) {
+            sm90::barrier_init(&shared.raw_full[n], 1);
+            sm90::barrier_init(&shared.raw_empty[n], 2);
+        }
+        for (int n = 0; n < kStages; ++n) {
+            sm90::barrier_init(&shared.full[n], kProducerWarps);
+            sm90::barrier_init(&shared.empty[n], 4 * kConsumerGroups);
+        }
+        for (int n = 0; n < kTiles; ++n) {
+            sm90::barrier_init(&shared.tile_full[n], 1);
+            sm90::barrier_init(&shared.tile_empty[n], kProducerWarps + 4 * kConsumerGroups);
+        }
+        sm90::fence_barrier_init();
+    }
+    if (args.signs && threadIdx.x < D / 8) shared.sign_masks[threadIdx.x] = sign_mask(args.signs, threadIdx.x);
+    __syncthreads();
+    // The CTA starts with 128 registers a thread, 512 for a thread of each warpgroup. NOTES: to ask for more hangs.
+    if (warp < kProducerWarps) {
+        sm90::shrink_registers<kProducerRegisters>();
+        produce<D, kFractions>(args, schedule, shared, warp, lane);
+    } else {
+        sm90::grow_registers<kConsumerRegisters>();
+        consume<D, kFractions>(args, shared, warp / 4 - 1, warp % 4, lane);
+    }
+}
+
+}  // namespace ta::cuda::prefill

@@ -1,0 +1,351 @@
+// Stage 1 of queries: rotation, INT8 codes and their place in Q's tile. A warp does 16 rows. Lane 4 g + i has, of rows g and g
+// + 8, channels 32 n + 8 i + c for each n and c = 0 ... 7: of 16-bit elements, 16 bytes of a row at a time.
+//
+// The rotation is a product with the Hadamard matrix. Its levels between channels whose numbers differ in bits 0, 1, 3 and 4
+// are a product with a 16 x 16 matrix of +-1 on the tensor cores, exact but for the rounding of the sum; those of the other
+// bits are additions of a lane's own values. A code may differ by one from a CPU's where the value is half way between two.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/cuda/sm90/prefill/shared.cuh"
+#include "kernels/format/codec.h"
+#include "kernels/format/rotation.h"
+
+namespace ta::cuda::prefill {
+
+constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: a sum with it has the nearest integer in its low bits
+
+TA_DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+TA_DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// What 16-bit element types differ in.
+template <typename T>
+struct Element;
+template <>
+struct Element<__half> {
+    using Two = __half2;
+    static constexpr uint32_t kOne = 0x3C00;
+    static constexpr float kLargest = 65504.0f;
+    static TA_DEVICE Two two(float x, float y) { return __floats2half2_rn(x, y); }
+    static TA_DEVICE float2 floats(Two x) { return __half22float2(x); }
+    static TA_DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+};
+template <>
+struct Element<__nv_bfloat16> {
+    using Two = __nv_bfloat162;
+    static constexpr uint32_t kOne = 0x3F80;
+    static constexpr float kLargest = kMaxMagnitude;
+    static TA_DEVICE Two two(float x, float y) { return __floats2bfloat162_rn(x, y); }
+    static TA_DEVICE float2 floats(Two x) { return __bfloat1622float2(x); }
+    static TA_DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+            "%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+};
+template <typename T>
+TA_DEVICE typename Element<T>::Two as_two(uint32_t x) {
+    return *reinterpret_cast<typename Element<T>::Two*>(&x);
+}
+template <typename Two>
+TA_DEVICE uint32_t bits_of(Two x) {
+    return *reinterpret_cast<uint32_t*>(&x);
+}
+
+// The signs of a rotation, as bits to flip in pairs of 16-bit elements: those of channels 8 n ... 8 n + 7.
+TA_DEVICE uint4 sign_mask(const float* signs, int n) {
+    uint32_t w[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+        w[p] = (signs[8 * n + 2 * p] < 0.0f ? 0x8000u : 0u) | (signs[8 * n + 2 * p + 1] < 0.0f ? 0x80000000u : 0u);
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// Operand B of the product with +-1: rows are channels 8 i + c with bit 2 of c gone, columns likewise, those with bit 1 of c
+// set in the second tile of 8. Row 2 i + e is (i, c = e), row 8 + 2 i + e is (i, c = 2 + e), column 2 i + e is (i, c = 2 tile +
+// e).
+template <typename T>
+TA_DEVICE void make_signs(uint32_t (&b)[2][2], int g, int i) {
+    constexpr uint32_t kOnes = Element<T>::kOne * 0x10001u;
+    const uint32_t all = (__popc(i & (g >> 1)) & 1) * 0x80008000u, odd = (g & 1) * 0x80000000u;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+        b[tile][0] = kOnes ^ all ^ odd;
+        b[tile][1] = b[tile][0] ^ (tile ? 0x80008000u : 0u);
+    }
+}
+
+// The levels of the bits 0, 1, 3, 4 of group n of 32 channels; w[row][p] is the pair c = 2 p, 2 p + 1. Adds to x.
+template <typename T>
+TA_DEVICE void rotate_group(const uint32_t (&w)[2][4], const uint32_t (&b)[2][2], float (&x0)[8], float (&x1)[8]) {
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+        const uint32_t a[4] = {w[0][2 * step], w[1][2 * step], w[0][2 * step + 1], w[1][2 * step + 1]};
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const int c = 4 * step + 2 * tile;
+            float d[4] = {x0[c], x0[c + 1], x1[c], x1[c + 1]};
+            Element<T>::multiply(d, a, b[tile]);
+            x0[c] = d[0], x0[c + 1] = d[1], x1[c] = d[2], x1[c + 1] = d[3];
+        }
+    }
+}
+
+// Values that are no numbers or too large are replaced, and counted.
+TA_DEVICE float finite(float x, float limit, float instead, bool saturate, int& replaced) {
+    if (fabsf(x) <= limit) return x;
+    ++replaced;
+    return saturate && x == x ? copysignf(instead, x) : 0.0f;
+}
+TA_DEVICE void count_replaced(const AttendArgs& args, const Tile& tile, int replaced) {
+    if (replaced && args.nonfinite) atomicAdd(args.nonfinite + tile.rows.sequence, uint32_t(replaced));
+}
+
+TA_DEVICE float times_offset(const float (&x)[8], const float* mu) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sum = fmaf(x[c], __ldg(mu + c), sum);
+    return sum;
+}
+
+// A lane's part of two rows, rotated but for the levels of the other bits. bias[row]: its part of the product with K's offset.
+template <int D, typename T>
+TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const int (&row)[2], int lane, const uint4* masks,
+                         float (&x)[2][D / 32][8], float (&bias)[2]) {
+    using Two = typename Element<T>::Two;
+    const int i = lane & 3, rows = tile.rows.n_query * args.group;
+    uint32_t w[D / 32][2][4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const T* from = static_cast<const T*>(args.q.data) + row_offset(args, args.q, tile, row[r]) + 8 * i;
+        const bool exists = row[r] < rows, aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+#pragma unroll
+        for (int n = 0; n < D / 32; ++n) {
+            uint4 raw = make_uint4(0, 0, 0, 0);
+            if (exists && aligned) raw = __ldg(reinterpret_cast<const uint4*>(from + 32 * n));
+            w[n][r][0] = raw.x, w[n][r][1] = raw.y, w[n][r][2] = raw.z, w[n][r][3] = raw.w;
+        }
+        if (exists && !aligned) {
+#pragma unroll
+            for (int n = 0; n < D / 32; ++n) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) {
+                    Two pair;
+                    pair.x = from[32 * n + 2 * p], pair.y = from[32 * n + 2 * p + 1];
+                    w[n][r][p] = bits_of(pair);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        Two largest = as_two<T>(0);
+#pragma unroll
+        for (int n = 0; n < 4 * (D / 32); ++n) largest = __hmax2_nan(largest, __habs2(as_two<T>(w[n / 4][r][n % 4])));
+        const float2 both = Element<T>::floats(largest);
+        if (both.x <= Element<T>::kLargest && both.y <= Element<T>::kLargest) continue;
+        int replaced = 0;
+#pragma unroll
+        for (int n = 0; n < 4 * (D / 32); ++n) {
+            const float2 v = Element<T>::floats(as_two<T>(w[n / 4][r][n % 4]));
+            const float a = finite(v.x, Element<T>::kLargest, Element<T>::kLargest, args.saturate, replaced);
+            const float b = finite(v.y, Element<T>::kLargest, Element<T>::kLargest, args.saturate, replaced);
+            w[n / 4][r][n % 4] = bits_of(Element<T>::two(a, b));
+        }
+        count_replaced(args, tile, replaced);
+    }
+    if (args.k_offset) {
+#pragma unroll
+        for (int n = 0; n < 4 * (D / 32); ++n) {
+            const float* mu = args.k_offset + tile.head * D + 32 * (n / 4) + 8 * i + 2 * (n % 4);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float2 v = Element<T>::floats(as_two<T>(w[n / 4][r][n % 4]));
+                bias[r] = fmaf(v.x, __ldg(mu), fmaf(v.y, __ldg(mu + 1), bias[r]));
+            }
+        }
+    }
+    if (args.signs) {
+        uint32_t b[2][2];
+        make_signs<T>(b, lane >> 2, i);
+#pragma unroll
+        for (int n = 0; n < D / 32; ++n) {
+            const uint4 mask = masks[4 * n + i];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                w[n][r][0] ^= mask.x, w[n][r][1] ^= mask.y, w[n][r][2] ^= mask.z, w[n][r][3] ^= mask.w;
+#pragma unroll
+                for (int c = 0; c < 8; ++c) x[r][n][c] = 0.0f;
+            }
+            rotate_group<T>(w[n], b, x[0][n], x[1][n]);
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < 4 * (D / 32); ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float2 v = Element<T>::floats(as_two<T>(w[n / 4][r][n % 4]));
+                x[r][n / 4][2 * (n % 4)] = v.x, x[r][n / 4][2 * (n % 4) + 1] = v.y;
+            }
+        }
+    }
+}
+
+// fp32 values: as sums of three bf16, which hold all of their bits.
+template <int D>
+TA_DEVICE void load_float_rows(const AttendArgs& args, const Tile& tile, const int (&row)[2], int lane, const uint4* masks,
+                               float (&x)[2][D / 32][8], float (&bias)[2]) {
+    using E = Element<__nv_bfloat16>;
+    const int i = lane & 3, rows = tile.rows.n_query * args.group;
+    int replaced = 0;
+    uint32_t b[2][2];
+    if (args.signs) make_signs<__nv_bfloat16>(b, lane >> 2, i);
+#pragma unroll
+    for (int n = 0; n < D / 32; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* from =
+                static_cast<const float*>(args.q.data) + row_offset(args, args.q, tile, row[r]) + 32 * n + 8 * i;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                x[r][n][c] = row[r] < rows ? __ldg(from + c) : 0.0f;
+                x[r][n][c] = finite(x[r][n][c], kMaxMagnitude, kMaxMagnitude, args.saturate, replaced);
+            }
+            if (args.k_offset) bias[r] += times_offset(x[r][n], args.k_offset + tile.head * D + 32 * n + 8 * i);
+        }
+        if (!args.signs) continue;
+        const uint4 mask = masks[4 * n + i];
+        const uint32_t flip[4] = {mask.x, mask.y, mask.z, mask.w};
+        float rest[2][8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                const uint32_t sign = c % 2 ? flip[c / 2] & 0x80000000u : flip[c / 2] << 16;
+                rest[r][c] = __uint_as_float(__float_as_uint(x[r][n][c]) ^ sign);
+                x[r][n][c] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int part = 0; part < 3; ++part) {
+            uint32_t w[2][4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) {
+                    const E::Two high = E::two(rest[r][2 * p], rest[r][2 * p + 1]);
+                    const float2 v = E::floats(high);
+                    rest[r][2 * p] -= v.x, rest[r][2 * p + 1] -= v.y;
+                    w[r][p] = bits_of(high);
+                }
+            }
+            rotate_group<__nv_bfloat16>(w, b, x[0][n], x[1][n]);
+        }
+    }
+    count_replaced(args, tile, replaced);
+}
+
+// The levels of bit 2 and of bits 5 and up.
+template <int N>
+TA_DEVICE void finish_rotation(float (&x)[N][8]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const float a = x[n][c], b = x[n][c + 4];
+            x[n][c] = a + b, x[n][c + 4] = a - b;
+        }
+    }
+#pragma unroll
+    for (int h = 1; h < N; h *= 2) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (n & h) continue;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                const float a = x[n][c], b = x[n + h][c];
+                x[n][c] = a + b, x[n + h][c] = a - b;
+            }
+        }
+    }
+}
+
+// Rows row_in_tile and row_in_tile + 8 of the tile; rows that do not exist are zero. `info` is that of the first.
+template <int D>
+TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int lane, const uint4* masks, uint8_t* q,
+                          RowInfo* info) {
+    const int i = lane & 3, row[2] = {tile.rows.first_row + row_in_tile, tile.rows.first_row + row_in_tile + 8};
+    float x[2][D / 32][8], bias[2] = {};
+    if (args.q.dtype == DType::kF16) {
+        load_rows<D, __half>(args, tile, row, lane, masks, x, bias);
+    } else if (args.q.dtype == DType::kBf16) {
+        load_rows<D, __nv_bfloat16>(args, tile, row, lane, masks, x, bias);
+    } else {
+        load_float_rows<D>(args, tile, row, lane, masks, x, bias);
+    }
+    const float unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float norm = args.signs ? rotation_norm(D) : 1.0f;
+        if (args.signs) finish_rotation(x[r]);
+        float amax = 0.0f;
+#pragma unroll
+        for (int n = 0; n < D / 4; ++n) amax = fmaxf(amax, fabsf(x[r][n / 8][n % 8]));
+        const float scale = stage1_scale(quad_max(amax) * norm, args.q_levels), inverse = scale > 0.0f ? norm / scale : 0.0f;
+        int squares = 0;
+#pragma unroll
+        for (int n = 0; n < D / 32; ++n) {
+            uint32_t w[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                uint32_t code[4];
+#pragma unroll
+                for (int c = 0; c < 4; ++c) code[c] = __float_as_uint(fmaf(x[r][n][4 * h + c], inverse, kInteger));
+                w[h] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+                squares = __dp4a(int(w[h]), int(w[h]), squares);
+            }
+            const int chunk = 2 * n + (i >> 1), at = row_in_tile + 8 * r;
+            *reinterpret_cast<uint2*>(q + at * D + sm90::swizzled_chunk<D>(at, D == 128 ? k_chunk(chunk) : chunk) * 16 +
+                                      8 * (i & 1)) = make_uint2(w[0], w[1]);
+        }
+        squares += __shfl_xor_sync(~0u, squares, 1);
+        squares += __shfl_xor_sync(~0u, squares, 2);
+        if (i == 0) {
+            info[8 * r].scale = scale * unit;
+            info[8 * r].magnitude = 127.5f * sqrtf(float(D) * float(squares));  // by Cauchy and Schwarz
+        }
+        if (args.k_offset) bias[r] = quad_sum(bias[r]);
+        if (i == 0) info[8 * r].bias = bias[r] * unit;
+    }
+    // The rest is a lane's for a row.
+    if (lane < 16) {
+        RowInfo& to = info[lane - (lane >> 2)];
+        const int at = tile.rows.first_row + row_in_tile - (lane >> 2) + lane, token = at / args.group;
+        const bool exists = token < tile.rows.n_query;
+        to.position = tile.rows.n_keys - tile.rows.n_query + token;
+        const KeyRange seen = visible_keys(args.causal, args.window, tile.rows.n_keys, to.position);
+        // A row that does not exist sees all keys, so that no block takes a slower path because of it.
+        to.key_begin = exists ? seen.begin : 0;
+        to.key_end = exists ? seen.end : tile.rows.n_keys;
+        to.slope = 0.0f;
+        if (args.alibi_slope && exists)
+            to.slope = args.alibi_slope[tile.head * args.group + at - token * args.group] * 1.44269504f;
+        to.natural = to.reference = kNever;
+    }
+    __syncwarp();
+}
+
+}  // namespace ta::cuda::prefill

@@ -1,0 +1,209 @@
+// The order in which a CTA's tiles and pages come from memory.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/cuda/ptx/wgmma.cuh"
+#include "kernels/cuda/sm90/prefill/prefill.h"
+
+namespace ta::cuda::prefill {
+
+inline constexpr int kProducerWarps = 4;  // expand pages into tiles
+inline constexpr int kTiles = 4;          // tiles of rows that some warp works on
+
+// Position in a ring of `N` slots and the parity of its barrier's phase.
+template <int N>
+struct Ring {
+    int slot = 0;
+    uint32_t phase = 0;
+    TA_DEVICE void next() {
+        if (++slot == N) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// What all warps learn of a tile of rows.
+struct Tile {
+    PrefillTile rows;
+    int32_t head;  // kv head; -1: there are no more tiles
+    int32_t unused[3];
+};
+
+// Where row `row` of the sequence's n_query * group begins in q or out.
+TA_DEVICE int64_t row_offset(const AttendArgs& args, const TensorArgs& t, const Tile& tile, int row) {
+    const int token = row / args.group, head = tile.head * args.group + row - token * args.group;
+    return int64_t(tile.rows.row + token) * t.stride_row + int64_t(head) * t.stride_head;
+}
+
+// Has the row on its way to the L2 cache: queries are read once, at a moment when nothing else is left to do.
+template <int D>
+TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row) {
+    if (row >= tile.rows.n_query * args.group) return;
+    const uint32_t bytes = args.q.dtype == DType::kF32 ? 4 : 2;
+    const uint64_t from = reinterpret_cast<uint64_t>(args.q.data) + uint64_t(row_offset(args, args.q, tile, row)) * bytes;
+    for (uint32_t n = 0; n < D * bytes; n += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + n));
+}
+
+// The pages that a CTA reads, tile after tile, as a stream of bulk copies. Run by one warp, whose lane n knows the address of
+// page n of a batch of 32. The next tile is taken, in steps that wait for memory once each, while the copies of this one are
+// ordered. The state lives in shared memory: the registers of its warp are for expanding pages.
+template <int D, int kRawPages>
+class PageStream {
+  public:
+    TA_DEVICE void start(int lane) {
+        __syncwarp();
+        page_ = page_end_ = batch_ = issued_ = published_ = 0;
+        ring_ = {};
+        tile_ring_ = {};
+        known_ = kNothing;
+        __syncwarp();
+    }
+
+    // Returns when tile `n` of this CTA, counted from 0, is known to all warps; the copies of the tiles before have been
+    // started.
+    template <class Shared>
+    TA_DEVICE void publish(const AttendArgs& args, PrefillSchedule* schedule, int n, Shared& shared, int lane) {
+        while (true) {
+            __syncwarp();
+            const int published = published_;
+            const Known known = known_;
+            __syncwarp();
+            if (published > n) return;
+            if (known == kEntries) {
+                start_tile(args, lane);  // that before has no pages, or fill() had started it
+            } else {
+                learn(args, schedule, known, true, shared, lane);
+            }
+        }
+    }
+
+    // Starts copies until `until` pages have been asked for since the beginning, or all that are known. Never waits for a place
+    // to publish a tile in: consumers may hold it until they get what this warp has yet to expand.
+    template <class Shared>
+    TA_DEVICE void fill(const AttendArgs& args, PrefillSchedule* schedule, int until, Shared& shared, int lane) {
+        // All lanes read the state between two warp barriers, so that none sees another's change to it.
+        while (true) {
+            __syncwarp();
+            const int issued = issued_, page = page_, page_end = page_end_, batch = batch_;
+            const Known known = known_;
+            const Ring<kRawPages> at = ring_;
+            __syncwarp();
+            if (issued >= until) {
+                if (known < kEntries) learn(args, schedule, known, false, shared, lane);
+                return;
+            }
+            if (page == page_end) {
+                if (known == kEnd) return;
+                if (known < kEntries) {
+                    if (!learn(args, schedule, known, false, shared, lane)) return;
+                } else {
+                    start_tile(args, lane);
+                }
+                continue;
+            }
+            if (page == batch + 32) {
+                find_addresses(args, load_entry(args, first_entry_, page, page_end, lane), lane);
+                continue;
+            }
+            sm90::barrier_wait(&shared.raw_empty[at.slot], at.phase ^ 1);
+            if (lane == 0) {
+                const uint64_t from = address_[page - batch];
+                const uint32_t is_channel = uint32_t(from & kEntryChannel), bytes = is_channel ? channel_bytes_ : kTokenBytes;
+                shared.raw_is_channel[at.slot] = is_channel;
+                sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], bytes);
+                sm90::bulk_copy(shared.raw[at.slot], reinterpret_cast<const void*>(from - is_channel), bytes,
+                                &shared.raw_full[at.slot]);
+                ring_.next();
+                page_ = page + 1;
+                issued_ = issued + 1;
+            }
+        }
+    }
+
+  private:
+    enum Known : int { kNothing, kItem, kTile, kEntries, kEnd };  // of the next tile
+
+    static constexpr uint32_t kTokenBytes = TokenLayout(D).bytes();
+
+    // One step: the item's number, the tile (which all warps are told of then), its first table entries. False: there is no
+    // place to publish the tile in yet.
+    template <class Shared>
+    TA_DEVICE bool learn(const AttendArgs& args, PrefillSchedule* schedule, Known known, bool wait, Shared& shared, int lane) {
+        if (known == kNothing) {
+            if (lane == 0) item_ = atomicAdd(&schedule->taken, 1);
+            known_ = kItem;
+        } else if (known == kItem) {
+            const int item = item_, heads = args.kv_heads;
+            const bool end = item >= __ldg(&schedule->tiles) * heads;
+            const Ring<kTiles> at = tile_ring_;
+            __syncwarp();
+            if (wait) {
+                sm90::barrier_wait(&shared.tile_empty[at.slot], at.phase ^ 1);
+            } else if (!__shfl_sync(~0u, sm90::barrier_test(&shared.tile_empty[at.slot], at.phase ^ 1), 0)) {
+                return false;
+            }
+            if (lane == 0) {
+                Tile& t = shared.tiles[at.slot];
+                t.head = -1;
+                if (!end) {
+                    const int4* from = reinterpret_cast<const int4*>(schedule + 1) + 2 * (item / heads);
+                    int4* words = reinterpret_cast<int4*>(&t.rows);
+                    words[0] = __ldg(from), words[1] = __ldg(from + 1);
+                    t.head = item % heads;
+                    next_ = t;
+                }
+                sm90::barrier_arrive(&shared.tile_full[at.slot]);
+                tile_ring_.next();
+                ++published_;
+                known_ = end ? kEnd : kTile;
+                if (end && atomicAdd(&schedule->finished, 1) == int(gridDim.x) - 1) schedule->taken = schedule->finished = 0;
+            }
+            __syncwarp();
+            for (int row = lane; row < kPrefillRows && !end; row += 32)
+                prefetch_query<D>(args, next_, next_.rows.first_row + row);
+        } else {
+            next_entry_[lane] = load_entry(args, next_.rows.first_entry, next_.rows.page_begin, next_.rows.page_end, lane);
+            known_ = kEntries;
+        }
+        return true;
+    }
+
+    TA_DEVICE static uint64_t load_entry(const AttendArgs& args, int first_entry, int page, int page_end, int lane) {
+        return page + lane < page_end ? __ldg(args.table + first_entry + page + lane) : 0;
+    }
+    TA_DEVICE void start_tile(const AttendArgs& args, int lane) {
+        head_ = next_.head, first_entry_ = next_.rows.first_entry;
+        page_ = next_.rows.page_begin, page_end_ = next_.rows.page_end;
+        known_ = kNothing;
+        __syncwarp();
+        find_addresses(args, next_entry_[lane], lane);
+    }
+    TA_DEVICE void find_addresses(const AttendArgs& args, uint64_t entry, int lane) {
+        const int head = head_;
+        uint64_t address = entry & ~kEntryFlags;
+        if (args.heads) {
+            const HeadArgs h = args.heads[head];
+            channel_bytes_ = uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes());
+            if (entry & kEntryChannel)
+                address += (entry & kEntrySingleLayer ? 0 : args.channel_layer_offset) + h.channel_offset + kEntryChannel;
+        }
+        if (!(entry & kEntryChannel))
+            address += (entry & kEntrySingleLayer ? 0 : args.token_layer_offset) + uint64_t(head) * kTokenBytes;
+        address_[lane] = address;
+        batch_ = page_;
+        __syncwarp();
+    }
+
+    uint64_t address_[32], next_entry_[32];  // bit 0 of an address: a channel page
+    Tile next_;
+    Known known_;
+    int item_;
+    int head_, first_entry_, page_, page_end_, batch_, issued_, published_;
+    uint32_t channel_bytes_;
+    Ring<kRawPages> ring_;
+    Ring<kTiles> tile_ring_;
+};
+
+}  // namespace ta::cuda::prefill
