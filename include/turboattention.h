@@ -595,7 +595,9 @@ typedef struct ta_calibrator ta_calibrator;
 TA_API ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim,
                                       ta_calibrator** out, ta_error* err);
 TA_API void ta_calibrator_destroy(ta_calibrator* calibrator);
-/* Takes K and V of some tokens of a layer into account: [tokens, kv_heads, head_dim]. Errors: as ta_append. */
+/* Takes K and V of some tokens of a layer into account: [tokens, kv_heads, head_dim]. On a GPU context they lie in memory that the GPU
+ * copies from, are complete when the call is made (it has no stream), and are copied to the host, which the call waits for. Errors: as
+ * ta_append. */
 TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,
                                        ta_error* err);
 /* Writes the maps for ta_kv_pool_options and, where not NULL, the priorities behind them.

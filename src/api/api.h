@@ -66,12 +66,6 @@ inline Status check_process(const Context& context) {
     return fail(TA_E_FORKED, "the handle was made before fork(); create a context in the child process");
 }
 
-// For calls that have no GPU version.
-inline Status check_on_cpu(const Context& context, const char* call) {
-    if (!context.device()) return {};
-    return fail(TA_E_UNSUPPORTED, "%s runs on a CPU context only", call).argument(0);
-}
-
 inline constexpr uint32_t kMaxStructBytes = 1 << 16;
 
 // The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.

@@ -19,7 +19,6 @@ ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
         TA_RETURN_IF_ERROR(check_process(*context->impl));
-        TA_RETURN_IF_ERROR(check_on_cpu(*context->impl, "ta_calibrator_create"));
         TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
         *out = new ta_calibrator{std::make_unique<Calibrator>(context->impl, layers, kv_heads, head_dim)};

@@ -120,6 +120,15 @@ Status CudaDevice::read(void* to, const uint8_t* from, size_t bytes) {
     return check(cudaStreamSynchronize(copies_), "copying from the GPU");
 }
 
+Status CudaDevice::read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) {
+    const CudaScope scope(ordinal_);
+    TA_RETURN_IF_ERROR(wait_for_fences(copies_, nullptr));
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check(cudaMemcpy2DAsync(to, row_bytes, from, pitch, row_bytes, rows, cudaMemcpyDefault, copies_),
+                             "copying rows from the GPU"));
+    return check(cudaStreamSynchronize(copies_), "copying rows from the GPU");
+}
+
 Status CudaDevice::write(uint8_t* to, const void* from, size_t bytes) {
     const CudaScope scope(ordinal_);
     std::lock_guard lock(mutex_);

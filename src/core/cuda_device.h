@@ -41,6 +41,7 @@ class CudaDevice final : public Device {
     uint8_t* allocate(size_t bytes) override;
     void deallocate(uint8_t* ptr, size_t bytes) override;
     Status read(void* to, const uint8_t* from, size_t bytes) override;
+    Status read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) override;
     Status write(uint8_t* to, const void* from, size_t bytes) override;
     Status health() const override;
     std::unique_ptr<StepBackend> make_step(Pool& pool) override;              // src/attend/cuda_step.cpp

@@ -40,6 +40,8 @@ class Device {
     virtual void deallocate(uint8_t* ptr, size_t bytes) = 0;
     // Copies to host memory what all work enqueued so far leaves there.
     virtual Status read(void* to, const uint8_t* from, size_t bytes) = 0;
+    // The same for rows that lie `pitch` bytes apart, pitch >= row_bytes; `to` gets them without gaps.
+    virtual Status read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) = 0;
     // The other way, before anything that is enqueued from now on.
     virtual Status write(uint8_t* to, const void* from, size_t bytes) = 0;
     // TA_E_DEVICE_LOST from the first error on after which the device runs nothing any more.

@@ -35,7 +35,42 @@ void Calibrator::widen(Ranges& ranges, uint32_t layer, const TensorView& x) {
     }
 }
 
-Status Calibrator::observe(uint32_t layer, const TensorView& k, const TensorView& v) {
+namespace {
+
+// Turns `x` into a view of a copy in host memory, which is returned.
+Result<std::vector<uint8_t>> copy_to_host(Device& device, TensorView& x) {
+    const int64_t element = int64_t(cpu::dtype_bytes(x.dtype));
+    const bool backwards = x.stride_token < 0, one_token = x.tokens == 1;
+    const bool whole_tokens =
+        x.heads == 1 ||
+        (x.stride_head == x.head_dim && (one_token || std::abs(x.stride_token) >= x.heads * x.head_dim));  // else head by head
+    const int64_t row = whole_tokens ? x.heads * x.head_dim : x.head_dim, parts = whole_tokens ? 1 : x.heads;
+    const int64_t pitch = one_token ? row : std::abs(x.stride_token);
+    std::vector<uint8_t> copy(size_t(x.tokens * x.heads * x.head_dim * element));
+    if (copy.empty()) return copy;
+    for (int64_t part = 0; part < parts; ++part) {
+        TA_RETURN_IF_ERROR(device.read_rows(copy.data() + part * x.tokens * row * element,
+                                            x.at(backwards ? x.tokens - 1 : 0, part), size_t(pitch * element),
+                                            size_t(row * element), size_t(x.tokens)));
+    }
+    x.data = copy.data() + (backwards ? (x.tokens - 1) * row * element : 0);
+    x.stride_token = backwards ? -row : row;
+    x.stride_head = whole_tokens ? x.head_dim : x.tokens * row;
+    return copy;
+}
+
+}  // namespace
+
+Status Calibrator::observe(uint32_t layer, TensorView k, TensorView v) {
+    std::vector<uint8_t> k_copy, v_copy;
+    if (Device* device = context_->device()) {
+        Result<std::vector<uint8_t>> of_k = copy_to_host(*device, k);
+        if (!of_k.ok()) return std::move(of_k).status().argument(2).layer(layer);
+        Result<std::vector<uint8_t>> of_v = copy_to_host(*device, v);
+        if (!of_v.ok()) return std::move(of_v).status().argument(3).layer(layer);
+        k_copy.swap(of_k.value());  // the views stay good
+        v_copy.swap(of_v.value());
+    }
     const cpu::PageCodec& codec = *context_->kernels().codec;
     if (Status s = check_finite(codec, k, "k"); !s.ok()) return std::move(s).argument(2).layer(layer);
     if (Status s = check_finite(codec, v, "v"); !s.ok()) return std::move(s).argument(3).layer(layer);

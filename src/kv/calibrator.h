@@ -19,7 +19,8 @@ class Calibrator {
     uint32_t kv_heads() const { return kv_heads_; }
     uint32_t head_dim() const { return head_dim_; }
 
-    Status observe(uint32_t layer, const TensorView& k, const TensorView& v);
+    // Tensors of a GPU context are copied to the host first, behind the steps that were ended so far.
+    Status observe(uint32_t layer, TensorView k, TensorView v);
     // Outputs [layers, kv_heads]; the priorities may be nullptr.
     Status finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const;
 

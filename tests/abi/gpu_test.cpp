@@ -398,6 +398,70 @@ TEST_F(Gpu, PlansOnTwoStreamsShareAPool) {
     cudaStreamDestroy(other);
 }
 
+// The same map and priorities as on a CPU, from rows that lie in any order; what is refused changes nothing.
+TEST_F(Gpu, ACalibratorLooksAtDeviceMemory) {
+    constexpr int64_t kTokens = 37, kHeads = 5, kDim = 96;
+    std::vector<uint16_t> values(size_t(3 * kTokens * kHeads * kDim));
+    const std::vector<float> normals = Random(31).normals(int64_t(values.size()));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = float_to_f16(normals[i]);
+    void* memory = nullptr;
+    ASSERT_EQ(cudaMalloc(&memory, 2 * values.size()), cudaSuccess);
+    const std::unique_ptr<void, FreeDevice> owner(memory);
+    const auto copy = [&] {
+        ASSERT_EQ(cudaMemcpy(memory, values.data(), 2 * values.size(), cudaMemcpyHostToDevice), cudaSuccess);
+    };
+    copy();
+    Calibrator calibrators[2];
+    for (int i = 0; i < 2; ++i) {
+        ta_calibrator* c = nullptr;
+        ta_error err;
+        require(ta_calibrator_create((i ? gpu : cpu).get(), 1, kHeads, kDim, &c, &err), err);
+        calibrators[i].reset(c);
+    }
+    const auto observe = [&](int on, int64_t first, int64_t tokens, int64_t stride_token, int64_t stride_head) {
+        auto t = sized<ta_tensor>();
+        t.dtype = TA_DTYPE_F16;
+        t.data = static_cast<uint16_t*>(on ? memory : values.data()) + first;
+        t.tokens = tokens;
+        t.heads = kHeads;
+        t.head_dim = kDim;
+        t.stride_token = stride_token;
+        t.stride_head = stride_head;
+        ta_error err;
+        return ta_calibrator_observe(calibrators[on].get(), 0, &t, &t, &err);
+    };
+    const auto expect_equal = [&](uint32_t n_low) {
+        uint8_t bits[2][2][kHeads];
+        float priority[2][2][kHeads];
+        for (int i = 0; i < 2; ++i) {
+            ta_error err;
+            require(
+                ta_calibrator_finish(calibrators[i].get(), n_low, bits[i][0], bits[i][1], priority[i][0], priority[i][1], &err),
+                err);
+        }
+        EXPECT_EQ(std::memcmp(bits[0], bits[1], sizeof bits[0]), 0);
+        EXPECT_EQ(std::memcmp(priority[0], priority[1], sizeof priority[0]), 0);
+    };
+    const int64_t row = kHeads * kDim;
+    const struct {
+        int64_t first, tokens, stride_token, stride_head;
+    } views[] = {{0, kTokens, 0, 0},
+                 {row, kTokens, 3 * row, 0},               // the middle of three interleaved tensors
+                 {0, kTokens, kDim, kTokens * kDim},       // head by head
+                 {(kTokens - 1) * row, kTokens, -row, 0},  // the last token first
+                 {(kHeads - 1) * kTokens * kDim, kTokens, kDim, -kTokens * kDim},
+                 {7, 1, 0, 0},
+                 {0, kTokens, kDim, kDim}};  // rows that share memory
+    for (const auto& v : views) {
+        for (int on = 0; on < 2; ++on) ASSERT_EQ(observe(on, v.first, v.tokens, v.stride_token, v.stride_head), TA_OK);
+        expect_equal(2);
+    }
+    values[size_t(5 * row + 3)] = 0x7E00;  // NaN
+    copy();
+    for (int on = 0; on < 2; ++on) EXPECT_EQ(observe(on, 0, kTokens, 0, 0), TA_E_NONFINITE);
+    expect_equal(3);
+}
+
 TEST_F(Gpu, TheCallersDeviceAndErrorsStay) {
     EXPECT_NE(cudaMemcpy(nullptr, nullptr, 16, cudaMemcpyDeviceToDevice), cudaSuccess);  // an error of the embedder's
     const cudaError_t before = cudaPeekAtLastError();

@@ -164,6 +164,7 @@ class FakeDevice final : public Device {
     uint8_t* allocate(size_t bytes) override { return static_cast<uint8_t*>(std::aligned_alloc(4096, bytes)); }
     void deallocate(uint8_t* ptr, size_t) override { std::free(ptr); }
     Status read(void*, const uint8_t*, size_t) override { return {}; }
+    Status read_rows(void*, const uint8_t*, size_t, size_t, size_t) override { return {}; }
     Status write(uint8_t*, const void*, size_t) override { return {}; }
     Status health() const override { return {}; }
     std::unique_ptr<StepBackend> make_step(Pool&) override;
