@@ -8,6 +8,7 @@
 #include <random>
 #include <stdexcept>
 
+#include "gpu_memory.h"
 #include "model.h"
 #include "parallel.h"
 #include "safetensors.h"
@@ -36,10 +37,11 @@ struct Destroy {
 template <typename T>
 using Handle = std::unique_ptr<T, Destroy>;
 
-Handle<ta_context> make_context(int threads) {
+Handle<ta_context> make_context(int threads, bool gpu = false) {
     ta_context_options options{};
     options.struct_size = sizeof options;
     options.threads = threads;
+    if (gpu) options.device = TA_DEVICE_CUDA;
     ta_context* context = nullptr;
     ta_error err{};
     check("ta_context_create", ta_context_create(&options, &context, &err), err);
@@ -66,7 +68,8 @@ uint64_t pool_budget(const AttentionShape& shape) {
 class TurboAttention final : public AttentionBackend {
   public:
     TurboAttention(const AttentionShape& shape, const TurboOptions& options)
-        : shape_(shape), description_(describe(options)), context_(make_context(options.threads)) {
+        : shape_(shape), description_(describe(options)), context_(make_context(options.threads, options.gpu)) {
+        if (options.gpu) gpu_memory_ = make_gpu_memory();
         create_pool(options);
         ta_plan* plan = nullptr;
         ta_error err{};
@@ -87,13 +90,15 @@ class TurboAttention final : public AttentionBackend {
     }
 
     void attend(int layer, const float* q, const float* k, const float* v, float* out) override {
-        const ta_tensor k_new = tensor(k, n_new_, shape_.kv_heads, shape_.head_dim);
-        const ta_tensor v_new = tensor(v, n_new_, shape_.kv_heads, shape_.head_dim);
-        const ta_tensor query = tensor(q, n_new_, shape_.heads, shape_.head_dim);
-        const ta_tensor result = tensor(out, n_new_, shape_.heads, shape_.head_dim);
-        ta_error err{};
-        check("ta_append", ta_append(plan_.get(), layer, &k_new, &v_new, &err), err);
-        check("ta_attend", ta_attend(plan_.get(), layer, &query, &result, nullptr, nullptr, &err), err);
+        if (!gpu_memory_) return run(layer, q, k, v, out);
+        const std::size_t rows = static_cast<std::size_t>(n_new_) * shape_.head_dim, n_q = rows * shape_.heads,
+                          n_kv = rows * shape_.kv_heads;
+        float* const shared = gpu_memory_->reserve(2 * n_q + 2 * n_kv);
+        float *const k_at = std::copy_n(q, n_q, shared), *const v_at = std::copy_n(k, n_kv, k_at),
+                     *const out_at = std::copy_n(v, n_kv, v_at);
+        run(layer, shared, k_at, v_at, out_at);
+        gpu_memory_->wait();
+        std::copy_n(out_at, n_q, out);
     }
 
     void end() override {
@@ -134,9 +139,19 @@ class TurboAttention final : public AttentionBackend {
     }
 
   private:
+    void run(int layer, const float* q, const float* k, const float* v, float* out) {
+        const ta_tensor k_new = tensor(k, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor v_new = tensor(v, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor query = tensor(q, n_new_, shape_.heads, shape_.head_dim);
+        const ta_tensor result = tensor(out, n_new_, shape_.heads, shape_.head_dim);
+        ta_error err{};
+        check("ta_append", ta_append(plan_.get(), layer, &k_new, &v_new, &err), err);
+        check("ta_attend", ta_attend(plan_.get(), layer, &query, &result, nullptr, nullptr, &err), err);
+    }
+
     static std::string describe(const TurboOptions& options) {
         const std::string bits = options.head_map.empty() ? std::to_string(options.bits) + " bits" : "mixed 4/2 bits";
-        return "turbo, " + options.profile + ", " + bits;
+        return "turbo, " + options.profile + ", " + bits + (options.gpu ? ", on a GPU" : "");
     }
 
     void create_pool(const TurboOptions& options) {
@@ -198,6 +213,7 @@ class TurboAttention final : public AttentionBackend {
     Handle<ta_context> context_;
     Handle<ta_kv_pool> pool_;
     Handle<ta_plan> plan_;
+    std::unique_ptr<GpuMemory> gpu_memory_;  // null on a CPU
     ta_seq seq_ = 0;
     int32_t n_new_ = 0;
 };

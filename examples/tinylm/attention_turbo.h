@@ -24,6 +24,7 @@ struct TurboOptions {
     int bits = 4;                      // 8, 4 or 2; ignored where head_map is given
     HeadMap head_map;
     int threads = 1;
+    bool gpu = false;        // attention there, the rest of the model here
     int device_percent = 0;  // of the context that the device tier holds, the rest on the host and on disk; 0: all of it
 };
 

@@ -463,6 +463,7 @@ void add_attention_options(CLI::App* command, Options& o) {
     auto* map = command->add_option("--head-map", o.head_map,
                                     "4 or 2 bits head by head: a file, 'rank' (the library's ranking) or 'random:SEED'");
     map->excludes(exact)->excludes(bits);
+    command->add_flag("--gpu", o.turbo.gpu, "attention on the first GPU")->excludes(exact);
     command->add_flag("--complement", o.complement, "2 bits where the map has 4 and the reverse")->needs(map);
     add_map_options(command, o);
 }
