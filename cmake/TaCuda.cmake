@@ -24,11 +24,50 @@ else()
 endif()
 message(STATUS "TurboAttention: CUDA: ${TA_CUDA_STATUS}")
 
+# Programs that test and measure kernels: Hopper and, once, PTX for all others; or the only one that is built.
+set(TA_CUDA_PROGRAM_ARCHITECTURES "${TA_CUDA_ARCHITECTURES}")
+if(TA_CUDA_ARCHITECTURES MATCHES ";")
+    set(TA_CUDA_PROGRAM_ARCHITECTURES "80-virtual;90a-real")
+endif()
+
 if(TA_CUDA_FOUND)
     set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
     set(CMAKE_CUDA_ARCHITECTURES "${TA_CUDA_ARCHITECTURES}")
     enable_language(CUDA)
 endif()
+
+# ta_cuda_gencode(<result> <architectures>)
+# The -gencode options for a list as CMAKE_CUDA_ARCHITECTURES takes it. The real ones of a generation are made from the PTX of its
+# oldest, since no kernel looks for a difference between them: one pass of the compiler's front end for sm_80, sm_86 and sm_89.
+function(ta_cuda_gencode result architectures)
+    set(options)
+    set(generations)
+    foreach(entry IN LISTS architectures)
+        if(NOT entry MATCHES "^([0-9]+)([0-9])([af]?)(-real|-virtual)?$")
+            message(FATAL_ERROR "TA_CUDA_ARCHITECTURES has '${entry}'; it takes numbers with -real or -virtual (80-real, 90a-real, 90-virtual)")
+        endif()
+        set(architecture "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
+        set(generation "${CMAKE_MATCH_1}${CMAKE_MATCH_3}")
+        set(kind "${CMAKE_MATCH_4}")
+        if(NOT kind STREQUAL "-virtual")
+            if(NOT generation IN_LIST generations)
+                list(APPEND generations ${generation})
+                set(oldest_${generation} ${architecture})
+            elseif(architecture VERSION_LESS oldest_${generation})
+                set(oldest_${generation} ${architecture})
+            endif()
+            list(APPEND real_${generation} sm_${architecture})
+        endif()
+        if(NOT kind STREQUAL "-real")
+            list(APPEND options "-gencode=arch=compute_${architecture},code=compute_${architecture}")
+        endif()
+    endforeach()
+    foreach(generation IN LISTS generations)
+        list(JOIN real_${generation} "," reals)
+        list(APPEND options "-gencode=arch=compute_${oldest_${generation}},code=[${reals}]")
+    endforeach()
+    set(${result} "${options}" PARENT_SCOPE)
+endfunction()
 
 # ta_cuda_sources(<name> <architectures> <file>...)
 # Adds CUDA sources to the library, compiled for the architectures alone. nvcc may contract a*b+c on the device: what has to be
@@ -37,9 +76,11 @@ function(ta_cuda_sources name architectures)
     set(target turboattention_cuda_${name})
     add_library(${target} OBJECT ${ARGN})
     set_target_properties(${target} PROPERTIES
-        CUDA_ARCHITECTURES "${architectures}"
+        CUDA_ARCHITECTURES OFF # the options below say it
         POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
     )
+    ta_cuda_gencode(gencode "${architectures}")
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${gencode}>")
     target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}")
     target_link_libraries(${target} PRIVATE TurboAttention_xxhash)
     target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-ffp-contract=off>")

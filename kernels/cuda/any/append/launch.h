@@ -1,4 +1,4 @@
-// The instantiations of the append kernel, one source file per head_dim: kernels/cuda/append_d*.cu.
+// The instantiations of the append kernel, one source file per head_dim: instantiations/d*.cu.
 #pragma once
 
 namespace ta::cuda {

@@ -1,4 +1,4 @@
-// Included by kernels/cuda/decode_d*.cu.
+// Included by instantiations/d*.cu.
 #pragma once
 
 #include "kernels/cuda/any/decode/kernel.cuh"

@@ -1,4 +1,4 @@
-// The instantiations of the decode kernels, one source file per head_dim: kernels/cuda/decode_d*.cu.
+// The instantiations of the decode kernels, one source file per head_dim: instantiations/d*.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
