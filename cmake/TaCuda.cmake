@@ -32,17 +32,21 @@ endif()
 
 if(TA_CUDA_FOUND)
     set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
-    set(CMAKE_CUDA_ARCHITECTURES "${TA_CUDA_ARCHITECTURES}")
+    set(CMAKE_CUDA_ARCHITECTURES OFF) # ta_cuda_architectures says it
     enable_language(CUDA)
 endif()
 
 # ta_cuda_gencode(<result> <architectures>)
-# The -gencode options for a list as CMAKE_CUDA_ARCHITECTURES takes it. The real ones of a generation are made from the PTX of its
+# The -gencode options for a list as CMAKE_CUDA_ARCHITECTURES takes it, and 90-from-80: sm_80's code on an sm_90, to test it there. The real ones of a generation are made from the PTX of its
 # oldest, since no kernel looks for a difference between them: one pass of the compiler's front end for sm_80, sm_86 and sm_89.
 function(ta_cuda_gencode result architectures)
     set(options)
     set(generations)
     foreach(entry IN LISTS architectures)
+        if(entry STREQUAL "90-from-80")
+            list(APPEND options "-gencode=arch=compute_80,code=sm_90")
+            continue()
+        endif()
         if(NOT entry MATCHES "^([0-9]+)([0-9])([af]?)(-real|-virtual)?$")
             message(FATAL_ERROR "TA_CUDA_ARCHITECTURES has '${entry}'; it takes numbers with -real or -virtual (80-real, 90a-real, 90-virtual)")
         endif()
@@ -69,6 +73,13 @@ function(ta_cuda_gencode result architectures)
     set(${result} "${options}" PARENT_SCOPE)
 endfunction()
 
+# ta_cuda_architectures(<target> <architectures>)
+function(ta_cuda_architectures target architectures)
+    ta_cuda_gencode(gencode "${architectures}")
+    set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${gencode}>")
+endfunction()
+
 # ta_cuda_sources(<name> <architectures> <file>...)
 # Adds CUDA sources to the library, compiled for the architectures alone. nvcc may contract a*b+c on the device: what has to be
 # bit-exact with the CPU is written with the _rn intrinsics there. Never --use_fast_math.
@@ -76,11 +87,9 @@ function(ta_cuda_sources name architectures)
     set(target turboattention_cuda_${name})
     add_library(${target} OBJECT ${ARGN})
     set_target_properties(${target} PROPERTIES
-        CUDA_ARCHITECTURES OFF # the options below say it
         POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
     )
-    ta_cuda_gencode(gencode "${architectures}")
-    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${gencode}>")
+    ta_cuda_architectures(${target} "${architectures}")
     target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}")
     target_link_libraries(${target} PRIVATE TurboAttention_xxhash)
     target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-ffp-contract=off>")

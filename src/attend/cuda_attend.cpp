@@ -38,7 +38,7 @@ Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, Atten
     args.p_levels = format.levels;
     args.p_running = false;
     // Its P has a unit per 128 keys: finer than the running maximum's, so it serves U8_RUNNING too.
-    const bool by_kernel = device.properties().major == 9 && !cuda::prefill_refusal(args);
+    const bool by_kernel = device.kernel_generation() == 9 && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {
         return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",

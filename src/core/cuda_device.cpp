@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/cuda/common/generation.h"
+
 namespace ta {
 namespace {
 
@@ -63,6 +65,12 @@ Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
         return fail(TA_E_UNSUPPORTED, "%s has compute capability %d.%d; the kernels need 8.0", device->name(),
                     device->properties_.major, device->properties_.minor);
     }
+    const cudaError_t found = cuda::kernel_generation(&device->generation_);
+    if (found == cudaErrorNoKernelImageForDevice) {
+        return fail(TA_E_UNSUPPORTED, "this build has no code for %s (sm_%d); TA_CUDA_ARCHITECTURES says what is built",
+                    device->name(), device->compute_capability());
+    }
+    TA_RETURN_IF_ERROR(device->check(found, "looking at the kernels"));
     for (cudaStream_t* stream : {&device->copies_, &device->moves_[0], &device->moves_[1]})
         TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "creating a stream"));
     return std::unique_ptr<Device>(std::move(device));

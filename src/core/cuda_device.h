@@ -38,6 +38,7 @@ class CudaDevice final : public Device {
     const char* name() const override { return properties_.name; }
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
     const cudaDeviceProp& properties() const { return properties_; }
+    int kernel_generation() const { return generation_; }  // kernels/cuda/common/generation.h
     uint8_t* allocate(size_t bytes) override;
     void deallocate(uint8_t* ptr, size_t bytes) override;
     Status read(void* to, const uint8_t* from, size_t bytes) override;
@@ -74,6 +75,7 @@ class CudaDevice final : public Device {
 
     const int ordinal_;
     cudaDeviceProp properties_{};
+    int generation_ = 0;
     cudaStream_t copies_ = nullptr;
     cudaStream_t moves_[2] = {nullptr, nullptr};  // to the host, from it
     mutable std::mutex mutex_;                    // of copies_, fences_ and dense_

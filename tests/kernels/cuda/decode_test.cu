@@ -16,6 +16,7 @@
 
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/cuda/any/decode/page.cuh"
+#include "kernels/cuda/common/generation.h"
 #include "support/data.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/gpu.h"
@@ -406,10 +407,10 @@ bool run_case(const Case& c) {
     double o = 0.0, lse = 0.0;
     std::vector<uint8_t> bulk, async;
     bool good = true;
-    int major = 0;
-    CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    int generation = 0;
+    CHECK(kernel_generation(&generation));
     good &= problem.run(LoadPath::kAsync, &async, &o, &lse);
-    if (major >= 9) {
+    if (generation >= 9) {
         good &= problem.run(LoadPath::kBulk, &bulk, &o, &lse);
         if (bulk != async) {
             std::printf("    the load paths differ\n");

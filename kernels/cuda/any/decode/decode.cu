@@ -4,6 +4,7 @@
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/cuda/any/decode/launch.h"
 #include "kernels/cuda/any/decode/loader.cuh"
+#include "kernels/cuda/common/generation.h"
 
 namespace ta::cuda {
 namespace {
@@ -109,17 +110,17 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
         shape.kv_heads < 1 || shape.group < 1 || shape.warps < 0) {
         return cudaErrorInvalidValue;
     }
-    int sms = 0, smem = 0, major = 0;
+    int sms = 0, smem = 0, generation = 0;
     for (const auto& [value, attribute] :
-         {std::pair(&sms, cudaDevAttrMultiProcessorCount), std::pair(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          std::pair(&major, cudaDevAttrComputeCapabilityMajor)}) {
+         {std::pair(&sms, cudaDevAttrMultiProcessorCount), std::pair(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin)}) {
         if (const cudaError_t e = cudaDeviceGetAttribute(value, attribute, device); e != cudaSuccess) return e;
     }
-    if (major < 8 || (shape.path == LoadPath::kBulk && major < 9)) return cudaErrorInvalidValue;
+    if (const cudaError_t e = kernel_generation(&generation); e != cudaSuccess) return e;
+    if (shape.path == LoadPath::kBulk && generation < 9) return cudaErrorInvalidValue;
 
     DecodePlan p{};
-    p.bulk = shape.path == LoadPath::kAuto ? major >= 9 : shape.path == LoadPath::kBulk;
-    p.overlap = major >= 9;
+    p.bulk = shape.path == LoadPath::kAuto ? generation >= 9 : shape.path == LoadPath::kBulk;
+    p.overlap = generation >= 9;
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
     p.ctas = sms;
     const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());

@@ -37,7 +37,7 @@ struct DecodePlan {
     size_t zeroed_bytes;  // at the start of the workspace, the same in all plans of a device
 };
 
-// Fails with cudaErrorInvalidValue for shapes that are not supported, and on devices before sm_80.
+// `device` is the current one. Fails with cudaErrorInvalidValue for shapes that are not supported.
 cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 
 // Enqueues one call: one kernel, and under a window a small one before it. `workspace` is device memory of the plan's size, 256-byte
