@@ -294,6 +294,14 @@ typedef struct ta_numerics {
 typedef int32_t ta_tier;
 enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
 
+/* Which blocks leave a full tier first. Sinks, open and pinned blocks stay; blocks that sequences share go when others are not
+ * enough. */
+typedef int32_t ta_eviction;
+enum {
+    TA_EVICT_LRU = 0,     /* those of the sequence that no plan used for longest, spread evenly over it */
+    TA_EVICT_PRIORITY = 1 /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
+};
+
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place; those on
  * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk tier
  * needs one. */
@@ -305,6 +313,8 @@ typedef struct ta_tier_options {
     const char* disk_folder; /* of a file without a name, gone with the pool; default: TMPDIR or /tmp */
     int32_t high_percent;    /* of the device budget: when a step ends above it, blocks leave in the background, ... */
     int32_t low_percent;     /* ... down to this; defaults 94, and 4 less than that */
+    ta_eviction eviction;    /* default TA_EVICT_LRU */
+    int32_t reserved;        /* 0 */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -371,6 +381,9 @@ TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_er
  * tokens are appended there, it is reopened at 8 bits from its stored values.
  * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
+/* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a load; a
+ * fork has that of its source. Also while the sequence is in a plan. Errors: TA_E_STALE, TA_E_CLOSED. */
+TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err);
 /* Ends the sequence; its id is stale from then on. Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
@@ -398,7 +411,7 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn 
 
 /* ------------------------------------------------------------------------------------------------ moves
  *
- * Blocks move by themselves: out of a full tier those go first that no plan used for longest; sinks, open and pinned blocks stay. Who
+ * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. Who
  * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever blocks lie. Only full blocks move.
  * A block arrives with its hashes checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
 

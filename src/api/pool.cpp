@@ -28,6 +28,10 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
                     "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
                     settings.low_percent, settings.high_percent);
     }
+    if (o.eviction < TA_EVICT_LRU || o.eviction > TA_EVICT_PRIORITY)
+        return fail(TA_E_INVALID, "options.tiers.eviction is %d, no value of ta_eviction", int(o.eviction));
+    if (o.reserved != 0) return fail(TA_E_INVALID, "options.tiers.reserved is %d; it must be 0", int(o.reserved));
+    settings.eviction = Eviction(o.eviction);
     return {};
 }
 

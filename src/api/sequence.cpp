@@ -51,6 +51,13 @@ ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err) {
     });
 }
 
+ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->set_priority(seq, priority);
+    });
+}
+
 ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));

@@ -163,6 +163,7 @@ Result<ta_seq> Pool::create_sequence() {
     Sequence& s = *sequences_[slot.value()];
     s.alive = true;
     s.length = 0;
+    s.priority = 0;
     return id_of(slot.value());
 }
 
@@ -185,6 +186,7 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     }
     s.alive = true;
     s.length = length;
+    s.priority = from.value()->priority;
     s.blocks = std::move(blocks);
     // What has not been reported of the source is true of the copy too.
     if (nonfinite_) {
@@ -245,6 +247,7 @@ Result<ta_seq> Pool::adopt(Snapshot&& from) {
     }
     s.alive = true;
     s.length = from.length;
+    s.priority = 0;
     s.blocks = std::move(from.blocks);
     ++s.version;
     return id_of(slot.value());
@@ -287,6 +290,15 @@ Status Pool::release(ta_seq seq) {
     s.blocks.swap(dropped);
     // A slot whose generations are used up is retired, so that an old id can never name a new sequence.
     if (s.generation != UINT32_MAX) free_slots_.push_back(uint32_t(seq));
+    return {};
+}
+
+Status Pool::set_priority(ta_seq seq, int32_t priority) {
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Result<Sequence*> found = find(seq);
+    if (!found.ok()) return std::move(found).status();
+    found.value()->priority = priority;
     return {};
 }
 

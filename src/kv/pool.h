@@ -14,6 +14,7 @@
 #include "src/kv/geometry.h"
 #include "src/kv/numerics.h"
 #include "src/tiering/mover.h"
+#include "src/tiering/policy/policy.h"
 
 namespace ta {
 
@@ -26,6 +27,7 @@ struct Sequence {
     bool alive = false;
     bool in_plan = false;
     uint64_t last_used = 0;  // by a plan; Pool::uses() then
+    int32_t priority = 0;    // the lower leaves a tier first, where the pool's policy heeds it
     uint64_t version = 0;    // grows with every change of `blocks`
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
@@ -40,6 +42,7 @@ struct TierSettings {
     std::string disk_folder;
     int numa_node = -1;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
+    Eviction eviction = Eviction::kLru;
 };
 
 class Pool {
@@ -80,6 +83,7 @@ class Pool {
     Result<ta_seq> fork_sequence(ta_seq source);
     Status truncate(ta_seq seq, int64_t length);
     Status release(ta_seq seq);
+    Status set_priority(ta_seq seq, int32_t priority);
     Result<int64_t> length(ta_seq seq) const;
     Status verify(ta_seq seq) const;
 
@@ -98,6 +102,8 @@ class Pool {
         return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
     }
     Mover* mover() const { return mover_.get(); }
+    // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be reading.
+    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
     bool make_room(TierKind tier, std::span<const PageKind> wanted);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
@@ -146,7 +152,6 @@ class Pool {
     Status attach_tiers(const TierSettings& settings);
     TierKind below(TierKind tier) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes);
-    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
     Status check_open_locked() const;
@@ -165,6 +170,7 @@ class Pool {
     std::unique_ptr<Tier> host_, disk_;
     std::unique_ptr<BlockStore> blocks_;
     TierSettings tier_settings_;
+    std::unique_ptr<EvictionPolicy> policy_;
     Counters counters_;
     struct FreeCounters {
         Device* device;

@@ -23,19 +23,48 @@ Status check_range(const Sequence& s, uint64_t first, uint64_t n) {
         .argument(2);
 }
 
-// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading them
-// from below is spread over all that attend.
-uint32_t reversed_bits(uint32_t x) {
-    x = (x & 0x55555555) << 1 | (x >> 1 & 0x55555555);
-    x = (x & 0x33333333) << 2 | (x >> 2 & 0x33333333);
-    x = (x & 0x0f0f0f0f) << 4 | (x >> 4 & 0x0f0f0f0f);
-    return __builtin_bswap32(x);
+std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
+    switch (settings.eviction) {
+        case Eviction::kPriority:
+            return make_priority_policy();
+        default:
+            return make_lru_policy();
+    }
 }
+
+// What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
+class Leaving final : public EvictionView {
+  public:
+    Leaving(const Geometry& geometry, TierKind tier) : tier_(tier), geometry_(geometry) {}
+
+    void add(const Sequence& s, uint32_t sinks) {
+        const uint32_t end = uint32_t(s.blocks.size());
+        owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
+        sequences_.push_back(&s);
+    }
+    void set_shared(bool shared) { shared_ = shared; }
+
+    std::span<const BlockOwner> owners() const override { return owners_; }
+    uint64_t bytes(size_t owner, uint32_t b) const override {
+        const BlockPtr& block = sequences_[owner]->blocks[b];
+        if (block->tier() != tier_ || !block->sealed() || block->moving() || block->pins() > 0 || block->stuck()) return 0;
+        return (block.use_count() > 1) == shared_ ? geometry_.slot_bytes(block->kind()) : 0;
+    }
+    MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block}; }
+
+  private:
+    const TierKind tier_;
+    const Geometry& geometry_;
+    std::vector<const Sequence*> sequences_;
+    std::vector<BlockOwner> owners_;
+    bool shared_ = false;
+};
 
 }  // namespace
 
 Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
+    policy_ = make_policy(settings);
     if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
     }
@@ -83,36 +112,28 @@ TierKind Pool::below(TierKind tier) const {
     return tier == TierKind::kDevice && host_ ? TierKind::kHost : TierKind::kDisk;
 }
 
-// Full blocks of `tier` of at least so many bytes, or all there are, those of the sequences first that no plan used for longest.
-// Sinks and pinned blocks stay; shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
+// Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay; shared
+// ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
 std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
-    std::vector<MoveItem> items;
-    uint64_t found = 0;
     std::lock_guard lock(mutex_);
-    std::vector<const Sequence*> oldest;
+    Leaving leaving(geometry_, tier);
     for (const auto& s : sequences_) {
-        if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty()) oldest.push_back(s.get());
+        if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty()) leaving.add(*s, uint32_t(numerics_.sink_blocks));
     }
-    std::sort(oldest.begin(), oldest.end(), [](const Sequence* a, const Sequence* b) { return a->last_used < b->last_used; });
-    std::vector<std::pair<uint32_t, uint32_t>> order;  // reversed bits of the index, index
-    std::unordered_set<const Block*> listed;           // of the shared ones
-    for (bool shared : {false, true}) {
-        for (const Sequence* s : oldest) {
-            if (found >= bytes) return items;
-            order.clear();
-            for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
-                const Block& block = *s->blocks[b];
-                if (block.tier() != tier || !block.sealed() || block.moving() || block.pins() > 0 || block.stuck()) continue;
-                if ((s->blocks[b].use_count() > 1) == shared) order.emplace_back(reversed_bits(uint32_t(b)), uint32_t(b));
-            }
-            std::sort(order.begin(), order.end());
-            for (const auto& [key, b] : order) {
-                if (found >= bytes) return items;
-                if (shared && !listed.insert(s->blocks[b].get()).second) continue;
-                items.push_back({s->blocks[b], b});
-                found += geometry_.slot_bytes(s->blocks[b]->kind());
-            }
-        }
+    // NOTES: an item is an owner too: both choices come before the first item.
+    const std::vector<Victim> alone = policy_->choose(leaving, bytes);
+    for (const Victim v : alone) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
+    std::vector<Victim> shared;
+    if (bytes > 0) {
+        leaving.set_shared(true);
+        shared = policy_->choose(leaving, bytes);
+    }
+    std::vector<MoveItem> items;
+    items.reserve(alone.size() + shared.size());
+    for (const Victim v : alone) items.push_back(leaving.item(v));
+    std::unordered_set<const Block*> listed;
+    for (const Victim v : shared) {
+        if (MoveItem item = leaving.item(v); listed.insert(item.block.get()).second) items.push_back(std::move(item));
     }
     return items;
 }

@@ -1,0 +1,144 @@
+// A pool with tiers beside one that has all its blocks in one place, and what tests of tiers ask of a pool.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "support/handles.h"
+
+namespace ta::testing {
+
+inline constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
+inline constexpr int64_t kRow = kHeads * kDim;
+inline constexpr uint64_t kPlenty = uint64_t{64} << 20;
+
+struct Budgets {
+    uint64_t device_blocks = 1000, host_bytes = 0, disk_bytes = 0;  // device: channel blocks beside 8 token blocks
+    uint32_t bits = 4;
+    int high = 0, low = 0;
+    ta_eviction eviction = TA_EVICT_LRU;
+};
+
+inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
+    auto options = pool_options(kLayers, kHeads, kDim, b.bits);
+    const KvPool probe = make_pool(make_context(), options);
+    const ta_kv_pool_stats s = stats(probe);
+    options.budget_bytes =
+        8 * s.token_block_bytes + b.device_blocks * (b.bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
+    tiers = sized<ta_tier_options>();
+    tiers.host_bytes = b.host_bytes;
+    tiers.disk_bytes = b.disk_bytes;
+    tiers.high_percent = b.high;
+    tiers.low_percent = b.low;
+    tiers.eviction = b.eviction;
+    options.tiers = &tiers;
+    return options;
+}
+
+inline ta_residency residency(const KvPool& pool, ta_seq seq) {
+    auto r = sized<ta_residency>();
+    ta_error err;
+    require(ta_seq_residency(pool.get(), seq, &r, &err), err);
+    return r;
+}
+inline ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
+    auto s = sized<ta_tier_stats>();
+    ta_error err;
+    require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
+    return s;
+}
+inline ta_ticket move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
+    return ticket;
+}
+inline ta_move_info wait(const KvPool& pool, ta_ticket ticket) {
+    auto info = sized<ta_move_info>();
+    ta_error err;
+    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+    return info;
+}
+inline ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    return wait(pool, move(pool, seq, first, n, tier));
+}
+
+// A pool with tiers and one without that take the same steps.
+class Twins {
+  public:
+    explicit Twins(const Budgets& budgets, uint64_t seed = 1) : random_(seed) {
+        ta_tier_options tiers;
+        auto options = options_of(budgets, tiers);
+        pool = make_pool(context, options);
+        options.budget_bytes = kPlenty;
+        options.tiers = nullptr;
+        plain_pool = make_pool(context, options);
+        plan = make_plan(pool);
+        plain_plan = make_plan(plain_pool);
+    }
+
+    size_t add() {
+        seqs.push_back(make_sequence(pool));
+        plain_seqs.push_back(make_sequence(plain_pool));
+        return seqs.size() - 1;
+    }
+    size_t fork(size_t from) {
+        seqs.push_back(fork_sequence(pool, seqs[from]));
+        plain_seqs.push_back(fork_sequence(plain_pool, plain_seqs[from]));
+        return seqs.size() - 1;
+    }
+    void truncate(size_t s, int64_t n) {
+        ta_error err;
+        require(ta_seq_truncate(pool.get(), seqs[s], n, &err), err);
+        require(ta_seq_truncate(plain_pool.get(), plain_seqs[s], n, &err), err);
+    }
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new) {
+        std::vector<ta_seq> a, b;
+        int64_t n = 0;
+        for (size_t i = 0; i < members.size(); ++i) {
+            a.push_back(seqs[members[i]]);
+            b.push_back(plain_seqs[members[i]]);
+            n += n_new[i];
+        }
+        begin(plan, a, n_new);
+        begin(plain_plan, b, n_new);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(random_.normals(n * kRow), n, kHeads, kDim), v(random_.normals(n * kRow), n, kHeads, kDim);
+            Tensor q(random_.normals(n * kQHeads * kDim), n, kQHeads, kDim);
+            Tensor out(n, kQHeads, kDim), plain_out(n, kQHeads, kDim);
+            std::vector<float> lse(size_t(n * kQHeads)), plain_lse(lse.size());
+            append(plan, layer, k, v);
+            append(plain_plan, layer, k, v);
+            attend(plan, layer, q, out, lse.data());
+            attend(plain_plan, layer, q, plain_out, plain_lse.data());
+            const std::vector<float> x = out.values(), y = plain_out.values();
+            ASSERT_EQ(std::memcmp(x.data(), y.data(), x.size() * 4), 0) << "layer " << layer;
+            ASSERT_EQ(std::memcmp(lse.data(), plain_lse.data(), lse.size() * 4), 0) << "layer " << layer;
+        }
+        end(plan);
+        end(plain_plan);
+    }
+    void verify() {
+        for (size_t s = 0; s < seqs.size(); ++s) {
+            ta_error err;
+            require(ta_seq_verify(pool.get(), seqs[s], &err), err);
+            const int64_t n = length(plain_pool, plain_seqs[s]);
+            ASSERT_EQ(length(pool, seqs[s]), n);
+            if (n == 0) continue;
+            ASSERT_TRUE(dequantize(pool, seqs[s], 1, 0, n, kRow) == dequantize(plain_pool, plain_seqs[s], 1, 0, n, kRow));
+        }
+    }
+
+    Context context = make_context(2);
+    KvPool pool, plain_pool;
+    Plan plan, plain_plan;
+    std::vector<ta_seq> seqs, plain_seqs;
+
+  private:
+    Random random_;
+};
+
+}  // namespace ta::testing
