@@ -1,13 +1,39 @@
-# ta_add_test(NAME <name> SOURCES <file>... [LIBS <target>...] [LABELS <label>...] [TIMEOUT <seconds>] [ABI] [PLAIN] [WHOLE])
+# Compiling the tests costs more than running them. So they are not optimised much, except those that compute a lot by themselves,
+# and GoogleTest with what tests include anyway is compiled once. Not with ccache, which would then cache nothing.
+function(ta_precompile_for target kind)
+    if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+        return()
+    endif()
+    set(headers ta_test_headers_${kind})
+    if(NOT TARGET ${headers})
+        add_library(${headers} OBJECT "${PROJECT_SOURCE_DIR}/tests/support/headers.cpp")
+        ta_target_defaults(${headers} RELAXED)
+        ta_optimise_test(${headers} ${kind})
+        target_link_libraries(${headers} PRIVATE GTest::gtest_main Threads::Threads)
+        target_precompile_headers(${headers} PRIVATE <gtest/gtest.h> <algorithm> <atomic> <chrono> <cstring> <filesystem>
+            <functional> <map> <memory> <random> <set> <span> <string> <thread> <vector>
+        )
+    endif()
+    target_precompile_headers(${target} REUSE_FROM ${headers})
+endfunction()
+function(ta_optimise_test target kind)
+    if(kind STREQUAL "calls")
+        target_compile_options(${target} PRIVATE "$<$<AND:$<CONFIG:Release>,$<COMPILE_LANGUAGE:CXX>>:-O1>")
+    endif()
+endfunction()
+
+# ta_add_test(NAME <name> SOURCES <file>... [LIBS <target>...] [LABELS <label>...] [TIMEOUT <seconds>] [ABI] [PLAIN] [WHOLE]
+#     [COMPUTES])
 # A GoogleTest program and one CTest per test case in it, called <name>.<suite>.<case>. It sees the internal headers (include
 # root: the repository) and links the static library.
 #   ABI    links only libturboattention.so and sees only include/; the test is left out where that is not built
 #   PLAIN  no GoogleTest: the program itself is the test, exit status 0 passes
+#   COMPUTES  it does so much arithmetic itself that it is compiled with full optimisation
 #   WHOLE  one CTest for the whole program, for those whose cases are too many or too short to start a process each
 # Labels are selected by regular expression, ctest -L slow or -LE slow. The label slow keeps a test out of the sanitizer run
 # of .ci/run. TIMEOUT defaults to 120. TA_TEST_DIR is the path of tests/, for test data.
 function(ta_add_test)
-    cmake_parse_arguments(PARSE_ARGV 0 arg "ABI;PLAIN;WHOLE" "NAME;TIMEOUT" "SOURCES;LIBS;LABELS")
+    cmake_parse_arguments(PARSE_ARGV 0 arg "ABI;PLAIN;WHOLE;COMPUTES" "NAME;TIMEOUT" "SOURCES;LIBS;LABELS")
     if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
         message(FATAL_ERROR "ta_add_test: NAME and SOURCES are needed; not understood: '${arg_UNPARSED_ARGUMENTS}'")
     endif()
@@ -21,6 +47,11 @@ function(ta_add_test)
     set(target test_${arg_NAME})
     add_executable(${target} ${arg_SOURCES})
     ta_target_defaults(${target} RELAXED)
+    set(kind calls)
+    if(arg_COMPUTES)
+        set(kind computes)
+    endif()
+    ta_optimise_test(${target} ${kind})
     target_compile_definitions(${target} PRIVATE "TA_TEST_DIR=\"${PROJECT_SOURCE_DIR}/tests\"")
     if(arg_ABI)
         target_link_libraries(${target} PRIVATE turboattention Threads::Threads ${arg_LIBS})
@@ -32,6 +63,7 @@ function(ta_add_test)
         add_test(NAME ${arg_NAME} COMMAND ${target})
     else()
         target_link_libraries(${target} PRIVATE GTest::gtest_main)
+        ta_precompile_for(${target} ${kind})
         if(NOT arg_WHOLE)
             set(properties TIMEOUT ${arg_TIMEOUT})
             if(arg_LABELS)
