@@ -278,6 +278,8 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (n.universal_open_scale) {
         a.open_amax = pool_.open_amax() + g.index(layer, 0) * 2;
         a.open_amax_stride = int64_t(pool_.open_amax_record());
+        static_assert(sizeof(cuda::AppendProgress) == Pool::kAppendProgressBytes);
+        a.progress = reinterpret_cast<cuda::AppendProgress*>(pool_.append_progress());
     }
     a.nonfinite = pool_.nonfinite_counters();
     a.clamped = pool_.clamped_counter();

@@ -116,6 +116,7 @@ void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTable
     std::memcpy(staged, header, sizeof header);
     auto* task = reinterpret_cast<AppendTask*>(staged + 16);
     for (const StepMember& m : step.members) {
+        int32_t index = 0;
         for (const StepBlock& t : m.touched) {
             AppendTask a{};
             a.token_page = page_of(t);
@@ -126,6 +127,7 @@ void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTable
             a.end = uint8_t(t.end);
             a.stays_8_bits = t.stays_8_bits;
             a.amax_side = m.sequence->amax_side;
+            a.index = index++;
             *task++ = a;
         }
     }

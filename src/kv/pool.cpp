@@ -60,10 +60,12 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
     if (Device* device = pool->context().device()) {
         TA_RETURN_IF_ERROR(pool->blocks_->take_slab());
         if (pool->numerics_.universal_open_scale) {
-            const size_t bytes = size_t(max_sequences) * 2 * pool->open_amax_record() * sizeof(float);
+            const std::vector<uint8_t> progress(size_t(max_sequences) * pool->geometry_.kv_heads * kAppendProgressBytes);
+            const size_t bytes = pool->append_progress_offset() + progress.size();
             pool->open_amax_ = {device->allocate(bytes), FreeMemory{device, bytes}};
             if (!pool->open_amax_)
                 return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for universal scales", device->ordinal(), bytes);
+            TA_RETURN_IF_ERROR(device->write(pool->append_progress(), progress.data(), progress.size()));
         }
         pool->nonfinite_.reset(device->allocate_counters(first_even(max_sequences) + 2));
         if (!pool->nonfinite_) return fail(TA_E_MEMORY, "no pinned host memory for %u counters", max_sequences);

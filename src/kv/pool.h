@@ -73,6 +73,9 @@ class Pool {
     // Device memory, only with a universal open scale: [max_sequences, 2 sides, layers, kv_heads, 2] largest |K|, |V| seen.
     float* open_amax() const { return reinterpret_cast<float*>(open_amax_.get()); }
     size_t open_amax_record() const { return size_t(geometry_.layers) * geometry_.kv_heads * 2; }
+    // Behind it, [max_sequences, kv_heads] of what append kernels keep while they run, 0 between them.
+    static constexpr size_t kAppendProgressBytes = 16;
+    uint8_t* append_progress() const { return open_amax_ ? open_amax_.get() + append_progress_offset() : nullptr; }
     // Checks blocks in device memory; nullptr on a CPU.
     BlockVerifier* verifier() const { return verifier_.get(); }
     const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
@@ -156,6 +159,9 @@ class Pool {
     Result<uint32_t> take_slot();
     Status check_open_locked() const;
     static Status busy(ta_seq seq);
+    size_t append_progress_offset() const {
+        return (size_t(max_sequences_) * 2 * open_amax_record() * sizeof(float) + 15) / 16 * 16;
+    }
     Status copy_open_amax(const Sequence& from, Sequence& to);
     static size_t first_even(size_t n) { return (n + 1) / 2 * 2; }
     ta_seq id_of(uint32_t slot) const { return uint64_t(sequences_[slot]->generation) << 32 | slot; }

@@ -116,6 +116,8 @@ class Problem {
         a.k_offset = c_.set.k_offset ? offset.get() : nullptr;
         a.open_amax = state.get();
         a.open_amax_stride = state_stride();
+        Device<AppendProgress> progress(std::vector<AppendProgress>(c_.sequences.size() * size_t(c_.heads)));
+        a.progress = progress.get();
         a.nonfinite = nonfinite.get();
         a.clamped = clamped.get();
         AppendPlan plan;
@@ -144,6 +146,9 @@ class Problem {
         for (const AppendTask& t : tasks_) append_on_cpu(t, k_bytes_, v_bytes_, want_nonfinite, want_clamped);
         bool ok = compare(got);
         if (c_.set.universal_open_scale) ok &= compare_states(state_before, state.copy());
+        for (const AppendProgress& r : progress.copy()) {
+            if (r.k_amax || r.v_amax || r.left) ok = say("the records of progress are not 0 again");
+        }
         if (nonfinite.copy() != want_nonfinite) ok = say("counts of replaced values differ");
         if (clamped.copy()[0] != want_clamped) {
             std::printf("    clamped %llu, expected %llu\n", (unsigned long long)clamped.copy()[0],
@@ -183,6 +188,7 @@ class Problem {
                 t.row = row + b * kPageTokens + t.have - g.length;
                 t.sequence = int32_t(i);
                 t.amax_side = uint8_t(state_side(i));
+                t.index = b - g.length / kPageTokens;
                 const bool closes = t.end == kPageTokens && !t.stays_8_bits;
                 if (t.have == 0 && closes) {
                     t.token_page = take(token_bytes) | kEntrySingleLayer;
@@ -499,6 +505,11 @@ std::vector<Case> fixed_cases() {
     with("no fractional zero", [](Case& c) { c.set.fractional_zero = false; });
     with("no search", [](Case& c) { c.set.v_search = false; });
     with("universal", [](Case& c) { c.set.universal_open_scale = true; });
+    with("paper, many pages", [](Case& c) {
+        c.set = paper();
+        c.sequences = {{0, 5000}, {30, 1000}, {64, 640}, {0, 64}, {10, 53}, {0, 0}, {100, 2000}};
+        c.data = Data::kGrowing;
+    });
     with("page scales at 8 bits", [](Case& c) {
         c.k_bits = c.v_bits = 8;
         c.set.k_page_scale_at_8_bits = c.set.v_page_scale_at_8_bits = true;

@@ -21,9 +21,16 @@ struct alignas(16) AppendTask {
     uint8_t have, end;
     bool stays_8_bits;
     uint8_t amax_side;  // universal scales: side of open_amax with the magnitudes before the step, or kNothingSeen
-    uint8_t unused[4];
+    int32_t index;      // among the tasks of its sequence
 };
 static_assert(sizeof(AppendTask) == 32);
+
+// Universal scales only: how far the tasks of a sequence and head are, while several CTAs work on them. All 0 between launches.
+struct alignas(16) AppendProgress {
+    uint32_t k_amax, v_amax;  // bits of the largest magnitudes so far
+    int32_t left;  // tasks that the last one, or who finishes, still waits for; below 0 until the last one has said how many
+    int32_t last;  // the last one
+};
 
 // One layer's append. Pointers are to device memory, or to host memory mapped into it. A captured launch is replayed with other
 // tasks by rewriting what `tasks` and `n_tasks` point at.
@@ -50,6 +57,7 @@ struct AppendArgs {
     // taken back.
     float* open_amax;
     int64_t open_amax_stride;
+    AppendProgress* progress;  // [sequences, kv_heads]
 
     uint32_t* nonfinite;  // [sequences] counts values that were replaced, or nullptr
     uint64_t* clamped;    // counts values beyond a universal scale, or nullptr

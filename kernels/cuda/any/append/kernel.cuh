@@ -1,5 +1,6 @@
-// The append kernel. A CTA takes one head of one block at a time; where scales are universal, one head of a sequence, block after
-// block.
+// The append kernel. A CTA takes one head of one block at a time. Where the open page's scale is universal, what the sequence's last
+// page gets depends on all before it: whoever completes those does it. Where closed pages have no scale of their own either, a CTA
+// takes one head of a sequence, block after block.
 #pragma once
 
 #include "kernels/cuda/any/append/append.h"
@@ -172,10 +173,54 @@ class Appender {
         close_page(page_, h.k_bits, h.v_bits, a_, piece);
     }
 
-    // The largest magnitudes of the sequence's head so far.
-    float k_seen = 0.0f, v_seen = 0.0f;
+    // Universal scales: takes up what the sequence has seen before the step.
+    __device__ void begin(const AppendTask& task) {
+        if (task.amax_side == kNothingSeen) return;
+        k_seen_ = record(task, task.amax_side)[0];
+        v_seen_ = record(task, task.amax_side)[1];
+    }
+
+    // This CTA has done its part of the task, number n. Returns the number of the sequence's last task to the CTA that completes what
+    // that one waits for, which then knows all magnitudes, and -1 to the others.
+    __device__ int arrive(const AppendTask& task, int n, bool last) {
+        __shared__ int last_task;
+        __shared__ float amax[2];
+        __syncthreads();  // with the reads of an earlier call
+        if (threadIdx.x == 0) {
+            AppendProgress& p = a_.progress[int64_t(task.sequence) * a_.kv_heads + head_];
+            atomicMax(&p.k_amax, __float_as_uint(k_seen_));
+            atomicMax(&p.v_amax, __float_as_uint(v_seen_));
+            if (last) p.last = n;
+            __threadfence();
+            const int change = last ? task.index : -1;  // the last one says how many come before it
+            last_task = -1;
+            if (atomicAdd(&p.left, change) + change == 0) {
+                __threadfence();
+                last_task = __ldcg(&p.last);
+                amax[0] = __uint_as_float(atomicExch(&p.k_amax, 0u));
+                amax[1] = __uint_as_float(atomicExch(&p.v_amax, 0u));
+            }
+        }
+        __syncthreads();
+        if (last_task >= 0) {
+            k_seen_ = amax[0];
+            v_seen_ = amax[1];
+        }
+        return last_task;
+    }
+
+    __device__ void end(const AppendTask& task) {
+        if (threadIdx.x != 0) return;
+        float* after = record(task, task.amax_side == 0 ? 1 : 0);
+        after[0] = k_seen_;
+        after[1] = v_seen_;
+    }
 
   private:
+    __device__ float* record(const AppendTask& task, int side) const {
+        return a_.open_amax + (2 * int64_t(task.sequence) + side) * a_.open_amax_stride + 2 * head_;
+    }
+
     struct ScaleOf {
         bool page, exponents, universal;
         float shared;
@@ -281,9 +326,9 @@ class Appender {
         }
         __syncthreads();
         const float most = page_max(amax_[tensor], threadIdx.x % 32);
-        const float seen = fmaxf(tensor ? v_seen : k_seen, most);
-        k_seen = tensor ? k_seen : seen;
-        v_seen = tensor ? seen : v_seen;
+        const float seen = fmaxf(tensor ? v_seen_ : k_seen_, most);
+        k_seen_ = tensor ? k_seen_ : seen;
+        v_seen_ = tensor ? seen : v_seen_;
         s.shared = page_stage1_scale(s.page ? most : seen);
         return s;
     }
@@ -291,11 +336,11 @@ class Appender {
     // The universal scale of the page, and the sequence's largest magnitudes with it: src/attend/cpu_step.cpp.
     __device__ float universal_scale(int tensor, int have) {
         const int lane = threadIdx.x % 32;
-        k_seen = fmaxf(k_seen, page_max(amax_[0], lane));
-        v_seen = fmaxf(v_seen, page_max(amax_[1], lane));
+        k_seen_ = fmaxf(k_seen_, page_max(amax_[0], lane));
+        v_seen_ = fmaxf(v_seen_, page_max(amax_[1], lane));
         const auto fixed = [&](int t) { return t < have ? page_.scale[tensor][t] : 0.0f; };
         const float scale = warp_max(fmaxf(fixed(lane), fixed(lane + 32)));
-        return scale > 0.0f ? scale : page_stage1_scale(tensor ? v_seen : k_seen);
+        return scale > 0.0f ? scale : page_stage1_scale(tensor ? v_seen_ : k_seen_);
     }
 
     // Codes of one token into its page, and into the image where the page closes.
@@ -325,12 +370,18 @@ class Appender {
     const AppendArgs& a_;
     Page& page_;
     float (&amax_)[2][kPageTokens];
+    float k_seen_ = 0.0f, v_seen_ = 0.0f;  // the largest magnitudes of the sequence's head so far
     const int head_, warp_, row_in_warp_, lane_;
 };
 
 // A few tokens of a page that does not close: what two warps do on their own.
 __device__ inline bool is_small(const AppendArgs& a, const AppendTask& task) {
     return !a.universal_open_scale && task.channel_slot == 0 && task.end - task.have <= 4;
+}
+
+// A page whose scale depends on the sequence's others of this step.
+__device__ inline bool waits_for_others(const AppendTask& task, bool last) {
+    return last && task.index > 0 && task.end - task.have < kPageTokens;
 }
 
 // 512 threads per SM have 128 registers each. With 768 they spill, and take a fifth longer on an H200.
@@ -347,39 +398,45 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
         Appender<D> append(a, page, amax, item % a.kv_heads);
         append.some_tokens(task, warp % 2, 2);
     }
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int first = item / a.kv_heads, head = item % a.kv_heads;
-        const int sequence = a.tasks[first].sequence, side = a.tasks[first].amax_side;
-        if (a.universal_open_scale && first > 0 && a.tasks[first - 1].sequence == sequence) continue;
-        Appender<D> append(a, page, amax, head);
-        const auto seen = [&](int of_side) {
-            return a.open_amax + (2 * int64_t(sequence) + of_side) * a.open_amax_stride + 2 * head;
-        };
-        if (a.universal_open_scale && side != kNothingSeen) {
-            append.k_seen = seen(side)[0];
-            append.v_seen = seen(side)[1];
+    const bool universal = a.universal_open_scale;
+    // Whole pages do not depend on each other.
+    const bool in_order =
+        universal && !(a.k_page_scale && a.v_page_scale && a.k_page_scale_at_8_bits && a.v_page_scale_at_8_bits);
+    const auto run = [&](Appender<D>& append, const AppendTask& task) {
+        __syncthreads();  // with the page that was last in the image
+        if (task.end - task.have == kPageTokens) {
+            append.whole_page(task);
+        } else {
+            append.some_tokens(task, warp, Rows::kWarps);
         }
-        for (int n = first; n < tasks; ++n) {
-            const AppendTask task = a.tasks[n];
-            if (task.sequence != sequence || is_small(a, task)) break;
-            __syncthreads();  // with the page that was last in the image
-            if (task.end - task.have == kPageTokens) {
-                append.whole_page(task);
-            } else {
-                append.some_tokens(task, warp, Rows::kWarps);
-            }
-            if (!a.universal_open_scale && item + int(gridDim.x) < items) {
+    };
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int n = item / a.kv_heads, head = item % a.kv_heads;
+        const AppendTask task = a.tasks[n];
+        if (is_small(a, task) || (in_order && task.index > 0)) continue;
+        Appender<D> append(a, page, amax, head);
+        if (universal) append.begin(task);
+        const bool last = n + 1 == tasks || a.tasks[n + 1].sequence != task.sequence;
+        if (in_order || !universal || !waits_for_others(task, last)) {
+            run(append, task);
+            if (!in_order && item + int(gridDim.x) < items) {
                 const int next = item + int(gridDim.x);
                 append.prefetch(a.tasks[next / a.kv_heads], next % a.kv_heads);
             }
             if (task.channel_slot) append.close(task);
-            if (!a.universal_open_scale) break;
         }
-        if (a.universal_open_scale && threadIdx.x == 0) {
-            float* after = seen(side == 0 ? 1 : 0);
-            after[0] = append.k_seen;
-            after[1] = append.v_seen;
+        if (!universal) continue;
+        if (in_order) {
+            for (int m = n + 1; m < tasks && a.tasks[m].sequence == task.sequence; ++m) {
+                run(append, a.tasks[m]);
+                if (a.tasks[m].channel_slot) append.close(a.tasks[m]);
+            }
+        } else {
+            const int last_task = append.arrive(task, n, last);
+            if (last_task < 0) continue;
+            if (waits_for_others(a.tasks[last_task], true)) run(append, a.tasks[last_task]);
         }
+        append.end(task);
     }
 }
 
