@@ -1,33 +1,61 @@
-"""PyTorch's attention on the shapes of bench_decode, bench_prefill and bench_throughput: cuDNN and FlashAttention-2 backends, F16, cold
-L2, medians of 25. --json prints what Google Benchmark prints.
+"""Other libraries' attention on the shapes of bench_decode, bench_prefill and bench_throughput, cold L2, medians of 25: PyTorch
+with cuDNN and with FlashAttention-2 in F16, and FlashInfer, where it can be imported, in F16 and FP8 (E4M3). --json prints what
+Google Benchmark prints. Outputs are checked against float32 over the stored values; a peer whose output is wrong gets no time.
 
 usage: peers.py [--json] [--only TEXT] [--sweep]
+
+cudnn, flash        scaled_dot_product_attention over dense F16 keys and values
+flashinfer          F16: decode over pages of 64 tokens, prefill over packed sequences
+flashinfer-fp8      the same with E4M3 keys and values; decode keeps F16 queries, prefill has E4M3 queries too
+flashinfer-xqa-fp8  decode over the same E4M3 pages by XQA, which FlashInfer's trtllm_batch_decode_with_kv_cache takes on Hopper
 """
 import argparse
 import json
 import statistics
+import sys
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+try:
+    import flashinfer
+except ImportError:
+    flashinfer = None
+
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-D = 128
+D, PAGE = 128, 64
+F16, FP8 = torch.float16, torch.float8_e4m3fn
+BUSY_CYCLES = 1_000_000  # keeps the GPU busy until the call is enqueued, so that the host's time is not in the measurement
 
 
 def median_us(call):
+    """The median, and what the last of the timed calls returned."""
     flush = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
     times = []
     for i in range(28):
+        torch.cuda._sleep(BUSY_CYCLES)
         flush.sum()  # L2 then holds nothing else, and nothing that must be written back
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        call()
+        out = call()
         stop.record()
         stop.synchronize()
         if i >= 3:
             times.append(1e3 * start.elapsed_time(stop))
-    return statistics.median(times)
+    return statistics.median(times), out
+
+
+def worst_row_error(out, q, k, v, causal):
+    """Relative L2 error against float32 of the worst of 16 tokens' rows, all heads, of the last sequence. Tensors are
+    [batch, heads, tokens, D]."""
+    n, rows = q.shape[2], torch.linspace(0, q.shape[2] - 1, min(q.shape[2], 16), device="cuda").long()
+    q, k, v = q[-1].float()[:, rows], k[-1].float(), v[-1].float()
+    scores = q.view(k.shape[0], -1, D) @ k.transpose(1, 2) * D**-0.5
+    if causal:
+        scores.view(k.shape[0], -1, len(rows), n).masked_fill_(torch.arange(n, device="cuda") > rows[:, None], -torch.inf)
+    expected = (scores.softmax(-1) @ v).view(q.shape)
+    return ((out[-1][:, rows].float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
 
 
 def shapes(sweep):
@@ -48,21 +76,96 @@ def shapes(sweep):
     yield "chunk of 2048 over 30720", 1, 32, 8, 2048, 32768, False  # all keys: cuDNN's causal mask is top-left aligned
 
 
+# A peer is made of q, k, v and gives a call that returns [batch, heads, tokens, D], and the values that it attends to.
+
+
+def sdpa(backend):
+    def peer(q, k, v, causal):
+        def call():
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+        return call, (q, k, v)
+
+    return peer
+
+
+def in_pages(k, v):
+    """[pages, kv heads, PAGE, D] of K and V, where sequences grew in turns, and the table [batch, pages of a sequence]."""
+    batch, heads, n, _ = k.shape
+    paged = tuple(x.view(batch, heads, n // PAGE, PAGE, D).permute(2, 0, 1, 3, 4).reshape(-1, heads, PAGE, D) for x in (k, v))
+    return paged, torch.arange(len(paged[0]), dtype=torch.int32, device="cuda").view(-1, batch).t().contiguous()
+
+
+def workspace():
+    return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+
+
+def flashinfer_decode(dtype):
+    def peer(q, k, v, causal):
+        k, v = k.to(dtype), v.to(dtype)
+        paged, table = in_pages(k, v)
+        tokens, (batch, pages), (q_heads, kv_heads) = q[:, :, 0].contiguous(), table.shape, (q.shape[1], k.shape[1])
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HND", use_tensor_cores=q_heads >= 4 * kv_heads)
+        wrapper.plan(torch.arange(batch + 1, dtype=torch.int32) * pages, table.view(-1),
+                     torch.full((batch,), PAGE, dtype=torch.int32), q_heads, kv_heads, D, PAGE, q_data_type=F16,
+                     kv_data_type=dtype)
+        return lambda: wrapper.run(tokens, paged)[:, :, None], (q, k, v)
+
+    return peer
+
+
+def flashinfer_xqa(q, k, v, causal):
+    k, v = k.to(FP8), v.to(FP8)
+    paged, table = in_pages(k, v)
+    tokens, n, scratch = q[:, :, 0].contiguous(), k.shape[2], workspace()
+    lengths = torch.full((len(q),), n, dtype=torch.int32, device="cuda").view(torch.uint32)
+    return lambda: flashinfer.decode.trtllm_batch_decode_with_kv_cache(
+        tokens, paged, scratch, table, lengths, n, bmm1_scale=D**-0.5, kv_layout="HND")[:, :, None], (q, k, v)
+
+
+def flashinfer_prefill(dtype):
+    def peer(q, k, v, causal):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        batch, q_heads, n_q, _ = q.shape
+        packed = [x.transpose(1, 2).reshape(-1, x.shape[1], D) for x in (q, k, v)]
+        scales = (1.0, 1.0, 1.0) if dtype == FP8 else ()
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD")
+        starts = torch.arange(batch + 1, dtype=torch.int32)
+        wrapper.plan(starts * n_q, starts * k.shape[2], q_heads, k.shape[1], D, causal=causal, q_data_type=dtype,
+                     kv_data_type=dtype, o_data_type=F16)
+        return lambda: wrapper.run(*packed, *scales).view(batch, n_q, q_heads, D).transpose(1, 2), (q, k, v)
+
+    return peer
+
+
+def peers_of(n_q):
+    peers = {name: sdpa(backend) for name, backend in BACKENDS.items()}
+    if flashinfer and n_q == 1:
+        peers |= {"flashinfer": flashinfer_decode(F16), "flashinfer-fp8": flashinfer_decode(FP8)}
+        peers["flashinfer-xqa-fp8"] = flashinfer_xqa
+    elif flashinfer:
+        peers |= {"flashinfer": flashinfer_prefill(F16), "flashinfer-fp8": flashinfer_prefill(FP8)}
+    return peers
+
+
 def step_of_32_layers():
     """A token for 16 sequences of 32768 in 32 layers, appended in place; one call per layer, the cache of each its own."""
     n, layers = 32768, 32
-    k = [torch.randn(16, 8, n, D, device="cuda", dtype=torch.float16) for _ in range(layers)]
+    k = [torch.randn(16, 8, n, D, device="cuda", dtype=F16) for _ in range(layers)]
     v = [torch.randn_like(x) for x in k]
-    q, new = torch.randn(16, 32, 1, D, device="cuda", dtype=torch.float16), torch.randn(16, 8, D, device="cuda", dtype=torch.float16)
+    q, new = torch.randn(16, 32, 1, D, device="cuda", dtype=F16), torch.randn(16, 8, D, device="cuda", dtype=F16)
 
     def step():
         for layer in range(layers):
             k[layer][:, :, n - 1] = new
             v[layer][:, :, n - 1] = new
-            scaled_dot_product_attention(q, k[layer], v[layer], enable_gqa=True)
+            out = scaled_dot_product_attention(q, k[layer], v[layer], enable_gqa=True)
+        return out
 
     with sdpa_kernel(BACKENDS["cudnn"]):
-        return median_us(step)
+        us, out = median_us(step)
+    return us, worst_row_error(out, q, k[-1], v[-1], False)
 
 
 def main():
@@ -71,33 +174,39 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    results = []
+    results, wrong = [], []
 
-    def report(name, peer, us):
-        results.append({"name": f"{name} {peer}", "run_type": "iteration", "iterations": 25, "real_time": us, "time_unit": "us"})
+    def report(name, peer, us, error):
+        if not error < (0.1 if "fp8" in peer else 5e-3):  # E4M3 products round P, and XQA the queries, to 3 bits
+            wrong.append(f"{name}: {peer}: relative L2 error {error:.1e}")
+            return
+        results.append({"name": f"{name} {peer}", "run_type": "iteration", "iterations": 25, "real_time": us, "time_unit": "us",
+                        "rel_l2": error})
         if not options.json:
-            print(f"{name:34} {peer:6} {us:10.2f} us", flush=True)
+            print(f"{name:34} {peer:18} {us:10.2f} us  {error:.1e}", flush=True)
 
     for name, batch, q_heads, kv_heads, n_q, n_k, causal in shapes(options.sweep):
         if options.only not in name:
             continue
-        q = torch.randn(batch, q_heads, n_q, D, device="cuda", dtype=torch.float16)
-        k = torch.randn(batch, kv_heads, n_k, D, device="cuda", dtype=torch.float16)
+        q = torch.randn(batch, q_heads, n_q, D, device="cuda", dtype=F16)
+        k = torch.randn(batch, kv_heads, n_k, D, device="cuda", dtype=F16)
         v = torch.randn_like(k)
-        for peer, backend in BACKENDS.items():
+        for peer, make in peers_of(n_q).items():
             try:
-                with sdpa_kernel(backend):
-                    report(name, peer, median_us(
-                        lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q_heads != kv_heads)))
-            except RuntimeError as e:
-                if not options.json:
-                    print(f"{name}: {peer}: {str(e).splitlines()[0]}")
+                call, stored = make(q, k, v, causal)
+                us, out = median_us(call)
+            except Exception as e:  # what a library does not offer, and the kinds in which it says so differ
+                print(f"{name}: {peer}: {str(e).splitlines()[0]}", file=sys.stderr)
+                continue
+            report(name, peer, us, worst_row_error(out, *stored, causal))
     name = "step of 32 layers b16 h32/8 n32768"
     if not options.sweep and options.only in name:
-        report(name, "cudnn", step_of_32_layers())
+        report(name, "cudnn", *step_of_32_layers())
     if options.json:
-        print(json.dumps({"context": {"library": f"PyTorch {torch.__version__}", "device": torch.cuda.get_device_name()},
+        library = f"PyTorch {torch.__version__}" + (f", FlashInfer {flashinfer.__version__}" if flashinfer else "")
+        print(json.dumps({"context": {"library": library, "device": torch.cuda.get_device_name()},
                           "benchmarks": results}, indent=0))
+    sys.exit("\n".join(wrong) or 0)
 
 
 main()

@@ -1,4 +1,5 @@
-"""A markdown table of what the GPU benchmarks printed with --json; cases that peers.py timed too get the speed-up over cuDNN.
+"""A markdown table of what the GPU benchmarks printed with --json; cases that peers.py timed too get the speed-up over cuDNN
+and, where FlashInfer was there, over its fastest FP8 attention.
 
 usage: table.py FILE.json...
 """
@@ -10,24 +11,26 @@ for path in sys.argv[1:]:
     with open(path, encoding="utf-8") as file:
         for row in json.load(file)["benchmarks"]:
             name, _, last = row["name"].rpartition(" ")
-            if last in ("cudnn", "flash"):
-                peers[name, last] = row["real_time"]
+            if last in ("cudnn", "flash") or last.startswith("flashinfer"):
+                peers.setdefault(name, {})[last] = row["real_time"]
             else:
                 rows.append(row)
 
 
-def cudnn_of(name):
-    for case in (name, name.rpartition(" ")[0], name.partition(",")[0]):
-        if (case, "cudnn") in peers:
-            return peers[case, "cudnn"]
-    return None
+def peers_of(name):
+    return next((peers[case] for case in (name, name.rpartition(" ")[0], name.partition(",")[0]) if case in peers), {})
 
 
-print("| case | us | in a row | cuDNN F16 | x | | error | host us |\n|---|---|---|---|---|---|---|---|")
+def against(peer, us):
+    return f"{peer:.1f} | {peer / us:.2f}x" if peer else " | "
+
+
+print("| case | us | in a row | cuDNN F16 | x | best FP8 | x | | error | host us |\n|---|---|---|---|---|---|---|---|---|---|")
 for row in rows:
-    us, cudnn = row["real_time"], cudnn_of(row["name"])
+    us, timed = row["real_time"], peers_of(row["name"])
     share = next((text.format(row[key]) for key, text in (("percent_of_hbm", "{:.1f}% of HBM"), ("tops", "{:.0f} TOPS"), (
         "input_gb_s", "{:.0f} GB/s in"), ("tokens_per_s", "{:.0f} tokens/s")) if key in row), "")
     host = "" if "begin_host_us" not in row else f"{row['begin_host_us']:.1f} + {row.get('attend_host_us', 0):.1f}"
-    print(f"| {row['name']} | {us:.2f} | {row.get('in_a_row_us', us):.2f} | {f'{cudnn:.1f}' if cudnn else ''} | "
-          f"{f'{cudnn / us:.2f}x' if cudnn else ''} | {share} | {row.get('rel_l2', float('nan')):.1e} | {host} |")
+    fp8 = min((time for peer, time in timed.items() if peer.endswith("fp8")), default=None)
+    print(f"| {row['name']} | {us:.2f} | {row.get('in_a_row_us', us):.2f} | {against(timed.get('cudnn'), us)} | "
+          f"{against(fp8, us)} | {share} | {row.get('rel_l2', float('nan')):.1e} | {host} |")
