@@ -108,7 +108,7 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
     mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
-    return mover_->start();
+    return mover_->start(settings.route);
 }
 
 TierKind Pool::below(TierKind tier) const {
@@ -225,6 +225,7 @@ Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint
     std::vector<MoveItem> items;
     Status found = inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
+        items.reserve(n);
         for (uint64_t b = first; b < first + n; ++b) {
             const BlockPtr& block = s.blocks[size_t(b)];
             items.push_back({block->sealed() ? block : nullptr, b});
