@@ -302,6 +302,13 @@ enum {
     TA_EVICT_PRIORITY = 1 /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
 };
 
+/* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for each
+ * piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels. TA_MOVE_ROUTE_AUTO:
+ * the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the background or is prefetched
+ * goes by copy engine. */
+typedef int32_t ta_move_route;
+enum { TA_MOVE_ROUTE_AUTO = 0, TA_MOVE_ROUTE_COPY_ENGINE = 1, TA_MOVE_ROUTE_KERNEL = 2 };
+
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place; those on
  * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk tier
  * needs one. */
@@ -314,7 +321,7 @@ typedef struct ta_tier_options {
     int32_t high_percent;    /* of the device budget: when a step ends above it, blocks leave in the background, ... */
     int32_t low_percent;     /* ... down to this; defaults 94, and 4 less than that */
     ta_eviction eviction;    /* default TA_EVICT_LRU */
-    int32_t reserved;        /* 0 */
+    ta_move_route route;     /* between a GPU and the host; default: measured when the context's first such pool is created */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -482,6 +489,9 @@ typedef struct ta_tier_stats {
     uint64_t queued;  /* tickets, or requests of a disk, that are not finished now */
     uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* of all tiers: what moves were for */
     char reason[192]; /* of the state, and what the tier lacks here; empty when nothing is missing */
+    uint64_t bytes_by_copy_engine, bytes_by_kernel; /* of all tiers: what carried moves between a GPU and the host */
+    /* Of all tiers, as measured: blocks of at least so many bytes go by copy engine to the host, and back; 0: not measured. */
+    uint64_t copy_engine_from_down, copy_engine_from_up;
 } ta_tier_stats;
 
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */

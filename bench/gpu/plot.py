@@ -66,4 +66,5 @@ def main():
         file.write("\n".join(body) + "\n</svg>\n")
 
 
-main()
+if __name__ == "__main__":
+    main()

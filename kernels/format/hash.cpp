@@ -2,13 +2,35 @@
 
 #include <cstring>
 
+#include "kernels/cpu/hash.h"
+
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
 namespace ta {
 
-uint64_t hash_bytes(const void* data, size_t bytes) {
+namespace {
+
+uint64_t hash_portable(const void* data, size_t bytes) {
     return XXH3_64bits(data, bytes);
+}
+
+using HashFn = uint64_t (*)(const void* data, size_t bytes);
+
+HashFn fastest() {
+#if TA_HAVE_AVX2
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+        return cpu::hash_bytes_avx2;
+#endif
+    return hash_portable;
+}
+
+}  // namespace
+
+uint64_t hash_bytes(const void* data, size_t bytes) {
+    static const HashFn hash = fastest();
+    return hash(data, bytes);
 }
 
 uint64_t page_hash(const PageIdentity& identity, const uint8_t* payload) {

@@ -145,6 +145,12 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
     w.value(double(tiers[0].bytes_prefetched), "reason", "prefetch");
     w.value(double(tiers[0].bytes_needed), "reason", "needed");
     w.value(double(tiers[0].bytes_evicted), "reason", "eviction");
+    w.family("moved_by_route_bytes", "counter", "Bytes moved between a GPU and the host, by what carried them.");
+    w.value(double(tiers[0].bytes_by_copy_engine), "route", "copy_engine");
+    w.value(double(tiers[0].bytes_by_kernel), "route", "kernel");
+    w.family("copy_engine_from_bytes", "gauge", "Size of blocks from which on the copy engine carries them; 0: not measured.");
+    w.value(double(tiers[0].copy_engine_from_down), "direction", "down");
+    w.value(double(tiers[0].copy_engine_from_up), "direction", "up");
     if (const Mover* mover = pool->impl->mover()) {
         const MoveCounters c = mover->counters();
         w.family("move_seconds", "histogram", "Time of a batch of moves into a tier, by powers of two of a microsecond.");

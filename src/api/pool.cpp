@@ -30,8 +30,10 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     }
     if (o.eviction < TA_EVICT_LRU || o.eviction > TA_EVICT_PRIORITY)
         return fail(TA_E_INVALID, "options.tiers.eviction is %d, no value of ta_eviction", int(o.eviction));
-    if (o.reserved != 0) return fail(TA_E_INVALID, "options.tiers.reserved is %d; it must be 0", int(o.reserved));
     settings.eviction = Eviction(o.eviction);
+    if (o.route < TA_MOVE_ROUTE_AUTO || o.route > TA_MOVE_ROUTE_KERNEL)
+        return fail(TA_E_INVALID, "options.tiers.route is %d, no value of ta_move_route", int(o.route));
+    settings.route = MoveRoute(o.route);
     return {};
 }
 

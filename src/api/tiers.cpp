@@ -185,6 +185,13 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             r.bytes_prefetched = c.bytes_by_reason[size_t(MoveReason::kPrefetch)];
             r.bytes_needed = c.bytes_by_reason[size_t(MoveReason::kNeeded)];
             r.bytes_evicted = c.bytes_by_reason[size_t(MoveReason::kEviction)];
+            r.bytes_by_copy_engine = c.bytes_by_engine;
+            r.bytes_by_kernel = c.bytes_by_kernel;
+            if (const Device* device = p.context().device()) {
+                const MoveCrossover crossover = device->move_crossover();
+                r.copy_engine_from_down = crossover.to_host;
+                r.copy_engine_from_up = crossover.to_device;
+            }
             if (kind.value() == TierKind::kDevice) {
                 r.failed = c.failed;
                 r.corrupt = c.corrupt;

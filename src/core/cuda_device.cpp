@@ -1,9 +1,12 @@
 #include "src/core/cuda_device.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "kernels/cuda/common/generation.h"
+#include "src/core/cuda_moves.h"
 
 namespace ta {
 namespace {
@@ -48,6 +51,8 @@ CudaScope::~CudaScope() {
     if (!callers_error_) cudaGetLastError();
 }
 
+CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {}
+
 Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
     const CudaScope scope(-1);
     int count = 0;
@@ -71,16 +76,16 @@ Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
                     device->name(), device->compute_capability());
     }
     TA_RETURN_IF_ERROR(device->check(found, "looking at the kernels"));
-    for (cudaStream_t* stream : {&device->copies_, &device->moves_[0], &device->moves_[1]})
-        TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "creating a stream"));
+    TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(&device->copies_, cudaStreamNonBlocking), "creating a stream"));
+    device->moves_ = std::make_unique<CudaMoves>(*device);
+    TA_RETURN_IF_ERROR(device->moves_->open());
     return std::unique_ptr<Device>(std::move(device));
 }
 
 CudaDevice::~CudaDevice() {
     const CudaScope scope(ordinal_);
-    for (cudaStream_t stream : {copies_, moves_[0], moves_[1]}) {
-        if (stream) cudaStreamDestroy(stream);
-    }
+    moves_.reset();
+    if (copies_) cudaStreamDestroy(copies_);
 }
 
 uint8_t* CudaDevice::allocate(size_t bytes) {
@@ -145,21 +150,20 @@ Status CudaDevice::write(uint8_t* to, const void* from, size_t bytes) {
 }
 
 Status CudaDevice::copy(std::span<const DeviceCopy> copies, bool to_host) {
-    const CudaScope scope(ordinal_);
-    const cudaStream_t stream = moves_[to_host ? 0 : 1];
-    cudaEvent_t done = nullptr;
-    TA_RETURN_IF_ERROR(
-        check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event"));
-    Status s = wait_for_fences(stream, nullptr);
-    for (const DeviceCopy& c : copies) {
-        if (!s.ok()) break;
-        s = check(cudaMemcpyAsync(c.to, c.from, c.bytes, cudaMemcpyDefault, stream), "moving a block");
-    }
-    // Also after a failure: nothing may still be written when the caller takes the memory back.
-    cudaError_t finished = cudaEventRecord(done, stream);
-    if (finished == cudaSuccess) finished = cudaEventSynchronize(done);
-    cudaEventDestroy(done);
-    return s.ok() ? check(finished, "moving blocks") : std::move(s);
+    Result<std::unique_ptr<DeviceTransfer>> transfer = start_copy(copies, {.to_host = to_host});
+    return transfer.ok() ? transfer.value()->wait() : std::move(transfer).status();
+}
+
+Result<std::unique_ptr<DeviceTransfer>> CudaDevice::start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) {
+    return moves_->start(copies, options);
+}
+
+Status CudaDevice::calibrate_moves() {
+    return moves_->calibrate();
+}
+
+MoveCrossover CudaDevice::move_crossover() const {
+    return moves_->crossover();
 }
 
 Status CudaDevice::wait_for_steps() {
@@ -206,6 +210,17 @@ Status CudaDevice::check(cudaError_t error, const char* what) const {
     if (error == cudaErrorMemoryAllocation)
         return fail(TA_E_MEMORY, "%s (GPU %d) has no memory for %s", name(), ordinal_, what);
     return fail(TA_E_DEVICE, "%s (GPU %d): %s failed: %s", name(), ordinal_, what, cudaGetErrorString(error));
+}
+
+Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
+    const CudaScope scope(ordinal_);
+    constexpr auto kSpin = std::chrono::milliseconds(2);
+    const auto start = std::chrono::steady_clock::now();
+    cudaError_t e;
+    while ((e = cudaEventQuery(event)) == cudaErrorNotReady) {
+        if (std::chrono::steady_clock::now() - start > kSpin) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return check(e, what);
 }
 
 cudaEvent_t CudaDevice::add_fence() {

@@ -14,6 +14,7 @@
 namespace ta {
 
 class CudaDense;
+class CudaMoves;
 
 // Makes a device (-1: none) current for a scope and puts the caller's back. What the calls in the scope leave as the thread's last error is
 // taken away, unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
@@ -49,6 +50,9 @@ class CudaDevice final : public Device {
     Status attend_dense(const DenseCall& call) override;                      // src/attend/cuda_dense.cpp
     std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // src/kv/cuda_hasher.cpp
     Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
+    Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) override;
+    Status calibrate_moves() override;
+    MoveCrossover move_crossover() const override;
     Status wait_for_steps() override;
     Status register_host(uint8_t* memory, size_t bytes) override;
     void unregister_host(uint8_t* memory) override;
@@ -64,6 +68,9 @@ class CudaDevice final : public Device {
     // The status for the result of a CUDA call: `what` says what was tried. Errors that end the device are remembered.
     Status check(cudaError_t error, const char* what) const;
 
+    // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.
+    Status wait_for(cudaEvent_t event, const char* what) const;
+
     // Steps of different streams meet in the slots that one frees and the other takes. An event for each plan: recorded where its
     // last step ends, waited for by the steps of the others.
     cudaEvent_t add_fence();
@@ -71,14 +78,14 @@ class CudaDevice final : public Device {
     Status wait_for_fences(cudaStream_t stream, cudaEvent_t except) const;
 
   private:
-    explicit CudaDevice(int ordinal) : ordinal_(ordinal) {}
+    explicit CudaDevice(int ordinal);
 
     const int ordinal_;
     cudaDeviceProp properties_{};
     int generation_ = 0;
     cudaStream_t copies_ = nullptr;
-    cudaStream_t moves_[2] = {nullptr, nullptr};  // to the host, from it
-    mutable std::mutex mutex_;                    // of copies_, fences_ and dense_
+    std::unique_ptr<CudaMoves> moves_;
+    mutable std::mutex mutex_;  // of copies_, fences_ and dense_
     std::vector<cudaEvent_t> fences_;
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device

@@ -77,6 +77,8 @@ class Staging {
         used_ += round_up(bytes, 16);
         return p;
     }
+    // For what was recorded last: spins.
+    Status wait(CudaDevice& device) const { return done_ ? device.wait_for(done_, "earlier work") : Status(); }
     Status record(const CudaDevice& device, cudaStream_t stream) {
         return device.check(cudaEventRecord(done_, stream), "recording an event");
     }

@@ -21,12 +21,48 @@ struct DeviceCopy {
     size_t bytes;
 };
 
+// What carries blocks between a device and the host.
+enum class MoveRoute : uint8_t {
+    kCalibrated,  // whichever was faster for blocks of that size when it was measured
+    kCopyEngine,
+    kKernel,
+};
+
+struct CopyOptions {
+    bool to_host = false;
+    bool behind_steps = true;  // behind all steps that were ended so far. Only tests do without
+    MoveRoute route = MoveRoute::kCalibrated;
+};
+
+// Copies that are on their way. The destructor waits for them.
+class DeviceTransfer {
+  public:
+    virtual ~DeviceTransfer() = default;
+    virtual Status wait() = 0;
+    virtual MoveRoute route() const = 0;  // that was taken
+};
+
+// A check that is on its way. The destructor waits for it.
+class ArrivalCheck {
+  public:
+    virtual ~ArrivalCheck() = default;
+    // statuses[i] is TA_E_CORRUPT with block and layer for a block that does not match.
+    virtual Status wait(std::span<Status> statuses) = 0;
+};
+
 // Recomputes hashes of blocks where the device reads them. Thread-safe.
 class BlockVerifier {
   public:
     virtual ~BlockVerifier() = default;
     // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does not match.
     virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
+    // The same without waiting, and behind `arrival`. A verifier that cannot verifies when it is waited for.
+    virtual Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival);
+};
+
+// Blocks of at least so many bytes go by copy engine, smaller ones by kernel; 0 before it was measured.
+struct MoveCrossover {
+    uint64_t to_host = 0, to_device = 0;
 };
 
 class Device {
@@ -51,9 +87,15 @@ class Device {
     // Enqueues a dense call; inputs are checked but for where they lie and their values.
     virtual Status attend_dense(const DenseCall& call) = 0;
     virtual std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) = 0;
-    // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits. Calls from
-    // several threads overlap, also in the same direction.
+    // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits. Addresses
+    // and sizes are multiples of 16. Calls from several threads overlap, also in the same direction.
     virtual Status copy(std::span<const DeviceCopy> copies, bool to_host) = 0;
+    // The same without waiting; within a direction the copies of a call are done, more or less, before those of the next. A device
+    // that cannot copies at once.
+    virtual Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options);
+    // Measures, the first time, from what size on the copy engine is the faster way. Takes some milliseconds.
+    virtual Status calibrate_moves() { return {}; }
+    virtual MoveCrossover move_crossover() const { return {}; }
     // Until all steps that were ended so far are over on the device.
     virtual Status wait_for_steps() = 0;
     // Makes host memory one that kernels read at the same address.

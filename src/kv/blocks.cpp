@@ -66,20 +66,29 @@ Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_ind
     return verify_slot(g, kind_, slot, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
 }
 
-Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                   uint64_t content_id, uint32_t tokens) {
+Status verify_trailer(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                      uint64_t content_id, uint32_t tokens) {
     const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
-    if (t->magic != kSlotMagic || t->version != kFormatVersion || t->kind != uint8_t(kind) || t->fingerprint != fingerprint ||
-        t->block_index != block_index || t->content_id != content_id || t->tokens != tokens || t->layers != g.layers) {
-        return fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(int64_t(block_index));
-    }
-    if (tokens < uint32_t(kPageTokens)) return {};
+    if (t->magic == kSlotMagic && t->version == kFormatVersion && t->kind == uint8_t(kind) && t->fingerprint == fingerprint &&
+        t->block_index == block_index && t->content_id == content_id && t->tokens == tokens && t->layers == g.layers)
+        return {};
+    return fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(int64_t(block_index));
+}
+
+Status verify_pages(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first, uint32_t n) {
+    const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
     const auto* hashes = reinterpret_cast<const uint64_t*>(t + 1);
-    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+    for (uint32_t layer = first; layer < first + n; ++layer) {
         if (hash_of(g, kind, *t, slot, layer) == hashes[layer]) continue;
         return fail(TA_E_CORRUPT, "a page does not match its hash").layer(layer).block(int64_t(block_index));
     }
     return {};
+}
+
+Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens) {
+    TA_RETURN_IF_ERROR(verify_trailer(g, kind, slot, fingerprint, block_index, content_id, tokens));
+    return tokens < uint32_t(kPageTokens) ? Status() : verify_pages(g, kind, slot, block_index, 0, g.layers);
 }
 
 BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget)
@@ -271,6 +280,7 @@ void BlockStore::stop_reading(uint64_t reading) {
 void BlockStore::free_left() {
     uint64_t first = UINT64_MAX;
     for (uint64_t reading : reading_) first = std::min(first, reading);
+    if (!barriers_.readers) first = UINT64_MAX;
     size_t n = 0;
     while (n < left_.size() && left_[n].at < first) ++n;
     for (size_t i = 0; i < n; ++i) free_place(left_[i].kind, left_[i].place);

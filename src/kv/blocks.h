@@ -95,6 +95,18 @@ struct PlacedBlock {
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
 
+// Parts of that, for several threads: whose block the trailer says it is, and pages [first, first + n).
+Status verify_trailer(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                      uint64_t content_id, uint32_t tokens);
+Status verify_pages(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first,
+                    uint32_t n);
+
+// What keeps moves from overtaking those who use blocks. Only tests switch some of it off, to see that they would notice.
+struct Barriers {
+    bool writers = true;  // copies are behind the steps that were ended before them
+    bool readers = true;  // what a block has left is free when those who read there are done
+};
+
 // Hands out slots of both kinds in the device tier and keeps freed ones for reuse. All bytes it holds there, in use or cached, stay
 // within the budget. Blocks may be moved to the tiers below.
 class BlockStore {
@@ -114,6 +126,7 @@ class BlockStore {
     Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
     void release_slot(PageKind kind, uint8_t* slot);
 
+    Barriers& barriers() { return barriers_; }
     // The tiers below the device, or nullptr. They outlive the store's blocks.
     void attach(Tier* host, Tier* disk);
     Place place_of(const Block& block) const;
@@ -156,6 +169,7 @@ class BlockStore {
 
     const Geometry& geometry_;
     const uint64_t budget_;
+    Barriers barriers_;
     std::atomic<uint64_t> content_ids_{1};
     mutable std::mutex mutex_;
     std::unique_ptr<SlotSlab> slab_;  // with a device

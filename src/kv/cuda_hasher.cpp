@@ -1,17 +1,19 @@
 #include "src/kv/cuda_hasher.h"
 
+#include <atomic>
 #include <cstring>
+
+#include "src/core/cuda_moves.h"
 
 namespace ta {
 
-Status CudaHasher::stage(std::span<const PlacedBlock> blocks, size_t extra_bytes, cuda::HashArgs& args) {
+Status CudaHasher::stage(std::span<const PlacedBlock> blocks, Staging& staging, size_t extra_bytes, cuda::HashArgs& args) {
     const Geometry& g = pool_.geometry();
     if (!channel_offsets_.data() && !g.all_8_bits) {
         const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
         TA_RETURN_IF_ERROR(channel_offsets_.reserve(offsets.size() * sizeof offsets[0], "the places of pages"));
         TA_RETURN_IF_ERROR(device_.write(channel_offsets_.data(), offsets.data(), offsets.size() * sizeof offsets[0]));
     }
-    Staging& staging = staging_[++uses_ % std::size(staging_)];
     TA_RETURN_IF_ERROR(staging.take(device_, blocks.size() * sizeof(cuda::HashTask) + extra_bytes));
     auto* tasks = static_cast<cuda::HashTask*>(staging.part(blocks.size() * sizeof(cuda::HashTask)));
     for (size_t i = 0; i < blocks.size(); ++i) {
@@ -32,58 +34,124 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, size_t extra_bytes
 Status CudaHasher::seal(std::span<const PlacedBlock> blocks, cudaStream_t stream) {
     if (blocks.empty()) return {};
     cuda::HashArgs args{};
-    TA_RETURN_IF_ERROR(stage(blocks, 0, args));
+    Staging& staging = staging_[++uses_ % std::size(staging_)];
+    TA_RETURN_IF_ERROR(stage(blocks, staging, 0, args));
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_seal(args, stream)), "hashing blocks"));
-    TA_RETURN_IF_ERROR(staging_[uses_ % std::size(staging_)].record(device_, stream));
+    TA_RETURN_IF_ERROR(staging.record(device_, stream));
     for (const PlacedBlock& b : blocks) b.block->mark_sealed();
     return {};
 }
 
-Status CudaHasher::verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses, cudaStream_t stream) {
-    if (blocks.empty()) return {};
-    const size_t layers = pool_.geometry().layers, pages = blocks.size() * layers;
+Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, Staging& staging, cudaStream_t stream,
+                                const uint32_t** mismatch) {
+    const size_t pages = blocks.size() * pool_.geometry().layers;
     cuda::HashArgs args{};
-    TA_RETURN_IF_ERROR(stage(blocks, pages * sizeof(uint32_t), args));
-    Staging& staging = staging_[uses_ % std::size(staging_)];
-    auto* mismatch = static_cast<uint32_t*>(staging.part(pages * sizeof(uint32_t)));
-    std::memset(mismatch, 0, pages * sizeof(uint32_t));
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_verify(args, mismatch, stream)), "hashing blocks"));
-    TA_RETURN_IF_ERROR(staging.record(device_, stream));
-    TA_RETURN_IF_ERROR(device_.check(cudaStreamSynchronize(stream), "hashing blocks"));
-    for (size_t i = pages; i-- > 0;) {
-        if (mismatch[i] == 0) continue;
-        const int64_t index = int64_t(blocks[i / layers].index);
-        statuses[i / layers] =
-            mismatch[i] == 2 ? fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index)
-                             : fail(TA_E_CORRUPT, "a page does not match its hash").layer(int64_t(i % layers)).block(index);
-    }
-    return {};
+    TA_RETURN_IF_ERROR(stage(blocks, staging, pages * sizeof(uint32_t), args));
+    auto* found = static_cast<uint32_t*>(staging.part(pages * sizeof(uint32_t)));
+    std::memset(found, 0, pages * sizeof(uint32_t));
+    *mismatch = found;
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_verify(args, found, stream)), "hashing blocks"));
+    return staging.record(device_, stream);
 }
 
 namespace {
 
-class CudaVerifier final : public BlockVerifier {
+// Shared with its checks, which may outlive a call of its owner but not the device.
+class Checks {
   public:
-    CudaVerifier(const Pool& pool, CudaDevice& device) : device_(device), hasher_(pool, device) {}
-    ~CudaVerifier() override {
-        const CudaScope scope(device_.ordinal());
+    Checks(const Pool& pool, CudaDevice& gpu) : device(gpu), layers(pool.geometry().layers), hasher_(pool, gpu) {}
+    ~Checks() {
+        const CudaScope scope(device.ordinal());
         if (stream_) cudaStreamDestroy(stream_);
     }
-    Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
-        const CudaScope scope(device_.ordinal());
+
+    Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<Staging>& staging,
+                 const uint32_t** mismatch) {
+        const CudaScope scope(device.ordinal());
         std::lock_guard lock(mutex_);
         if (!stream_) {
-            TA_RETURN_IF_ERROR(device_.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
+            TA_RETURN_IF_ERROR(device.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
         }
-        TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
-        return hasher_.verify(blocks, statuses, stream_);
+        if (idle_.empty()) {
+            staging = std::make_unique<Staging>();
+        } else {
+            staging = std::move(idle_.back());
+            idle_.pop_back();
+        }
+        TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr));
+        if (arrival) TA_RETURN_IF_ERROR(device.check(cudaStreamWaitEvent(stream_, arrival, 0), "waiting for a move"));
+        return hasher_.start_verify(blocks, *staging, stream_, mismatch);
+    }
+    void give(std::unique_ptr<Staging> staging) {
+        std::lock_guard lock(mutex_);
+        try {
+            idle_.push_back(std::move(staging));
+        } catch (const std::bad_alloc&) {  // it goes
+        }
     }
 
+    CudaDevice& device;
+    const size_t layers;
+
   private:
-    CudaDevice& device_;
     std::mutex mutex_;
     CudaHasher hasher_;
     cudaStream_t stream_ = nullptr;
+    std::vector<std::unique_ptr<Staging>> idle_;
+};
+
+class CudaCheck final : public ArrivalCheck {
+  public:
+    CudaCheck(std::shared_ptr<Checks> checks, std::span<const PlacedBlock> blocks) : checks_(std::move(checks)) {
+        for (const PlacedBlock& b : blocks) indices_.push_back(int64_t(b.index));
+    }
+    ~CudaCheck() override {
+        if (!staging_) return;
+        (void)staging_->wait(checks_->device);
+        checks_->give(std::move(staging_));
+    }
+    Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival) {
+        return checks_->start(blocks, arrival, staging_, &mismatch_);
+    }
+    Status wait(std::span<Status> statuses) override {
+        TA_RETURN_IF_ERROR(staging_->wait(checks_->device));
+        const size_t layers = checks_->layers;
+        for (size_t i = indices_.size() * layers; i-- > 0;) {
+            const uint32_t found = std::atomic_ref(const_cast<uint32_t&>(mismatch_[i])).load(std::memory_order_relaxed);
+            if (found == 0) continue;
+            const int64_t index = indices_[i / layers];
+            statuses[i / layers] =
+                found == 2 ? fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index)
+                           : fail(TA_E_CORRUPT, "a page does not match its hash").layer(int64_t(i % layers)).block(index);
+        }
+        return {};
+    }
+
+  private:
+    const std::shared_ptr<Checks> checks_;
+    std::vector<int64_t> indices_;
+    std::unique_ptr<Staging> staging_;
+    const uint32_t* mismatch_ = nullptr;
+};
+
+class CudaVerifier final : public BlockVerifier {
+  public:
+    CudaVerifier(const Pool& pool, CudaDevice& device) : checks_(std::make_shared<Checks>(pool, device)) {}
+    Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
+        if (blocks.empty()) return {};
+        CudaCheck check(checks_, blocks);
+        TA_RETURN_IF_ERROR(check.start(blocks, nullptr));
+        return check.wait(statuses);
+    }
+    Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival) override {
+        auto check = std::make_unique<CudaCheck>(checks_, blocks);
+        // All transfers of this device are CUDA's.
+        TA_RETURN_IF_ERROR(check->start(blocks, static_cast<const CudaTransfer&>(arrival).done()));
+        return std::unique_ptr<ArrivalCheck>(std::move(check));
+    }
+
+  private:
+    const std::shared_ptr<Checks> checks_;
 };
 
 }  // namespace

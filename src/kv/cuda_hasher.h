@@ -15,11 +15,11 @@ class CudaHasher {
 
     // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
     Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
-    // Waits for the result, as BlockVerifier::verify says it.
-    Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses, cudaStream_t stream);
+    // Enqueues a check whose tasks and result are in `staging`: [blocks, layers], as launch_verify writes it.
+    Status start_verify(std::span<const PlacedBlock> blocks, Staging& staging, cudaStream_t stream, const uint32_t** mismatch);
 
   private:
-    Status stage(std::span<const PlacedBlock> blocks, size_t extra_bytes, cuda::HashArgs& args);
+    Status stage(std::span<const PlacedBlock> blocks, Staging& staging, size_t extra_bytes, cuda::HashArgs& args);
 
     const Pool& pool_;
     CudaDevice& device_;

@@ -41,6 +41,7 @@ struct TierSettings {
     uint64_t host_budget = 0, disk_budget = 0;
     std::string disk_folder;
     int numa_node = -1;
+    MoveRoute route = MoveRoute::kCalibrated;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
     Eviction eviction = Eviction::kLru;
 };

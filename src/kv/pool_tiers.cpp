@@ -98,14 +98,17 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
         o.fingerprint = fingerprint_;
         o.check = make_block_check(geometry_, fingerprint_);
-        Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(system_files(), o);
+        const Seams& seams = context_->seams();
+        o.deadline = seams.io_deadline;
+        o.retry_after = seams.io_retry_after;
+        Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
         if (!disk.ok()) return std::move(disk).status();
         disk_ = disk.take();
     }
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
     mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
-    return mover_->start();
+    return mover_->start(settings.route);
 }
 
 TierKind Pool::below(TierKind tier) const {
@@ -222,6 +225,7 @@ Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint
     std::vector<MoveItem> items;
     Status found = inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
+        items.reserve(n);
         for (uint64_t b = first; b < first + n; ++b) {
             const BlockPtr& block = s.blocks[size_t(b)];
             items.push_back({block->sealed() ? block : nullptr, b});

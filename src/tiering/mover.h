@@ -1,5 +1,6 @@
 // Moves full blocks between tiers: copies their bytes, checks them against their hashes where they arrive, and publishes the new
-// place. Moves are asked for with tickets and done by threads of the mover, some for each direction, or at once by the caller.
+// place. Moves are asked for with tickets and done in parts by threads of the mover, some for each direction, or at once by the
+// caller; each has several parts on their way.
 #pragma once
 
 #include <atomic>
@@ -13,46 +14,17 @@
 #include <unordered_map>
 #include <vector>
 
-#include "src/core/thread_pool.h"
-#include "src/kv/blocks.h"
+#include "src/tiering/mover_part.h"
 
 namespace ta {
-
-class Pool;
-
-// Why blocks move: what the statistics are kept by.
-enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
-inline constexpr int kMoveReasons = 4;
-
-struct MoveItem {
-    BlockPtr block;  // nullptr: one that is not full, which stays
-    uint64_t index;  // in its sequence
-};
-
-// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, moved by others.
-struct MoveProgress {
-    ta_move_state state = TA_MOVE_QUEUED;
-    uint64_t blocks = 0, moved = 0, present = 0, skipped = 0, failed = 0;
-    Status status;  // of the first block that failed
-};
-
-inline constexpr int kLatencyBuckets = 24;  // bucket i: up to 2^i microseconds; the last: any
-
-struct MoveCounters {
-    uint64_t latency[3][kLatencyBuckets] = {};                     // of the batches that were moved into a tier
-    double seconds[3] = {0, 0, 0};                                 // their sum
-    uint64_t blocks_in[3] = {0, 0, 0}, blocks_out[3] = {0, 0, 0};  // by TierKind
-    uint64_t bytes_in[3] = {0, 0, 0}, bytes_out[3] = {0, 0, 0};
-    uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
-    uint64_t failed = 0, corrupt = 0;
-};
 
 class Mover {
   public:
     // host and disk may be nullptr.
-    Mover(Pool& pool, Tier* host, Tier* disk);
-    // Starts the threads. TA_E_LIMIT.
-    Status start();
+    Mover(Pool& pool, Tier* host, Tier* disk) : sharing_(pool, host, disk) {}
+    // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route` says
+    // which is taken. TA_E_LIMIT.
+    Status start(MoveRoute route = MoveRoute::kCalibrated);
     // Cancels what is queued and waits for what is moving.
     ~Mover();
     Mover(const Mover&) = delete;
@@ -72,7 +44,8 @@ class Mover {
 
     MoveCounters counters() const;
     uint64_t queued() const;  // tickets that are not finished
-    bool busy() const { return running_.load() > 0 || queued() > 0; }
+    bool busy() const { return sharing_.parts.load() > 0 || queued() > 0; }
+    MoveRoute route() const { return sharing_.route; }
     void cancel_all();
 
   private:
@@ -81,39 +54,29 @@ class Mover {
         std::vector<MoveItem> items;
         TierKind to = TierKind::kDevice;
         MoveReason reason = MoveReason::kAsked;
-        size_t next = 0;  // item that no thread has taken yet
-        int threads = 0;  // that work on it
+        size_t next = 0;       // item that no thread has taken yet
+        int parts = 0;         // on their way
+        bool landing = false;  // its last part
         MoveProgress progress;
-        std::atomic<bool> cancelled{false};
+        std::atomic<bool> cancelled{false}, finished{false};
     };
-    struct Work {  // one block on its way
-        const MoveItem* item;
-        Place from, to;
-        Status status;
-        bool over = false;
+    struct Flight {  // a part of a ticket on its way
+        std::shared_ptr<Ticket> ticket;
+        std::span<const MoveItem> items;
+        std::unique_ptr<MovePart> part;  // nullptr: there was no memory for it
     };
-    class Unfinished;  // takes back what an exception leaves
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
     void serve(int direction);
-    size_t part_of(std::span<const MoveItem> items) const;
-    void add(Ticket& ticket, MoveProgress&& part);
-    void run_part(std::span<const MoveItem> items, TierKind to, MoveReason reason, MoveProgress& progress);
-    bool take(const MoveItem& item, TierKind to, MoveProgress& progress, std::vector<Work>& work) const;
-    void find_room(std::vector<Work>& work, TierKind to, MoveReason reason);
-    Status acquire(std::span<Work> work, TierKind to);
-    void copy(std::vector<Work>& work, TierKind to);
-    void copy_in_memory(std::span<Work*> work);
-    void copy_with_disk(std::span<Work*> work, TierRequest::Kind kind);
-    void check(std::vector<Work>& work, TierKind to);
-    void finish(std::vector<Work>& work, TierKind to, MoveReason reason, double seconds, MoveProgress& progress);
-    void give_back(const Work& work);
-    Tier* below(TierKind tier) const { return tier == TierKind::kHost ? host_ : disk_; }
-    bool through_host(const Place& from, TierKind to) const;
+    bool take_part(int direction, Flight& flight);
+    bool prepare(Flight& flight);
+    void start(Flight& flight);
+    void land(Flight& flight);
+    void land_all(std::vector<Flight>& flights);
+    size_t part_of(std::span<const MoveItem> items, TierKind to) const;
 
-    Pool& pool_;
-    Tier *const host_, *const disk_;
+    mutable MoveSharing sharing_;
     mutable std::mutex mutex_;
     std::condition_variable wake_;              // the threads
     mutable std::condition_variable finished_;  // who waits
@@ -122,10 +85,6 @@ class Mover {
     Queue queues_[2];  // up, down
     std::unordered_map<uint64_t, std::shared_ptr<Ticket>> known_;
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
-    MoveCounters counters_;
-    std::atomic<int> running_{0};  // calls of run_part
-    std::mutex checking_;          // one part at a time, by all checkers
-    ThreadPool checkers_;
     std::vector<std::thread> threads_;
 };
 

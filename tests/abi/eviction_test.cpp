@@ -81,7 +81,7 @@ TEST(Eviction, WrongValuesAreRefused) {
     }
     ta_tier_options tiers;
     auto options = options_of({.host_bytes = kPlenty}, tiers);
-    tiers.reserved = 1;
+    tiers.route = 3;
     ta_kv_pool* none = nullptr;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));

@@ -29,7 +29,8 @@ ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n
 
 class GpuTiers : public GpuTest {
   protected:
-    void make_pools(uint64_t device_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4) {
+    void make_pools(uint64_t device_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4,
+                    ta_move_route route = TA_MOVE_ROUTE_AUTO) {
         auto options = pool_options(kLayers, kHeads, kDim, bits);
         options.budget_bytes = uint64_t{256} << 20;
         plain_pool = make_pool(gpu, options);
@@ -39,6 +40,7 @@ class GpuTiers : public GpuTest {
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
+        tiers.route = route;
         options.tiers = &tiers;
         pool = make_pool(gpu, options);
         plan = make_plan(pool);
@@ -137,6 +139,36 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
     EXPECT_EQ(info.state, TA_MOVE_DONE);
     step({a}, {1});
     verify();
+}
+
+TEST_F(GpuTiers, CopyEngineAndKernel) {
+    for (const ta_move_route route : {TA_MOVE_ROUTE_AUTO, TA_MOVE_ROUTE_COPY_ENGINE, TA_MOVE_ROUTE_KERNEL}) {
+        SCOPED_TRACE("route " + std::to_string(route));
+        seqs.clear();
+        plain_seqs.clear();
+        plan.reset();
+        plain_plan.reset();
+        make_pools(400, uint64_t{64} << 20, 0, 4, route);
+        const size_t a = add();
+        step({a}, {300 * 64 + 5});
+        for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE, TA_TIER_HOST}) {
+            const ta_move_info info = move_now(pool, seqs[a], 1, 299, tier);
+            EXPECT_EQ(info.moved, 299u) << ta_status_name(info.status);
+            verify();
+            step({a}, {1});
+        }
+        auto s = sized<ta_tier_stats>();
+        ta_error err;
+        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_HOST, &s, &err), err);
+        const uint64_t bytes = 3 * 299 * stats(pool).channel_block_bytes;
+        EXPECT_EQ(s.bytes_by_copy_engine + s.bytes_by_kernel, bytes);
+        if (route == TA_MOVE_ROUTE_AUTO) {
+            EXPECT_GT(s.copy_engine_from_down, 0u);
+            EXPECT_GT(s.copy_engine_from_up, 0u);
+        } else {
+            EXPECT_EQ(s.bytes_by_kernel, route == TA_MOVE_ROUTE_KERNEL ? bytes : 0u);
+        }
+    }
 }
 
 }  // namespace

@@ -7,6 +7,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <numeric>
+#include <random>
+#include <span>
 #include <thread>
 
 namespace ta::tools {
@@ -26,14 +29,26 @@ double quantile(std::vector<double> x, double q) {
 
 struct Geometry {
     uint32_t layers, kv_heads, head_dim = 128, bits = 4;
-    int group = 4;
+    uint32_t group = 4;
 };
+
+struct Route {
+    const char* name;
+    ta_move_route value;
+};
+constexpr Route kRoutes[] = {
+    {"auto", TA_MOVE_ROUTE_AUTO}, {"copy engine", TA_MOVE_ROUTE_COPY_ENGINE}, {"kernel", TA_MOVE_ROUTE_KERNEL}};
+
+// A CPU has one way to copy.
+std::span<const Route> routes_of(const Machine& machine) {
+    return machine.kind() == TA_DEVICE_CUDA ? std::span(kRoutes) : std::span(kRoutes).first(1);
+}
 
 // A pool with tiers and its sequences.
 class Cache {
   public:
     Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, uint64_t device_bytes, uint64_t host_bytes,
-          uint64_t disk_bytes)
+          uint64_t disk_bytes, ta_move_route route = TA_MOVE_ROUTE_AUTO)
         : machine_(machine), g_(g), k_(machine, kChunk, g.kv_heads, g.head_dim), v_(machine, kChunk, g.kv_heads, g.head_dim) {
         auto co = sized<ta_context_options>();
         co.device = machine.kind();
@@ -44,6 +59,7 @@ class Cache {
         tiers.host_node = options.host_node;
         tiers.disk_folder = options.disk_folder.empty() ? nullptr : options.disk_folder.c_str();
         tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
+        tiers.route = route;
         auto po = sized<ta_kv_pool_options>();
         po.layers = g.layers;
         po.kv_heads = g.kv_heads;
@@ -89,6 +105,22 @@ class Cache {
         if (info.moved + info.present != n) throw Failure("a move ended with " + std::string(ta_status_name(info.status)));
     }
     void move(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) { finish_move(start_move(seq, first, n, tier), n); }
+    // Moves blocks one by one in a random order, so that those next to one another in the sequence are so in no tier.
+    void scatter(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+        std::vector<uint64_t> order(n);
+        std::iota(order.begin(), order.end(), first);
+        std::shuffle(order.begin(), order.end(), random_);
+        std::vector<ta_ticket> tickets;
+        for (const uint64_t block : order) tickets.push_back(start_move(seq, block, 1, tier));
+        for (const ta_ticket ticket : tickets) finish_move(ticket, 1);
+    }
+    // What was measured, and what carried the bytes since creation.
+    void describe(json& row) {
+        auto s = sized<ta_tier_stats>();
+        TA_CHECK(ta_kv_pool_get_tier_stats(pool_, TA_TIER_DEVICE, &s, &error));
+        row["copy_engine_from_down"] = s.copy_engine_from_down;
+        row["copy_engine_from_up"] = s.copy_engine_from_up;
+    }
     void verify(ta_seq seq) { TA_CHECK(ta_seq_verify(pool_, seq, &error)); }
     uint64_t block_bytes() const {
         auto s = sized<ta_kv_pool_stats>();
@@ -117,6 +149,7 @@ class Cache {
     ta_context* context_ = nullptr;
     ta_kv_pool* pool_ = nullptr;
     ta_plan* plan_ = nullptr;
+    std::mt19937_64 random_{1};
 };
 
 // Device memory for sequences of so many blocks: with room for their sinks, and for what an append needs at once.
@@ -148,45 +181,64 @@ json times_row(const char* part, const char* what, uint64_t bytes, const std::ve
 
 const Geometry kBlockSizes[] = {{1, 1}, {1, 8}, {8, 8}, {32, 8}, {64, 8}};
 
+// Batches of n blocks out of many, each time others: what was moved last is in the processor's caches.
 void bench_moves(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     const double to_host = machine.copy_bytes_per_s(true, false), from_host = machine.copy_bytes_per_s(false, false),
                  both = machine.copy_bytes_per_s(true, true);
+    constexpr uint64_t kMostBytesOfCase = uint64_t{4} << 30;
     for (const Geometry& g : kBlockSizes) {
         const uint64_t size = block_bytes_of(machine, options, g);
-        const uint64_t most = std::min<uint64_t>(16384, options.memory_bytes / size);
-        Cache cache(machine, options, g, device_bytes_for(g, 2 * most, size), tier_bytes_for(2 * most, size), 0);
-        const ta_seq a = cache.add(most), b = cache.add(most);
-        cache.move(b, 1, most, TA_TIER_HOST);
-        for (uint64_t n = 1; n <= most; n *= n < 16 ? 8 : 4) {
-            std::vector<double> down, up, together;
-            for (int i = 0; i < options.repeats; ++i) {
-                auto start = Clock::now();
-                cache.move(a, 1, n, TA_TIER_HOST);
-                down.push_back(seconds_since(start));
-                start = Clock::now();
-                cache.move(a, 1, n, TA_TIER_DEVICE);
-                up.push_back(seconds_since(start));
-                start = Clock::now();
-                const ta_ticket first = cache.start_move(a, 1, n, TA_TIER_HOST),
-                                second = cache.start_move(b, 1, n, TA_TIER_DEVICE);
-                cache.finish_move(first, n);
-                cache.finish_move(second, n);
-                together.push_back(seconds_since(start));
-                cache.move(a, 1, n, TA_TIER_DEVICE);
-                cache.move(b, 1, n, TA_TIER_HOST);
+        const uint64_t most = std::max<uint64_t>(std::min<uint64_t>(16384, options.memory_bytes / size), 1);
+        for (const Route& route : routes_of(machine)) {
+            Cache cache(machine, options, g, device_bytes_for(g, 2 * most, size), tier_bytes_for(2 * most, size), 0,
+                        route.value);
+            const ta_seq a = cache.add(most), b = cache.add(most);
+            cache.scatter(a, 1, most, TA_TIER_HOST);
+            cache.scatter(b, 1, most, TA_TIER_HOST);
+            cache.scatter(a, 1, most, TA_TIER_DEVICE);
+            for (uint64_t n = 1; n <= most; n *= n < 16 ? 8 : 4) {
+                std::vector<double> down, up, together;
+                const int repeats = int(std::clamp<uint64_t>(kMostBytesOfCase / (n * size), 3, uint64_t(options.repeats)));
+                uint64_t first = 1;
+                const auto next = [&] {
+                    first += n;
+                    if (first + n > most + 1) first = 1;
+                };
+                for (int i = 0; i < repeats; ++i) {
+                    auto start = Clock::now();
+                    cache.move(a, first, n, TA_TIER_HOST);
+                    down.push_back(seconds_since(start));
+                    start = Clock::now();
+                    cache.move(b, first, n, TA_TIER_DEVICE);
+                    up.push_back(seconds_since(start));
+                    cache.scatter(a, first, n, TA_TIER_DEVICE);
+                    cache.scatter(b, first, n, TA_TIER_HOST);
+                    next();
+                    start = Clock::now();
+                    const ta_ticket out = cache.start_move(a, first, n, TA_TIER_HOST),
+                                    in = cache.start_move(b, first, n, TA_TIER_DEVICE);
+                    cache.finish_move(out, n);
+                    cache.finish_move(in, n);
+                    together.push_back(seconds_since(start));
+                    cache.scatter(a, first, n, TA_TIER_DEVICE);
+                    cache.scatter(b, first, n, TA_TIER_HOST);
+                    next();
+                }
+                const auto report = [&](const char* what, const std::vector<double>& s, double ceiling, uint64_t times) {
+                    json r = times_row("moves", what, n * size * times, s, ceiling);
+                    r["block_bytes"] = size;
+                    r["blocks"] = n * times;
+                    r["route"] = route.name;
+                    cache.describe(r);
+                    row(r);
+                };
+                report("demote", down, to_host, 1);
+                report("promote", up, from_host, 1);
+                report("both", together, both, 2);
             }
-            const auto report = [&](const char* what, const std::vector<double>& s, double ceiling, int times) {
-                json r = times_row("moves", what, n * size * uint64_t(times), s, ceiling);
-                r["block_bytes"] = size;
-                r["blocks"] = n * uint64_t(times);
-                row(r);
-            };
-            report("demote", down, to_host, 1);
-            report("promote", up, from_host, 1);
-            report("both", together, both, 2);
+            cache.verify(a);
+            cache.verify(b);
         }
-        cache.verify(a);
-        cache.verify(b);
     }
 }
 
@@ -255,8 +307,13 @@ void bench_disk(Machine& machine, const BenchTiersOptions& options, const std::f
 }
 
 void bench_decode(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
-    for (uint32_t bits : {4u, 2u, 8u}) {
-        const Geometry g{1, 8, 128, bits};
+    struct Pages {
+        const char* name;
+        Geometry geometry;
+    };
+    // The last: as many bytes as 8 heads in F16 have.
+    for (const auto& [name, g] : {Pages{"INT4", {1, 8}}, Pages{"INT2", {1, 8, 128, 2}}, Pages{"INT8", {1, 8, 128, 8}},
+                                  Pages{"F16-sized", {1, 16, 128, 8, 2}}}) {
         const uint64_t size = block_bytes_of(machine, options, g);
         const uint64_t n = std::min<uint64_t>(2048, options.memory_bytes / 4 / size);
         Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), 0);
@@ -280,7 +337,7 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
                 if (i >= 2) times.push_back(s);
             }
             json r = times_row("decode", "attend", away * size, times, percent >= 50 ? link : 0);
-            r["bits"] = bits;
+            r["pages"] = name;
             r["tokens"] = n * 64;
             r["percent_on_host"] = percent;
             if (percent == 0) resident = quantile(times, 0.5);
@@ -291,44 +348,54 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
     }
 }
 
+// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it.
 void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
-    const Geometry g{1, 8};
-    const uint64_t size = block_bytes_of(machine, options, g);
-    const uint64_t n = std::min<uint64_t>(2048, options.memory_bytes / 8 / size), moved = 2 * n;
-    Cache cache(machine, options, g, device_bytes_for(g, n + moved, size), tier_bytes_for(moved, size), 0);
-    const ta_seq decoding = cache.add(n), moving = cache.add(moved);
-    const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
-    Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
-    std::vector<double> idle, busy;
-    for (int i = 0; i < 8 * options.repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
-    std::atomic<bool> over{false};
-    std::atomic<uint64_t> bytes{0};
-    std::string failure;
-    std::thread mover([&] {
-        try {
-            while (!over) {
-                for (ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE}) {
-                    cache.move(moving, 1, moved, tier);
-                    bytes += moved * size;
+    for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
+        const uint64_t size = block_bytes_of(machine, options, g);
+        const uint64_t moved = std::max<uint64_t>(std::min<uint64_t>(4096, options.memory_bytes / 4 / size), 1);
+        const uint64_t n = std::max<uint64_t>(std::min<uint64_t>(2048, options.memory_bytes / size), 1);
+        for (const Route& route : routes_of(machine)) {
+            Cache cache(machine, options, g, device_bytes_for(g, n + moved, size), tier_bytes_for(moved, size), 0, route.value);
+            const ta_seq decoding = cache.add(n), moving = cache.add(moved);
+            const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
+            Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
+            const int repeats = 20 * options.repeats;
+            std::vector<double> idle, busy;
+            for (int i = 0; i < repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
+            std::atomic<bool> over{false};
+            std::atomic<uint64_t> bytes{0};
+            std::string failure;
+            std::thread mover([&] {
+                try {
+                    while (!over) {
+                        for (ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE}) {
+                            cache.move(moving, 1, moved, tier);
+                            bytes += moved * size;
+                        }
+                    }
+                } catch (const Failure& e) {
+                    failure = e.what();
                 }
-            }
-        } catch (const Failure& e) {
-            failure = e.what();
+            });
+            const auto start = Clock::now();
+            const auto last = start + std::chrono::seconds(10);
+            for (int i = 0; (i < repeats || bytes < 2 * moved * size) && Clock::now() < last; ++i)
+                busy.push_back(cache.attend_once(decoding, q, out));
+            const double seconds = seconds_since(start);
+            const uint64_t during = bytes;
+            over = true;
+            mover.join();
+            if (!failure.empty()) throw Failure(failure);
+            json r = times_row("busy", "attend while blocks move", n * size / g.layers, busy, 0);
+            r["block_bytes"] = size;
+            r["route"] = route.name;
+            r["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
+            r["slower_percent"] = 100 * (quantile(busy, 0.5) / quantile(idle, 0.5) - 1);
+            r["moved_gb_s"] = double(during) / seconds * 1e-9;
+            row(r);
+            cache.verify(moving);
         }
-    });
-    const auto start = Clock::now();
-    for (int i = 0; i < 8 * options.repeats; ++i) busy.push_back(cache.attend_once(decoding, q, out));
-    const double seconds = seconds_since(start);
-    const uint64_t during = bytes;
-    over = true;
-    mover.join();
-    if (!failure.empty()) throw Failure(failure);
-    json r = times_row("busy", "attend while blocks move", n * size, busy, 0);
-    r["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
-    r["slower_percent"] = 100 * (quantile(busy, 0.5) / quantile(idle, 0.5) - 1);
-    r["moved_gb_s"] = double(during) / seconds * 1e-9;
-    row(r);
-    cache.verify(moving);
+    }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -96,12 +97,19 @@ int main(int argc, char** argv) {
     tiers->add_option("--folder", options.disk_folder, "where the disk tier's file goes; default TMPDIR or /tmp");
     tiers->add_option("--node", options.host_node, "1 + the NUMA node of the host tier");
     tiers->add_option("--repeats", options.repeats, "of each case")->check(CLI::Range(3, 10000));
+    bool quick = false;
+    tiers->add_flag("--quick", quick, "a quarter of the memory, the disk and the repeats");
     tiers->add_flag("--json", as_json, "JSON instead of markdown");
     CLI11_PARSE(app, argc, argv);
     try {
         if (info->parsed()) {
             std::printf("%s\n%s\n", ta_build_info(), machine_for("auto")->name().c_str());
             return 0;
+        }
+        if (quick) {
+            options.memory_bytes /= 4;
+            options.disk_bytes /= 4;
+            options.repeats = std::max(3, options.repeats / 4);
         }
         return run_bench_tiers(device, options, as_json);
     } catch (const std::exception& e) {

@@ -1,5 +1,6 @@
-// XXH3_64 with its default secret, unseeded, a warp to a page. A lane adds up one of the eight accumulators over every fourth
-// stripe of a 1024-byte block; only the scrambling between blocks is serial. The constants and the order of operations are those of
+// XXH3_64 with its default secret, unseeded, a CTA to a page. What a 1024-byte block adds to the eight accumulators does not depend
+// on the blocks before it: warps sum blocks, a lane one accumulator over every fourth stripe, and only the scrambling between blocks
+// is serial, in one warp. The constants and the order of operations are those of
 // the published XXH3 algorithm; the tests compare with the library.
 #include <cuda_runtime_api.h>
 
@@ -18,7 +19,9 @@ constexpr uint32_t kPrime32_1 = 0x9E3779B1u, kPrime32_2 = 0x85EBCA77u, kPrime32_
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87u, kPrime64_2 = 0xC2B2AE3D27D4EB4Fu, kPrime64_3 = 0x165667B19E3779F9u,
                    kPrime64_4 = 0x85EBCA77C2B2AE63u, kPrime64_5 = 0x27D4EB2F165667C5u;
 constexpr int kStripe = 64, kStripesOfBlock = 16, kBlock = kStripe * kStripesOfBlock;
-constexpr int kWarps = 4;
+constexpr int kWarps = 8;
+constexpr int kBlocksAtOnce = 128;  // whose sums are in shared memory
+constexpr int kLoaded = 4;          // blocks that a warp has on their way
 
 // The secret as 64-bit words: at multiples of 8, and where the algorithm reads it unaligned.
 struct Secret {
@@ -60,8 +63,10 @@ struct Addend {
     }
 };
 
-// XXH3_64 of more than 240 bytes, a multiple of 64, at a multiple of 8. Every lane gets it.
-__device__ uint64_t hash_long(const uint8_t* bytes, uint64_t n, const Secret& secret, int lane) {
+// XXH3_64 of more than 240 bytes, a multiple of 64, at a multiple of 8. By a CTA; every lane of its first warp gets it.
+__device__ uint64_t hash_long(const uint8_t* bytes, uint64_t n, const Secret& secret) {
+    __shared__ uint64_t sums[kBlocksAtOnce][8];
+    const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32);
     const int i = lane % 8, quarter = lane / 8;
     const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
     uint64_t accumulator = 0;
@@ -72,22 +77,35 @@ __device__ uint64_t hash_long(const uint8_t* bytes, uint64_t n, const Secret& se
     for (int k = 0; k < 4; ++k) key[k] = secret.words[quarter + 4 * k + i];
     const uint64_t scramble = secret.words[16 + i], blocks = (n - 1) / kBlock;
     const auto* words = reinterpret_cast<const uint64_t*>(bytes) + lane;
-    uint64_t x[4] = {}, next[4] = {};
-    const auto load = [&](uint64_t block) {
+    for (uint64_t first = 0; first < blocks; first += kBlocksAtOnce) {
+        const int now = int(min(blocks - first, uint64_t(kBlocksAtOnce)));
+        for (int b = warp; b < now; b += kWarps * kLoaded) {
+            uint64_t x[kLoaded][4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) next[k] = words[block * (kBlock / 8) + 32 * k];
-    };
-    if (blocks > 0) load(0);
-    for (uint64_t block = 0; block < blocks; ++block) {
-        Addend addend;
+            for (int l = 0; l < kLoaded; ++l) {
+                const int block = min(b + l * kWarps, now - 1);  // what is loaded twice is not used
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[k] = next[k];
-        if (block + 1 < blocks) load(block + 1);
+                for (int k = 0; k < 4; ++k) x[l][k] = words[(first + block) * (kBlock / 8) + 32 * k];
+            }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) addend.add(x[k], key[k]);
-        accumulator += addend.sum();
-        accumulator = (accumulator ^ accumulator >> 47 ^ scramble) * kPrime32_1;
+            for (int l = 0; l < kLoaded; ++l) {
+                Addend addend;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) addend.add(x[l][k], key[k]);
+                const uint64_t sum = addend.sum();
+                if (b + l * kWarps < now && quarter == 0) sums[b + l * kWarps][i] = sum;
+            }
+        }
+        __syncthreads();
+        if (warp == 0) {
+            for (int b = 0; b < now; ++b) {
+                accumulator += sums[b][i];
+                accumulator = (accumulator ^ accumulator >> 47 ^ scramble) * kPrime32_1;
+            }
+        }
+        __syncthreads();  // NOTES: the sums are those of the next blocks from here on
     }
+    if (warp != 0) return 0;
     const int stripes = int((n - 1 - blocks * kBlock) / kStripe);
     Addend addend;
 #pragma unroll
@@ -115,9 +133,7 @@ __device__ uint64_t hash_bound(const PageIdentity& identity, uint64_t payload_ha
 template <bool kSeal>
 __global__ void __launch_bounds__(32 * kWarps)
     page_hash_kernel(const __grid_constant__ HashArgs a, const __grid_constant__ Secret secret, uint32_t* mismatch) {
-    const int lane = int(threadIdx.x % 32);
-    const uint64_t page = uint64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
-    if (page >= uint64_t(a.n_tasks) * a.layers) return;
+    const uint64_t page = blockIdx.x;
     const HashTask task = a.tasks[page / a.layers];
     const uint32_t layer = uint32_t(page % a.layers);
     const bool token = task.kind == PageKind::kToken;
@@ -135,7 +151,10 @@ __global__ void __launch_bounds__(32 * kWarps)
     identity.version = kFormatVersion;
     identity.kind = uint8_t(task.kind);
     identity.payload_bytes = bytes;
-    const uint64_t hash = hash_bound(identity, hash_long(slot + begin, bytes, secret, lane), secret);
+    const uint64_t payload_hash = hash_long(slot + begin, bytes, secret);
+    if (threadIdx.x >= 32) return;
+    const int lane = int(threadIdx.x);
+    const uint64_t hash = hash_bound(identity, payload_hash, secret);
     auto* trailer = reinterpret_cast<SlotTrailer*>(slot + payload);
     auto* hashes = reinterpret_cast<uint64_t*>(trailer + 1);
     if (kSeal) {
@@ -168,8 +187,7 @@ template <bool kSeal>
 int launch(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
     const uint64_t pages = uint64_t(args.n_tasks) * args.layers;
     if (pages == 0) return cudaSuccess;
-    page_hash_kernel<kSeal>
-        <<<unsigned((pages + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(args, default_secret(), mismatch);
+    page_hash_kernel<kSeal><<<unsigned(pages), 32 * kWarps, 0, stream>>>(args, default_secret(), mismatch);
     return cudaGetLastError();
 }
 

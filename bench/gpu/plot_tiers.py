@@ -1,0 +1,42 @@
+"""Draws what moves of blocks reach, and decode over blocks in host memory, from the output of `ta bench tiers --json`. Needs nothing
+but Python.
+
+usage: plot_tiers.py tiers.json out.svg
+"""
+import json
+import sys
+
+from plot import GAP, HEIGHT, LEFT, TOP, WIDTH, panel
+
+
+def size(n):
+    return f"{n / 1e6:.1f} MB" if n >= 1e6 else f"{n / 1e3:.0f} KB"
+
+
+def main():
+    with open(sys.argv[1], encoding="utf-8") as file:
+        rows = json.load(file)["rows"]
+    moves = [row for row in rows if row["part"] == "moves" and row["route"] == "auto"]
+    panels = []
+    for what, title in [("demote", "To the host"), ("promote", "To the GPU"), ("both", "Both at once, the sum")]:
+        series = {}
+        for row in moves:
+            if row["what"] == what:
+                series.setdefault(size(row["block_bytes"]), []).append((row["blocks"], row["percent"]))
+        if series:
+            panels.append((f"{title}: % of large copies, over blocks in a batch", "%", series))
+    decode = {}
+    for row in rows:
+        if row["part"] == "decode":
+            decode.setdefault(row["pages"], []).append((int(row["percent_on_host"]) + 1, row["times_resident"]))
+    if decode:
+        panels.append(("Decode, times all resident, over 1 + % of blocks on the host", "x", decode))
+    step = WIDTH + GAP + 40
+    body = [line for i, (title, unit, series) in enumerate(panels) for line in panel(LEFT + i * step, title, unit, series)]
+    with open(sys.argv[2], "w", encoding="utf-8") as file:
+        file.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + len(panels) * step}" height="{TOP + HEIGHT + 40}" '
+                   f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n')
+        file.write("\n".join(body) + "\n</svg>\n")
+
+
+main()

@@ -1,0 +1,206 @@
+#include "src/core/cuda_moves.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "kernels/cuda/any/move_blocks/move_blocks.h"
+
+namespace ta {
+namespace {
+
+constexpr uint64_t kUnmeasuredCrossover = 512 << 10;
+
+// One after the other in the memory of both sides: one copy.
+std::vector<DeviceCopy> joined(std::span<const DeviceCopy> copies) {
+    std::vector<DeviceCopy> runs;
+    runs.reserve(copies.size());
+    for (const DeviceCopy& c : copies) {
+        if (!runs.empty() && runs.back().to + runs.back().bytes == c.to && runs.back().from + runs.back().bytes == c.from) {
+            runs.back().bytes += c.bytes;
+        } else {
+            runs.push_back(c);
+        }
+    }
+    return runs;
+}
+
+}  // namespace
+
+CudaTransfer::CudaTransfer(CudaMoves& moves, cudaEvent_t done, MoveRoute route) : moves_(moves), done_(done), route_(route) {}
+
+CudaTransfer::~CudaTransfer() {
+    // Nothing may still be written when the caller takes the memory back.
+    (void)wait();
+    moves_.give_event(done_);
+}
+
+Status CudaTransfer::wait() {
+    if (over_) return {};
+    over_ = true;
+    return moves_.device().wait_for(done_, "moving blocks");
+}
+
+CudaMoves::~CudaMoves() {
+    const CudaScope scope(device_.ordinal());
+    for (auto& pair : streams_) {
+        for (cudaStream_t s : pair) {
+            if (s) cudaStreamDestroy(s);
+        }
+    }
+    for (cudaEvent_t e : events_) cudaEventDestroy(e);
+}
+
+Status CudaMoves::open() {
+    for (auto& pair : streams_) {
+        for (cudaStream_t& s : pair)
+            TA_RETURN_IF_ERROR(device_.check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "creating a stream"));
+    }
+    return {};
+}
+
+cudaEvent_t CudaMoves::take_event() {
+    {
+        std::lock_guard lock(mutex_);
+        if (!events_.empty()) {
+            const cudaEvent_t e = events_.back();
+            events_.pop_back();
+            return e;
+        }
+    }
+    cudaEvent_t e = nullptr;
+    return cudaEventCreateWithFlags(&e, cudaEventDisableTiming) == cudaSuccess ? e : nullptr;
+}
+
+void CudaMoves::give_event(cudaEvent_t event) {
+    std::lock_guard lock(mutex_);
+    try {
+        events_.push_back(event);
+    } catch (const std::bad_alloc&) {
+        cudaEventDestroy(event);
+    }
+}
+
+cudaError_t CudaMoves::enqueue_engine(const Copies& copies, cudaStream_t stream) {
+#if CUDART_VERSION >= 12080
+    if (batches_.load(std::memory_order_relaxed)) {
+        std::vector<void*> to, from;
+        std::vector<size_t> bytes;
+        for (const DeviceCopy& c : copies) {
+            to.push_back(c.to);
+            from.push_back(const_cast<uint8_t*>(c.from));
+            bytes.push_back(c.bytes);
+        }
+        cudaMemcpyAttributes attributes{};
+        attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+        attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+        size_t first = 0;
+#if CUDART_VERSION >= 13000
+        const cudaError_t e =
+            cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &attributes, &first, 1, stream);
+#else
+        size_t failed = 0;
+        const cudaError_t e =
+            cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &attributes, &first, 1, &failed, stream);
+#endif
+        if (e != cudaErrorNotSupported && e != cudaErrorCallRequiresNewerDriver) return e;
+        batches_ = false;
+    }
+#endif
+    for (const DeviceCopy& c : copies) {
+        if (const cudaError_t e = cudaMemcpyAsync(c.to, c.from, c.bytes, cudaMemcpyDefault, stream); e != cudaSuccess) return e;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t CudaMoves::enqueue_kernel(const Copies& copies, cudaStream_t stream) {
+    std::vector<cuda::BlockCopy> list;
+    list.reserve(copies.size());
+    for (const DeviceCopy& c : copies) list.push_back({uint64_t(uintptr_t(c.to)), uint64_t(uintptr_t(c.from)), c.bytes});
+    return cudaError_t(cuda::launch_move_blocks(list.data(), list.size(), device_.kernel_generation(), stream));
+}
+
+Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceCopy> copies, const CopyOptions& options) {
+    const CudaScope scope(device_.ordinal());
+    const int direction = options.to_host ? 0 : 1;
+    const Copies runs = joined(copies);
+    uint64_t bytes = 0;
+    for (const DeviceCopy& c : runs) bytes += c.bytes;
+    MoveRoute route = options.route;
+    if (route == MoveRoute::kCalibrated) {
+        const uint64_t measured = crossover_[direction].load(std::memory_order_relaxed);
+        const uint64_t crossover = measured ? measured : kUnmeasuredCrossover;
+        route = bytes >= crossover * runs.size() ? MoveRoute::kCopyEngine : MoveRoute::kKernel;
+    }
+    const bool kernel = route == MoveRoute::kKernel;
+    const cudaStream_t stream = streams_[direction][kernel ? turn_[direction].fetch_add(1) % 2 : 0];
+    if (options.behind_steps) TA_RETURN_IF_ERROR(device_.wait_for_fences(stream, nullptr));
+    const cudaEvent_t done = take_event();
+    if (!done) return fail(TA_E_MEMORY, "the driver has no memory for an event");
+    std::unique_ptr<DeviceTransfer> transfer;
+    try {
+        transfer = std::make_unique<CudaTransfer>(*this, done, route);
+    } catch (...) {
+        give_event(done);
+        throw;
+    }
+    const cudaError_t e = kernel ? enqueue_kernel(runs, stream) : enqueue_engine(runs, stream);
+    // Also after a failure: what was enqueued is waited for.
+    const cudaError_t recorded = cudaEventRecord(done, stream);
+    TA_RETURN_IF_ERROR(device_.check(e, "moving blocks"));
+    TA_RETURN_IF_ERROR(device_.check(recorded, "recording an event"));
+    return transfer;
+}
+
+// ------------------------------------------------------------------------------------------------------------- calibration
+
+cudaError_t CudaMoves::time_copies(const Copies& copies, MoveRoute route, cudaStream_t stream, double& seconds) {
+    seconds = 1e30;
+    for (int repeat = 0; repeat < 3; ++repeat) {  // the first loads the kernel
+        const auto start = std::chrono::steady_clock::now();
+        cudaError_t e = route == MoveRoute::kKernel ? enqueue_kernel(copies, stream) : enqueue_engine(copies, stream);
+        if (e == cudaSuccess) e = cudaStreamSynchronize(stream);
+        if (e != cudaSuccess) return e;
+        seconds = std::min(seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return cudaSuccess;
+}
+
+cudaError_t CudaMoves::measure() {
+    constexpr double kMuchSlower = 1.1;  // less than that is given for multiprocessors that are left to others
+    constexpr size_t kBytes = 8 << 20, kSmallest = 64 << 10, kLargest = 4 << 20;
+    uint8_t *host = nullptr, *device = nullptr;
+    cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&host), kBytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    if (e == cudaSuccess) e = cudaMalloc(reinterpret_cast<void**>(&device), kBytes);
+    for (int direction = 0; direction < 2 && e == cudaSuccess; ++direction) {
+        // Down from sizes for which the engine is as good; where it is nowhere, the kernel takes all but what is larger still.
+        uint64_t crossover = 2 * kLargest;
+        for (size_t size = kLargest; size >= kSmallest && e == cudaSuccess; size /= 2) {
+            Copies copies;
+            const size_t n = kBytes / size;
+            for (size_t i = 0; i < n; ++i) {
+                const size_t at = i * 5 % n * size, other = (i * 3 + 1) % n * size;  // scattered: n is a power of two
+                copies.push_back(direction == 0 ? DeviceCopy{host + at, device + other, size}
+                                                : DeviceCopy{device + at, host + other, size});
+            }
+            double engine = 0, kernel = 0;
+            e = time_copies(copies, MoveRoute::kCopyEngine, streams_[direction][0], engine);
+            if (e == cudaSuccess) e = time_copies(copies, MoveRoute::kKernel, streams_[direction][0], kernel);
+            if (e != cudaSuccess || engine > kMuchSlower * kernel) break;
+            crossover = size;
+        }
+        if (e == cudaSuccess) crossover_[direction] = crossover;
+    }
+    cudaFree(device);
+    cudaFreeHost(host);
+    return e;
+}
+
+Status CudaMoves::calibrate() {
+    const CudaScope scope(device_.ordinal());
+    std::call_once(calibrated_, [this] { calibration_ = measure(); });
+    // Without room for the measurement everything works, perhaps slower.
+    return calibration_ == cudaErrorMemoryAllocation ? Status() : device_.check(calibration_, "measuring copies");
+}
+
+}  // namespace ta

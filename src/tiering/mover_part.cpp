@@ -1,0 +1,365 @@
+#include "src/tiering/mover_part.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+
+#include "src/kv/pool.h"
+
+namespace ta {
+namespace {
+
+constexpr std::chrono::milliseconds kReadersPatience{200};
+constexpr size_t kCheckedBytes = 128 << 10;  // by a thread at a time: all of them end at about the same time
+
+// A Status that is kept while another copy is reported.
+Status copy_of(const Status& s) {
+    if (s.ok()) return {};
+    const ta_error* d = s.detail();
+    Status copy = fail(s.code(), "%s", d ? d->message : "");
+    return d ? std::move(copy).layer(d->layer).sequence(d->sequence).block(d->block) : std::move(copy);
+}
+
+}  // namespace
+
+MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
+    for (int t = 0; t < 3; ++t) {
+        for (int b = 0; b < kLatencyBuckets; ++b) latency[t][b] += more.latency[t][b];
+        seconds[t] += more.seconds[t];
+        blocks_in[t] += more.blocks_in[t];
+        blocks_out[t] += more.blocks_out[t];
+        bytes_in[t] += more.bytes_in[t];
+        bytes_out[t] += more.bytes_out[t];
+    }
+    for (int r = 0; r < kMoveReasons; ++r) bytes_by_reason[r] += more.bytes_by_reason[r];
+    bytes_by_kernel += more.bytes_by_kernel;
+    bytes_by_engine += more.bytes_by_engine;
+    failed += more.failed;
+    corrupt += more.corrupt;
+    return *this;
+}
+
+// Waits for the completions of a batch.
+class MovePart::Latch final : public TierClient {
+  public:
+    explicit Latch(std::vector<size_t> list) : list_(std::move(list)), statuses_(list_.size()), missing_(list_.size()) {}
+    void on_done(TierCompletion completion) noexcept override {
+        std::lock_guard lock(mutex_);
+        statuses_[completion.tag] = std::move(completion.status);
+        if (--missing_ == 0) all_.notify_all();
+    }
+    // statuses[i] is of list()[i].
+    std::vector<Status>& wait() {
+        std::unique_lock lock(mutex_);
+        all_.wait(lock, [this] { return missing_ == 0; });
+        return statuses_;
+    }
+    const std::vector<size_t>& list() const { return list_; }
+
+  private:
+    const std::vector<size_t> list_;  // of the part's work
+    std::mutex mutex_;
+    std::condition_variable all_;
+    std::vector<Status> statuses_;
+    size_t missing_;
+};
+
+MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason)
+    : sharing_(sharing), items_(items), to_(to), reason_(reason) {
+    sharing_.parts.fetch_add(1);
+}
+
+MovePart::~MovePart() {
+    arrival_.reset();
+    transfer_.reset();
+    if (latch_) latch_->wait();
+    for (const Work& w : work_) {
+        if (w.over) continue;
+        give_back(w);
+        w.item->block->end_move();
+    }
+    sharing_.parts.fetch_sub(1);
+}
+
+// A GPU's memory and the disk meet in the host tier.
+bool MovePart::through_host(const Place& from) const {
+    if (!sharing_.pool.context().device()) return false;
+    return (from.tier == TierKind::kDevice && to_ == TierKind::kDisk) ||
+           (from.tier == TierKind::kDisk && to_ == TierKind::kDevice);
+}
+
+bool MovePart::prepare() {
+    work_.reserve(items_.size());
+    in_two_.reserve(items_.size());
+    for (const MoveItem& item : items_) {
+        if (!take(item)) continue;
+        if (!through_host(work_.back().from)) continue;
+        item.block->end_move();
+        work_.pop_back();
+        in_two_.push_back(item);
+    }
+    start_ = std::chrono::steady_clock::now();
+    has_room_ = in_two_.empty() && (work_.empty() || acquire(work_).ok());
+    return has_room_;
+}
+
+// What goes on from there is taken.
+void MovePart::move_to_host() {
+    MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_);
+    to_host.prepare();
+    to_host.start();
+    to_host.finish();
+    progress_.skipped += to_host.progress().skipped;
+    progress_.failed += to_host.progress().failed;
+    if (progress_.status.ok()) progress_.status = std::move(to_host.progress().status);
+    for (const MoveItem& item : in_two_) {
+        if (item.block->tier() == TierKind::kHost) take(item);
+    }
+}
+
+void MovePart::start() {
+    if (!in_two_.empty()) move_to_host();
+    if (work_.empty()) return;
+    if (!has_room_) find_room();
+    std::vector<size_t> memory, from_disk, to_disk;
+    for (size_t i = 0; i < work_.size(); ++i) {
+        if (!work_[i].status.ok()) continue;
+        (to_ == TierKind::kDisk ? to_disk : work_[i].from.tier == TierKind::kDisk ? from_disk : memory).push_back(i);
+    }
+    start_in_memory(std::move(memory));
+    start_with_disk(to_disk, TierRequest::Kind::kWrite);
+    start_with_disk(from_disk, TierRequest::Kind::kRead);
+}
+
+void MovePart::finish() {
+    if (work_.empty()) return;
+    wait_for_copies();
+    if (sharing_.pool.context().device() && to_ == TierKind::kDevice) {
+        check_on_device();
+    } else if (to_ != TierKind::kDisk) {
+        check_on_host();
+    }
+    publish(std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
+}
+
+// False when the block stays where it is; the progress says why.
+bool MovePart::take(const MoveItem& item) {
+    if (!item.block || !item.block->sealed() || !item.block->start_move()) {
+        ++progress_.skipped;
+        return false;
+    }
+    Block& block = *item.block;
+    const Place from = sharing_.pool.blocks().place_of(block);
+    const bool pinned = block.pins() > 0 && to_ > from.tier;
+    if (from.tier == to_ || pinned) {
+        block.end_move();
+        ++(pinned ? progress_.skipped : progress_.present);
+        return false;
+    }
+    work_.push_back({&item, from, {to_, nullptr, {}}, {}});
+    return true;
+}
+
+// Slots for all, or for as many as possible one by one; the others get a status.
+void MovePart::find_room() {
+    Pool& pool = sharing_.pool;
+    Status all = acquire(work_);
+    // What blocks have left counts until those are done who were reading there.
+    if (all.code() == TA_E_TIER_FULL && pool.blocks().wait_for_left(kReadersPatience)) all = acquire(work_);
+    if (all.code() == TA_E_TIER_FULL && reason_ != MoveReason::kPrefetch) {
+        std::vector<PageKind> kinds;
+        for (const Work& w : work_) kinds.push_back(w.item->block->kind());
+        if (pool.make_room(to_, kinds)) all = acquire(work_);
+    }
+    if (all.ok()) return;
+    for (Work& w : work_) w.status = acquire({&w, 1});
+}
+
+Status MovePart::acquire(std::span<Work> work) {
+    if (to_ == TierKind::kDevice) {
+        std::vector<PageKind> kinds;
+        for (const Work& w : work) kinds.push_back(w.item->block->kind());
+        Result<std::vector<uint8_t*>> slots = sharing_.pool.blocks().acquire_slots(kinds);
+        if (!slots.ok()) return std::move(slots).status();
+        for (size_t i = 0; i < work.size(); ++i) work[i].to.address = slots.value()[i];
+        return {};
+    }
+    std::vector<uint8_t> classes;
+    for (const Work& w : work) classes.push_back(uint8_t(w.item->block->kind()));
+    Result<std::vector<Slot>> slots = below(to_)->acquire(classes);
+    if (!slots.ok()) return std::move(slots).status();
+    for (size_t i = 0; i < work.size(); ++i) {
+        work[i].to.slot = slots.value()[i];
+        work[i].to.address = below(to_)->address(work[i].to.slot);
+    }
+    return {};
+}
+
+void MovePart::fail_all(std::span<const size_t> list, const Status& status) {
+    for (const size_t i : list) work_[i].status = copy_of(status);
+}
+
+// By the device behind what it does; a CPU copies when it checks.
+void MovePart::start_in_memory(std::vector<size_t> list) {
+    copied_ = std::move(list);
+    Device* device = sharing_.pool.context().device();
+    if (!device || copied_.empty()) return;
+    const Geometry& g = sharing_.pool.geometry();
+    std::vector<DeviceCopy> copies;
+    std::vector<PlacedBlock> placed;
+    for (const size_t i : copied_) {
+        const Work& w = work_[i];
+        copies.push_back({w.to.address, w.from.address, g.slot_bytes(w.item->block->kind())});
+        placed.push_back({w.item->block.get(), w.item->index, w.to.address});
+    }
+    // What nobody waits for does not take multiprocessors from those who decode.
+    const bool urgent = reason_ == MoveReason::kAsked || reason_ == MoveReason::kNeeded;
+    const MoveRoute route = sharing_.route == MoveRoute::kCalibrated && !urgent ? MoveRoute::kCopyEngine : sharing_.route;
+    const CopyOptions options{to_ == TierKind::kHost, sharing_.pool.blocks().barriers().writers, route};
+    Result<std::unique_ptr<DeviceTransfer>> transfer = device->start_copy(copies, options);
+    if (!transfer.ok()) return fail_all(copied_, std::move(transfer).status());
+    transfer_ = transfer.take();
+    if (to_ == TierKind::kHost) {
+        // Who hashes what arrives is awake by then.
+        if (const std::unique_lock lock(sharing_.checking, std::try_to_lock); lock)
+            sharing_.checkers.parallel_for(sharing_.checkers.threads(), 1, [](int64_t, int) {});
+        return;
+    }
+    arriving_ = copied_;
+    Result<std::unique_ptr<ArrivalCheck>> check = sharing_.pool.verifier()->start(placed, *transfer_);
+    if (!check.ok()) return fail_all(copied_, std::move(check).status());
+    arrival_ = check.take();
+}
+
+void MovePart::start_with_disk(std::span<const size_t> list, TierRequest::Kind kind) {
+    if (list.empty()) return;
+    const bool write = kind == TierRequest::Kind::kWrite;
+    if (Device* device = sharing_.pool.context().device(); device && !write && sharing_.pool.blocks().barriers().writers) {
+        // Kernels may still read what these host slots held before.
+        if (Status s = device->wait_for_steps(); !s.ok()) return fail_all(list, s);
+    }
+    std::vector<TierRequest> requests;
+    for (size_t i = 0; i < list.size(); ++i) {
+        const Work& w = work_[list[i]];
+        const Block& block = *w.item->block;
+        TierRequest r;
+        r.kind = kind;
+        r.slot = write ? w.to.slot : w.from.slot;
+        r.bytes = sharing_.pool.geometry().slot_bytes(block.kind());
+        r.memory = write ? w.from.address : w.to.address;
+        r.identity.block_index = w.item->index;
+        r.identity.content_id = block.content_id();
+        r.identity.tokens = kPageTokens;
+        r.tag = i;
+        requests.push_back(r);
+    }
+    auto latch = std::make_unique<Latch>(std::vector<size_t>(list.begin(), list.end()));
+    Result<TierBatch> batch = sharing_.disk->submit(requests, *latch);
+    if (!batch.ok()) return fail_all(list, std::move(batch).status());
+    latch_ = std::move(latch);
+}
+
+void MovePart::wait_for_copies() {
+    if (transfer_) {
+        if (const Status s = transfer_->wait(); !s.ok()) fail_all(copied_, s);
+    }
+    if (latch_) {
+        std::vector<Status>& statuses = latch_->wait();
+        for (size_t i = 0; i < statuses.size(); ++i) work_[latch_->list()[i]].status = std::move(statuses[i]);
+        latch_.reset();
+    }
+}
+
+void MovePart::check_on_device() {
+    if (!arrival_) return;
+    std::vector<Status> statuses(arriving_.size());
+    const Status all = arrival_->wait(statuses);
+    for (size_t i = 0; i < arriving_.size(); ++i) {
+        Work& w = work_[arriving_[i]];
+        if (w.status.ok()) w.status = all.ok() ? std::move(statuses[i]) : copy_of(all);
+    }
+}
+
+// What arrived in memory must match its hashes before anybody is sent there; a disk has checked when it read. On a CPU it arrives
+// here.
+void MovePart::check_on_host() {
+    const Pool& pool = sharing_.pool;
+    const Geometry& g = pool.geometry();
+    struct Piece {
+        size_t block;  // of copied_
+        uint32_t first, n;
+    };
+    const bool copy = pool.context().device() == nullptr;
+    std::vector<Piece> pieces;
+    for (size_t i = 0; i < copied_.size(); ++i) {
+        const Work& w = work_[copied_[i]];
+        if (!w.status.ok()) continue;
+        const size_t bytes = g.slot_bytes(w.item->block->kind());
+        const auto n = copy ? g.layers : uint32_t(std::max<uint64_t>(uint64_t{g.layers} * kCheckedBytes / bytes, 1));
+        for (uint32_t first = 0; first < g.layers; first += n) pieces.push_back({i, first, std::min(n, g.layers - first)});
+    }
+    std::mutex failing;
+    std::lock_guard lock(sharing_.checking);
+    sharing_.checkers.parallel_for(int64_t(pieces.size()), 1, [&](int64_t i, int) {
+        const Piece& piece = pieces[size_t(i)];
+        Work& w = work_[copied_[piece.block]];
+        const Block& block = *w.item->block;
+        if (copy) std::memcpy(w.to.address, w.from.address, g.slot_bytes(block.kind()));
+        Status s = verify_trailer(g, block.kind(), w.to.address, pool.fingerprint(), w.item->index, block.content_id(),
+                                  uint32_t(kPageTokens));
+        if (s.ok()) s = verify_pages(g, block.kind(), w.to.address, w.item->index, piece.first, piece.n);
+        if (s.ok()) return;
+        std::lock_guard one(failing);
+        if (w.status.ok()) w.status = std::move(s);
+    });
+}
+
+void MovePart::give_back(const Work& w) {
+    if (w.to.tier == TierKind::kDevice) {
+        if (w.to.address) sharing_.pool.blocks().release_slot(w.item->block->kind(), w.to.address);
+    } else if (w.to.slot.index != Slot::kNone) {
+        below(w.to.tier)->release({&w.to.slot, 1});
+    }
+}
+
+void MovePart::publish(double seconds) {
+    MoveCounters counted;
+    const bool kernel = transfer_ && transfer_->route() == MoveRoute::kKernel;
+    for (Work& w : work_) {
+        Block& block = *w.item->block;
+        const uint64_t bytes = sharing_.pool.geometry().slot_bytes(block.kind());
+        const bool pinned = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // since it was taken
+        if (w.status.ok() && !pinned) {
+            sharing_.pool.blocks().move(block, w.to);
+            w.over = true;
+            ++progress_.moved;
+            ++counted.blocks_in[size_t(to_)];
+            ++counted.blocks_out[size_t(w.from.tier)];
+            counted.bytes_in[size_t(to_)] += bytes;
+            counted.bytes_out[size_t(w.from.tier)] += bytes;
+            counted.bytes_by_reason[size_t(reason_)] += bytes;
+            if (transfer_ && w.from.tier != TierKind::kDisk)
+                (kernel ? counted.bytes_by_kernel : counted.bytes_by_engine) += bytes;
+        } else if (pinned || (reason_ == MoveReason::kPrefetch && w.status.code() == TA_E_TIER_FULL)) {
+            give_back(w);
+            w.over = true;
+            ++progress_.skipped;
+        } else {
+            give_back(w);
+            w.over = true;
+            if (w.status.code() == TA_E_CORRUPT) block.set_stuck();
+            ++progress_.failed;
+            ++(w.status.code() == TA_E_CORRUPT ? counted.corrupt : counted.failed);
+            if (progress_.status.ok()) progress_.status = std::move(w.status).block(int64_t(w.item->index));
+        }
+        block.end_move();
+    }
+    int bucket = 0;
+    while (bucket < kLatencyBuckets - 1 && seconds > 1e-6 * double(uint64_t{1} << bucket)) ++bucket;
+    ++counted.latency[size_t(to_)][bucket];
+    counted.seconds[size_t(to_)] += seconds;
+    std::lock_guard lock(sharing_.counting);
+    sharing_.counters += counted;
+}
+
+}  // namespace ta

@@ -1,0 +1,120 @@
+// A part of a move: some blocks that are copied, checked and published together. Several parts are on their way at a time, so that
+// the bus is busy while what has arrived is checked.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "src/core/thread_pool.h"
+#include "src/kv/blocks.h"
+
+namespace ta {
+
+class Pool;
+
+// Why blocks move: what the statistics are kept by.
+enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
+inline constexpr int kMoveReasons = 4;
+
+struct MoveItem {
+    BlockPtr block;  // nullptr: one that is not full, which stays
+    uint64_t index;  // in its sequence
+};
+
+// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, moved by others.
+struct MoveProgress {
+    ta_move_state state = TA_MOVE_QUEUED;
+    uint64_t blocks = 0, moved = 0, present = 0, skipped = 0, failed = 0;
+    Status status;  // of the first block that failed
+};
+
+inline constexpr int kLatencyBuckets = 24;  // bucket i: up to 2^i microseconds; the last: any
+
+struct MoveCounters {
+    uint64_t latency[3][kLatencyBuckets] = {};                     // of the batches that were moved into a tier
+    double seconds[3] = {0, 0, 0};                                 // their sum
+    uint64_t blocks_in[3] = {0, 0, 0}, blocks_out[3] = {0, 0, 0};  // by TierKind
+    uint64_t bytes_in[3] = {0, 0, 0}, bytes_out[3] = {0, 0, 0};
+    uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
+    uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // between a device and the host
+    uint64_t failed = 0, corrupt = 0;
+
+    MoveCounters& operator+=(const MoveCounters& more);
+};
+
+// What the parts of a pool's moves share.
+struct MoveSharing {
+    MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier) : pool(of), host(host_tier), disk(disk_tier) {}
+
+    Pool& pool;
+    Tier *const host, *const disk;  // may be nullptr
+    MoveRoute route = MoveRoute::kCalibrated;
+    std::atomic<int> parts{0};  // on their way
+    std::mutex checking;        // one part at a time, by all checkers
+    ThreadPool checkers;        // hash what arrived in host memory
+    std::mutex counting;
+    MoveCounters counters;
+};
+
+class MovePart {
+  public:
+    // `items` stay where they are until the part is gone.
+    MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason);
+    // Waits for copies, and takes back what was not finished.
+    ~MovePart();
+    MovePart(const MovePart&) = delete;
+    MovePart& operator=(const MovePart&) = delete;
+
+    // Takes the blocks. False: start() will wait, for room or for others; who has parts on their way finishes them before.
+    bool prepare();
+    // Finds room and starts to copy. Where there is no room, others make some for needed blocks.
+    void start();
+    // Waits for the copies, checks what arrived and publishes it.
+    void finish();
+    MoveProgress& progress() { return progress_; }
+
+  private:
+    struct Work {  // one block on its way
+        const MoveItem* item;
+        Place from, to;
+        Status status;
+        bool over = false;
+    };
+    class Latch;
+
+    bool take(const MoveItem& item);
+    bool through_host(const Place& from) const;
+    void move_to_host();
+    void find_room();
+    Status acquire(std::span<Work> work);
+    void start_in_memory(std::vector<size_t> list);
+    void start_with_disk(std::span<const size_t> list, TierRequest::Kind kind);
+    void fail_all(std::span<const size_t> list, const Status& status);
+    void wait_for_copies();
+    void check_on_device();
+    void check_on_host();
+    void publish(double seconds);
+    void give_back(const Work& work);
+    Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.host : sharing_.disk; }
+
+    MoveSharing& sharing_;
+    const std::span<const MoveItem> items_;
+    const TierKind to_;
+    const MoveReason reason_;
+    MoveProgress progress_;
+    std::vector<Work> work_;
+    std::vector<MoveItem> in_two_;  // of items_: first to the host tier
+    bool has_room_ = false;
+    std::chrono::steady_clock::time_point start_;
+    std::vector<size_t> copied_, arriving_;  // of work_: by the device, and what it checks; with a CPU, to copy
+    std::unique_ptr<Latch> latch_;
+    std::unique_ptr<DeviceTransfer> transfer_;
+    std::unique_ptr<ArrivalCheck> arrival_;
+};
+
+}  // namespace ta

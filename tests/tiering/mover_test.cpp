@@ -1,0 +1,202 @@
+// Moves beside steps of a device that is late: what the orderings are for. Each case is also run without its ordering, where it must
+// see wrong bytes: a test that could not fail says nothing.
+#include "src/tiering/mover.h"
+
+#include <gtest/gtest.h>
+
+#include "tiering/late_device.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 64;
+
+class MoverTest : public ::testing::Test {
+  protected:
+    void make_pool(uint64_t device_blocks, uint64_t host_blocks, Barriers barriers) {
+        auto late = std::make_unique<LateDevice>();
+        device = late.get();
+        Context::Options options;
+        options.threads = 2;
+        Result<std::shared_ptr<Context>> context = Context::create(options, {.device = std::move(late)});
+        ASSERT_TRUE(context.ok());
+        Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr);
+        const ta_numerics defaults{};
+        Result<Numerics> n = resolve_numerics(&defaults, kLayers, kHeads, kDim);
+        const uint64_t bytes = g.value().token_slot_bytes;
+        TierSettings tiers;
+        tiers.host_budget = host_blocks * ((bytes + 4095) / 4096 * 4096) + (16 << 10);
+        Result<std::shared_ptr<Pool>> made =
+            Pool::create(context.value(), g.take(), n.take(), device_blocks * bytes, 64, tiers);
+        if (!made.ok()) FAIL() << std::move(made).status().detail()->message;
+        pool = made.take();
+        pool->blocks().barriers() = barriers;
+    }
+
+    // A sequence of full blocks whose bytes a step writes, late.
+    ta_seq add(uint64_t blocks) {
+        Pool::Snapshot s;
+        std::vector<std::pair<const Block*, uint8_t*>> list;
+        for (uint64_t b = 0; b < blocks; ++b) {
+            Result<BlockPtr> block = pool->new_block(PageKind::kToken, {});
+            EXPECT_TRUE(block.ok());
+            if (!block.ok()) return 0;
+            const BlockPtr& p = block.value();
+            std::memset(p->slot(), 0xEE, pool->geometry().token_slot_bytes);
+            list.emplace_back(p.get(), p->slot());
+            p->mark_sealed();  // as a step does when it has enqueued the hashing
+            s.blocks.push_back(p);
+        }
+        device->enqueue_step([pool = pool.get(), list] {
+            const Geometry& g = pool->geometry();
+            for (uint64_t b = 0; b < list.size(); ++b) {
+                const auto& [block, slot] = list[b];
+                for (size_t i = 0; i < g.payload_bytes(PageKind::kToken); ++i) slot[i] = byte_of(block->content_id(), i);
+                block->write_trailer(g, pool->fingerprint(), b, uint32_t(kPageTokens), slot);
+            }
+        });
+        blocks_of[next_] = s.blocks;
+        s.length = int64_t(blocks) * kPageTokens;
+        Result<ta_seq> seq = pool->adopt(std::move(s));
+        EXPECT_TRUE(seq.ok());
+        ids[next_] = seq.ok() ? seq.value() : 0;
+        return next_++;
+    }
+    static uint8_t byte_of(uint64_t content_id, size_t i) { return uint8_t((content_id * 0x9E3779B97F4A7C15u + i * 31) >> 7); }
+    MoveProgress move(uint64_t seq, TierKind to) {
+        Result<uint64_t> ticket = pool->move_blocks(ids[seq], 0, blocks_of[seq].size(), to, MoveReason::kAsked);
+        EXPECT_TRUE(ticket.ok());
+        Result<MoveProgress> progress = pool->mover()->wait(ticket.value(), -1);
+        EXPECT_TRUE(progress.ok());
+        return progress.take();
+    }
+    static bool is_right(uint64_t content_id, const uint8_t* slot, size_t bytes) {
+        for (size_t i = 0; i < bytes; ++i) {
+            if (slot[i] != byte_of(content_id, i)) return false;
+        }
+        return true;
+    }
+    // Whether the bytes at the addresses that a step took are right when it reads them.
+    std::function<void()> reading_step(uint64_t seq, std::atomic<int>& wrong) {
+        std::vector<std::pair<uint64_t, const uint8_t*>> list;
+        for (const BlockPtr& b : blocks_of[seq]) list.emplace_back(b->content_id(), b->slot());
+        return [list, &wrong, bytes = pool->geometry().payload_bytes(PageKind::kToken)] {
+            for (const auto& [content_id, slot] : list) wrong += !is_right(content_id, slot, bytes);
+        };
+    }
+
+    // Blocks leave right after the step that writes them.
+    bool written_late(Barriers barriers) {
+        make_pool(20, 20, barriers);
+        const uint64_t a = add(12);
+        const MoveProgress progress = move(a, TierKind::kHost);
+        if (progress.moved < 12) {
+            EXPECT_EQ(progress.status.code(), TA_E_CORRUPT);  // found, not served
+        }
+        return progress.moved == 12;
+    }
+    // A step reads blocks in the host tier; when it has ended, but not run, they leave and others take their slots.
+    bool read_late(Barriers barriers) {
+        make_pool(40, 8, barriers);
+        const uint64_t a = add(8), b = add(8);
+        EXPECT_TRUE(device->wait_for_steps().ok());
+        EXPECT_EQ(move(a, TierKind::kHost).moved, 8u);
+        std::atomic<int> wrong{0};
+        {
+            const ReadingBlocks reading(pool->blocks());
+            device->enqueue_step(reading_step(a, wrong));
+        }
+        EXPECT_EQ(move(a, TierKind::kDevice).moved, 8u);
+        EXPECT_EQ(move(b, TierKind::kHost).moved, 8u);
+        EXPECT_TRUE(device->wait_for_steps().ok());
+        return wrong == 0;
+    }
+    // The same while the step has not even ended: its slots stay as they are.
+    bool read_while_open(Barriers barriers) {
+        make_pool(40, 8, barriers);
+        const uint64_t a = add(8), b = add(8);
+        EXPECT_TRUE(device->wait_for_steps().ok());
+        EXPECT_EQ(move(a, TierKind::kHost).moved, 8u);
+        std::atomic<int> wrong{0};
+        {
+            const ReadingBlocks reading(pool->blocks());
+            const std::function<void()> step = reading_step(a, wrong);
+            EXPECT_EQ(move(a, TierKind::kDevice).moved, 8u);
+            const MoveProgress others = move(b, TierKind::kHost);
+            if (barriers.readers) {
+                EXPECT_EQ(others.status.code(), TA_E_TIER_FULL);
+            }
+            step();
+        }
+        return wrong == 0;
+    }
+
+    LateDevice* device = nullptr;
+    std::shared_ptr<Pool> pool;
+    std::map<uint64_t, std::vector<BlockPtr>> blocks_of;
+    std::map<uint64_t, ta_seq> ids;
+    uint64_t next_ = 1;
+
+    void TearDown() override {
+        if (device) (void)device->wait_for_steps();
+        blocks_of.clear();
+    }
+};
+
+TEST_F(MoverTest, AMoveIsBehindTheStepThatWrote) {
+    EXPECT_TRUE(written_late({}));
+}
+TEST_F(MoverTest, AMoveIsBehindTheStepThatWrote_SeenWithoutTheBarrier) {
+    EXPECT_FALSE(written_late({.writers = false}));
+}
+TEST_F(MoverTest, ASlotIsTakenBehindItsLastReader) {
+    EXPECT_TRUE(read_late({}));
+}
+TEST_F(MoverTest, ASlotIsTakenBehindItsLastReader_SeenWithoutTheBarrier) {
+    EXPECT_FALSE(read_late({.writers = false}));
+}
+TEST_F(MoverTest, ASlotStaysWhileAStepIsOpen) {
+    EXPECT_TRUE(read_while_open({}));
+}
+TEST_F(MoverTest, ASlotStaysWhileAStepIsOpen_SeenWithoutTheBarrier) {
+    EXPECT_FALSE(read_while_open({.readers = false}));
+}
+
+// Many parts are on their way; a ticket that is cancelled leaves no block behind in between.
+TEST_F(MoverTest, ManyPartsAndACancelledTicket) {
+    make_pool(600, 600, {});
+    const uint64_t a = add(3), b = add(300);
+    EXPECT_EQ(move(a, TierKind::kHost).moved, 3u);
+    Result<uint64_t> ticket = pool->move_blocks(ids[b], 0, 300, TierKind::kHost, MoveReason::kAsked);
+    ASSERT_TRUE(ticket.ok());
+    ASSERT_TRUE(pool->mover()->cancel(ticket.value()).ok());
+    const MoveProgress progress = pool->mover()->wait(ticket.value(), -1).take();
+    EXPECT_EQ(progress.failed, 0u);
+    size_t away = 0;
+    for (const BlockPtr& block : blocks_of[b]) {
+        EXPECT_FALSE(block->moving());
+        away += block->tier() == TierKind::kHost;
+    }
+    EXPECT_EQ(away, progress.moved);
+    EXPECT_EQ(move(b, TierKind::kHost).moved, 300 - away);
+    EXPECT_EQ(move(b, TierKind::kDevice).moved, 300u);
+    EXPECT_TRUE(pool->verify(ids[b]).ok());
+}
+
+TEST_F(MoverTest, ADamagedBlockIsFoundWhereItArrives) {
+    make_pool(20, 20, {});
+    const uint64_t a = add(5);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    blocks_of[a][3]->slot()[pool->geometry().page_offset(PageKind::kToken, 1) + 17] ^= 4;
+    const MoveProgress progress = move(a, TierKind::kHost);
+    EXPECT_EQ(progress.moved, 4u);
+    EXPECT_EQ(progress.failed, 1u);
+    EXPECT_EQ(progress.status.code(), TA_E_CORRUPT);
+    ASSERT_NE(progress.status.detail(), nullptr);
+    EXPECT_EQ(progress.status.detail()->block, 3);
+    EXPECT_EQ(progress.status.detail()->layer, 1);
+    EXPECT_EQ(blocks_of[a][3]->tier(), TierKind::kDevice);
+}
+
+}  // namespace
+}  // namespace ta::testing
