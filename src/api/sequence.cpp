@@ -80,7 +80,7 @@ ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progres
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(path, "path", 2));
-        return save_sequence(*pool->impl, seq, path, progress_of(progress, user), *system_files());
+        return save_sequence(*pool->impl, seq, path, progress_of(progress, user), pool->impl->context().files());
     });
 }
 
@@ -89,7 +89,7 @@ ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progres
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(path, "path", 1));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
-        Result<ta_seq> seq = load_sequence(*pool->impl, path, progress_of(progress, user), *system_files());
+        Result<ta_seq> seq = load_sequence(*pool->impl, path, progress_of(progress, user), pool->impl->context().files());
         if (!seq.ok()) return std::move(seq).status();
         *out = seq.value();
         return {};

@@ -20,25 +20,26 @@ int available_cpus() {
 
 }  // namespace
 
-Context::Context(const Options& options)
+Context::Context(const Options& options, Seams seams)
     : pid_(getpid()),
       allocator_(options.allocator),
       log_(options.log),
       log_user_(options.log_user),
-      log_level_(options.log_level) {}
+      log_level_(options.log_level),
+      seams_(std::move(seams)) {}
 
-Result<std::shared_ptr<Context>> Context::create(const Options& options) {
-    std::shared_ptr<Context> context(new Context(options));
+Result<std::shared_ptr<Context>> Context::create(const Options& options, Seams seams) {
+    std::shared_ptr<Context> context(new Context(options, std::move(seams)));
     context->kernels_ = cpu::find_kernels(options.isa);
     if (!context->kernels_) {
         return fail(TA_E_UNSUPPORTED, "this CPU lacks the instruction set asked for; its best is %s",
                     cpu::find_kernels(TA_CPU_ISA_AUTO)->name);
     }
-    if (options.gpu >= 0) {
+    if (options.gpu >= 0 && !context->device()) {
         Result<std::unique_ptr<Device>> device = open_cuda_device(options.gpu);
         if (!device.ok()) return std::move(device).status();
-        context->device_ = device.take();
-        context->log(TA_LOG_INFO, "context: GPU %d, %s", options.gpu, context->device_->name());
+        context->seams_.device = device.take();
+        context->log(TA_LOG_INFO, "context: GPU %d, %s", options.gpu, context->device()->name());
     }
     const int threads = options.threads > 0 ? options.threads : std::min(available_cpus(), 1024);
     TA_RETURN_IF_ERROR(context->threads_.start(threads));

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 
@@ -11,8 +12,17 @@
 #include "src/core/memory.h"
 #include "src/core/status.h"
 #include "src/core/thread_pool.h"
+#include "src/io/file_system.h"
 
 namespace ta {
+
+// What a context asks of the machine. Tests bring their own, which fail.
+struct Seams {
+    std::shared_ptr<FileSystem> files = system_files();
+    std::unique_ptr<Device> device;  // in place of the GPU that the options name
+    std::chrono::milliseconds io_deadline{10000};    // of a disk tier, for one operation
+    std::chrono::milliseconds io_retry_after{1000};  // until one that could not be written is tried again
+};
 
 class Context {
   public:
@@ -25,14 +35,16 @@ class Context {
         ta_log_level log_level = TA_LOG_WARNING;
         int gpu = -1;  // CUDA ordinal; -1: a CPU context
     };
-    static Result<std::shared_ptr<Context>> create(const Options& options);
+    static Result<std::shared_ptr<Context>> create(const Options& options, Seams seams = {});
 
     const cpu::Kernels& kernels() const { return *kernels_; }
     Allocator& allocator() { return allocator_; }
     const Allocator& allocator() const { return allocator_; }
     ThreadPool& threads() { return threads_; }
     // Where pages and tensors lie; nullptr: in host memory.
-    Device* device() const { return device_.get(); }
+    Device* device() const { return seams_.device.get(); }
+    FileSystem& files() const { return *seams_.files; }
+    const Seams& seams() const { return seams_; }
     int thread_count() const { return threads_.threads(); }
 
     // False in a child process of the one that made the context: threads and locks do not survive fork().
@@ -40,7 +52,7 @@ class Context {
     void log(ta_log_level level, const char* format, ...) const __attribute__((format(printf, 3, 4)));
 
   private:
-    explicit Context(const Options& options);
+    Context(const Options& options, Seams seams);
 
     pid_t pid_;
     const cpu::Kernels* kernels_ = nullptr;
@@ -48,7 +60,7 @@ class Context {
     ta_log_fn log_;
     void* log_user_;
     ta_log_level log_level_;
-    std::unique_ptr<Device> device_;
+    Seams seams_;
     ThreadPool threads_;
 };
 

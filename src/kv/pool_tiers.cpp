@@ -98,7 +98,10 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
         o.fingerprint = fingerprint_;
         o.check = make_block_check(geometry_, fingerprint_);
-        Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(system_files(), o);
+        const Seams& seams = context_->seams();
+        o.deadline = seams.io_deadline;
+        o.retry_after = seams.io_retry_after;
+        Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
         if (!disk.ok()) return std::move(disk).status();
         disk_ = disk.take();
     }
