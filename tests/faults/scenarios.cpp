@@ -132,6 +132,22 @@ void close_with_moves_in_flight(World& w) {
     w.close_pool();
 }
 
+// Several tickets up and down while steps go on.
+void both_ways_at_once(World& w) {
+    const size_t b = w.add();
+    w.step({b}, {330});
+    w.move(b, 1, 4, TA_TIER_HOST);
+    w.move_in_background(0, 1, 5, TA_TIER_DEVICE);
+    w.move_in_background(b, 1, 4, TA_TIER_DEVICE);
+    w.move_in_background(0, 6, 4, TA_TIER_HOST);
+    w.step({b}, {1});
+    w.move_in_background(b, 1, 4, TA_TIER_DISK);
+    w.move_in_background(0, 1, 4, TA_TIER_HOST);
+    w.step({0}, {1});
+    w.settle();
+    w.step({0, b}, {64, 1});
+}
+
 void background_watermarks(World& w) {
     for (int i = 0; i < 4; ++i) w.step({0}, {128});
     w.settle();
@@ -178,6 +194,7 @@ constexpr Scenario kScenarios[] = {
     {"SaveAndLoad", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, save_and_load},
     {"NoSpaceAndRecovery", {.device_blocks = 10, .host_blocks = 6, .disk_blocks = 30}, grown, no_space_and_recovery},
     {"CloseWithMovesInFlight", {.device_blocks = 14, .host_blocks = 14, .disk_blocks = 24}, grown, close_with_moves_in_flight},
+    {"BothWaysAtOnce", {.device_blocks = 20, .host_blocks = 24, .disk_blocks = 40}, in_three_tiers, both_ways_at_once},
     {"BackgroundWatermarks",
      {.device_blocks = 14, .host_blocks = 8, .disk_blocks = 40, .high = 60, .low = 30},
      one_sequence,
