@@ -178,6 +178,7 @@ void corrupt_block(World& w) {
         });
     }
     w.truncate(0, 64 * 5);
+    w.move(0, 1, 4, TA_TIER_DISK);
     w.step({0, f}, {64, 1});
 }
 

@@ -324,6 +324,10 @@ Status World::create_context() {
     if (!made.ok()) return std::move(made).status();
     context.reset(new ta_context{made.take()});
     device_ = device;
+    if (armed_ && (is_copy(fault_.kind) || is_copy(fault_.counts))) {  // before there was a device to set the fault on
+        armed_ = false;
+        arm();
+    }
     return {};
 }
 
