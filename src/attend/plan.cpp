@@ -200,7 +200,7 @@ Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
     if (!taken.ok()) {
         Status s = std::move(taken).status();
         if (all_wanted) all_wanted->swap(wanted);
-        if (failed == wanted.size()) return s;
+        if (failed == owner.size()) return s;
         return std::move(s).sequence(int64_t(owner[failed].first)).block(owner[failed].second->index);
     }
     std::vector<BlockPtr> blocks = taken.take();

@@ -179,6 +179,13 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
     const std::string temporary = path + ".new-" + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1));
     File file(files, temporary);
     TA_RETURN_IF_ERROR(file.open(O_WRONLY | O_CREAT | O_EXCL));
+    struct Unfinished {  // unlinked by every way out of here, exceptions included
+        FileSystem& files;
+        const char* path;
+        ~Unfinished() {
+            if (path) files.unlink(path);
+        }
+    } unfinished{files, temporary.c_str()};
     const auto write_all = [&]() -> Status {
         FileHeader h{};
         h.magic = kFileMagic;
@@ -218,7 +225,7 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
         return e < 0 ? file.failed(e, "renaming") : Status();
     };
     Status status = write_all();
-    if (!status.ok()) files.unlink(temporary.c_str());
+    if (status.ok()) unfinished.path = nullptr;
     return status;
 }
 

@@ -1,5 +1,6 @@
-// kill -9 at any moment: a child writes, overwrites and releases blocks and notes in shared memory what was acknowledged; after its
+// kill -9 at any moment: a child writes, overwrites and releases blocks and notes in a file what was acknowledged; after its
 // death a persistent tier must have all of that, whole, and nothing that was never written.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -118,8 +119,12 @@ class DiskKill : public ::testing::TestWithParam<bool> {};
 TEST_P(DiskKill, WhatWasAcknowledgedIsThere) {
     const Folder folder;
     const std::string path = folder.file("tier");
-    void* shared = mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    // What is expected stands in a file that all children map.
+    const int expected = open(folder.file("expected").c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+    ASSERT_EQ(ftruncate(expected, sizeof(Notes)), 0);
+    void* shared = mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE, MAP_SHARED, expected, 0);
     ASSERT_NE(shared, MAP_FAILED);
+    close(expected);
     Notes& notes = *new (shared) Notes{};
     const char* given = std::getenv("TA_KILL_ROUNDS");
     const int rounds = given ? std::atoi(given) : 25;

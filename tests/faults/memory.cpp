@@ -1,0 +1,100 @@
+#include "faults/memory.h"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace ta::testing {
+namespace {
+
+enum class Armed : int { kNothing, kHooks, kNew };
+std::atomic<Armed> g_armed{Armed::kNothing};
+std::atomic<bool> g_forever{false};
+std::atomic<int64_t> g_left{0};
+std::atomic<uint64_t> g_allocations{0};
+
+bool fails_now() {
+    g_allocations.fetch_add(1);
+    const int64_t left = g_left.fetch_sub(1);
+    return left == 0 || (left < 0 && g_forever.load());
+}
+
+void* allocate(size_t bytes, size_t alignment) {
+    if (g_armed.load() == Armed::kNew && fails_now()) return nullptr;
+    if (alignment <= alignof(std::max_align_t)) return std::malloc(bytes ? bytes : 1);
+    void* p = nullptr;
+    return posix_memalign(&p, alignment, bytes ? bytes : 1) == 0 ? p : nullptr;
+}
+void* allocate_or_throw(size_t bytes, size_t alignment) {
+    if (void* p = allocate(bytes, alignment)) return p;
+    throw std::bad_alloc();
+}
+
+}  // namespace
+
+void break_memory(MemorySource source, bool forever, int64_t skip) {
+    g_left = skip;
+    g_forever = forever;
+    g_armed = source == MemorySource::kHooks ? Armed::kHooks : Armed::kNew;
+}
+void heal_memory() {
+    g_armed = Armed::kNothing;
+}
+uint64_t allocations() {
+    return g_allocations.load();
+}
+bool hook_fails() {
+    return g_armed.load() == Armed::kHooks && fails_now();
+}
+
+}  // namespace ta::testing
+
+void* operator new(size_t n) {
+    return ta::testing::allocate_or_throw(n, 1);
+}
+void* operator new[](size_t n) {
+    return ta::testing::allocate_or_throw(n, 1);
+}
+void* operator new(size_t n, std::align_val_t a) {
+    return ta::testing::allocate_or_throw(n, size_t(a));
+}
+void* operator new[](size_t n, std::align_val_t a) {
+    return ta::testing::allocate_or_throw(n, size_t(a));
+}
+void* operator new(size_t n, const std::nothrow_t&) noexcept {
+    return ta::testing::allocate(n, 1);
+}
+void* operator new[](size_t n, const std::nothrow_t&) noexcept {
+    return ta::testing::allocate(n, 1);
+}
+void* operator new(size_t n, std::align_val_t a, const std::nothrow_t&) noexcept {
+    return ta::testing::allocate(n, size_t(a));
+}
+void* operator new[](size_t n, std::align_val_t a, const std::nothrow_t&) noexcept {
+    return ta::testing::allocate(n, size_t(a));
+}
+void operator delete(void* p) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p) noexcept {
+    std::free(p);
+}
+void operator delete(void* p, size_t) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p, size_t) noexcept {
+    std::free(p);
+}
+void operator delete(void* p, std::align_val_t) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p, std::align_val_t) noexcept {
+    std::free(p);
+}
+void operator delete(void* p, size_t, std::align_val_t) noexcept {
+    std::free(p);
+}
+void operator delete[](void* p, size_t, std::align_val_t) noexcept {
+    std::free(p);
+}

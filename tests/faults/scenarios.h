@@ -1,0 +1,19 @@
+// What is done to a pool while something fails. Each script is also run on a pool without tiers, which says what must come out.
+#pragma once
+
+#include <span>
+
+#include "faults/world.h"
+
+namespace ta::testing {
+
+struct Scenario {
+    const char* name;
+    PoolShape shape;
+    void (*prepare)(World&);  // without faults
+    void (*script)(World&);
+};
+
+std::span<const Scenario> scenarios();
+
+}  // namespace ta::testing

@@ -1,0 +1,207 @@
+// One life of a tiered pool in which at most one fault is set: a scenario's calls, made through the ABI on a context whose files,
+// memory and device may fail. A call that fails has changed nothing, and made again without the fault it succeeds; what attention
+// gives and what is stored is that of a pool without tiers that makes the same calls.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "faults/memory.h"
+#include "support/counting_allocator.h"
+#include "support/handles.h"
+#include "tiering/faulty_files.h"
+#include "tiering/simulated_device.h"
+#include "tiering/tier_client.h"
+
+namespace ta::testing {
+
+inline constexpr uint32_t kLayers = 2, kHeads = 1, kDim = 64, kQHeads = 2;
+inline constexpr int64_t kRow = kHeads * kDim;
+
+enum class FaultKind {
+    kNone,
+    kHooks,
+    kNew,
+    kEio,
+    kEnospc,
+    kEintr,
+    kShort,
+    kTorn,
+    kStall,
+    kCopyFails,
+    kCopyWrong,
+    kCopyLate,
+};
+inline constexpr int kFaultKinds = int(FaultKind::kCopyLate) + 1;
+const char* name_of(FaultKind kind);
+inline bool is_memory(FaultKind k) {
+    return k == FaultKind::kHooks || k == FaultKind::kNew;
+}
+inline bool is_file(FaultKind k) {
+    return k >= FaultKind::kEio && k <= FaultKind::kStall;
+}
+inline bool is_copy(FaultKind k) {
+    return k >= FaultKind::kCopyFails;
+}
+
+struct FaultPlan {
+    FaultKind kind = FaultKind::kNone;
+    uint64_t at = 0;
+    bool forever = false;
+    // kNone: what is counted.
+    FaultKind counts = FaultKind::kNone;
+};
+
+struct PoolShape {
+    uint64_t device_blocks = 12;                // channel blocks beside six token blocks
+    uint64_t host_blocks = 0, disk_blocks = 0;  // channel blocks, about
+    int high = 100, low = 100;                  // by default no moves in the background
+};
+
+// What a run without tiers leaves to be compared with.
+struct Reference {
+    struct State {
+        ta_kv_pool_stats stats{};
+        std::vector<int64_t> lengths;
+        std::vector<uint64_t> stored;  // a hash of each sequence's tokens
+    };
+    std::vector<float> results;
+    std::vector<State> before;  // each call
+};
+
+// Inputs of steps: the same in all lives of a scenario.
+class Inputs {
+  public:
+    struct Layer {
+        Tensor k, v, q;
+    };
+    Layer& of(size_t step, uint32_t layer, int64_t n, int64_t queries);
+
+  private:
+    std::map<std::pair<size_t, uint32_t>, Layer> made_;
+};
+
+class World {
+  public:
+    // `reference`: nullptr for the run that makes one. `on_device`: a simulated device in place of plain memory.
+    World(const PoolShape& shape, Inputs& inputs, const Reference* reference, const FaultPlan& fault, bool on_device,
+          bool uring);
+    ~World();
+
+    void make_pool();
+    // The fault is set from here on.
+    void begin_faults() { faults_on_ = true; }
+    size_t add();
+    size_t fork(size_t from);
+    void truncate(size_t s, int64_t length);
+    void release(size_t s);
+    // The last one or two new tokens of each member attend.
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new);
+    // Waits until the blocks are there. Not done on a pool without tiers, as all that follow but verify().
+    void move(size_t s, uint64_t first, uint64_t n, ta_tier tier);
+    void prefetch(size_t s, uint64_t first, uint64_t n, bool wait);
+    // Asks, and cancels at once.
+    void move_and_cancel(size_t s, uint64_t first, uint64_t n, ta_tier tier);
+    // Asks and goes on.
+    void move_in_background(size_t s, uint64_t first, uint64_t n, ta_tier tier);
+    void pin(size_t s, uint64_t first, uint64_t n, bool pinned);
+    void verify(size_t s);
+    // Saves and loads, the copy takes a new place; both without faults are the sequence.
+    size_t save_and_load(size_t s);
+    void close_pool();
+    // Until nothing moves.
+    void settle();
+    // Where full blocks are.
+    ta_residency residency(size_t s);
+    const BlockPtr& block(size_t s, size_t b);
+    bool tiered() const { return reference_ != nullptr; }
+
+    // Verifies everything, releases everything, and checks that nothing is left.
+    void finish();
+
+    // Operations that the fault's kind counts.
+    uint64_t operations();
+    bool fault_came() const { return failures_ > 0; }
+    uint64_t failures() const { return failures_; }
+    Reference take_record() { return std::move(record_); }
+
+    Context context;
+    KvPool pool;
+    Plan plan;
+    std::vector<ta_seq> seqs;  // 0: released
+    FaultyFiles* files() { return files_.get(); }
+    bool on_device() const { return on_device_; }
+    bool has_file_fault() const { return is_file(fault_.kind) || is_file(fault_.counts); }
+    // What the script does to the pool itself, while the fault waits.
+    template <class Body>
+    void heal_for(Body&& body) {
+        disarm();
+        const bool faults = std::exchange(faults_on_, false);
+        body();
+        faults_on_ = faults;
+    }
+    size_t payload_bytes(size_t s, size_t b);
+    const std::string& folder() const { return folder_.path(); }
+    // Flips a bit of a block's payload where it lies.
+    void damage(size_t s, size_t b);
+    // Calls that must fail and change nothing.
+    void refuse_step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new);
+    void refuse_move(size_t s, uint64_t b, ta_tier tier);
+
+  private:
+    using Call = std::function<ta_status(ta_error*)>;
+    // Calls that a pool without tiers makes too, those that it does not, and those that make the pool.
+    enum class Kind { kCommon, kTierOnly, kCreates };
+    void call(const char* what, Kind kind, const Call& make);
+    void arm();
+    void disarm();
+    void relax();
+    bool is_expected(ta_status status) const;
+    uint64_t source_count() const;
+    Status create_context();
+    Reference::State state();
+    void expect_state(const char* what);
+    void expect_slots(const char* what);
+    bool slots_match(std::string& why);
+    ta_ticket ask(size_t s, uint64_t first, uint64_t n, ta_tier tier, bool prefetch);
+    ta_move_info wait_for(ta_ticket ticket);
+    void keep(const std::vector<float>& values);
+
+    const PoolShape shape_;
+    Inputs& inputs_;
+    const Reference* const reference_;
+    const FaultPlan fault_;
+    const bool on_device_;
+    Reference record_;
+    size_t calls_ = 0, steps_ = 0, results_ = 0, saves_ = 0;
+    uint64_t failures_ = 0;
+    bool faults_on_ = false, armed_ = false, finished_ = false, closed_ = false;
+    int64_t left_ = 0;         // operations until the fault
+    uint64_t counted_ = 0;     // in earlier armed stretches
+    uint64_t armed_from_ = 0;  // the source's count then
+    CountingAllocator allocator_;
+    std::shared_ptr<FaultyFiles> files_;
+    SimulatedDevice* device_ = nullptr;
+    Folder folder_;
+};
+
+// The bytes of a block where they lie, in memory or in the disk tier's file, for whoever damages them.
+class BlockBytes {
+  public:
+    BlockBytes(World& world, size_t s, size_t b);
+    ~BlockBytes();
+    BlockBytes(const BlockBytes&) = delete;
+    BlockBytes& operator=(const BlockBytes&) = delete;
+    void flip(size_t at, int bit);
+
+  private:
+    uint8_t* memory_ = nullptr;
+    int fd_ = -1;
+    off_t offset_ = 0;
+};
+
+}  // namespace ta::testing
