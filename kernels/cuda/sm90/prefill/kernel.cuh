@@ -225,9 +225,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int n = 0; n < shared.kRawPages; ++n) {
+        for (int n = 0; n < kRawBlocks; ++n) {
             sm90::barrier_init(&shared.raw_full[n], 1);
-            sm90::barrier_init(&shared.raw_empty[n], 2);
+            sm90::barrier_init(&shared.raw_empty[n], kProducerWarps);
         }
         for (int n = 0; n < kStages; ++n) {
             sm90::barrier_init(&shared.full[n], kProducerWarps);

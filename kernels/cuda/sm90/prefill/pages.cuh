@@ -273,14 +273,12 @@ TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int 
 template <int D, bool kFractions>
 TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kFractions>& shared, int warp,
                        int lane) {
-    constexpr int kRawPages = SharedMemory<D, kFractions>::kRawPages;
     const int half = warp / 2, part = warp % 2;
     if (warp == 0) shared.stream.start(lane);
-    Ring<kRawPages> raw;
+    Ring<kRawBlocks> raw;
     Ring<kStages> stage;
     Ring<kTiles> at;
-    int pages = 0;  // of the blocks before
-    if (half == 1) raw.next();
+    int blocks = 0;
     for (int n = 0;; ++n, at.next()) {
         if (warp == 0) shared.stream.publish(args, schedule, n, shared, lane);
         sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
@@ -296,16 +294,16 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             k_bits = h.k_bits;
             v_bits = h.v_bits;
         }
-        for (int page = page_begin + half; page < page_end + half; page += 2, stage.next()) {
-            if (warp == 0) shared.stream.fill(args, schedule, pages + kRawPages, shared, lane);
+        for (int page = page_begin + half; page < page_end + half; page += 2, ++blocks, raw.next(), stage.next()) {
+            if (warp == 0) shared.stream.fill(args, schedule, blocks + kRawBlocks, shared, lane);
             const bool exists = page < page_end;
             BlockScales& out = shared.scales[stage.slot];
-            if (exists) sm90::barrier_wait(&shared.raw_full[raw.slot], raw.phase);
+            sm90::barrier_wait(&shared.raw_full[raw.slot], raw.phase);
             sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
             if (exists) {
                 uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
-                const uint8_t* from = shared.raw[raw.slot];
-                const bool is_channel = kFractions && shared.raw_is_channel[raw.slot];
+                const uint8_t* from = shared.raw[raw.slot][half];
+                const bool is_channel = kFractions && shared.raw_is_channel[raw.slot][half];
                 if constexpr (kFractions) {
                     uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction[stage.slot];
                     if (is_channel) {
@@ -325,14 +323,9 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             sm90::fence_async_proxy();
             __syncwarp();
             if (lane == 0) {
-                if (exists) sm90::barrier_arrive(&shared.raw_empty[raw.slot]);
+                sm90::barrier_arrive(&shared.raw_empty[raw.slot]);
                 sm90::barrier_arrive(&shared.full[stage.slot]);
             }
-            // A tile with an odd number of pages: the next tile's first page follows its last.
-            const int used = page - half + 1 < page_end ? 2 : 1;
-            pages += used;
-            raw.next();
-            if (used == 2) raw.next();
         }
     }
 }

@@ -86,7 +86,6 @@ struct alignas(16) WarpLimits {
 
 template <int D, bool kFractions>
 struct SharedMemory {
-    static constexpr int kRawPages = kFractions ? 4 : 5;  // pages on their way from memory; those with fractions are small
     static constexpr int kFractionStages = kFractions ? kStages : 1;
 
     // Q, K: a row per query row or token, columns are channels. V: a row per channel, columns are tokens. Rows are swizzled
@@ -98,16 +97,16 @@ struct SharedMemory {
     // are page p, bytes 4 ... unused.
     alignas(1024) uint8_t k_fraction[kFractionStages][8 * D];
     alignas(128) uint8_t v_fraction[kFractionStages][16 * D];
-    alignas(128) uint8_t raw[kRawPages][TokenLayout(D).bytes()];
+    alignas(128) uint8_t raw[kRawBlocks][2][TokenLayout(D).bytes()];  // pages on their way from memory
     alignas(16) BlockScales scales[kStages];
     RowInfo rows[kPrefillRows];
     LaneSums sums[128 * kConsumerGroups];
     WarpLimits limits[4 * kConsumerGroups];
     Tile tiles[kTiles];
     alignas(16) uint4 sign_masks[D / 8];  // of the rotation
-    PageStream<D, kRawPages> stream;
-    uint32_t raw_is_channel[kRawPages];
-    uint64_t raw_full[kRawPages], raw_empty[kRawPages];
+    PageStream<D> stream;
+    uint32_t raw_is_channel[kRawBlocks][2];
+    uint64_t raw_full[kRawBlocks], raw_empty[kRawBlocks];
     uint64_t full[kStages], empty[kStages];
     uint64_t tile_full[kTiles], tile_empty[kTiles];
 };

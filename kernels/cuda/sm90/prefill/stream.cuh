@@ -10,6 +10,7 @@ namespace ta::cuda::prefill {
 
 inline constexpr int kProducerWarps = 4;  // expand pages into tiles
 inline constexpr int kTiles = 4;          // tiles of rows that some warp works on
+inline constexpr int kRawBlocks = 2;      // blocks of keys whose pages are on their way from memory
 
 // Position in a ring of `N` slots and the parity of its barrier's phase.
 template <int N>
@@ -49,7 +50,7 @@ TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row)
 // The pages that a CTA reads, tile after tile, as a stream of bulk copies. Run by one warp, whose lane n knows the address of
 // page n of a batch of 32. The next tile is taken, in steps that wait for memory once each, while the copies of this one are
 // ordered. The state lives in shared memory: the registers of its warp are for expanding pages.
-template <int D, int kRawPages>
+template <int D>
 class PageStream {
   public:
     TA_DEVICE void start(int lane) {
@@ -79,8 +80,9 @@ class PageStream {
         }
     }
 
-    // Starts copies until `until` pages have been asked for since the beginning, or all that are known. Never waits for a place
-    // to publish a tile in: consumers may hold it until they get what this warp has yet to expand.
+    // Starts copies until `until` blocks, of two pages or the last of a tile, have been asked for since the beginning, or all
+    // that are known. Never waits for a place to publish a tile in: consumers may hold it until they get what this warp has
+    // yet to expand.
     template <class Shared>
     TA_DEVICE void fill(const AttendArgs& args, PrefillSchedule* schedule, int until, Shared& shared, int lane) {
         // All lanes read the state between two warp barriers, so that none sees another's change to it.
@@ -88,7 +90,7 @@ class PageStream {
             __syncwarp();
             const int issued = issued_, page = page_, page_end = page_end_, batch = batch_;
             const Known known = known_;
-            const Ring<kRawPages> at = ring_;
+            const Ring<kRawBlocks> at = ring_;
             __syncwarp();
             if (issued >= until) {
                 if (known < kEntries) learn(args, schedule, known, false, shared, lane);
@@ -109,14 +111,23 @@ class PageStream {
             }
             sm90::barrier_wait(&shared.raw_empty[at.slot], at.phase ^ 1);
             if (lane == 0) {
-                const uint64_t from = address_[page - batch];
-                const uint32_t is_channel = uint32_t(from & kEntryChannel), bytes = is_channel ? channel_bytes_ : kTokenBytes;
-                shared.raw_is_channel[at.slot] = is_channel;
-                sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], bytes);
-                sm90::bulk_copy(shared.raw[at.slot], reinterpret_cast<const void*>(from - is_channel), bytes,
-                                &shared.raw_full[at.slot]);
+                const int pages = min(2, page_end - page);
+                uint32_t bytes[2] = {}, is_channel[2] = {};
+                for (int n = 0; n < pages; ++n) {
+                    is_channel[n] = uint32_t(address_[page - batch + n] & kEntryChannel);
+                    bytes[n] = is_channel[n] ? channel_bytes_ : kTokenBytes;
+                    shared.raw_is_channel[at.slot][n] = is_channel[n];
+                }
+                // NOTES: one barrier for both pages, which every producer warp waits for in every round. A warp that skipped
+                // rounds could take the end of one before for that of its own.
+                sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], bytes[0] + bytes[1]);
+                for (int n = 0; n < pages; ++n) {
+                    sm90::bulk_copy(shared.raw[at.slot][n],
+                                    reinterpret_cast<const void*>(address_[page - batch + n] - is_channel[n]), bytes[n],
+                                    &shared.raw_full[at.slot]);
+                }
                 ring_.next();
-                page_ = page + 1;
+                page_ = page + pages;
                 issued_ = issued + 1;
             }
         }
@@ -202,7 +213,7 @@ class PageStream {
     int item_;
     int head_, first_entry_, page_, page_end_, batch_, issued_, published_;
     uint32_t channel_bytes_;
-    Ring<kRawPages> ring_;
+    Ring<kRawBlocks> ring_;
     Ring<kTiles> tile_ring_;
 };
 
