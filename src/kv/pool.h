@@ -130,7 +130,7 @@ class Pool {
     // A sequence with these blocks, full ones but for the last.
     Result<ta_seq> adopt(Snapshot&& s);
     // A block in the device tier. Makes room by moving others out, those of `mine` too, which no sequence has yet.
-    Result<BlockPtr> new_block(PageKind kind, std::span<const BlockPtr> mine);
+    Result<BlockPtr> new_block(PageKind kind, std::span<const MoveItem> mine);
 
     struct SequenceStats {
         uint32_t sequences = 0;

@@ -204,7 +204,7 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
     return {};
 }
 
-Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const BlockPtr> mine) {
+Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
     for (int attempt = 1;; ++attempt) {
@@ -214,8 +214,8 @@ Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const BlockPtr> mine) 
         if (s.code() != TA_E_TIER_FULL || !mover_ || attempt == kAttempts) return s;
         if (make_room(TierKind::kDevice, wanted)) continue;
         std::vector<MoveItem> items;
-        for (size_t b = 0; b < mine.size(); ++b) {
-            if (mine[b]->sealed() && mine[b]->tier() == TierKind::kDevice) items.push_back({mine[b], b});
+        for (const MoveItem& item : mine) {
+            if (item.block->sealed() && item.block->tier() == TierKind::kDevice) items.push_back(item);
         }
         if (items.empty() || mover_->run(items, below(TierKind::kDevice), MoveReason::kEviction).moved == 0) return s;
     }

@@ -1,17 +1,11 @@
 // Sequences as files: all of a sequence's blocks with their hashes. docs/FORMAT.md, section 8.
 #pragma once
 
-#include <functional>
-#include <memory>
 #include <string>
 
-#include "src/io/file_system.h"
-#include "src/kv/pool.h"
+#include "src/kv/block_file.h"
 
 namespace ta {
-
-// Called with bytes done and in all; false: stop.
-using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
 // Writes `path`, which must not exist; it does not until it is complete. TA_E_CORRUPT names a block that does not match its hashes.
 Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Progress& progress, FileSystem& files);

@@ -1,0 +1,180 @@
+#include "src/kv/block_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "kernels/format/slot.h"
+
+namespace ta {
+namespace {
+
+// An open block with zeros in place of the tokens that it lacks: its slot may have held anything before.
+void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
+    const Geometry& g = pool.geometry();
+    const cpu::PageCodec& codec = *pool.context().kernels().codec;
+    const auto codes = std::make_unique<cpu::HeadStage1>();
+    const size_t piece_bytes = TokenLayout(int(g.head_dim)).bytes();
+    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            uint8_t* piece = slot + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
+            codec.load_token_piece(piece, int(g.head_dim), int(tokens), *codes);
+            std::memset(piece, 0, piece_bytes);
+            codec.store_token_piece(*codes, int(g.head_dim), 0, int(tokens), piece);
+        }
+    }
+}
+
+// Scales that attention multiplies with must be numbers: hashes do not keep a hostile file from having others.
+bool has_good_scales(const Geometry& g, PageKind kind, uint32_t tokens, const uint8_t* slot) {
+    const auto good = [](const uint8_t* at) {
+        float x;
+        std::memcpy(&x, at, sizeof x);
+        return x >= 0.0f && x < 0x1p120f;
+    };
+    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
+            if (kind == PageKind::kChannel) {
+                const ChannelLayout layout = g.channel_layout(layer, head);
+                if (!good(piece + layout.k_scale()) || !good(piece + layout.v_scale())) return false;
+                continue;
+            }
+            const TokenLayout layout(int(g.head_dim));
+            for (uint32_t t = 0; t < tokens; ++t) {
+                if (!good(piece + layout.k_scale() + 4 * t) || !good(piece + layout.v_scale() + 4 * t)) return false;
+            }
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+Status File::open(int flags) {
+    fd_ = files_.open(path_.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0600);
+    return fd_ < 0 ? failed(fd_, "opening") : Status();
+}
+
+Status File::sync() {
+    const int e = files_.fsync(fd_);
+    return e < 0 ? failed(e, "writing") : Status();
+}
+
+Status File::failed(int64_t error, const char* what) const {
+    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s %s: %s", what, path_.c_str(),
+                error_text(error).c_str());
+}
+
+Status File::move(const uint8_t* from, uint8_t* to, size_t bytes) {
+    constexpr int kAttempts = 16;
+    for (int attempt = 0; bytes > 0;) {
+        const int64_t n = from ? files_.pwrite(fd_, from, bytes, at_) : files_.pread(fd_, to, bytes, at_);
+        if (n == -EINTR || n == -EAGAIN) {
+            if (++attempt < kAttempts) continue;
+        }
+        if (n < 0) return failed(n, from ? "writing" : "reading");
+        if (n == 0) {
+            return from ? fail(TA_E_IO, "writing %s: nothing was written", path_.c_str())
+                        : fail(TA_E_CORRUPT, "%s ends early", path_.c_str());
+        }
+        at_ += uint64_t(n);
+        bytes -= size_t(n);
+        if (from) from += n;
+        if (to) to += n;
+    }
+    return {};
+}
+
+Status stopped(const std::string& path) {
+    return fail(TA_E_CANCELLED, "the progress callback stopped the work on %s", path.c_str());
+}
+
+Status write_new_file(FileSystem& files, const std::string& path, const std::function<Status(File&)>& write) {
+    FileInfo info;
+    if (files.lstat(path.c_str(), info) == 0) return fail(TA_E_INVALID, "%s exists", path.c_str());
+    static std::atomic<uint64_t> saves{0};
+    const std::string temporary = path + ".new-" + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1));
+    File file(files, temporary);
+    TA_RETURN_IF_ERROR(file.open(O_WRONLY | O_CREAT | O_EXCL));
+    struct Removal {  // also when memory runs out
+        FileSystem& files;
+        const char* path;
+        ~Removal() {
+            if (path) files.unlink(path);
+        }
+    } removal{files, temporary.c_str()};
+    TA_RETURN_IF_ERROR(write(file));
+    const int e = files.rename(temporary.c_str(), path.c_str());
+    if (e == -EEXIST) return fail(TA_E_INVALID, "%s exists", path.c_str());
+    if (e < 0) return file.failed(e, "renaming");
+    removal.path = nullptr;
+    return {};
+}
+
+Status copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot) {
+    const Geometry& g = pool.geometry();
+    const ReadingBlocks reading(pool.blocks());
+    slot.resize(g.slot_bytes(block.kind()));
+    if (block.tier() == TierKind::kDisk) return pool.read_from_disk(block, index, slot.data());
+    Device* device = pool.context().device();
+    if (device && block.tier() == TierKind::kDevice) {
+        TA_RETURN_IF_ERROR(device->read(slot.data(), block.slot(), slot.size()));
+    } else {
+        std::memcpy(slot.data(), block.slot(), slot.size());
+    }
+    if (block.sealed()) return block.verify(g, pool.fingerprint(), index, slot.data());
+    clear_missing_tokens(pool, tokens, slot.data());
+    block.write_trailer(g, pool.fingerprint(), index, tokens, slot.data());
+    return {};
+}
+
+Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot) {
+    BlockHeader b{};
+    b.magic = kBlockMagic;
+    b.kind = uint8_t(block.kind());
+    b.tokens = tokens;
+    b.index = index;
+    b.content_id = block.content_id();
+    if (Status c = copy_slot(pool, block, index, b.tokens, slot); !c.ok()) return std::move(c).block(int64_t(index));
+    b.slot_hash = hash_bytes(slot.data(), slot.size());
+    b.hash = header_hash(b);
+    TA_RETURN_IF_ERROR(file.write(&b, sizeof b));
+    return file.write(slot.data(), slot.size());
+}
+
+Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uint64_t& index, uint32_t& tokens,
+                            std::span<const MoveItem> mine, std::vector<uint8_t>& slot) {
+    const Geometry& g = pool.geometry();
+    BlockHeader b;
+    TA_RETURN_IF_ERROR(file.read(&b, sizeof b));
+    const auto kind = PageKind(b.kind);
+    if (b.magic != kBlockMagic || b.hash != header_hash(b) || (index != kAnyIndex && b.index != index) || b.kind > 1 ||
+        g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
+        (b.tokens < uint32_t(kPageTokens) && kind != PageKind::kToken)) {
+        Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", path.c_str());
+        return index == kAnyIndex ? std::move(s) : std::move(s).block(int64_t(index));
+    }
+    index = b.index;
+    tokens = b.tokens;
+    slot.resize(g.slot_bytes(kind));
+    TA_RETURN_IF_ERROR(file.read(slot.data(), slot.size()));
+    if (hash_bytes(slot.data(), slot.size()) != b.slot_hash || !has_good_scales(g, kind, b.tokens, slot.data()))
+        return fail(TA_E_CORRUPT, "a block in %s is damaged", path.c_str()).block(int64_t(index));
+    TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool.fingerprint(), index, b.content_id, b.tokens));
+    Result<BlockPtr> block = pool.new_block(kind, mine);
+    if (!block.ok()) return std::move(block).status().block(int64_t(index));
+    // The same bytes are new content here.
+    block.value()->write_trailer(g, pool.fingerprint(), index, b.tokens, slot.data());
+    if (Device* device = pool.context().device()) {
+        TA_RETURN_IF_ERROR(device->write(block.value()->slot(), slot.data(), slot.size()));
+    } else {
+        std::memcpy(block.value()->slot(), slot.data(), slot.size());
+    }
+    if (b.tokens == uint32_t(kPageTokens)) block.value()->mark_sealed();
+    return block;
+}
+
+}  // namespace ta

@@ -1,0 +1,84 @@
+// What the files of sequences and of pools share: checked reading and writing, and blocks with their headers. docs/FORMAT.md, section 8.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/format/hash.h"
+#include "src/io/file_system.h"
+#include "src/kv/pool.h"
+
+namespace ta {
+
+// Called with bytes done and in all; false: stop.
+using Progress = std::function<bool(uint64_t done, uint64_t total)>;
+
+inline constexpr uint32_t kBlockMagic = 0x4B4C4254;  // "TBLK" in little endian
+
+struct BlockHeader {
+    uint32_t magic;
+    uint8_t kind;
+    uint8_t reserved0[3];
+    uint32_t tokens;
+    uint32_t reserved1;
+    uint64_t index;
+    uint64_t content_id;  // that the slot's trailer and hashes name
+    uint64_t slot_hash;   // XXH3 of the slot that follows
+    uint64_t hash;        // XXH3 of the fields above
+};
+static_assert(sizeof(BlockHeader) == 48);
+
+// Of any header that ends in its hash.
+template <class Header>
+uint64_t header_hash(const Header& h) {
+    return hash_bytes(&h, offsetof(Header, hash));
+}
+
+// A file with a position; keeps `files` and `path` by reference.
+class File {
+  public:
+    File(FileSystem& files, const std::string& path) : files_(files), path_(path) {}
+    ~File() {
+        if (fd_ >= 0) files_.close(fd_);
+    }
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    // With O_CLOEXEC and O_NOFOLLOW; mode 0600.
+    Status open(int flags);
+    int fd() const { return fd_; }
+    uint64_t at() const { return at_; }
+    Status write(const void* data, size_t bytes) { return move(static_cast<const uint8_t*>(data), nullptr, bytes); }
+    Status read(void* data, size_t bytes) { return move(nullptr, static_cast<uint8_t*>(data), bytes); }
+    Status sync();
+    Status failed(int64_t error, const char* what) const;
+
+  private:
+    Status move(const uint8_t* from, uint8_t* to, size_t bytes);
+
+    FileSystem& files_;
+    const std::string& path_;
+    int fd_ = -1;
+    uint64_t at_ = 0;
+};
+
+// TA_E_CANCELLED: the progress callback asked to stop.
+Status stopped(const std::string& path);
+
+// A file that has its name only when `write` has written all of it; else nothing is left. TA_E_INVALID: there is one of this name.
+Status write_new_file(FileSystem& files, const std::string& path, const std::function<Status(File&)>& write);
+
+// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use.
+Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
+// Reads the block at the file's position into a new block of the pool; `mine` may be moved out of the device for it. `tokens` gets how
+// many it has; the index must be this one where it is not kAnyIndex, and comes back. TA_E_CORRUPT.
+inline constexpr uint64_t kAnyIndex = UINT64_MAX;
+Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uint64_t& index, uint32_t& tokens,
+                            std::span<const MoveItem> mine, std::vector<uint8_t>& slot);
+
+// The block's slot in host memory, with a trailer, checked.
+Status copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
+
+}  // namespace ta
