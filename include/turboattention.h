@@ -322,6 +322,8 @@ typedef struct ta_tier_options {
     int32_t low_percent;     /* ... down to this; defaults 94, and 4 less than that */
     ta_eviction eviction;    /* default TA_EVICT_LRU */
     ta_move_route route;     /* between a GPU and the host; default: measured when the context's first such pool is created */
+    const char* disk_path;   /* a disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies
+                                there is found by the next pool of the same shape and settings, also after a crash */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -415,6 +417,64 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_
  * version), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
                              ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ prefix reuse
+ *
+ * Full blocks that one sequence publishes under keys, and that others begin with. A key is 32 bytes of the caller, such as
+ * a cryptographic hash, and stands for ALL tokens up to the end of its block (and for the model that made them): key i of a
+ * list is the one of block i. Namespaces keep tenants apart: keys are hashed with a salt, so that nobody without it finds or
+ * guesses what others have, and memory is zeroed before it goes from one namespace to another. A sequence belongs to the
+ * namespace that it was matched in or published to, forks of it too; it can be published there alone. More: docs/tiers.md. */
+
+/* A namespace of one pool. 0 is never one. */
+typedef uint64_t ta_namespace;
+
+typedef struct ta_namespace_options {
+    uint32_t struct_size;
+    uint32_t reserved;
+    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit */
+    uint8_t salt[32];     /* secret random bytes; the same ones find published blocks again in a later process */
+} ta_namespace_options;
+
+typedef struct ta_namespace_stats {
+    uint32_t struct_size;
+    uint32_t reserved;
+    uint64_t entries; /* published blocks */
+    uint64_t bytes;
+    uint64_t bytes_quota;  /* 0: no limit */
+    uint64_t bytes_shared; /* of entries that sequences have, too */
+    uint64_t hits;         /* keys found, since creation, as the next ones */
+    uint64_t misses;       /* keys asked for and not found, those behind the first one included */
+    uint64_t published;    /* blocks; not those whose key was there already */
+    uint64_t evicted;      /* entries dropped for room or quota */
+} ta_namespace_stats;
+
+/* Errors: TA_E_INVALID (no salt, or the pool has a namespace with this one), TA_E_STRUCT, TA_E_LIMIT (65536), TA_E_MEMORY,
+ * TA_E_CLOSED. */
+TA_API ta_status ta_namespace_create(ta_kv_pool* pool, const ta_namespace_options* options, ta_namespace* out, ta_error* err);
+/* Drops its entries; sequences that have the blocks keep them. Errors: TA_E_STALE, TA_E_CLOSED. */
+TA_API ta_status ta_namespace_destroy(ta_kv_pool* pool, ta_namespace space, ta_error* err);
+/* Errors: TA_E_STALE, TA_E_STRUCT, TA_E_CLOSED. */
+TA_API ta_status ta_namespace_get_stats(const ta_kv_pool* pool, ta_namespace space, ta_namespace_stats* stats, ta_error* err);
+/* Writes its entries that are not there yet to the persistent disk tier, and waits until they survive a power failure. Blocks
+ * that are in faster tiers stay there, too; what was written before a failure stays. Errors: TA_E_STALE, TA_E_UNSUPPORTED (no
+ * such tier), TA_E_TIER_FULL, TA_E_IO, TA_E_CORRUPT (err->block), TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_namespace_flush(ta_kv_pool* pool, ta_namespace space, ta_error* err);
+
+/* Publishes blocks 0 to n - 1 of a sequence. Where a key is there already its block stays. The entries outlive the sequence;
+ * they move to slower tiers like other blocks, before them when no sequence has them. Then they are also dropped, those not
+ * asked for longest first, when there is no room at all or the quota needs it.
+ *   keys   [n, 32]; n is at most length / 64
+ * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_LIMIT (the quota, and sequences use what is published), TA_E_NONFINITE
+ * (on a GPU; once, as ta_plan_begin), TA_E_CORRUPT, TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space, const uint8_t* keys, uint64_t n,
+                                ta_error* err);
+/* Creates a sequence of the namespace that begins with the blocks of the first keys, as many as are published without a gap,
+ * maybe none: what ta_seq_fork and ta_seq_truncate of the publisher would make. `length` gets its tokens.
+ *   keys   [n, 32], may be NULL when n is 0
+ * Errors: TA_E_INVALID, TA_E_STALE, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
+TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_seq* out,
+                                     int64_t* length, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ moves
  *

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <new>
 #include <system_error>
@@ -110,6 +111,12 @@ Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int ar
 
 // ta_attend_options behind a pointer that may be null. `storage` keeps the copy.
 Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, int argument, ta_attend_options* storage);
+
+// A callback of the caller's; may be null.
+inline std::function<bool(uint64_t done, uint64_t total)> progress_of(ta_progress_fn progress, void* user) {
+    if (!progress) return {};
+    return [=](uint64_t done, uint64_t total) { return progress(user, done, total) == 0; };
+}
 
 // The pool behind a handle, once it may be used here.
 inline Status check_pool(const ta_kv_pool* pool) {

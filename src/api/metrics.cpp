@@ -119,6 +119,21 @@ constexpr TierMetric kTierMetrics[] = {
     {"tier_corrupt", "counter", "Blocks that did not match their hashes.", [](auto& s) { return double(s.corrupt); }},
 };
 
+struct NamespaceMetric {
+    const char *name, *type, *help;
+    uint64_t NamespaceStats::*value;
+};
+constexpr NamespaceMetric kNamespaceMetrics[] = {
+    {"namespace_entries", "gauge", "Published blocks of a namespace.", &NamespaceStats::entries},
+    {"namespace_bytes", "gauge", "Their bytes.", &NamespaceStats::bytes},
+    {"namespace_quota_bytes", "gauge", "Limit of them; 0: none.", &NamespaceStats::quota},
+    {"namespace_shared_bytes", "gauge", "Bytes of published blocks that sequences have.", &NamespaceStats::bytes_shared},
+    {"namespace_hits", "counter", "Keys asked for and found.", &NamespaceStats::hits},
+    {"namespace_misses", "counter", "Keys asked for and not found.", &NamespaceStats::misses},
+    {"namespace_published", "counter", "Blocks published.", &NamespaceStats::published},
+    {"namespace_evicted", "counter", "Published blocks dropped for room or quota.", &NamespaceStats::evicted},
+};
+
 Status write_all(const ta_kv_pool* pool, Writer& w) {
     ta_error error{};
     ta_kv_pool_stats s{};
@@ -156,6 +171,13 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
         w.family("move_seconds", "histogram", "Time of a batch of moves into a tier, by powers of two of a microsecond.");
         for (int t = 0; t < 3; ++t) {
             if (has[t]) w.histogram(c.latency[t], c.seconds[t], kTiers[t]);
+        }
+    }
+    if (const std::vector<NamespaceStats> spaces = std::as_const(*pool->impl).prefixes().all_stats(); !spaces.empty()) {
+        for (const NamespaceMetric& m : kNamespaceMetrics) {
+            w.family(m.name, m.type, m.help);
+            for (const NamespaceStats& space : spaces)
+                w.value(double(space.*m.value), "namespace", std::to_string(space.id).c_str());
         }
     }
     return {};

@@ -19,6 +19,9 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     settings.numa_node = int(o.host_node) - 1;
     const char* temporary = std::getenv("TMPDIR");
     settings.disk_folder = o.disk_folder ? o.disk_folder : temporary && *temporary ? temporary : "/tmp";
+    if (o.disk_path) settings.disk_path = o.disk_path;
+    if (o.disk_path && (o.disk_bytes == 0 || settings.disk_path.empty()))
+        return fail(TA_E_INVALID, "options.tiers.disk_path asks for a file and a budget in disk_bytes");
     constexpr int kBetween = 4;
     if (o.high_percent) settings.high_percent = o.high_percent;
     settings.low_percent = o.low_percent ? o.low_percent : std::max(settings.high_percent - kBetween, 0);

@@ -4,15 +4,6 @@
 using namespace ta;
 using namespace ta::api;
 
-namespace {
-
-Progress progress_of(ta_progress_fn progress, void* user) {
-    if (!progress) return {};
-    return [=](uint64_t done, uint64_t total) { return progress(user, done, total) == 0; };
-}
-
-}  // namespace
-
 extern "C" {
 
 ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err) {

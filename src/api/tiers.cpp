@@ -168,7 +168,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             r.largest_free = s.largest_free;
             r.blocks = s.slots_used[0] + s.slots_used[1];
             r.failed = s.failed + s.stalled;
-            r.corrupt = s.corrupt;
+            r.corrupt = s.corrupt + (kind.value() == TierKind::kDisk ? p.refused_records() : 0);
             r.queued = s.queued + s.in_flight;
             std::string reason = health.reason;
             for (const std::string& missing : t->degraded()) reason += (reason.empty() ? "" : "; ") + missing;

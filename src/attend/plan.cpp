@@ -134,7 +134,13 @@ Status Plan::bring_blocks() {
     constexpr std::chrono::seconds kPatience{10}, kReadersPatience{1};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
-    if (!pool_->mover()) return reserve_blocks(nullptr);
+    if (!pool_->mover()) {
+        for (;;) {
+            std::vector<PageKind> wanted;
+            Status s = reserve_blocks(&wanted);
+            if (s.code() != TA_E_TIER_FULL || !pool_->drop_unused(TierKind::kDevice, wanted)) return s;
+        }
+    }
     for (int made = 0;;) {
         TA_RETURN_IF_ERROR(pool_->make_resident(sequences_));
         reading_ = store.start_reading();
@@ -179,12 +185,14 @@ bool Plan::has_block_on_disk() const {
 // Takes all blocks of the step at once: a step that does not fit takes none from others. `all_wanted`: their kinds, or nullptr.
 Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
     std::vector<PageKind> wanted;
+    std::vector<Tenant> tenants;
     std::vector<std::pair<size_t, StepBlock*>> owner;  // of wanted: member and touched block
     for (size_t i = 0; i < step_.members.size(); ++i) {
         StepMember& m = step_.members[i];
         for (StepBlock& t : m.touched) {
             const auto want = [&](PageKind kind) {
                 wanted.push_back(kind);
+                tenants.push_back(m.sequence->tenant);
                 owner.emplace_back(i, &t);
             };
             if (!t.token && t.workspace_page < 0) want(PageKind::kToken);
@@ -196,11 +204,11 @@ Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
         for (StepMember& m : step_.members) m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
     });
     size_t failed = wanted.size();
-    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted, &failed);
+    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted, &failed, tenants);
     if (!taken.ok()) {
         Status s = std::move(taken).status();
         if (all_wanted) all_wanted->swap(wanted);
-        if (failed == owner.size()) return s;
+        if (failed == owner.size()) return s;  // `wanted` may have been handed on
         return std::move(s).sequence(int64_t(owner[failed].first)).block(owner[failed].second->index);
     }
     std::vector<BlockPtr> blocks = taken.take();

@@ -86,6 +86,7 @@ CudaDevice::~CudaDevice() {
     const CudaScope scope(ordinal_);
     moves_.reset();
     if (copies_) cudaStreamDestroy(copies_);
+    if (zeroed_) cudaEventDestroy(zeroed_);
 }
 
 uint8_t* CudaDevice::allocate(size_t bytes) {
@@ -164,6 +165,26 @@ Status CudaDevice::calibrate_moves() {
 
 MoveCrossover CudaDevice::move_crossover() const {
     return moves_->crossover();
+}
+
+Status CudaDevice::zero(std::span<const DeviceRange> ranges) {
+    const CudaScope scope(ordinal_);
+    std::lock_guard lock(mutex_);
+    if (!zeroed_) {
+        fences_.reserve(fences_.size() + 1);
+        TA_RETURN_IF_ERROR(check(cudaEventCreateWithFlags(&zeroed_, cudaEventDisableTiming), "creating an event"));
+        fences_.push_back(zeroed_);  // steps and moves wait for it as for the steps of others
+    }
+    Status s;
+    for (cudaEvent_t fence : fences_) {
+        if (s.ok() && fence != zeroed_) s = check(cudaStreamWaitEvent(copies_, fence, 0), "waiting for a step");
+    }
+    for (const DeviceRange& r : ranges) {
+        if (s.ok()) s = check(cudaMemsetAsync(r.memory, 0, r.bytes, copies_), "zeroing blocks");
+    }
+    // After a failure, too: some may be on their way.
+    Status recorded = check(cudaEventRecord(zeroed_, copies_), "recording an event");
+    return s.ok() ? std::move(recorded) : std::move(s);
 }
 
 Status CudaDevice::wait_for_steps() {

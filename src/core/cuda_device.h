@@ -53,6 +53,7 @@ class CudaDevice final : public Device {
     Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) override;
     Status calibrate_moves() override;
     MoveCrossover move_crossover() const override;
+    Status zero(std::span<const DeviceRange> ranges) override;
     Status wait_for_steps() override;
     Status register_host(uint8_t* memory, size_t bytes) override;
     void unregister_host(uint8_t* memory) override;
@@ -87,6 +88,7 @@ class CudaDevice final : public Device {
     std::unique_ptr<CudaMoves> moves_;
     mutable std::mutex mutex_;  // of copies_, fences_ and dense_
     std::vector<cudaEvent_t> fences_;
+    cudaEvent_t zeroed_ = nullptr;  // one of them: behind the last zero()
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device
     std::shared_ptr<CudaDense> dense_;  // made by the first dense call; uses the others

@@ -1,5 +1,6 @@
 #include "src/core/device.h"
 
+#include <cstring>
 #include <vector>
 
 #include "src/kv/blocks.h"
@@ -30,6 +31,12 @@ Result<std::unique_ptr<DeviceTransfer>> Device::start_copy(std::span<const Devic
     auto transfer = std::make_unique<FinishedTransfer>();
     TA_RETURN_IF_ERROR(copy(copies, options.to_host));
     return std::unique_ptr<DeviceTransfer>(std::move(transfer));
+}
+
+Status Device::zero(std::span<const DeviceRange> ranges) {
+    TA_RETURN_IF_ERROR(wait_for_steps());
+    for (const DeviceRange& r : ranges) std::memset(r.memory, 0, r.bytes);
+    return {};
 }
 
 Result<std::unique_ptr<ArrivalCheck>> BlockVerifier::start(std::span<const PlacedBlock> blocks, const DeviceTransfer&) {

@@ -21,6 +21,11 @@ struct DeviceCopy {
     size_t bytes;
 };
 
+struct DeviceRange {
+    uint8_t* memory;
+    size_t bytes;
+};
+
 // What carries blocks between a device and the host.
 enum class MoveRoute : uint8_t {
     kCalibrated,  // whichever was faster for blocks of that size when it was measured
@@ -96,6 +101,9 @@ class Device {
     // Measures, the first time, from what size on the copy engine is the faster way. Takes some milliseconds.
     virtual Status calibrate_moves() { return {}; }
     virtual MoveCrossover move_crossover() const { return {}; }
+    // Enqueues zeroing of device memory behind all steps that were ended so far, before steps and copies that begin from now on.
+    // A device whose memory is the host's does it at once.
+    virtual Status zero(std::span<const DeviceRange> ranges);
     // Until all steps that were ended so far are over on the device.
     virtual Status wait_for_steps() = 0;
     // Makes host memory one that kernels read at the same address.

@@ -94,6 +94,8 @@ Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64
 BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget)
     : geometry_(geometry),
       budget_(budget),
+      device_(device),
+      has_hooks_(allocator.has_hooks()),
       slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
       memory_{{allocator, slab_.get(), 0, geometry.token_slot_bytes, budget},
               {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget}} {}
@@ -119,37 +121,54 @@ void BlockStore::trim() {
 void BlockStore::free_cached(PageKind kind, size_t keep) {
     auto& list = cached_[size_t(kind)];
     while (list.size() > keep) {
-        memory_[size_t(kind)].give(list.back());
+        give(kind, list.back());
         list.pop_back();
-        held_ -= geometry_.slot_bytes(kind);
     }
 }
 
-Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed) {
+Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed,
+                                                  std::span<const Tenant> tenants) {
     std::vector<BlockPtr> blocks;
-    std::vector<uint8_t*> slots;
+    std::vector<Taken> slots;
     blocks.reserve(wanted.size());
     TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
+    Status s;
     try {
-        for (size_t i = 0; i < wanted.size(); ++i) {
-            blocks.push_back(std::make_shared<Block>(*this, wanted[i], slots[i], next_content_id()));
+        s = clear(wanted, slots, tenants);
+        for (size_t i = 0; s.ok() && i < wanted.size(); ++i) {
+            blocks.push_back(std::make_shared<Block>(*this, wanted[i], slots[i].slot, next_content_id()));
+            if (!tenants.empty()) blocks.back()->set_tenant(tenants[i]);
         }
     } catch (const std::bad_alloc&) {
-        for (size_t i = blocks.size(); i < wanted.size(); ++i) release_slot(wanted[i], slots[i]);
-        return fail(TA_E_MEMORY, "no memory for a block's bookkeeping");
+        s = fail(TA_E_MEMORY, "no memory for a block's bookkeeping");
     }
-    return blocks;
+    if (s.ok()) return blocks;
+    for (size_t i = blocks.size(); i < wanted.size(); ++i) release_slot(wanted[i], slots[i].slot, kUnknownTenant);
+    return s;
+}
+
+// Zeroes the slots that another tenant's bytes are in. Not under the lock: it takes as long as writing them.
+Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants) {
+    std::vector<DeviceRange> ranges;
+    for (size_t i = 0; i < slots.size(); ++i) {
+        if (slots[i].tenant == (tenants.empty() ? 0 : tenants[i])) continue;
+        ranges.push_back({slots[i].slot, geometry_.slot_bytes(wanted[i])});
+    }
+    if (device_ && !ranges.empty()) return device_->zero(ranges);
+    for (const DeviceRange& r : ranges) std::memset(r.memory, 0, r.bytes);
+    return {};
 }
 
 Result<std::vector<uint8_t*>> BlockStore::acquire_slots(std::span<const PageKind> wanted, size_t* failed) {
+    std::vector<Taken> taken;
     std::vector<uint8_t*> slots;
-    TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
+    slots.reserve(wanted.size());
+    TA_RETURN_IF_ERROR(take_slots(wanted, taken, failed));
+    for (const Taken& t : taken) slots.push_back(t.slot);
     return slots;
 }
 
-Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<uint8_t*>& slots, size_t* failed) {
-    std::vector<uint8_t> fresh;  // slots that were not kept from before
-    fresh.reserve(wanted.size());
+Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {
     slots.reserve(wanted.size());
     size_t need[2] = {0, 0};
     for (PageKind kind : wanted) ++need[size_t(kind)];
@@ -166,9 +185,11 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<uint
     for (PageKind kind : wanted) {
         auto& list = cached_[size_t(kind)];
         uint8_t* slot = nullptr;
-        fresh.push_back(list.empty());
-        if (!list.empty()) {
-            slot = list.back();
+        const bool fresh = list.empty();
+        Tenant tenant = slab_has_tenants_ ? kUnknownTenant : 0;
+        if (!fresh) {
+            slot = list.back().slot;
+            tenant = list.back().tenant;
             list.pop_back();
         } else {
             slot = memory_[size_t(kind)].take();
@@ -176,12 +197,12 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<uint
         }
         if (!slot) {
             for (size_t i = slots.size(); i-- > 0;) {
-                if (!fresh[i]) {
-                    cached_[size_t(wanted[i])].push_back(slots[i]);
-                    continue;
+                const Cached back{slots[i].slot, slots[i].tenant};
+                if (slots[i].fresh) {
+                    give(wanted[i], back);
+                } else {
+                    cached_[size_t(wanted[i])].push_back(back);
                 }
-                memory_[size_t(wanted[i])].give(slots[i]);
-                held_ -= geometry_.slot_bytes(wanted[i]);
             }
             if (slab_) {
                 return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
@@ -189,7 +210,7 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<uint
             }
             return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));
         }
-        slots.push_back(slot);
+        slots.push_back({slot, fresh, tenant});
     }
     for (size_t kind = 0; kind < 2; ++kind) in_use_[kind] += need[kind];
     peak_ = std::max(peak_, in_use + more);
@@ -209,30 +230,44 @@ Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_u
 }
 
 // A slot that nobody uses: kept for reuse while there are few.
-void BlockStore::put_back(PageKind kind, uint8_t* slot) {
+void BlockStore::put_back(PageKind kind, const Cached& slot) {
     auto& list = cached_[size_t(kind)];
     if (list.size() < list.capacity() && list.size() < kCachedSlots) {
         list.push_back(slot);
-        return;
+    } else {
+        give(kind, slot);
     }
-    memory_[size_t(kind)].give(slot);
+}
+
+// Back to where slots come from. The system hands out zeroed memory only; hooks may have other uses for it.
+void BlockStore::give(PageKind kind, const Cached& slot) {
+    if (slot.tenant != 0 && slab_) slab_has_tenants_ = true;
+    if (slot.tenant != 0 && has_hooks_ && !slab_) std::memset(slot.slot, 0, geometry_.slot_bytes(kind));
+    memory_[size_t(kind)].give(slot.slot);
     held_ -= geometry_.slot_bytes(kind);
 }
 
 void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
+    release_slot(kind, slot, kUnknownTenant);  // a move that failed left something there
+}
+
+void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
     std::lock_guard lock(mutex_);
-    free_place(kind, {TierKind::kDevice, slot, {}});
+    free_place(kind, {TierKind::kDevice, slot, {}, false}, tenant);
 }
 
 void BlockStore::release(const Block& block) {
     std::lock_guard lock(mutex_);
-    free_place(block.kind_, {block.tier_, block.slot_, block.tier_slot_});
+    const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
+    if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
+    if (block.tier_ == TierKind::kDisk && block.tier_keyed_ && keep) return;
+    free_place(block.kind_, {block.tier_, block.slot_, block.tier_slot_, block.tier_keyed_}, block.tenant());
 }
 
-void BlockStore::free_place(PageKind kind, const Place& place) {
+void BlockStore::free_place(PageKind kind, const Place& place, Tenant tenant) {
     if (place.tier == TierKind::kDevice) {
         --in_use_[size_t(kind)];
-        put_back(kind, place.address);
+        put_back(kind, {place.address, tenant});
         return;
     }
     if (place.tier == TierKind::kDisk) on_disk_.fetch_sub(1, std::memory_order_release);
@@ -248,18 +283,70 @@ void BlockStore::attach(Tier* host, Tier* disk) {
 
 Place BlockStore::place_of(const Block& block) const {
     std::lock_guard lock(mutex_);
-    return {block.tier_, block.tier_ == TierKind::kDisk ? nullptr : block.slot_.load(), block.tier_slot_};
+    return {block.tier_, block.tier_ == TierKind::kDisk ? nullptr : block.slot_.load(), block.tier_slot_, block.tier_keyed_};
 }
 
 void BlockStore::move(Block& block, const Place& to) {
     std::lock_guard lock(mutex_);
-    left_.push_back({moves_, block.kind_, {block.tier_, block.slot_, block.tier_slot_}});
-    if (to.tier == TierKind::kDisk) on_disk_.fetch_add(1, std::memory_order_release);
+    if (block.tier_ == TierKind::kDisk && block.tier_keyed_) {
+        block.record_ = block.tier_slot_;  // the next process shall find it, too
+        on_disk_.fetch_sub(1, std::memory_order_release);
+    } else {
+        left_.push_back({moves_, block.kind_, {block.tier_, block.slot_, block.tier_slot_, false}, block.tenant()});
+    }
+    if (to.tier == TierKind::kDisk) {
+        on_disk_.fetch_add(1, std::memory_order_release);
+        if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});  // a newer one took its place
+        block.record_ = Slot{};
+    }
     if (to.tier != TierKind::kDisk) block.slot_.store(to.address, std::memory_order_release);
     block.tier_.store(to.tier, std::memory_order_release);
     block.tier_slot_ = to.slot;
+    block.tier_keyed_ = to.keyed;
     moves_.fetch_add(1, std::memory_order_release);
     free_left();
+}
+
+BlockPtr BlockStore::recover(Slot slot, uint64_t content_id, const BlockKey& key) {
+    auto block = std::make_shared<Block>(*this, PageKind(slot.slot_class), nullptr, content_id);
+    block->tier_slot_ = slot;
+    block->tier_keyed_ = true;
+    block->key_ = key;
+    block->keyed_ = block->published_ = true;
+    block->tenant_ = kUnknownTenant;
+    block->tier_ = TierKind::kDisk;
+    block->mark_sealed();
+    on_disk_.fetch_add(1, std::memory_order_release);
+    uint64_t next = content_ids_.load();
+    while (next <= content_id && !content_ids_.compare_exchange_weak(next, content_id + 1)) {
+    }
+    return block;
+}
+
+void BlockStore::set_key(Block& block, const BlockKey& key) {
+    std::lock_guard lock(mutex_);
+    if (block.keyed_.load(std::memory_order_relaxed)) return;
+    block.key_ = key;
+    block.keyed_.store(true, std::memory_order_release);
+}
+
+bool BlockStore::drop_record(Block& block) {
+    std::lock_guard lock(mutex_);
+    if (block.record_.index == Slot::kNone) return false;
+    disk_->release({&block.record_, 1});
+    block.record_ = Slot{};
+    return true;
+}
+
+void BlockStore::set_record(Block& block, Slot slot) {
+    std::lock_guard lock(mutex_);
+    if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
+    block.record_ = slot;
+}
+
+bool BlockStore::has_record(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    return block.record_.index != Slot::kNone || (block.tier_ == TierKind::kDisk && block.tier_keyed_);
 }
 
 uint64_t BlockStore::start_reading() {
@@ -283,7 +370,7 @@ void BlockStore::free_left() {
     if (!barriers_.readers) first = UINT64_MAX;
     size_t n = 0;
     while (n < left_.size() && left_[n].at < first) ++n;
-    for (size_t i = 0; i < n; ++i) free_place(left_[i].kind, left_[i].place);
+    for (size_t i = 0; i < n; ++i) free_place(left_[i].kind, left_[i].place, left_[i].tenant);
     left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
     if (n > 0) freed_.notify_all();
 }

@@ -1,6 +1,7 @@
 // Blocks: reference-counted slots under a byte budget, in the device tier or in a tier below it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,11 +20,19 @@ namespace ta {
 
 class BlockStore;
 
+// Whose tokens a block holds: the namespace's id (src/kv/prefix.h), 0: of none.
+using Tenant = uint64_t;
+inline constexpr Tenant kUnknownTenant = UINT64_MAX;
+
+// Names a published block in a persistent disk tier.
+using BlockKey = std::array<uint8_t, 32>;
+
 // Where the bytes of a block are.
 struct Place {
     TierKind tier = TierKind::kDevice;
     uint8_t* address = nullptr;  // that the device reads; nullptr on disk
     Slot slot;                   // of the host or the disk tier
+    bool keyed = false;          // the record on disk bears the block's key
 };
 
 // One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
@@ -67,6 +76,15 @@ class Block {
     void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
     uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
 
+    // Memory that this block leaves is zeroed before another tenant's block gets it.
+    void set_tenant(Tenant tenant) { tenant_.store(tenant, std::memory_order_relaxed); }
+    Tenant tenant() const { return tenant_.load(std::memory_order_relaxed); }
+    // Under which it is published, nullptr: never was. The first one stays.
+    const BlockKey* key() const { return keyed_.load(std::memory_order_acquire) ? &key_ : nullptr; }
+    // Whether the next process is to find it.
+    void set_published(bool published) { published_.store(published, std::memory_order_relaxed); }
+    bool published() const { return published_.load(std::memory_order_relaxed); }
+
   private:
     friend class BlockStore;
 
@@ -75,6 +93,11 @@ class Block {
     uint64_t content_id_;
     std::atomic<uint32_t> pins_{0};
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
+    Slot record_;     // that stayed on a persistent disk when the block came back from there
+    bool tier_keyed_ = false;
+    BlockKey key_{};
+    std::atomic<bool> keyed_{false}, published_{false};
+    std::atomic<Tenant> tenant_{0};
     PageKind kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};
     std::atomic<bool> moving_{false}, stuck_{false};
@@ -119,10 +142,11 @@ class BlockStore {
     BlockStore& operator=(const BlockStore&) = delete;
 
     // One block for each kind in `wanted`, in that order, or none and nothing changed. Their bytes are unspecified: kernels never
-    // read slots of tokens that were not written. TA_E_TIER_FULL beyond the budget, `failed` is then the first that does not fit;
-    // TA_E_MEMORY when the allocator has none.
-    Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr);
-    // The same without blocks around the slots, for blocks that come back from other tiers.
+    // read slots of tokens that were not written; what other tenants left there is zeroed. TA_E_TIER_FULL beyond the budget, `failed`
+    // is then the first that does not fit; TA_E_MEMORY when the allocator has none. `tenants`: of each block, or empty: none.
+    Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr,
+                                          std::span<const Tenant> tenants = {});
+    // The same without blocks around the slots, for blocks that come back from other tiers and overwrite all of them.
     Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
     void release_slot(PageKind kind, uint8_t* slot);
 
@@ -138,6 +162,17 @@ class BlockStore {
     void stop_reading(uint64_t reading);
     // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
     bool wait_for_left(std::chrono::milliseconds most);
+    // A full block that a persistent disk tier, attached before, brought along.
+    BlockPtr recover(Slot slot, uint64_t content_id, const BlockKey& key);
+    // The block's first key. From then on its records on disk bear it, and stay there when it comes back.
+    void set_key(Block& block, const BlockKey& key);
+    // Gives up the record that a block left on disk; false when there is none.
+    bool drop_record(Block& block);
+    // A record of the block, under its key, that was written beside it.
+    void set_record(Block& block, Slot slot);
+    bool has_record(const Block& block) const;
+    // The pool ends: records of published blocks stay on disk for the next one.
+    void keep_records() { keep_records_.store(true, std::memory_order_release); }
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
     uint64_t blocks_on_disk() const { return on_disk_.load(std::memory_order_acquire); }
@@ -158,23 +193,40 @@ class BlockStore {
         uint64_t at;
         PageKind kind;
         Place place;
+        Tenant tenant;
     };
-    Status take_slots(std::span<const PageKind> wanted, std::vector<uint8_t*>& slots, size_t* failed);
+    struct Cached {
+        uint8_t* slot;
+        Tenant tenant;  // whose bytes are in it
+    };
+    struct Taken {
+        uint8_t* slot;
+        bool fresh;     // was not kept from before
+        Tenant tenant;  // likewise whose bytes are in it
+    };
+    Status take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed);
+    Status clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants);
+    void release_slot(PageKind kind, uint8_t* slot, Tenant tenant);
     void release(const Block& block);
-    void free_place(PageKind kind, const Place& place);
+    void free_place(PageKind kind, const Place& place, Tenant tenant);
     void free_left();
     void free_cached(PageKind kind, size_t keep);
-    void put_back(PageKind kind, uint8_t* slot);
+    void put_back(PageKind kind, const Cached& slot);
+    void give(PageKind kind, const Cached& slot);
     Status beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const;
 
     const Geometry& geometry_;
     const uint64_t budget_;
     Barriers barriers_;
+    Device* const device_;
+    const bool has_hooks_;
+    bool slab_has_tenants_ = false;  // a namespace's bytes may lie anywhere in the slab's free memory
+    std::atomic<bool> keep_records_{false};
     std::atomic<uint64_t> content_ids_{1};
     mutable std::mutex mutex_;
     std::unique_ptr<SlotSlab> slab_;  // with a device
     SlotMemory memory_[2];            // by PageKind, as all below
-    std::vector<uint8_t*> cached_[2];
+    std::vector<Cached> cached_[2];
     uint64_t in_use_[2] = {0, 0};  // slots
     uint64_t held_ = 0;            // bytes, in use and cached
     uint64_t peak_ = 0;            // bytes in use

@@ -49,6 +49,7 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
       first_generation_(some_generation(this)),
       fingerprint_(fingerprint_of(geometry_, numerics_)),
       blocks_(std::make_unique<BlockStore>(context_->allocator(), context_->device(), geometry_, budget)),
+      prefixes_(*blocks_, geometry_, uint64_t(first_generation_) << 32),
       nonfinite_(nullptr, {context_->device()}),
       open_amax_(nullptr, {context_->device(), 0}) {
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
@@ -73,6 +74,10 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
     if (Device* device = pool->context().device()) pool->verifier_ = device->make_verifier(*pool);
     TA_RETURN_IF_ERROR(pool->attach_tiers(tiers));
     return pool;
+}
+
+Pool::~Pool() {
+    blocks_->keep_records();
 }
 
 // On a device a value that is not finite is replaced, counted, and reported by the sequence's next step, once.
@@ -133,6 +138,7 @@ Result<uint32_t> Pool::take_slot() {
     s.slot = slot;
     if (nonfinite_) s.nonfinite_seen = std::atomic_ref(nonfinite_[slot]).load(std::memory_order_relaxed);
     s.amax_side = kNothingSeen;
+    s.tenant = 0;
     if (numerics_.universal_open_scale && !open_amax_) s.open_amax.assign(open_amax_record(), 0.0f);
     free_slots_.pop_back();
     ++s.generation;
@@ -152,6 +158,8 @@ Status Pool::close() {
         free_slots_.clear();
     }
     if (mover_) mover_->cancel_all();
+    blocks_->keep_records();
+    prefixes_.close();
     ended.clear();
     blocks_->trim();
     return {};
@@ -196,6 +204,7 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
         s.nonfinite_seen -= counted - from.value()->nonfinite_seen;
     }
     s.open_amax = std::move(amax);
+    s.tenant = from.value()->tenant.load();
     return id_of(slot.value());
 }
 
@@ -211,23 +220,66 @@ Status Pool::copy_open_amax(const Sequence& from, Sequence& to) {
     return {};
 }
 
+Status Pool::copy_locked(const Sequence& s, Snapshot& copy) const {
+    copy = {s.length, s.blocks, s.open_amax, s.tenant.load()};
+    if (!open_amax_) return {};
+    copy.open_amax.resize(open_amax_record());
+    if (s.amax_side == kNothingSeen) return {};
+    const size_t bytes = open_amax_record() * sizeof(float);
+    return context_->device()->read(copy.open_amax.data(), open_amax_.get() + (size_t(s.slot) * 2 + s.amax_side) * bytes,
+                                    bytes);
+}
+
 Result<Pool::Snapshot> Pool::snapshot(ta_seq seq) const {
     Snapshot copy;
-    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) -> Status {
-        copy = {s.length, s.blocks, s.open_amax};
-        if (!open_amax_) return {};
-        copy.open_amax.resize(open_amax_record());
-        if (s.amax_side == kNothingSeen) return {};
-        const size_t bytes = open_amax_record() * sizeof(float);
-        return context_->device()->read(copy.open_amax.data(), open_amax_.get() + (size_t(s.slot) * 2 + s.amax_side) * bytes,
-                                        bytes);
-    }));
+    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) { return copy_locked(s, copy); }));
     return copy;
+}
+
+Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() const {
+    std::vector<std::pair<ta_seq, Snapshot>> all;
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    for (const auto& s : sequences_) {
+        if (!s->alive) continue;
+        if (s->in_plan) return busy(id_of(s->slot));
+        all.emplace_back(id_of(s->slot), Snapshot{});
+        TA_RETURN_IF_ERROR(copy_locked(*s, all.back().second));
+    }
+    return all;
 }
 
 Result<ta_seq> Pool::adopt(Snapshot&& from) {
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open_locked());
+    return adopt_locked(std::move(from));
+}
+
+Result<std::vector<ta_seq>> Pool::adopt_all(std::vector<Snapshot>&& all) {
+    std::vector<ta_seq> ids;
+    ids.reserve(all.size());
+    std::vector<std::vector<BlockPtr>> dropped(all.size());  // after the lock
+    std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(check_open_locked());
+    Status status;
+    try {
+        for (Snapshot& s : all) {
+            Result<ta_seq> id = adopt_locked(std::move(s));
+            if (!id.ok()) {
+                status = std::move(id).status();
+                break;
+            }
+            ids.push_back(id.value());
+        }
+    } catch (const std::bad_alloc&) {
+        status = fail(TA_E_MEMORY, "no memory for a sequence");
+    }
+    if (status.ok()) return ids;
+    for (size_t i = 0; i < ids.size(); ++i) end_locked(*sequences_[uint32_t(ids[i])], dropped[i]);
+    return status;
+}
+
+Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
@@ -251,6 +303,7 @@ Result<ta_seq> Pool::adopt(Snapshot&& from) {
     s.length = from.length;
     s.priority = 0;
     s.blocks = std::move(from.blocks);
+    s.tenant = from.tenant;
     ++s.version;
     return id_of(slot.value());
 }
@@ -287,12 +340,16 @@ Status Pool::release(ta_seq seq) {
     if (!found.ok()) return std::move(found).status();
     Sequence& s = *found.value();
     if (s.in_plan) return busy(seq);
+    end_locked(s, dropped);
+    return {};
+}
+
+void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
     s.alive = false;
     s.length = 0;
     s.blocks.swap(dropped);
     // A slot whose generations are used up is retired, so that an old id can never name a new sequence.
-    if (s.generation != UINT32_MAX) free_slots_.push_back(uint32_t(seq));
-    return {};
+    if (s.generation != UINT32_MAX) free_slots_.push_back(s.slot);
 }
 
 Status Pool::set_priority(ta_seq seq, int32_t priority) {

@@ -7,12 +7,14 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/core/context.h"
 #include "src/kv/blocks.h"
 #include "src/kv/geometry.h"
 #include "src/kv/numerics.h"
+#include "src/kv/prefix.h"
 #include "src/tiering/mover.h"
 #include "src/tiering/policy/policy.h"
 
@@ -34,17 +36,21 @@ struct Sequence {
     std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale, on a CPU
     uint8_t amax_side = kNothingSeen;  // the same on a device: which record of Pool::open_amax() holds them
     uint32_t nonfinite_seen = 0;       // of the device's counter
+    std::atomic<Tenant> tenant{0};     // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
 };
 
 // The tiers below the device, each on if it has a budget.
 struct TierSettings {
     uint64_t host_budget = 0, disk_budget = 0;
     std::string disk_folder;
+    std::string disk_path;  // of a persistent file; empty: one without a name in disk_folder
     int numa_node = -1;
     MoveRoute route = MoveRoute::kCalibrated;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
     Eviction eviction = Eviction::kLru;
 };
+
+class DiskTier;
 
 class Pool {
   public:
@@ -56,6 +62,7 @@ class Pool {
 
     static Result<std::shared_ptr<Pool>> create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
                                                 uint64_t budget, uint32_t max_sequences, const TierSettings& tiers = {});
+    ~Pool();
 
     Context& context() const { return *context_; }
     const Geometry& geometry() const { return geometry_; }
@@ -117,18 +124,37 @@ class Pool {
     // Moves of full blocks [first, first + n) of a sequence that is in no plan.
     Result<uint64_t> move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason);
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
+    // Records of a persistent file that were damaged when it was opened.
+    uint64_t refused_records() const { return refused_records_; }
     // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr.
     Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;
+
+    // Prefix reuse: pool_prefix.cpp.
+    PrefixStore& prefixes() { return prefixes_; }
+    const PrefixStore& prefixes() const { return prefixes_; }
+    // Publishes the first full blocks of a sequence in no plan, one for each key.
+    Status publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys);
+    // A sequence of the namespace with the blocks that are published under the first keys.
+    Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
+    // Drops published blocks that no sequence has, to make room in a tier. False when there were none.
+    bool drop_unused(TierKind tier, std::span<const PageKind> wanted);
+    // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
+    Status flush_namespace(Tenant space);
 
     // A sequence at rest: what a copy of it would have.
     struct Snapshot {
         int64_t length = 0;
         std::vector<BlockPtr> blocks;
         std::vector<float> open_amax;
+        Tenant tenant = 0;
     };
     Result<Snapshot> snapshot(ta_seq seq) const;
     // A sequence with these blocks, full ones but for the last.
     Result<ta_seq> adopt(Snapshot&& s);
+    // The same for all sequences with their ids, at one moment; TA_E_BUSY while one is in a plan.
+    Result<std::vector<std::pair<ta_seq, Snapshot>>> snapshot_all() const;
+    // All or none of them.
+    Result<std::vector<ta_seq>> adopt_all(std::vector<Snapshot>&& all);
     // A block in the device tier. Makes room by moving others out, those of `mine` too, which no sequence has yet.
     Result<BlockPtr> new_block(PageKind kind, std::span<const MoveItem> mine);
 
@@ -154,6 +180,10 @@ class Pool {
     Result<Sequence*> find(ta_seq seq) const;
     Status take_nonfinite_mark(Sequence& sequence);
     Status attach_tiers(const TierSettings& settings);
+    void recover_published(DiskTier& disk);
+    Status write_record(Block& block, uint64_t index);
+    // One request to the disk, waited for.
+    Status run_on_disk(const TierRequest& request) const;
     TierKind below(TierKind tier) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes);
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
@@ -164,6 +194,9 @@ class Pool {
         return (size_t(max_sequences_) * 2 * open_amax_record() * sizeof(float) + 15) / 16 * 16;
     }
     Status copy_open_amax(const Sequence& from, Sequence& to);
+    Status copy_locked(const Sequence& s, Snapshot& copy) const;
+    Result<ta_seq> adopt_locked(Snapshot&& s);
+    void end_locked(Sequence& s, std::vector<BlockPtr>& dropped);
     static size_t first_even(size_t n) { return (n + 1) / 2 * 2; }
     ta_seq id_of(uint32_t slot) const { return uint64_t(sequences_[slot]->generation) << 32 | slot; }
 
@@ -176,6 +209,8 @@ class Pool {
     float signs_[kMaxHeadDim];
     std::unique_ptr<Tier> host_, disk_;
     std::unique_ptr<BlockStore> blocks_;
+    PrefixStore prefixes_;
+    uint64_t refused_records_ = 0;
     TierSettings tier_settings_;
     std::unique_ptr<EvictionPolicy> policy_;
     Counters counters_;

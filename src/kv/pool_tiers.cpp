@@ -68,6 +68,11 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
     }
+    if (!settings.disk_path.empty() && numerics_.universal_open_scale) {
+        return fail(TA_E_UNSUPPORTED,
+                    "a pool with universal open scales cannot have a persistent disk tier: the scales' state is of "
+                    "sequences, and would not be there");
+    }
     const uint64_t memory = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
     if (settings.host_budget > memory) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
@@ -93,7 +98,8 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     }
     if (settings.disk_budget > 0) {
         DiskTierOptions o;
-        o.path = settings.disk_folder;
+        o.persistent = !settings.disk_path.empty();
+        o.path = o.persistent ? settings.disk_path : settings.disk_folder;
         o.budget = settings.disk_budget;
         std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
         o.fingerprint = fingerprint_;
@@ -103,7 +109,9 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         o.retry_after = seams.io_retry_after;
         Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
         if (!disk.ok()) return std::move(disk).status();
+        blocks_->attach(host_.get(), disk.value().get());
         disk_ = disk.take();
+        if (o.persistent) recover_published(static_cast<DiskTier&>(*disk_));
     }
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
@@ -118,6 +126,10 @@ TierKind Pool::below(TierKind tier) const {
 // Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay; shared
 // ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
 std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
+    // Before all others what is published and nobody uses.
+    std::vector<MoveItem> items = prefixes_.unused(tier, bytes);
+    for (const MoveItem& item : items) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
+    if (bytes == 0) return items;
     std::lock_guard lock(mutex_);
     Leaving leaving(geometry_, tier);
     for (const auto& s : sequences_) {
@@ -131,8 +143,7 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
         leaving.set_shared(true);
         shared = policy_->choose(leaving, bytes);
     }
-    std::vector<MoveItem> items;
-    items.reserve(alone.size() + shared.size());
+    items.reserve(items.size() + alone.size() + shared.size());
     for (const Victim v : alone) items.push_back(leaving.item(v));
     std::unordered_set<const Block*> listed;
     for (const Victim v : shared) {
@@ -142,14 +153,15 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
 }
 
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
-    if (tier == TierKind::kDisk) return false;
+    if (tier == TierKind::kDisk) return drop_unused(tier, wanted);
     uint64_t bytes = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
     const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
     bytes = std::max(bytes, budget / kEvictedPart);
     if (evict(tier, below(tier), bytes)) return true;
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
-    return tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes);
+    if (tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes)) return true;
+    return drop_unused(tier, wanted);
 }
 
 bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {
@@ -211,6 +223,7 @@ Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) 
         Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
         Status s = std::move(taken).status();
+        if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted)) continue;
         if (s.code() != TA_E_TIER_FULL || !mover_ || attempt == kAttempts) return s;
         if (make_room(TierKind::kDevice, wanted)) continue;
         std::vector<MoveItem> items;
@@ -283,6 +296,13 @@ class Answer final : public TierClient {
 
 }  // namespace
 
+Status Pool::run_on_disk(const TierRequest& request) const {
+    Answer answer;
+    Result<TierBatch> batch = disk_->submit({&request, 1}, answer);
+    Status s = batch.ok() ? answer.wait() : std::move(batch).status();
+    return s.ok() ? std::move(s) : std::move(s).block(int64_t(request.identity.block_index));
+}
+
 Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const {
     std::vector<uint8_t> scratch;
     if (!slot) {
@@ -306,11 +326,8 @@ Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) c
     r.identity.block_index = index;
     r.identity.content_id = block.content_id();
     r.identity.tokens = kPageTokens;
-    Answer answer;
-    Result<TierBatch> batch = disk_->submit({&r, 1}, answer);
-    if (!batch.ok()) return std::move(batch).status().block(int64_t(index));
-    Status s = answer.wait();  // with the block's hashes
-    return s.ok() ? std::move(s) : std::move(s).block(int64_t(index));
+    if (place.keyed) r.identity.key = *block.key();
+    return run_on_disk(r);  // checks the block's hashes
 }
 
 }  // namespace ta

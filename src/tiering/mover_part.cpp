@@ -156,7 +156,7 @@ bool MovePart::take(const MoveItem& item) {
         ++(pinned ? progress_.skipped : progress_.present);
         return false;
     }
-    work_.push_back({&item, from, {to_, nullptr, {}}, {}});
+    work_.push_back({&item, from, {to_, nullptr, {}, false}, {}});
     return true;
 }
 
@@ -240,7 +240,7 @@ void MovePart::start_with_disk(std::span<const size_t> list, TierRequest::Kind k
     }
     std::vector<TierRequest> requests;
     for (size_t i = 0; i < list.size(); ++i) {
-        const Work& w = work_[list[i]];
+        Work& w = work_[list[i]];
         const Block& block = *w.item->block;
         TierRequest r;
         r.kind = kind;
@@ -250,6 +250,8 @@ void MovePart::start_with_disk(std::span<const size_t> list, TierRequest::Kind k
         r.identity.block_index = w.item->index;
         r.identity.content_id = block.content_id();
         r.identity.tokens = kPageTokens;
+        if (write) w.to.keyed = block.key() != nullptr;
+        if (write ? w.to.keyed : w.from.keyed) r.identity.key = *block.key();
         r.tag = i;
         requests.push_back(r);
     }

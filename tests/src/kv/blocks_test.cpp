@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -171,6 +172,10 @@ class FakeDevice final : public Device {
     Status attend_dense(const DenseCall&) override { return {}; }
     std::unique_ptr<BlockVerifier> make_verifier(const Pool&) override { return nullptr; }
     Status copy(std::span<const DeviceCopy>, bool) override { return {}; }
+    Status zero(std::span<const DeviceRange> ranges) override {
+        for (const DeviceRange& r : ranges) std::memset(r.memory, 0, r.bytes);
+        return {};
+    }
     Status wait_for_steps() override { return {}; }
     Status register_host(uint8_t*, size_t) override { return {}; }
     void unregister_host(uint8_t*) override {}
@@ -195,6 +200,44 @@ TEST_F(Blocks, ASlabServesOneKindAfterTheOther) {
             while (BlockPtr b = take(s, kind)) all.push_back(std::move(b));
             EXPECT_EQ(all.size(), (4 << 20) / geometry.slot_bytes(kind)) << "the whole budget";
         }
+    }
+}
+
+// What a tenant left is never seen by another, nor by nobody's blocks, in slots kept for reuse and in those that were cut anew.
+TEST_F(Blocks, SlotsAreZeroedBetweenTenants) {
+    FakeDevice device;
+    for (Device* d : {static_cast<Device*>(nullptr), static_cast<Device*>(&device)}) {
+        Allocator system{ta_allocator{}};
+        BlockStore s(system, d, geometry, 4 << 20);
+        ASSERT_TRUE(!d || s.take_slab().ok());
+        const auto acquire = [&](PageKind kind, size_t n, Tenant tenant) {
+            Result<std::vector<BlockPtr>> blocks =
+                s.acquire(std::vector<PageKind>(n, kind), nullptr, std::vector<Tenant>(n, tenant));
+            EXPECT_TRUE(blocks.ok());
+            return blocks.take();
+        };
+        const auto count = [&](const std::vector<BlockPtr>& blocks, uint8_t value) {
+            size_t n = 0;
+            for (const BlockPtr& b : blocks)
+                n += size_t(std::count(b->slot(), b->slot() + geometry.slot_bytes(b->kind()), value));
+            return n;
+        };
+        const size_t most = (4 << 20) / channel;
+        for (Tenant other : {Tenant{6}, Tenant{0}}) {
+            std::vector<BlockPtr> blocks = acquire(PageKind::kChannel, 3, 5);
+            for (const BlockPtr& b : blocks) std::memset(b->slot(), 0xab, channel);
+            blocks.clear();
+            blocks = acquire(PageKind::kChannel, 3, 5);
+            EXPECT_EQ(count(blocks, 0xab), 3 * channel) << "its own";
+            blocks.clear();
+            blocks = acquire(PageKind::kChannel, 3, other);
+            EXPECT_EQ(count(blocks, 0), 3 * channel);
+        }
+        std::vector<BlockPtr> all = acquire(PageKind::kChannel, most, 5);
+        for (const BlockPtr& b : all) std::memset(b->slot(), 0xab, channel);
+        all.clear();
+        all = acquire(PageKind::kToken, (4 << 20) / token, 0);
+        EXPECT_EQ(count(all, 0), all.size() * token);
     }
 }
 

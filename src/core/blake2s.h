@@ -1,0 +1,15 @@
+// BLAKE2s (RFC 7693) with a key: a hash that who lacks the key can neither compute nor undo.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace ta {
+
+using Blake2sDigest = std::array<uint8_t, 32>;
+
+// key_bytes: 0 to 32.
+Blake2sDigest blake2s(const uint8_t* key, size_t key_bytes, const void* data, size_t bytes);
+
+}  // namespace ta

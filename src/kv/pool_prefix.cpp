@@ -1,0 +1,150 @@
+// The pool's side of prefix reuse: sequences that publish, sequences made of what is published, and what comes from a persistent disk.
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <unordered_set>
+
+#include "src/kv/block_file.h"
+#include "src/kv/pool.h"
+#include "src/tiering/disk.h"
+
+namespace ta {
+
+Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
+    const size_t n = keys.size() / kPrefixKeyBytes;
+    TA_RETURN_IF_ERROR(prefixes_.check(space));
+    // What kernels find out about the tokens must be known before others get them.
+    if (nonfinite_) TA_RETURN_IF_ERROR(context_->device()->wait_for_steps());
+    {
+        std::lock_guard lock(mutex_);
+        TA_RETURN_IF_ERROR(check_open_locked());
+        Result<Sequence*> found = find(seq);
+        if (!found.ok()) return std::move(found).status();
+        if (found.value()->in_plan) return busy(seq);
+        TA_RETURN_IF_ERROR(take_nonfinite_mark(*found.value()));
+    }
+    Result<Snapshot> taken = snapshot(seq);
+    if (!taken.ok()) return std::move(taken).status();
+    Snapshot s = taken.take();
+    if (n > uint64_t(s.length) / kPageTokens) {
+        return fail(TA_E_INVALID, "%zu blocks are to be published; the sequence has %lld that are full", n,
+                    (long long)(s.length / kPageTokens))
+            .argument(4);
+    }
+    for (size_t b = 0; b < s.blocks.size(); ++b) {
+        const Tenant of = s.blocks[b]->tenant();
+        if (of == 0 || of == space || of == kUnknownTenant) continue;  // unknown: from a file
+        return fail(TA_E_INVALID, "the sequence has blocks of another namespace").argument(2).block(int64_t(b));
+    }
+    for (size_t b = 0; b < n; ++b) {
+        if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
+            return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
+    }
+    PrefixStore::OpenAmax open_amax;
+    if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
+    TA_RETURN_IF_ERROR(prefixes_.publish(space, keys, std::span(s.blocks).first(n), open_amax));
+    for (const BlockPtr& b : s.blocks) b->set_tenant(space);
+    std::lock_guard lock(mutex_);
+    if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;
+    return {};
+}
+
+Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<const uint8_t> keys) {
+    TA_RETURN_IF_ERROR(check_open());
+    Result<PrefixStore::Match> found = prefixes_.match(space, keys);
+    if (!found.ok()) return std::move(found).status();
+    PrefixStore::Match& m = found.value();
+    Snapshot s;
+    s.length = int64_t(m.blocks.size()) * kPageTokens;
+    s.blocks = std::move(m.blocks);
+    s.tenant = space;
+    if (numerics_.universal_open_scale) s.open_amax = m.open_amax ? *m.open_amax : std::vector<float>(open_amax_record(), 0.0f);
+    const int64_t length = s.length;
+    Result<ta_seq> seq = adopt(std::move(s));
+    if (!seq.ok()) return std::move(seq).status();
+    return std::pair(seq.value(), length);
+}
+
+bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted) {
+    uint64_t bytes = 0;
+    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
+    const uint64_t before = tier == TierKind::kDisk ? disk_->stats().used : 0;
+    if (!prefixes_.drop_unused(tier, bytes)) return false;
+    // A slot of a persistent disk is free only when its record was erased. Others may take what becomes free meanwhile.
+    constexpr std::chrono::milliseconds kPatience{1000};
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (tier == TierKind::kDisk && disk_->stats().used + bytes > before && std::chrono::steady_clock::now() < end)
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------------------ persistent disk
+
+// Every full block with a key becomes an entry, for the namespace that the key names; the others are of sequences that are no more.
+void Pool::recover_published(DiskTier& disk) {
+    constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
+    prefixes_.set_persistent();
+    refused_records_ = disk.refused_count();
+    std::vector<RecoveredBlock> found(disk.recovered().begin(), disk.recovered().end());
+    // Of two under one key the later one.
+    std::sort(found.begin(), found.end(),
+              [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.generation > b.generation; });
+    std::vector<PrefixStore::Record> records;
+    std::vector<Slot> unwanted;
+    struct Hash {
+        size_t operator()(const BlockKey& key) const { return hash_bytes(key.data(), key.size()); }
+    };
+    std::unordered_set<BlockKey, Hash> seen;
+    for (const RecoveredBlock& b : found) {
+        const BlockIdentity& id = b.identity;
+        if (id.key != BlockKey{} && id.tokens == uint32_t(kPageTokens) && id.content_id < kMostContents &&
+            id.block_index < kMostBlocks && seen.insert(id.key).second) {
+            records.push_back({id.key, id.block_index, blocks_->recover(b.slot, id.content_id, id.key), nullptr});
+        } else {
+            unwanted.push_back(b.slot);
+        }
+    }
+    disk.release(unwanted);
+    prefixes_.recover(std::move(records));
+}
+
+Status Pool::flush_namespace(Tenant space) {
+    TA_RETURN_IF_ERROR(check_open());
+    TA_RETURN_IF_ERROR(prefixes_.check(space));
+    if (!prefixes_.persistent()) return fail(TA_E_UNSUPPORTED, "the pool has no persistent disk tier");
+    std::vector<PrefixStore::Record> records = prefixes_.records(space);
+    std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
+    for (const PrefixStore::Record& r : records) {
+        // A block that is published under two keys is found under the first one.
+        if (*r.block->key() != r.key || blocks_->has_record(*r.block)) continue;
+        TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
+    }
+    return static_cast<DiskTier&>(*disk_).flush();
+}
+
+Status Pool::write_record(Block& block, uint64_t index) {
+    std::vector<uint8_t> bytes;
+    if (Status s = copy_slot(*this, block, index, kPageTokens, bytes); !s.ok()) return std::move(s).block(int64_t(index));
+    const uint8_t slot_class = uint8_t(block.kind());
+    Result<std::vector<Slot>> slots = disk_->acquire({&slot_class, 1});
+    if (!slots.ok()) return std::move(slots).status().block(int64_t(index));
+    const Slot slot = slots.value()[0];
+    TierRequest r;
+    r.kind = TierRequest::Kind::kWrite;
+    r.slot = slot;
+    r.bytes = bytes.size();
+    r.memory = bytes.data();
+    r.identity.block_index = index;
+    r.identity.content_id = block.content_id();
+    r.identity.tokens = kPageTokens;
+    r.identity.key = *block.key();
+    Status s = run_on_disk(r);
+    if (!s.ok()) {
+        disk_->release({&slot, 1});
+        return s;
+    }
+    blocks_->set_record(block, slot);
+    return {};
+}
+
+}  // namespace ta

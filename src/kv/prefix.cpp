@@ -1,0 +1,399 @@
+#include "src/kv/prefix.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "src/core/blake2s.h"
+
+namespace ta {
+namespace {
+
+constexpr size_t kTagBytes = 8;  // of a key: which namespace it is of
+constexpr size_t kMostNamespaces = 65536;
+
+// The same for every key of a namespace, and telling nothing of its salt.
+uint64_t tag_of(const Salt& salt) {
+    static constexpr char kLabel[] = "turboattention namespace";
+    const Blake2sDigest digest = blake2s(salt.data(), salt.size(), kLabel, sizeof kLabel);
+    uint64_t tag;
+    std::memcpy(&tag, digest.data(), kTagBytes);
+    return tag;
+}
+
+uint64_t tag_in(const BlockKey& key) {
+    uint64_t tag;
+    std::memcpy(&tag, key.data(), kTagBytes);
+    return tag;
+}
+
+BlockKey hash_key(const Salt& salt, uint64_t tag, const uint8_t* key, uint64_t index) {
+    uint8_t bytes[kPrefixKeyBytes + sizeof index];
+    std::memcpy(bytes, key, kPrefixKeyBytes);
+    std::memcpy(bytes + kPrefixKeyBytes, &index, sizeof index);
+    BlockKey hashed = blake2s(salt.data(), salt.size(), bytes, sizeof bytes);
+    std::memcpy(hashed.data(), &tag, kTagBytes);
+    return hashed;
+}
+
+}  // namespace
+
+size_t PrefixStore::HashKey::operator()(const BlockKey& key) const {
+    size_t hash;
+    std::memcpy(&hash, key.data() + kTagBytes, sizeof hash);
+    return hash;
+}
+
+Result<PrefixStore::Space*> PrefixStore::find(Tenant id) const {
+    if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
+    const auto found = by_id_.find(id);
+    if (found != by_id_.end()) return found->second;
+    return fail(TA_E_STALE, "0x%llx is no living namespace of this pool", (unsigned long long)id);
+}
+
+Status PrefixStore::check(Tenant id) const {
+    std::lock_guard lock(mutex_);
+    return find(id).status();
+}
+
+Result<Tenant> PrefixStore::create(const Salt& salt, uint64_t quota) {
+    Entries dropped;  // after the lock
+    std::lock_guard lock(mutex_);
+    if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
+    if (by_id_.size() >= kMostNamespaces)
+        return fail(TA_E_LIMIT, "the pool has its maximum of %zu namespaces", kMostNamespaces);
+    const Tag tag = tag_of(salt);
+    const auto present = spaces_.find(tag);
+    if (present != spaces_.end() && present->second->id != 0)
+        return fail(TA_E_INVALID, "the pool has a namespace with this salt already");
+    by_id_.reserve(by_id_.size() + 1);
+    std::unique_ptr<Space> fresh = present == spaces_.end() ? std::make_unique<Space>() : nullptr;
+    Space* space = fresh ? fresh.get() : present->second.get();
+    const Tenant id = last_id_ + 1;
+    by_id_.emplace(id, space);
+    try {
+        if (fresh) spaces_.emplace(tag, std::move(fresh));
+    } catch (...) {
+        by_id_.erase(id);
+        throw;
+    }
+    last_id_ = id;
+    space->id = id;
+    space->salt = salt;
+    space->quota = quota;
+    for (Entry& e : space->entries) e.block->set_tenant(id);
+    if (space->bytes > quota) shrink(*space, space->bytes - quota, UINT64_MAX, dropped);
+    return id;
+}
+
+Status PrefixStore::destroy(Tenant id) {
+    std::unique_ptr<Space> ended;  // after the lock
+    std::lock_guard lock(mutex_);
+    Result<Space*> found = find(id);
+    if (!found.ok()) return std::move(found).status();
+    const auto space = spaces_.find(tag_of(found.value()->salt));
+    for (Entry& e : space->second->entries) e.block->set_published(false);
+    ended = std::move(space->second);
+    spaces_.erase(space);
+    by_id_.erase(id);
+    return {};
+}
+
+void PrefixStore::close() {
+    std::unordered_map<Tag, std::unique_ptr<Space>> ended;  // after the lock
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    by_id_.clear();
+    ended.swap(spaces_);
+}
+
+// --------------------------------------------------------------------------------------------------------- publish and match
+
+Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const uint8_t> keys) const {
+    Salt salt;
+    {
+        std::lock_guard lock(mutex_);
+        Result<Space*> space = find(id);
+        if (!space.ok()) return std::move(space).status();
+        salt = space.value()->salt;
+    }
+    const Tag tag = tag_of(salt);
+    std::vector<BlockKey> hashed(keys.size() / kPrefixKeyBytes);
+    for (size_t i = 0; i < hashed.size(); ++i) hashed[i] = hash_key(salt, tag, keys.data() + i * kPrefixKeyBytes, i);
+    return hashed;
+}
+
+// The beginning of a prefix comes last in the order, so that it is dropped last: without it the rest cannot be found.
+void PrefixStore::touch(Space& space, std::span<const Entries::iterator> chain) {
+    ++stamp_;
+    for (size_t i = chain.size(); i-- > 0;) {
+        chain[i]->stamp = stamp_;
+        space.entries.splice(space.entries.end(), space.entries, chain[i]);
+    }
+}
+
+void PrefixStore::erase(Space& space, Entries::iterator entry, Entries& dropped) {
+    entry->block->set_published(false);
+    space.bytes -= bytes_of(*entry);
+    space.table.erase(entry->key);
+    dropped.splice(dropped.end(), space.entries, entry);
+}
+
+// Drops unused entries of so many bytes, none with the stamp `except`.
+void PrefixStore::shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped) {
+    uint64_t freed = 0;
+    for (auto e = space.entries.begin(); e != space.entries.end() && freed < bytes;) {
+        const auto next = std::next(e);
+        if (is_unused(*e) && e->stamp != except) {
+            freed += bytes_of(*e);
+            erase(space, e, dropped);
+            ++space.evicted;
+        }
+        e = next;
+    }
+}
+
+Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks,
+                            const OpenAmax& open_amax) {
+    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys);
+    if (!hashed.ok()) return std::move(hashed).status();
+    // Everything that takes memory comes first, the lock's part cannot fail half way.
+    Entries fresh, dropped;
+    Table fresh_table;
+    std::vector<Entries::iterator> chain;
+    chain.reserve(blocks.size());
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        const BlockKey& key = hashed.value()[i];
+        fresh.push_back({key, i, blocks[i], open_amax, 0});
+        fresh_table.emplace(key, std::prev(fresh.end()));
+        chain.push_back(std::prev(fresh.end()));
+    }
+    std::lock_guard lock(mutex_);
+    Result<Space*> found = find(id);
+    if (!found.ok()) return std::move(found).status();
+    Space& space = *found.value();
+    space.table.reserve(space.table.size() + blocks.size());
+    uint64_t more = 0, less = 0;  // bytes
+    for (auto& e : chain) {
+        const auto present = space.table.find(e->key);
+        // The first one wins, unless it turned out to be damaged.
+        if (present == space.table.end()) {
+            more += bytes_of(*e);
+        } else if (present->second->block->stuck() && present->second->block != e->block) {
+            more += bytes_of(*e);
+            less += bytes_of(*present->second);
+        } else {
+            const auto unneeded = e;
+            e = present->second;
+            fresh_table.erase(unneeded->key);
+            dropped.splice(dropped.end(), fresh, unneeded);
+        }
+    }
+    if (space.bytes - less + more > space.quota) {
+        const uint64_t wanted = space.bytes - less + more - space.quota;
+        uint64_t unused = 0;
+        for (const Entry& e : space.entries) unused += is_unused(e) && !e.block->stuck() ? bytes_of(e) : 0;
+        for (const auto& e : chain) {
+            if (fresh_table.count(e->key) == 0 && is_unused(*e) && !e->block->stuck()) unused -= bytes_of(*e);
+        }
+        if (wanted > unused) {
+            return fail(TA_E_LIMIT,
+                        "namespace 0x%llx has a quota of %llu bytes; it holds %llu in use, and this needs %llu more",
+                        (unsigned long long)id, (unsigned long long)space.quota, (unsigned long long)(space.bytes - unused),
+                        (unsigned long long)more);
+        }
+    }
+    for (auto& e : chain) {
+        const auto present = space.table.find(e->key);
+        if (present != space.table.end() && present->second != e) erase(space, present->second, dropped);
+    }
+    space.bytes += more;
+    space.published += fresh.size();
+    for (Entry& e : fresh) {
+        if (persistent_) blocks_.set_key(*e.block, e.key);
+        e.block->set_tenant(id);
+        // A block has one key on disk.
+        if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
+    }
+    space.entries.splice(space.entries.end(), fresh);
+    space.table.merge(fresh_table);
+    touch(space, chain);
+    if (space.bytes > space.quota) shrink(space, space.bytes - space.quota, stamp_, dropped);
+    return {};
+}
+
+Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t> keys) {
+    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys);
+    if (!hashed.ok()) return std::move(hashed).status();
+    const size_t n = hashed.value().size();
+    Match m;
+    std::vector<Entries::iterator> chain;
+    m.blocks.reserve(n);
+    chain.reserve(n);
+    Entries dropped;  // after the lock
+    std::lock_guard lock(mutex_);
+    Result<Space*> found = find(id);
+    if (!found.ok()) return std::move(found).status();
+    Space& space = *found.value();
+    for (size_t i = 0; i < n; ++i) {
+        const auto entry = space.table.find(hashed.value()[i]);
+        if (entry == space.table.end() || entry->second->index != i) break;
+        if (entry->second->block->stuck()) {
+            erase(space, entry->second, dropped);
+            break;
+        }
+        chain.push_back(entry->second);
+        m.blocks.push_back(entry->second->block);
+    }
+    if (!chain.empty()) m.open_amax = chain.back()->open_amax;
+    space.hits += chain.size();
+    space.misses += n - chain.size();
+    touch(space, chain);
+    return m;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------- room
+
+std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
+    struct Candidate {
+        uint64_t stamp;
+        MoveItem item;
+    };
+    std::vector<Candidate> candidates;
+    std::vector<MoveItem> items;
+    {
+        std::lock_guard lock(mutex_);
+        for (const auto& [tag, space] : spaces_) {
+            uint64_t found = 0;
+            for (const Entry& e : space->entries) {
+                if (found >= bytes) break;
+                const Block& b = *e.block;
+                if (b.tier() != tier || !is_unused(e) || b.moving() || b.stuck() || b.pins() > 0) continue;
+                candidates.push_back({e.stamp, {e.block, e.index}});
+                found += bytes_of(e);
+            }
+        }
+    }
+    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.stamp < b.stamp; });
+    uint64_t found = 0;
+    for (Candidate& c : candidates) {
+        if (found >= bytes) break;
+        found += geometry_.slot_bytes(c.item.block->kind());
+        items.push_back(std::move(c.item));
+    }
+    return items;
+}
+
+bool PrefixStore::drop_unused(TierKind tier, uint64_t bytes) {
+    Entries dropped;  // after the lock
+    bool any = false;
+    std::lock_guard lock(mutex_);
+    struct Candidate {
+        uint64_t stamp;
+        Space* space;
+        Entries::iterator entry;
+    };
+    std::vector<Candidate> candidates;
+    for (const auto& [tag, space] : spaces_) {
+        uint64_t found = 0;
+        for (auto e = space->entries.begin(); e != space->entries.end() && found < bytes; ++e) {
+            const bool here = e->block->tier() == tier && is_unused(*e);
+            const bool record =
+                tier == TierKind::kDisk && persistent_ && e->block->tier() != tier && blocks_.has_record(*e->block);
+            if (!here && !record) continue;
+            candidates.push_back({e->stamp, space.get(), e});
+            found += bytes_of(*e);
+        }
+    }
+    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.stamp < b.stamp; });
+    uint64_t freed = 0;
+    for (const Candidate& c : candidates) {
+        if (freed >= bytes) break;
+        const uint64_t size = bytes_of(*c.entry);
+        if (c.entry->block->tier() == tier) {
+            erase(*c.space, c.entry, dropped);
+            ++c.space->evicted;
+        } else if (!blocks_.drop_record(*c.entry->block)) {
+            continue;
+        }
+        freed += size;
+        any = true;
+    }
+    return any;
+}
+
+// ------------------------------------------------------------------------------------------------------------ files, statistics
+
+void PrefixStore::recover(std::vector<Record>&& records) {
+    // The end of a prefix first, as touch() would have it.
+    std::stable_sort(records.begin(), records.end(), [](const Record& a, const Record& b) { return a.index > b.index; });
+    Entries fresh, dropped;  // after the lock
+    Table nodes;
+    for (Record& r : records) {
+        fresh.push_back({r.key, r.index, std::move(r.block), std::move(r.open_amax), 0});
+        if (!nodes.emplace(r.key, std::prev(fresh.end())).second) fresh.pop_back();
+    }
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    // What can fail comes first.
+    for (const Entry& e : fresh) {
+        std::unique_ptr<Space>& space = spaces_[tag_in(e.key)];
+        if (!space) space = std::make_unique<Space>();
+        space->table.reserve(space->table.size() + fresh.size());
+    }
+    while (!fresh.empty()) {
+        Entry& e = fresh.front();
+        Space& space = *spaces_[tag_in(e.key)];
+        if (!space.table.insert(nodes.extract(e.key)).inserted) {
+            dropped.splice(dropped.end(), fresh, fresh.begin());
+            continue;
+        }
+        if (persistent_) blocks_.set_key(*e.block, e.key);
+        if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
+        e.block->set_tenant(space.id ? space.id : kUnknownTenant);
+        e.stamp = stamp_;
+        space.bytes += bytes_of(e);
+        space.entries.splice(space.entries.end(), fresh, fresh.begin());
+        if (space.bytes > space.quota) shrink(space, space.bytes - space.quota, UINT64_MAX, dropped);
+    }
+}
+
+std::vector<PrefixStore::Record> PrefixStore::records(Tenant id) const {
+    std::vector<Record> all;
+    std::lock_guard lock(mutex_);
+    for (const auto& [tag, space] : spaces_) {
+        if (id != 0 && space->id != id) continue;
+        for (const Entry& e : space->entries) all.push_back({e.key, e.index, e.block, e.open_amax});
+    }
+    return all;
+}
+
+NamespaceStats PrefixStore::describe(const Space& space) const {
+    NamespaceStats s;
+    s.id = space.id;
+    s.entries = space.entries.size();
+    s.bytes = space.bytes;
+    s.quota = space.quota == UINT64_MAX ? 0 : space.quota;
+    for (const Entry& e : space.entries) s.bytes_shared += is_unused(e) ? 0 : bytes_of(e);
+    s.hits = space.hits;
+    s.misses = space.misses;
+    s.published = space.published;
+    s.evicted = space.evicted;
+    return s;
+}
+
+Result<NamespaceStats> PrefixStore::stats(Tenant id) const {
+    std::lock_guard lock(mutex_);
+    Result<Space*> space = find(id);
+    if (!space.ok()) return std::move(space).status();
+    return describe(*space.value());
+}
+
+std::vector<NamespaceStats> PrefixStore::all_stats() const {
+    std::vector<NamespaceStats> all;
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, space] : by_id_) all.push_back(describe(*space));
+    std::sort(all.begin(), all.end(), [](const NamespaceStats& a, const NamespaceStats& b) { return a.id < b.id; });
+    return all;
+}
+
+}  // namespace ta

@@ -1,0 +1,119 @@
+// Published prefixes: full blocks that new sequences find by keys of the caller, kept apart by namespace. A key stands for all tokens
+// up to the end of its block. What the tables hold are hashes of the keys under the namespace's salt, which nobody without the salt
+// can compute, and shares of the blocks.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "src/kv/blocks.h"
+#include "src/tiering/mover.h"
+
+namespace ta {
+
+inline constexpr size_t kPrefixKeyBytes = 32;
+using Salt = std::array<uint8_t, 32>;
+
+struct NamespaceStats {
+    Tenant id = 0;
+    uint64_t entries = 0, bytes = 0, quota = 0, bytes_shared = 0;
+    uint64_t hits = 0, misses = 0, published = 0, evicted = 0;  // since creation, blocks
+};
+
+// Internally synchronised; blocks are freed outside its lock.
+class PrefixStore {
+  public:
+    using OpenAmax = std::shared_ptr<const std::vector<float>>;
+    // An entry as files have it.
+    struct Record {
+        BlockKey key;
+        uint64_t index;
+        BlockPtr block;
+        OpenAmax open_amax;
+    };
+    struct Match {
+        std::vector<BlockPtr> blocks;
+        OpenAmax open_amax;  // of the last block's publisher; nullptr: there is none
+    };
+
+    // `first_id`: ids count up from here. `persistent`: blocks get their keys, for the disk.
+    PrefixStore(BlockStore& blocks, const Geometry& geometry, Tenant first_id)
+        : blocks_(blocks), geometry_(geometry), last_id_(first_id) {}
+    void set_persistent() { persistent_ = true; }
+    bool persistent() const { return persistent_; }
+
+    // TA_E_INVALID: there is one with this salt. It starts with the entries that a file brought along for its salt.
+    Result<Tenant> create(const Salt& salt, uint64_t quota);
+    Status destroy(Tenant id);
+    Result<NamespaceStats> stats(Tenant id) const;
+    std::vector<NamespaceStats> all_stats() const;
+    Status check(Tenant id) const;
+
+    // Blocks [0, n) of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing.
+    Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks, const OpenAmax& open_amax);
+    // The blocks of the first keys, up to one that has none.
+    Result<Match> match(Tenant id, std::span<const uint8_t> keys);
+
+    // Blocks of a tier that nobody but the tables owns, those first that were not asked for longest, of at least so many bytes or
+    // all there are. Of a prefix the end comes before the beginning.
+    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
+    // Drops such entries, on a persistent disk also the records of blocks that lie elsewhere. False when there were none.
+    bool drop_unused(TierKind tier, uint64_t bytes);
+
+    // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet.
+    void recover(std::vector<Record>&& records);
+    // All entries, or those of one namespace.
+    std::vector<Record> records(Tenant id = 0) const;
+    // Drops everything; publish, match and create fail from then on.
+    void close();
+
+  private:
+    struct Entry {
+        BlockKey key;
+        uint64_t index;  // of the block in its sequence
+        BlockPtr block;
+        OpenAmax open_amax;
+        uint64_t stamp;  // of the last call that asked for it
+    };
+    using Entries = std::list<Entry>;
+    struct HashKey {
+        size_t operator()(const BlockKey& key) const;
+    };
+    using Table = std::unordered_map<BlockKey, Entries::iterator, HashKey>;
+    struct Space {
+        Tenant id = 0;  // 0: no namespace has claimed these entries yet
+        Salt salt{};
+        Entries entries;  // those not asked for longest first; of one prefix the end first
+        Table table;
+        uint64_t bytes = 0, quota = UINT64_MAX;
+        uint64_t hits = 0, misses = 0, published = 0, evicted = 0;
+    };
+    using Tag = uint64_t;
+
+    static bool is_unused(const Entry& e) { return e.block.use_count() == 1; }
+    Result<Space*> find(Tenant id) const;
+    Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
+    uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
+    void touch(Space& space, std::span<const Entries::iterator> chain);
+    void erase(Space& space, Entries::iterator entry, Entries& dropped);
+    void shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped);
+    NamespaceStats describe(const Space& space) const;
+
+    BlockStore& blocks_;
+    const Geometry& geometry_;
+    mutable std::mutex mutex_;
+    bool closed_ = false, persistent_ = false;
+    uint64_t stamp_ = 0;
+    Tenant last_id_;
+    std::unordered_map<Tag, std::unique_ptr<Space>> spaces_;
+    std::unordered_map<Tenant, Space*> by_id_;
+};
+
+}  // namespace ta

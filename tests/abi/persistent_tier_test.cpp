@@ -1,0 +1,311 @@
+// A disk tier that lasts: what was published and lay there is found by the next pool, also after kill -9, and nothing else is.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <new>
+
+#include "abi/prefix_steps.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint64_t kTexts = 6, kBlocks = 4;
+
+class PersistentTier : public PrefixSteps {
+  protected:
+    void SetUp() override {
+        folder = std::filesystem::temp_directory_path() / ("ta-persistent-" + std::to_string(getpid()));
+        std::filesystem::create_directories(folder);
+        file = folder / "tier";
+    }
+    void TearDown() override { std::filesystem::remove_all(folder); }
+
+    static KvPool open_pool(const Context& context, const std::string& path, uint64_t disk_bytes = uint64_t{2} << 20,
+                            uint32_t bits = 4) {
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = uint64_t{1} << 20;
+        tiers.disk_bytes = disk_bytes;
+        tiers.disk_path = path.c_str();
+        auto o = options(bits);
+        o.tiers = &tiers;
+        return make_pool(context, o);
+    }
+    KvPool open_pool() const { return open_pool(context, file); }
+    ta_tier_stats disk_stats(const KvPool& pool) const {
+        auto s = sized<ta_tier_stats>();
+        ta_error err;
+        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DISK, &s, &err), err);
+        return s;
+    }
+
+    std::filesystem::path folder;
+    std::string file;
+};
+
+TEST_F(PersistentTier, PublishedBlocksAreFoundByTheNextPool) {
+    const KvPool plain = make_pool(context, options());
+    const ta_seq reference = write(plain, 4 * 64, 1);
+    for (const bool closed : {true, false}) {
+        SCOPED_TRACE(closed ? "closed" : "destroyed");
+        std::filesystem::remove(file);
+        {
+            const KvPool pool = open_pool();
+            const ta_namespace space = make_namespace(pool, 1);
+            const ta_seq seq = write(pool, 5 * 64, 1), other = write(pool, 5 * 64, 2);
+            publish(pool, seq, space, 1, 4);
+            EXPECT_EQ(move(pool, seq, 5, TA_TIER_DISK).moved, 5u);
+            EXPECT_EQ(move(pool, other, 5, TA_TIER_DISK).moved, 5u);
+            struct stat info;
+            ASSERT_EQ(stat(file.c_str(), &info), 0);
+            EXPECT_EQ(info.st_mode & 07777, 0600u);
+            ta_error err;
+            if (closed) require(ta_kv_pool_close(pool.get(), &err), err);
+        }
+        const KvPool pool = open_pool();
+        EXPECT_EQ(stats(pool).sequences, 0u);
+        const ta_namespace other = make_namespace(pool, 2), space = make_namespace(pool, 1);
+        EXPECT_EQ(space_stats(pool, space).entries, 4u);
+        EXPECT_EQ(space_stats(pool, other).entries, 0u);
+        EXPECT_EQ(match(pool, other, 1, 4).second, 0);
+        const auto [seq, n] = match(pool, space, 1, 5);
+        ASSERT_EQ(n, 256);
+        EXPECT_EQ(residency(pool, seq).disk_blocks, 4u);
+        verify(pool, seq);
+        const ta_seq fork = fork_sequence(plain, reference);
+        EXPECT_TRUE(same_bits(grow(pool, seq, 70, 3), grow(plain, fork, 70, 3)));
+        EXPECT_EQ(residency(pool, seq).disk_blocks, 0u);
+        EXPECT_TRUE(same_values(pool, seq, plain, fork, 326));
+        release(pool, seq);
+    }
+    // What came back from disk kept its records: a third pool finds it, though nobody wrote it again.
+    const KvPool pool = open_pool();
+    const ta_namespace space = make_namespace(pool, 1);
+    const auto [seq, n] = match(pool, space, 1, 5);
+    ASSERT_EQ(n, 256);
+    EXPECT_TRUE(same_values(pool, seq, plain, reference, 256));
+}
+
+TEST_F(PersistentTier, FlushWritesWhatIsInMemory) {
+    {
+        const KvPool pool = open_pool();
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 5 * 64 + 3, 1);
+        move(pool, seq, 2, TA_TIER_DISK);  // before they are published: their records bear no key
+        publish(pool, seq, space, 1, 5);
+        ta_error err;
+        require(ta_namespace_flush(pool.get(), space, &err), err);
+        const uint64_t written = disk_stats(pool).bytes_used;
+        require(ta_namespace_flush(pool.get(), space, &err), err);
+        EXPECT_EQ(disk_stats(pool).bytes_used, written) << "nothing is written twice";
+        EXPECT_EQ(residency(pool, seq).device_blocks, 4u);
+        EXPECT_EQ(residency(pool, seq).disk_blocks, 2u);
+        verify(pool, seq);
+        grow(pool, seq, 3, 1);
+    }
+    {
+        const KvPool pool = open_pool();
+        const ta_namespace space = make_namespace(pool, 1);
+        const auto [seq, n] = match(pool, space, 1, 6);
+        EXPECT_EQ(n, 5 * 64);
+        verify(pool, seq);
+        ta_error err;
+        require(ta_namespace_destroy(pool.get(), space, &err), err);
+    }
+    const KvPool pool = open_pool();
+    EXPECT_EQ(match(pool, make_namespace(pool, 1), 1, 6).second, 0) << "its namespace had been ended";
+    EXPECT_EQ(disk_stats(pool).blocks, 0u);
+}
+
+TEST_F(PersistentTier, AFullDiskDropsWhatNobodyAskedForLongest) {
+    const Context own = make_context(1);
+    {
+        const KvPool pool = open_pool(own, file, uint64_t{1} << 19);
+        const ta_namespace space = make_namespace(pool, 1);
+        for (uint64_t text = 0; text < 20; ++text) {
+            const ta_seq seq = write(pool, 4 * 64, text);
+            publish(pool, seq, space, text, 4);
+            const ta_move_info info = move(pool, seq, 4, TA_TIER_DISK);
+            EXPECT_EQ(info.failed, 0u) << text << ": " << ta_status_name(info.status);
+            release(pool, seq);
+        }
+        EXPECT_GT(space_stats(pool, space).evicted, 10u);
+    }
+    const KvPool pool = open_pool(own, file, uint64_t{1} << 19);
+    const ta_namespace space = make_namespace(pool, 1);
+    EXPECT_EQ(match(pool, space, 19, 4).second, 256);
+    EXPECT_EQ(match(pool, space, 0, 4).second, 0);
+}
+
+TEST_F(PersistentTier, WrongFilesAndDamage) {
+    {
+        const KvPool pool = open_pool();
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 5 * 64, 1);
+        publish(pool, seq, space, 1, 5);
+        move(pool, seq, 5, TA_TIER_DISK);
+        EXPECT_THROW(open_pool(), std::runtime_error) << "it is in use";
+    }
+    EXPECT_THROW(open_pool(context, file, uint64_t{2} << 20, 2), std::runtime_error) << "of another pool";
+    // Bits flipped everywhere: what is found is right, or refused.
+    const KvPool plain = make_pool(context, options());
+    const ta_seq reference = write(plain, 5 * 64, 1);
+    const auto size = std::filesystem::file_size(file);
+    const std::string good = folder / "good";
+    std::ifstream source(file, std::ios::binary);
+    const std::vector<char> bytes{std::istreambuf_iterator<char>(source), {}};
+    std::filesystem::copy(file, good);
+    Random random(5);
+    int refused = 0;
+    for (int round = 0; round < 12; ++round) {
+        std::filesystem::copy(good, file, std::filesystem::copy_options::overwrite_existing);
+        {
+            std::fstream f(file, std::ios::in | std::ios::out | std::ios::binary);
+            for (int flips = 0; flips < 3;) {
+                const auto at = uint64_t(random.between(8192, int64_t(size) - 1));
+                if (bytes[at] == 0) continue;  // mostly where nothing is
+                ++flips;
+                f.seekg(std::streamoff(at));
+                const char x = char(f.get());
+                f.seekp(std::streamoff(at));
+                f.put(char(x ^ (1 << random.below(8))));
+            }
+        }
+        const KvPool pool = open_pool();
+        const ta_namespace space = make_namespace(pool, 1);
+        const auto [seq, n] = match(pool, space, 1, 5);
+        ta_error err;
+        const int32_t one = 1;
+        const Plan plan = make_plan(pool);
+        const ta_status s = ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, &err);
+        if (s == TA_OK) {
+            require(ta_plan_abort(plan.get(), &err), err);
+            EXPECT_TRUE(same_values(pool, seq, plain, reference, n));
+            continue;
+        }
+        ++refused;
+        EXPECT_EQ(s, TA_E_CORRUPT) << err.message;
+        ASSERT_GE(err.block, 0);
+        // The damaged entry is gone with the next match.
+        EXPECT_LE(match(pool, space, 1, 5).second, err.block * 64);
+    }
+    EXPECT_GT(refused, 0);
+    auto numerics = sized<ta_numerics>();
+    numerics.profile = TA_PROFILE_PAPER;
+    auto tiers = sized<ta_tier_options>();
+    tiers.disk_bytes = uint64_t{2} << 20;
+    const std::string paper = folder / "paper";
+    tiers.disk_path = paper.c_str();
+    auto o = options(4, &numerics);
+    o.tiers = &tiers;
+    ta_kv_pool* none = nullptr;
+    ta_error err;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &o, &none, &err), TA_E_UNSUPPORTED) << err.message;
+    tiers.disk_bytes = 0;
+    o.numerics = nullptr;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &o, &none, &err), TA_E_INVALID) << err.message;
+    EXPECT_FALSE(std::filesystem::exists(paper));
+}
+
+// What the child promised before it was killed.
+struct Notes {
+    std::atomic<uint64_t> published[kTexts];  // blocks of a text that are published and on disk
+    std::atomic<uint64_t> done;
+};
+
+// Publishes texts block by block, sends them to disk, brings them back, goes on with them; until it is killed.
+[[noreturn]] void work(const std::string& path, uint64_t seed, Notes& notes, const ta_namespace_options& name,
+                       KvPool (*open)(const Context&, const std::string&),
+                       ta_move_info (*to)(const KvPool&, ta_seq, uint64_t, ta_tier),
+                       std::vector<float> (*go_on)(const KvPool&, ta_seq, int32_t, uint64_t),
+                       std::vector<uint8_t> (*key)(uint64_t, size_t)) {
+    try {
+        const Context context = make_context(1);
+        const KvPool pool = open(context, path);
+        ta_namespace space = 0;
+        ta_error err;
+        require(ta_namespace_create(pool.get(), &name, &space, &err), err);
+        Random random(seed);
+        for (;;) {
+            const auto text = uint64_t(random.below(int64_t(kTexts)));
+            const auto wanted = uint64_t(random.between(1, int64_t(kBlocks)));
+            ta_seq seq = 0;
+            int64_t n = 0;
+            require(ta_seq_match_prefix(pool.get(), space, key(text, kBlocks).data(), kBlocks, &seq, &n, &err), err);
+            if (n < int64_t(wanted) * 64) {
+                go_on(pool, seq, int32_t(int64_t(wanted) * 64 - n), text);
+            } else if (n < int64_t(kBlocks) * 64) {
+                go_on(pool, seq, 1, text);
+            }
+            const uint64_t blocks = std::max(wanted, uint64_t(n) / 64);
+            require(ta_seq_publish(pool.get(), seq, space, key(text, blocks).data(), blocks, &err), err);
+            const ta_move_info info = to(pool, seq, blocks, TA_TIER_DISK);
+            if (info.state != TA_MOVE_DONE) _exit(4);
+            if (notes.published[text].load() < blocks) notes.published[text] = blocks;
+            if (random.below(3) == 0) to(pool, seq, blocks, TA_TIER_DEVICE);
+            require(ta_seq_release(pool.get(), seq, &err), err);
+            ++notes.done;
+        }
+    } catch (...) {
+        _exit(3);
+    }
+}
+
+TEST_F(PersistentTier, WhatWasPromisedSurvivesKill9) {
+    context.reset();  // its threads would not be in the children
+    const std::string path = file;
+    void* shared = mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(shared, MAP_FAILED);
+    Notes& notes = *new (shared) Notes{};
+    const char* given = std::getenv("TA_KILL_ROUNDS");
+    const int rounds = given ? std::atoi(given) : 50;
+    Random random(11);
+    int64_t kept = 0;
+    const auto open = [](const Context& c, const std::string& p) { return open_pool(c, p); };
+    for (int round = 0; round < rounds; ++round) {
+        const auto seed = uint64_t(random.below(1 << 30));
+        const pid_t child = fork();
+        ASSERT_GE(child, 0);
+        if (child == 0) {
+            const auto to = [](const KvPool& pool, ta_seq seq, uint64_t n, ta_tier tier) { return move(pool, seq, n, tier); };
+            const auto go_on = [](const KvPool& pool, ta_seq seq, int32_t n, uint64_t text) {
+                return grow(pool, seq, n, text);
+            };
+            const auto key = [](uint64_t text, size_t n) { return keys(text, n); };
+            work(path, seed, notes, namespace_options(1), open, to, go_on, key);
+        }
+        // Sometimes before there is anything, mostly in the middle of the work, however slow the machine is.
+        const uint64_t done = notes.done.load();
+        for (int i = 0; round % 4 != 0 && notes.done.load() == done && i < 20000; ++i) usleep(1000);
+        usleep(useconds_t(random.below(round % 4 == 0 ? 20000 : 60000)));
+        kill(child, SIGKILL);
+        int status = 0;
+        ASSERT_EQ(waitpid(child, &status, 0), child);
+        ASSERT_TRUE(WIFSIGNALED(status)) << "the child ended by itself with " << WEXITSTATUS(status);
+        const Context own = make_context(1);
+        const KvPool pool = open_pool(own, path), plain = make_pool(own, options());
+        const ta_namespace space = make_namespace(pool, 1);
+        for (uint64_t text = 0; text < kTexts; ++text) {
+            const auto [seq, n] = match(pool, space, text, kBlocks);
+            ASSERT_GE(n, int64_t(notes.published[text].load()) * 64) << "text " << text << " in round " << round;
+            kept += n / 64;
+            if (n == 0) continue;
+            verify(pool, seq);
+            const ta_seq reference = write(plain, int32_t(n), text);
+            ASSERT_TRUE(same_values(pool, seq, plain, reference, n)) << "text " << text << " in round " << round;
+        }
+    }
+    EXPECT_GT(kept, rounds);
+    EXPECT_GT(notes.done.load(), uint64_t(rounds / 2));
+    munmap(shared, sizeof(Notes));
+}
+
+}  // namespace
+}  // namespace ta::testing

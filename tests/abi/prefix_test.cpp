@@ -1,0 +1,439 @@
+// Published prefixes: a sequence that begins with one is what a fork of the publisher is, namespaces see nothing of one another, and
+// what nobody uses makes room.
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "abi/prefix_steps.h"
+
+namespace ta::testing {
+namespace {
+
+class Prefix : public PrefixSteps {};
+
+TEST_F(Prefix, AMatchedSequenceGoesOnLikeAFork) {
+    for (ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+        for (uint32_t bits : {4u, 2u, 8u}) {
+            SCOPED_TRACE(std::to_string(profile) + " at " + std::to_string(bits) + " bits");
+            auto numerics = sized<ta_numerics>();
+            numerics.profile = profile;
+            const KvPool pool = make_pool(context, options(bits, &numerics));
+            const ta_namespace space = make_namespace(pool, 1);
+            const ta_seq seq = write(pool, 270, 7);
+            publish(pool, seq, space, 7, 3);
+            const ta_seq fork = fork_sequence(pool, seq);
+            truncate(pool, fork, 192);
+            const auto [same, n] = match(pool, space, 7, 4);
+            ASSERT_EQ(n, 192);
+            EXPECT_TRUE(same_values(pool, same, pool, fork, 192));
+            EXPECT_TRUE(same_bits(grow(pool, same, 70, 8), grow(pool, fork, 70, 8)));
+            // The entries outlive their publisher, and everybody else.
+            const std::vector<float> expected = grow(pool, fork, 5, 9);
+            EXPECT_TRUE(same_bits(grow(pool, same, 5, 9), expected));
+            const ta_seq reference = fork_sequence(pool, seq);
+            truncate(pool, reference, 128);
+            const std::vector<float> shorter = grow(pool, reference, 3, 10);
+            for (ta_seq s : {seq, fork, same, reference}) release(pool, s);
+            const auto [again, m] = match(pool, space, 7, 2);
+            ASSERT_EQ(m, 128);
+            verify(pool, again);
+            EXPECT_TRUE(same_bits(grow(pool, again, 3, 10), shorter));
+        }
+    }
+}
+
+TEST_F(Prefix, AMatchedSequenceGoesOnLikeOneFromScratch) {
+    for (uint32_t bits : {4u, 2u, 8u}) {
+        const KvPool pool = make_pool(context, options(bits)), plain = make_pool(context, options(bits));
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 320, 3);
+        publish(pool, seq, space, 3, 5);
+        const auto [matched, n] = match(pool, space, 3, 3);
+        ASSERT_EQ(n, 192);
+        const ta_seq scratch = write(plain, 192, 3);
+        for (int32_t step : {1, 80, 64, 200}) {
+            ASSERT_TRUE(same_bits(grow(pool, matched, step, 4), grow(plain, scratch, step, 4))) << step << " at " << bits;
+        }
+    }
+}
+
+TEST_F(Prefix, NamespacesAndKeysAreApart) {
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace a = make_namespace(pool, 1), b = make_namespace(pool, 2);
+    EXPECT_NE(a, b);
+    const ta_seq seq = write(pool, 256, 1);
+    publish(pool, seq, a, 1, 4);
+    EXPECT_EQ(match(pool, b, 1, 4).second, 0);
+    EXPECT_EQ(match(pool, a, 2, 4).second, 0);
+    EXPECT_EQ(match(pool, a, 1, 0).second, 0);
+    // A key counts at its place only, and a gap ends the match.
+    const std::vector<uint8_t> all = keys(1, 4);
+    const auto match_keys = [&](const std::vector<size_t>& order) {
+        std::vector<uint8_t> given;
+        for (size_t i : order)
+            given.insert(given.end(), all.begin() + std::ptrdiff_t(i * 32), all.begin() + std::ptrdiff_t(i * 32 + 32));
+        ta_seq out = 0;
+        int64_t n = -1;
+        ta_error err;
+        require(ta_seq_match_prefix(pool.get(), a, given.data(), order.size(), &out, &n, &err), err);
+        return n;
+    };
+    EXPECT_EQ(match_keys({1, 2, 3}), 0);
+    EXPECT_EQ(match_keys({0, 2, 1, 3}), 64);
+    EXPECT_EQ(match_keys({0, 1, 2, 3}), 256);
+    const ta_namespace_stats s = space_stats(pool, a);
+    EXPECT_EQ(s.entries, 4u);
+    EXPECT_EQ(s.published, 4u);
+    EXPECT_EQ(s.hits, 5u);
+    EXPECT_EQ(s.misses, 4u + 3 + 3);
+    EXPECT_EQ(s.bytes_shared, s.bytes);
+    EXPECT_EQ(space_stats(pool, b).misses, 4u);
+    // What was matched here cannot be published there.
+    ta_error err;
+    const auto [matched, n] = match(pool, a, 1, 4);
+    EXPECT_EQ(ta_seq_publish(pool.get(), matched, b, all.data(), 4, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(err.block, 0);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, b, all.data(), 4, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(space_stats(pool, b).entries, 0u);
+    // An ended namespace: sequences keep what they have.
+    require(ta_namespace_destroy(pool.get(), a, &err), err);
+    EXPECT_EQ(ta_namespace_destroy(pool.get(), a, &err), TA_E_STALE);
+    EXPECT_EQ(err.argument, 1);
+    verify(pool, matched);
+    const ta_namespace again = make_namespace(pool, 1);
+    EXPECT_NE(again, a);
+    EXPECT_EQ(match(pool, again, 1, 4).second, 0);
+}
+
+TEST_F(Prefix, TheFirstOneWins) {
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq first = write(pool, 128, 1), second = write(pool, 192, 2);
+    publish(pool, first, space, 9, 2);
+    publish(pool, second, space, 9, 3);
+    const auto [seq, n] = match(pool, space, 9, 3);
+    ASSERT_EQ(n, 192);
+    EXPECT_TRUE(same_values(pool, seq, pool, first, 128));
+    EXPECT_FALSE(same_values(pool, seq, pool, second, 128));
+    EXPECT_TRUE(dequantize(pool, seq, 0, 128, 64, kRow) == dequantize(pool, second, 0, 128, 64, kRow));
+    EXPECT_EQ(space_stats(pool, space).published, 3u);
+    verify(pool, seq);
+}
+
+TEST_F(Prefix, WritersGetCopies) {
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 192, 1);
+    const Stored before = dequantize(pool, seq, 0, 0, 192, kRow);
+    publish(pool, seq, space, 1, 3);
+    const auto [a, n] = match(pool, space, 1, 3);
+    const auto [b, m] = match(pool, space, 1, 3);
+    truncate(pool, a, 150);
+    grow(pool, a, 100, 5);
+    truncate(pool, b, 10);
+    grow(pool, b, 10, 6);
+    truncate(pool, seq, 64);
+    grow(pool, seq, 128, 7);
+    const auto [c, k] = match(pool, space, 1, 3);
+    ASSERT_EQ(k, 192);
+    EXPECT_TRUE(dequantize(pool, c, 0, 0, 192, kRow) == before);
+    for (ta_seq s : {a, b, c, seq}) verify(pool, s);
+}
+
+TEST_F(Prefix, QuotasAreKept) {
+    const KvPool pool = make_pool(context, options());
+    const ta_kv_pool_stats s = stats(pool);
+    const uint64_t prefix = s.token_block_bytes + 2 * s.channel_block_bytes;  // of three blocks
+    const ta_namespace space = make_namespace(pool, 1, 2 * prefix + 100), other = make_namespace(pool, 2);
+    std::vector<ta_seq> seqs;
+    for (uint64_t text = 0; text < 4; ++text) seqs.push_back(write(pool, 192, text));
+    publish(pool, seqs[0], space, 0, 3);
+    publish(pool, seqs[1], space, 1, 3);
+    // All that is published is in use.
+    ta_error err;
+    EXPECT_EQ(ta_seq_publish(pool.get(), seqs[2], space, keys(2, 3).data(), 3, &err), TA_E_LIMIT);
+    EXPECT_NE(std::string(err.message).find("quota of " + std::to_string(2 * prefix + 100)), std::string::npos) << err.message;
+    EXPECT_EQ(space_stats(pool, space).bytes, 2 * prefix);
+    EXPECT_EQ(match(pool, space, 2, 3).second, 0);
+    // 0 was asked for later than 1 and stays.
+    for (ta_seq& q : seqs) {
+        if (q != seqs[2]) release(pool, q);
+    }
+    const auto [zero, n] = match(pool, space, 0, 3);
+    EXPECT_EQ(n, 192);
+    release(pool, zero);
+    publish(pool, seqs[2], space, 2, 3);
+    EXPECT_EQ(space_stats(pool, space).bytes, 2 * prefix);
+    EXPECT_EQ(space_stats(pool, space).evicted, 3u);
+    EXPECT_EQ(match(pool, space, 1, 3).second, 0);
+    EXPECT_EQ(match(pool, space, 0, 3).second, 192);
+    EXPECT_EQ(match(pool, space, 2, 3).second, 192);
+    const ta_seq three = write(pool, 192, 3);
+    publish(pool, three, other, 3, 3);
+    EXPECT_EQ(space_stats(pool, other).bytes_quota, 0u);
+    // A prefix that alone is too long.
+    const ta_seq four = write(pool, 640, 4);
+    EXPECT_EQ(ta_seq_publish(pool.get(), four, space, keys(4, 10).data(), 10, &err), TA_E_LIMIT);
+    EXPECT_EQ(match(pool, space, 0, 3).second, 192);
+}
+
+TEST_F(Prefix, UnusedEntriesMakeRoomEndFirst) {
+    const KvPool pool = make_pool(context, small_options(12));
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 9 * 64, 1);
+    publish(pool, seq, space, 1, 9);
+    release(pool, seq);
+    EXPECT_EQ(space_stats(pool, space).bytes_shared, 0u);
+    const ta_seq large = write(pool, 22 * 64, 2);
+    const ta_namespace_stats s = space_stats(pool, space);
+    EXPECT_GT(s.evicted, 0u);
+    EXPECT_EQ(s.entries + s.evicted, 9u);
+    const auto [rest, n] = match(pool, space, 1, 9);
+    EXPECT_EQ(n, int64_t(s.entries) * 64) << "the beginning stays";
+    verify(pool, rest);
+    verify(pool, large);
+    // What a sequence has is not dropped.
+    ta_error err;
+    const int32_t much = 64 * 64;
+    const Plan plan = make_plan(pool);
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &large, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(space_stats(pool, space).entries, s.entries);
+}
+
+TEST_F(Prefix, EntriesLiveInAllTiers) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = uint64_t{1} << 19;
+    tiers.disk_bytes = uint64_t{1} << 20;
+    const KvPool pool = make_pool(context, small_options(12, &tiers)), plain = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    std::vector<ta_seq> reference;
+    uint64_t found = 0;
+    for (uint64_t text = 0; text < 12; ++text) {
+        const ta_seq seq = write(pool, 6 * 64, text);
+        publish(pool, seq, space, text, 6);
+        release(pool, seq);
+        reference.push_back(write(plain, 6 * 64, text));
+    }
+    ta_residency all{};
+    for (uint64_t text = 12; text-- > 0;) {
+        const auto [seq, n] = match(pool, space, text, 6);
+        const ta_residency r = residency(pool, seq);
+        all.device_blocks += r.device_blocks;
+        all.host_blocks += r.host_blocks;
+        all.disk_blocks += r.disk_blocks;
+        found += uint64_t(n / 64);
+        if (n > 0) {
+            verify(pool, seq);
+            EXPECT_TRUE(same_values(pool, seq, plain, reference[text], n));
+            const ta_seq fork = fork_sequence(plain, reference[text]);
+            truncate(plain, fork, n);
+            EXPECT_TRUE(same_bits(grow(pool, seq, 3, 50), grow(plain, fork, 3, 50)));
+        }
+        release(pool, seq);
+    }
+    EXPECT_EQ(found, all.device_blocks + all.host_blocks + all.disk_blocks);
+    EXPECT_GT(all.host_blocks, 0u);
+    EXPECT_GT(all.disk_blocks, 0u);
+    EXPECT_GT(found, 20u);
+    // Far more than all tiers hold: what was asked for last is there, the rest makes room.
+    for (uint64_t text = 100; text < 160; ++text) {
+        const ta_seq seq = write(pool, 6 * 64, text);
+        publish(pool, seq, space, text, 6);
+        release(pool, seq);
+    }
+    EXPECT_GT(space_stats(pool, space).evicted, 100u);
+    EXPECT_EQ(match(pool, space, 159, 6).second, 6 * 64);
+}
+
+// Slots as the embedder's allocator sees them.
+struct Slots {
+    std::mutex mutex;
+    std::vector<std::pair<uint8_t*, size_t>> alive;
+    std::atomic<int> returned_dirty{0}, returned{0};
+
+    ta_allocator hooks() {
+        auto a = sized<ta_allocator>();
+        a.user = this;
+        a.allocate = [](size_t bytes, size_t alignment, void* user) -> void* {
+            auto& s = *static_cast<Slots*>(user);
+            void* p = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+            std::memset(p, 0x5a, bytes);
+            const std::lock_guard lock(s.mutex);
+            if (alignment == 4096) s.alive.emplace_back(static_cast<uint8_t*>(p), bytes);
+            return p;
+        };
+        a.deallocate = [](void* p, size_t bytes, size_t alignment, void* user) {
+            auto& s = *static_cast<Slots*>(user);
+            if (p && alignment == 4096) {
+                ++s.returned;
+                s.returned_dirty += is_zero(static_cast<uint8_t*>(p), bytes) ? 0 : 1;
+                const std::lock_guard lock(s.mutex);
+                std::erase_if(s.alive, [&](const auto& slot) { return slot.first == p; });
+            }
+            std::free(p);
+        };
+        return a;
+    }
+    static bool is_zero(const uint8_t* p, size_t bytes) {
+        return std::all_of(p, p + bytes, [](uint8_t x) { return x == 0; });
+    }
+    size_t zero() {
+        const std::lock_guard lock(mutex);
+        return size_t(std::count_if(alive.begin(), alive.end(), [](const auto& s) { return is_zero(s.first, s.second); }));
+    }
+};
+
+TEST_F(Prefix, MemoryIsZeroedBetweenNamespaces) {
+    Slots slots;
+    const ta_allocator hooks = slots.hooks();
+    auto o = sized<ta_context_options>();
+    o.threads = 1;
+    o.allocator = &hooks;
+    const Context own = make_context(o);
+    KvPool pool = make_pool(own, options());
+    const ta_namespace a = make_namespace(pool, 1), b = make_namespace(pool, 2);
+    const auto open = [&](ta_seq seq) {  // how many slots are zero while the step is open
+        const Plan plan = make_plan(pool);
+        begin(plan, {seq}, {10});
+        const size_t zero = slots.zero();
+        ta_error err;
+        require(ta_plan_abort(plan.get(), &err), err);
+        return zero;
+    };
+    const ta_seq none = write(pool, 10, 1);
+    ASSERT_EQ(slots.alive.size(), 1u);
+    EXPECT_EQ(slots.zero(), 0u);
+    release(pool, none);
+    const ta_seq nobody = make_sequence(pool);
+    EXPECT_EQ(open(nobody), 0u) << "the same: of no namespace";
+    const ta_seq in_a = match(pool, a, 1, 0).first, in_b = match(pool, b, 1, 0).first;
+    EXPECT_EQ(open(in_a), 1u) << "none to a";
+    grow(pool, in_a, 70, 1);  // a sink and an open block
+    publish(pool, in_a, a, 1, 1);
+    ASSERT_EQ(slots.alive.size(), 2u);
+    EXPECT_EQ(slots.zero(), 0u);
+    release(pool, in_a);
+    ta_error err;
+    require(ta_namespace_destroy(pool.get(), a, &err), err);
+    EXPECT_EQ(slots.zero(), 0u);
+    ASSERT_EQ(slots.alive.size(), 2u) << "kept for reuse";
+    EXPECT_EQ(open(in_b), 1u) << "a to b";
+    grow(pool, in_b, 64, 1);
+    EXPECT_EQ(open(nobody), 1u) << "a to none";
+    release(pool, in_b);
+    // Published later: the blocks of the sequence are the namespace's from then on.
+    grow(pool, nobody, 130, 3);
+    publish(pool, nobody, b, 3, 2);
+    require(ta_kv_pool_close(pool.get(), &err), err);
+    EXPECT_GE(slots.returned.load(), 3);
+    EXPECT_EQ(slots.returned_dirty.load(), 0) << "given back to the embedder";
+}
+
+TEST_F(Prefix, WrongCalls) {
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 200, 1);
+    ta_error err;
+    const std::vector<uint8_t> k = keys(1, 4);
+    auto o = namespace_options(0);
+    ta_namespace none = 0;
+    EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_INVALID) << err.message;
+    o = namespace_options(1);
+    EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_INVALID) << err.message;
+    o.struct_size = 4;
+    EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_STRUCT);
+    EXPECT_EQ(ta_namespace_create(pool.get(), nullptr, &none, &err), TA_E_INVALID);
+    EXPECT_EQ(none, 0u);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, k.data(), 4, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(err.argument, 4);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, nullptr, 3, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, k.data(), UINT64_MAX, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, space + 1, k.data(), 3, &err), TA_E_STALE);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq + 1, space, k.data(), 3, &err), TA_E_STALE);
+    ta_seq out = 77;
+    int64_t n = 77;
+    EXPECT_EQ(ta_seq_match_prefix(pool.get(), 0, k.data(), 3, &out, &n, &err), TA_E_STALE);
+    EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, nullptr, 3, &out, &n, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, k.data(), 3, nullptr, &n, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, k.data(), 3, &out, nullptr, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_namespace_flush(pool.get(), space, &err), TA_E_UNSUPPORTED) << err.message;
+    const Plan plan = make_plan(pool);
+    begin(plan, {seq}, {1});
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, k.data(), 3, &err), TA_E_BUSY);
+    require(ta_plan_abort(plan.get(), &err), err);
+    EXPECT_EQ(space_stats(pool, space).entries, 0u);
+    EXPECT_EQ(out, 77u);
+    EXPECT_EQ(n, 77);
+    // A full table of sequences.
+    auto few = options();
+    few.max_sequences = 1;
+    const KvPool tiny = make_pool(context, few);
+    const ta_namespace there = make_namespace(tiny, 1);
+    publish(tiny, write(tiny, 64, 1), there, 1, 1);
+    EXPECT_EQ(ta_seq_match_prefix(tiny.get(), there, k.data(), 1, &out, &n, &err), TA_E_LIMIT);
+    EXPECT_EQ(out, 77u);
+    require(ta_kv_pool_close(pool.get(), &err), err);
+    EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, k.data(), 3, &err), TA_E_CLOSED);
+    EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, k.data(), 3, &out, &n, &err), TA_E_CLOSED);
+    EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_STRUCT);
+    EXPECT_EQ(ta_namespace_destroy(pool.get(), space, &err), TA_E_CLOSED);
+}
+
+TEST_F(Prefix, Metrics) {
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    publish(pool, write(pool, 200, 1), space, 1, 3);
+    match(pool, space, 1, 5);
+    char text[16384];
+    uint64_t needed = 0;
+    ta_error err;
+    require(ta_kv_pool_write_metrics(pool.get(), TA_METRICS_OPENMETRICS, text, sizeof text, &needed, &err), err);
+    const std::string label = "{namespace=\"" + std::to_string(space) + "\"} ";
+    EXPECT_NE(std::string(text).find("\nta_namespace_entries" + label + "3\n"), std::string::npos) << text;
+    EXPECT_NE(std::string(text).find("\nta_namespace_misses_total" + label + "2\n"), std::string::npos) << text;
+    require(ta_kv_pool_write_metrics(pool.get(), TA_METRICS_JSON, text, sizeof text, &needed, &err), err);
+    EXPECT_NE(std::string(text).find("\"namespace_hits\": {\"" + std::to_string(space) + "\": 3}"), std::string::npos) << text;
+}
+
+// Threads that publish the same texts, match them, go on and let go, in too little room.
+TEST_F(Prefix, ManyThreads) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = uint64_t{1} << 19;
+    const KvPool pool = make_pool(context, small_options(60, &tiers)), plain = make_pool(context, options());
+    const ta_namespace spaces[] = {make_namespace(pool, 1), make_namespace(pool, 2, 300000)};
+    std::vector<ta_seq> reference;
+    for (uint64_t text = 0; text < 6; ++text) reference.push_back(write(plain, 256, text));
+    std::atomic<int> matched{0};
+    std::vector<std::thread> threads;
+    for (uint64_t t = 0; t < 4; ++t) {
+        threads.emplace_back([&, t] {
+            Random random(t);
+            for (int i = 0; i < 40; ++i) {
+                const auto text = uint64_t(random.below(6));
+                const ta_namespace space = spaces[random.below(2)];
+                try {
+                    const auto [seq, n] = match(pool, space, text, 4);
+                    if (n > 0) {
+                        ++matched;
+                        EXPECT_TRUE(same_values(pool, seq, plain, reference[text], n));
+                    }
+                    if (n < 256) grow(pool, seq, int32_t(256 - n), text);
+                    ta_error err;
+                    const ta_status s = ta_seq_publish(pool.get(), seq, space, keys(text, 4).data(), 4, &err);
+                    EXPECT_TRUE(s == TA_OK || s == TA_E_LIMIT) << err.message;
+                    verify(pool, seq);
+                    release(pool, seq);
+                } catch (const std::exception& e) {
+                    ADD_FAILURE() << e.what();
+                }
+            }
+        });
+    }
+    for (std::thread& t : threads) t.join();
+    EXPECT_GT(matched.load(), 20);
+    EXPECT_EQ(stats(pool).sequences, 0u);
+}
+
+}  // namespace
+}  // namespace ta::testing
