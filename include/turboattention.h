@@ -476,6 +476,28 @@ TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space
 TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_seq* out,
                                      int64_t* length, ta_error* err);
 
+/* ------------------------------------------------------------------------------------------------ pools as files */
+
+typedef int32_t ta_save_flags;
+enum { TA_SAVE_PUBLISHED = 1 }; /* what is published, too; a namespace of the same salt has it again in the pool that loads */
+
+/* A sequence of a file, and what it became. */
+typedef struct ta_loaded_seq {
+    ta_seq saved;
+    ta_seq loaded;
+} ta_loaded_seq;
+
+/* Writes all sequences of a pool, as ta_seq_save does one; blocks that several share are written once.
+ *   flags   TA_SAVE_*, 0 and up
+ * Errors: as ta_seq_save, TA_E_BUSY (a sequence is in an open plan), TA_E_LIMIT (an index of more than 4 GiB). */
+TA_API ta_status ta_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flags, ta_progress_fn progress, void* user,
+                                 ta_error* err);
+/* Adds the sequences of a file to the pool, all or nothing, as ta_seq_load does one; they share blocks as they did.
+ *   loaded  [most] gets old and new ids; NULL: nothing is loaded, `n` gets how many sequences the file has
+ * Errors: as ta_seq_load, TA_E_INVALID also when the file has more than `most` sequences. */
+TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_loaded_seq* loaded,
+                                 uint64_t most, uint64_t* n, ta_error* err);
+
 /* ------------------------------------------------------------------------------------------------ moves
  *
  * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. Who

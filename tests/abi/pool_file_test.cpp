@@ -1,0 +1,258 @@
+// Whole pools saved and loaded: every sequence with its values, blocks shared as before, what is published; and no file that is not what
+// was saved.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "abi/prefix_steps.h"
+
+namespace ta::testing {
+namespace {
+
+using Bytes = std::vector<char>;
+constexpr size_t kHeaderBytes = 96;
+
+class PoolFile : public PrefixSteps {
+  protected:
+    void SetUp() override {
+        folder = std::filesystem::temp_directory_path() / ("ta-pool-" + std::to_string(getpid()));
+        std::filesystem::create_directories(folder);
+    }
+    void TearDown() override { std::filesystem::remove_all(folder); }
+
+    std::string path(const char* name) const { return folder / name; }
+    static Bytes read(const std::string& from) {
+        std::ifstream file(from, std::ios::binary);
+        return {std::istreambuf_iterator<char>(file), {}};
+    }
+    static void write_bytes(const std::string& to, const Bytes& bytes) {
+        std::ofstream(to, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
+    }
+    static void save(const KvPool& pool, const std::string& to, ta_save_flags flags = 0) {
+        ta_error err;
+        require(ta_kv_pool_save(pool.get(), to.c_str(), flags, nullptr, nullptr, &err), err);
+    }
+    static std::vector<ta_loaded_seq> load(const KvPool& pool, const std::string& from) {
+        uint64_t n = 0, m = 0;
+        ta_error err;
+        require(ta_kv_pool_load(pool.get(), from.c_str(), nullptr, nullptr, nullptr, 0, &n, &err), err);
+        std::vector<ta_loaded_seq> loaded(n + 1);
+        require(ta_kv_pool_load(pool.get(), from.c_str(), nullptr, nullptr, loaded.data(), loaded.size(), &m, &err), err);
+        EXPECT_EQ(n, m);
+        loaded.resize(m);
+        return loaded;
+    }
+    static ta_seq loaded_as(const std::vector<ta_loaded_seq>& all, ta_seq saved) {
+        for (const ta_loaded_seq& s : all) {
+            if (s.saved == saved) return s.loaded;
+        }
+        ADD_FAILURE() << "the sequence is not in the file";
+        return 0;
+    }
+
+    std::filesystem::path folder;
+};
+
+TEST_F(PoolFile, AllSequencesComeBackSharingWhatTheyShared) {
+    int files = 0;
+    for (ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+        for (uint32_t bits : {4u, 2u, 8u}) {
+            SCOPED_TRACE(std::to_string(profile) + " at " + std::to_string(bits) + " bits");
+            auto numerics = sized<ta_numerics>();
+            numerics.profile = profile;
+            const KvPool from = make_pool(context, options(bits, &numerics)),
+                         to = make_pool(make_context(1), options(bits, &numerics));
+            const ta_namespace space = make_namespace(from, 1);
+            std::vector<ta_seq> seqs = {make_sequence(from), write(from, 1, 1), write(from, 64, 2), write(from, 200, 3),
+                                        write(from, 300, 4)};
+            seqs.push_back(fork_sequence(from, seqs[3]));  // shares an open block, too
+            truncate(from, seqs.back(), 195);
+            seqs.push_back(fork_sequence(from, seqs[4]));
+            truncate(from, seqs.back(), 100);  // within a closed block
+            publish(from, seqs[4], space, 4, 4);
+            const ta_seq gone = write(from, 130, 5);
+            publish(from, gone, space, 5, 2);
+            release(from, gone);
+            const std::string plain = path(std::to_string(files++).c_str()), with = path(std::to_string(files++).c_str());
+            save(from, plain);
+            save(from, with, TA_SAVE_PUBLISHED);
+            struct stat info;
+            ASSERT_EQ(stat(with.c_str(), &info), 0);
+            EXPECT_EQ(info.st_mode & 07777, 0600u);
+            EXPECT_LT(std::filesystem::file_size(plain), std::filesystem::file_size(with));
+
+            const ta_seq before = write(to, 10, 9);
+            const std::vector<ta_loaded_seq> all = load(to, with);
+            ASSERT_EQ(all.size(), seqs.size());
+            EXPECT_EQ(stats(to).sequences, seqs.size() + 1);
+            EXPECT_EQ(stats(to).token_blocks + stats(to).channel_blocks,
+                      stats(from).token_blocks + stats(from).channel_blocks + 1);
+            EXPECT_EQ(length(to, before), 10);
+            const ta_namespace there = make_namespace(to, 1);
+            EXPECT_EQ(space_stats(to, there).entries, 6u);
+            EXPECT_EQ(match(to, make_namespace(to, 2), 4, 4).second, 0);
+            const auto [a, n] = match(from, space, 5, 3);
+            const auto [b, m] = match(to, there, 5, 3);
+            ASSERT_EQ(n, 128);
+            ASSERT_EQ(m, 128);
+            EXPECT_TRUE(same_bits(grow(from, a, 9, 6), grow(to, b, 9, 6)));
+            for (ta_seq s : seqs) {
+                const ta_seq copy = loaded_as(all, s);
+                verify(to, copy);
+                ASSERT_EQ(length(to, copy), length(from, s));
+                ASSERT_TRUE(same_values(from, s, to, copy, length(from, s)));
+            }
+            for (ta_seq s : seqs) {
+                ASSERT_TRUE(same_bits(grow(from, s, 5, 7), grow(to, loaded_as(all, s), 5, 7)));
+                ASSERT_TRUE(same_bits(grow(from, s, 70, 8), grow(to, loaded_as(all, s), 70, 8)));
+            }
+            const KvPool third = make_pool(make_context(1), options(bits, &numerics));
+            EXPECT_EQ(load(third, plain).size(), seqs.size());
+            EXPECT_EQ(space_stats(third, make_namespace(third, 1)).entries, 0u);
+        }
+    }
+}
+
+TEST_F(PoolFile, DamageIsFoundAndChangesNothing) {
+    const KvPool from = make_pool(context, options()), pool = make_pool(context, options());
+    const ta_namespace space = make_namespace(from, 1);
+    const ta_seq seq = write(from, 200, 1);
+    truncate(from, fork_sequence(from, seq), 100);
+    publish(from, seq, space, 1, 3);
+    save(from, path("good"), TA_SAVE_PUBLISHED);
+    const Bytes good = read(path("good"));
+    const ta_seq there = write(pool, 70, 3);
+    const ta_namespace same = make_namespace(pool, 1);
+    const ta_kv_pool_stats before = stats(pool);
+    const auto refuse = [&](const Bytes& bytes, const std::string& what) {
+        write_bytes(path("bad"), bytes);
+        ta_loaded_seq out[4] = {{77, 77}, {77, 77}, {77, 77}, {77, 77}};
+        uint64_t n = 77;
+        ta_error err;
+        const ta_status s = ta_kv_pool_load(pool.get(), path("bad").c_str(), nullptr, nullptr, out, 4, &n, &err);
+        EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_UNSUPPORTED) << what << ": " << ta_status_name(s);
+        EXPECT_EQ(n, 77u) << what;
+        EXPECT_EQ(out[0].loaded, 77u) << what;
+        EXPECT_EQ(stats(pool).sequences, before.sequences) << what;
+        EXPECT_EQ(stats(pool).bytes_used, before.bytes_used) << what;
+    };
+    const size_t index = 2 * 32 + 6 * 8 + 3 * 56;
+    for (size_t at = 0; at < kHeaderBytes + index + 48; ++at) {  // header, index and the first block's header, every bit
+        for (int bit = 0; bit < 8; ++bit) {
+            Bytes bad = good;
+            bad[at] = char(bad[at] ^ (1 << bit));
+            refuse(bad, "bit " + std::to_string(bit) + " of byte " + std::to_string(at));
+        }
+    }
+    Random random(7);
+    for (int i = 0; i < 200; ++i) {
+        Bytes bad = good;
+        const size_t at = size_t(random.below(int64_t(bad.size())));
+        bad[at] = char(bad[at] ^ (1 << random.below(8)));
+        refuse(bad, "byte " + std::to_string(at));
+    }
+    for (size_t n = 0; n < good.size(); n += 4096)
+        refuse(Bytes(good.begin(), good.begin() + std::ptrdiff_t(n)), "cut after " + std::to_string(n));
+    for (size_t n : {size_t{1}, kHeaderBytes - 1, kHeaderBytes, kHeaderBytes + 40, good.size() - 1})
+        refuse(Bytes(good.begin(), good.begin() + std::ptrdiff_t(n)), "cut after " + std::to_string(n));
+    Bytes longer = good;
+    longer.push_back(0);
+    refuse(longer, "a byte more");
+    EXPECT_EQ(space_stats(pool, same).entries, 0u);
+    verify(pool, there);
+    write_bytes(path("bad"), good);
+    EXPECT_EQ(load(pool, path("bad")).size(), 2u);
+    EXPECT_EQ(space_stats(pool, same).entries, 3u);
+}
+
+TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
+    const KvPool pool = make_pool(context, options()), other = make_pool(context, options(2));
+    const ta_seq a = write(pool, 200, 1), b = write(pool, 100, 2);
+    save(pool, path("file"));
+    ta_error err;
+    uint64_t n = 77;
+    ta_loaded_seq out[2] = {{77, 77}, {77, 77}};
+    const auto load_status = [&](const KvPool& to, const std::string& from, uint64_t most = 2) {
+        return ta_kv_pool_load(to.get(), from.c_str(), nullptr, nullptr, out, most, &n, &err);
+    };
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("file").c_str(), 0, nullptr, nullptr, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("new").c_str(), 2, nullptr, nullptr, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("none/file").c_str(), 0, nullptr, nullptr, &err), TA_E_IO) << err.message;
+    EXPECT_EQ(load_status(other, path("file")), TA_E_INVALID) << err.message;
+    EXPECT_EQ(load_status(pool, path("file"), 1), TA_E_INVALID) << err.message;
+    EXPECT_EQ(load_status(pool, path("absent")), TA_E_IO) << err.message;
+    EXPECT_EQ(load_status(pool, folder), TA_E_INVALID) << err.message;
+    std::filesystem::create_symlink(path("file"), path("link"));
+    EXPECT_EQ(load_status(pool, path("link")), TA_E_IO) << err.message;
+    require(ta_seq_save(pool.get(), a, path("sequence").c_str(), nullptr, nullptr, &err), err);
+    EXPECT_EQ(load_status(pool, path("sequence")), TA_E_CORRUPT) << err.message;
+    auto few = options();
+    few.max_sequences = 1;
+    const KvPool tiny = make_pool(context, few);
+    EXPECT_EQ(load_status(tiny, path("file")), TA_E_LIMIT) << err.message;
+    EXPECT_EQ(stats(tiny).sequences, 0u);
+    EXPECT_EQ(stats(tiny).bytes_used, 0u);
+    EXPECT_GT(make_sequence(tiny), 0u);
+    few = options();
+    few.budget_bytes = stats(pool).token_block_bytes * 2;
+    EXPECT_EQ(load_status(make_pool(context, few), path("file")), TA_E_TIER_FULL) << err.message;
+    const Plan plan = make_plan(pool);
+    begin(plan, {b}, {1});
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("new").c_str(), 0, nullptr, nullptr, &err), TA_E_BUSY) << err.message;
+    require(ta_plan_abort(plan.get(), &err), err);
+    EXPECT_EQ(n, 77u);
+    EXPECT_EQ(out[1].loaded, 77u);
+
+    struct Calls {
+        int left;
+        uint64_t done = 0, total = 0;
+    };
+    const auto progress = [](void* user, uint64_t done, uint64_t total) -> int32_t {
+        auto& c = *static_cast<Calls*>(user);
+        EXPECT_GE(done, c.done);
+        c.done = done;
+        c.total = total;
+        return c.left-- == 0;
+    };
+    for (int stop = 0; stop < 7; ++stop) {  // before each of six blocks, and at the end
+        Calls c{stop};
+        EXPECT_EQ(ta_kv_pool_save(pool.get(), path("stopped").c_str(), 0, progress, &c, &err), TA_E_CANCELLED) << err.message;
+        c = {stop};
+        EXPECT_EQ(ta_kv_pool_load(pool.get(), path("file").c_str(), progress, &c, out, 2, &n, &err), TA_E_CANCELLED)
+            << err.message;
+    }
+    EXPECT_EQ(stats(pool).sequences, 2u);
+    Calls all{100};
+    require(ta_kv_pool_load(pool.get(), path("file").c_str(), progress, &all, out, 2, &n, &err), err);
+    EXPECT_EQ(all.done, all.total);
+    EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
+    size_t files = 0;
+    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++files;
+    EXPECT_EQ(files, 3u);  // nothing else is left behind
+}
+
+// A pool larger than the device tier, saved from all tiers and loaded into them.
+TEST_F(PoolFile, AcrossTiers) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = tiers.disk_bytes = uint64_t{8} << 20;
+    const KvPool small = make_pool(context, small_options(20, &tiers)), large = make_pool(context, options());
+    std::vector<ta_seq> seqs;
+    for (uint64_t text = 0; text < 6; ++text) seqs.push_back(write(large, 700, text));
+    save(large, path("large"));
+    std::vector<ta_loaded_seq> there = load(small, path("large"));
+    move(small, loaded_as(there, seqs[2]), 10, TA_TIER_DISK);
+    EXPECT_EQ(residency(small, loaded_as(there, seqs[2])).disk_blocks, 10u);
+    save(small, path("again"));
+    const KvPool third = make_pool(context, options());
+    const std::vector<ta_loaded_seq> back = load(third, path("again"));
+    for (ta_seq s : seqs) {
+        const ta_seq copy = loaded_as(there, s);
+        EXPECT_TRUE(same_values(large, s, third, loaded_as(back, copy), 700));
+        EXPECT_TRUE(same_bits(grow(large, s, 3, 9), grow(small, copy, 3, 9)));
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing
