@@ -16,7 +16,8 @@ ta_status ta_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flag
         TA_RETURN_IF_ERROR(check_pointer(path, "path", 1));
         if (flags & ~TA_SAVE_PUBLISHED)
             return fail(TA_E_INVALID, "flags has bits of no meaning: 0x%x", unsigned(flags)).argument(2);
-        return save_pool(*pool->impl, path, (flags & TA_SAVE_PUBLISHED) != 0, progress_of(progress, user), pool->impl->context().files());
+        return save_pool(*pool->impl, path, (flags & TA_SAVE_PUBLISHED) != 0, progress_of(progress, user),
+                         pool->impl->context().files());
     });
 }
 

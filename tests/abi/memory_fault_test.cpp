@@ -2,9 +2,11 @@
 // through the allocator hooks and through operator new. A call that fails says TA_E_MEMORY and has changed nothing; made again
 // with memory, the scenario ends with the same bits as if nothing had happened; nothing leaks.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -476,6 +478,47 @@ TEST_P(MemoryFaults, Calibration) {
             r.keep(priorities);
         },
         5);
+}
+
+TEST_P(MemoryFaults, PrefixesAndPoolFiles) {
+    const std::string path = "/tmp/ta-memory-fault-" + std::to_string(getpid());
+    for_every_fault(
+        two_sequences,
+        [&](Life& r) {
+            auto options = sized<ta_namespace_options>();
+            options.salt[0] = 1;
+            ta_namespace space = 0;
+            r.call("ta_namespace_create",
+                   [&](ta_error* err) { return ta_namespace_create(r.pool.get(), &options, &space, err); });
+            uint8_t keys[4 * 32] = {};
+            for (size_t i = 0; i < 4; ++i) keys[i * 32] = uint8_t(i);
+            r.call("ta_seq_publish",
+                   [&](ta_error* err) { return ta_seq_publish(r.pool.get(), r.sequences[0], space, keys, 3, err); });
+            r.call("ta_seq_match_prefix", [&](ta_error* err) {
+                ta_seq seq = 0;
+                int64_t n = 0;
+                const ta_status status = ta_seq_match_prefix(r.pool.get(), space, keys, 4, &seq, &n, err);
+                if (status == TA_OK) r.sequences.push_back(seq);
+                EXPECT_EQ(n, status == TA_OK ? 192 : 0);
+                return status;
+            });
+            r.step({2}, {70});
+            std::remove(path.c_str());
+            r.call("ta_kv_pool_save", [&](ta_error* err) {
+                return ta_kv_pool_save(r.pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, err);
+            });
+            r.call("ta_kv_pool_load", [&](ta_error* err) {
+                ta_loaded_seq loaded[3] = {};
+                uint64_t n = 0;
+                const ta_status status = ta_kv_pool_load(r.pool.get(), path.c_str(), nullptr, nullptr, loaded, 3, &n, err);
+                EXPECT_EQ(n, status == TA_OK ? 3u : 0u);
+                for (uint64_t i = 0; i < n; ++i) r.sequences.push_back(loaded[i].loaded);
+                return status;
+            });
+            r.step({3, 5}, {1, 1});
+        },
+        60);
+    std::remove(path.c_str());
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MemoryFaults,

@@ -1,7 +1,9 @@
 // Whole pools saved and loaded: every sequence with its values, blocks shared as before, what is published; and no file that is not what
 // was saved.
+#define XXH_INLINE_ALL
 #include <sys/stat.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <filesystem>
 #include <fstream>
@@ -165,6 +167,62 @@ TEST_F(PoolFile, DamageIsFoundAndChangesNothing) {
     write_bytes(path("bad"), good);
     EXPECT_EQ(load(pool, path("bad")).size(), 2u);
     EXPECT_EQ(space_stats(pool, same).entries, 3u);
+}
+
+// A file whose hashes are right and whose fields are not: refused, or a pool like any other.
+TEST_F(PoolFile, ForgedFields) {
+    for (ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+        auto numerics = sized<ta_numerics>();
+        numerics.profile = profile;
+        const KvPool from = make_pool(context, options(4, &numerics)), pool = make_pool(context, options(4, &numerics));
+        const ta_namespace space = make_namespace(from, 1);
+        const ta_seq seq = write(from, 200, 1);
+        truncate(from, fork_sequence(from, seq), 100);
+        publish(from, seq, space, 1, 3);
+        const std::string saved = path(profile == TA_PROFILE_PAPER ? "paper" : "accurate");
+        save(from, saved, TA_SAVE_PUBLISHED);
+        const Bytes good = read(saved);
+        uint64_t index_bytes;
+        std::memcpy(&index_bytes, good.data() + 72, sizeof index_bytes);
+        const size_t end = kHeaderBytes + size_t(index_bytes), step = profile == TA_PROFILE_PAPER ? 4 : 8;
+        int refused = 0, taken = 0;
+        for (size_t at = 8; at + 8 <= end; at += step) {
+            if (at >= 80 && at < kHeaderBytes) continue;  // the hashes
+            uint64_t was;
+            std::memcpy(&was, good.data() + at, sizeof was);
+            for (uint64_t value : {uint64_t{0}, uint64_t{1}, was + 1, was - 1, was * 2, uint64_t{1} << 31, uint64_t{1} << 61,
+                                   uint64_t{1} << 63, UINT64_MAX, uint64_t(good.size()), uint64_t{0x7fc00000}}) {
+                SCOPED_TRACE(std::to_string(value) + " at " + std::to_string(at));
+                Bytes bad = good;
+                std::memcpy(bad.data() + at, &value, sizeof value);
+                if (at >= kHeaderBytes) {
+                    const uint64_t hash = XXH3_64bits(bad.data() + kHeaderBytes, end - kHeaderBytes);
+                    std::memcpy(bad.data() + 80, &hash, sizeof hash);
+                }
+                const uint64_t hash = XXH3_64bits(bad.data(), 88);
+                std::memcpy(bad.data() + 88, &hash, sizeof hash);
+                write_bytes(path("bad"), bad);
+                ta_loaded_seq out[4] = {};
+                uint64_t n = 0;
+                ta_error err;
+                const ta_status s = ta_kv_pool_load(pool.get(), path("bad").c_str(), nullptr, nullptr, out, 4, &n, &err);
+                if (s == TA_OK) {
+                    ++taken;
+                    for (uint64_t i = 0; i < n; ++i) {
+                        verify(pool, out[i].loaded);
+                        grow(pool, out[i].loaded, 1, 2);
+                        release(pool, out[i].loaded);
+                    }
+                    continue;
+                }
+                ++refused;
+                EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_UNSUPPORTED) << ta_status_name(s);
+                EXPECT_EQ(stats(pool).sequences, 0u);
+            }
+        }
+        EXPECT_GT(refused, 100);
+        EXPECT_GT(taken, 10);  // ids, keys
+    }
 }
 
 TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
