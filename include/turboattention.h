@@ -298,8 +298,12 @@ enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
  * enough. */
 typedef int32_t ta_eviction;
 enum {
-    TA_EVICT_LRU = 0,     /* those of the sequence that no plan used for longest, spread evenly over it */
-    TA_EVICT_PRIORITY = 1 /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
+    TA_EVICT_LRU = 0,      /* those of the sequence that no plan used for longest, spread evenly over it */
+    TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
+    TA_EVICT_ATTENTION =
+        2 /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over
+                              layers, query heads and the last 16 query tokens, summed, halving in attention_half_life steps. On a
+                              CPU; on a GPU TA_E_UNSUPPORTED */
 };
 
 /* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for each
@@ -324,6 +328,8 @@ typedef struct ta_tier_options {
     ta_move_route route;     /* between a GPU and the host; default: measured when the context's first such pool is created */
     const char* disk_path;   /* a disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies
                                 there is found by the next pool of the same shape and settings, also after a crash */
+    int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps of the pool, whosever they are; default 128 */
+    int32_t reserved;            /* 0 */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {

@@ -63,8 +63,16 @@ struct AttendTask {
     float* o;            // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
     float* m;            // [rows] running maximum in log2 units, -inf at first
     float* l;            // [rows] running sum
+    float* page_sums;    // [page_end - page_begin, 2, rows] alpha of step 3 and the sum of P of step 4, or nullptr: what a
+                         // page adds to l in the end is its sum times the alphas of all later pages. Left alone where a row
+                         // skips a page or sees nothing up to there: the caller puts 1 and 0 there
     uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
 };
+
+// Of the page that begins with `first_key`.
+[[gnu::always_inline]] inline float* page_sums_of(const AttendTask& t, int64_t first_key) {
+    return t.page_sums + (first_key / kPageTokens - t.page_begin) * 2 * t.rows;
+}
 
 // Upper bound that every kernel keeps to.
 constexpr size_t workspace_bytes(int head_dim, int rows) {

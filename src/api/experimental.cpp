@@ -126,6 +126,26 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
     });
 }
 
+ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, float* mass, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(mass, "mass", 4));
+        TA_RETURN_IF_ERROR(check_aligned(mass, "mass", 4));
+        const Pool& p = *pool->impl;
+        if (!p.observes_attention()) return fail(TA_E_UNSUPPORTED, "the pool does not evict by TA_EVICT_ATTENTION").argument(0);
+        return p.inspect(seq, [&](const Sequence& s) -> Status {
+            if (first > s.blocks.size() || n > s.blocks.size() - first) {
+                return fail(TA_E_INVALID, "blocks %llu + %llu are asked for; the sequence has %zu", (unsigned long long)first,
+                            (unsigned long long)n, s.blocks.size())
+                    .argument(2);
+            }
+            Fading fading = p.fading();
+            for (uint64_t i = 0; i < n; ++i) mass[i] = fading.at_now(s.blocks[size_t(first + i)]->mass());
+            return {};
+        });
+    });
+}
+
 ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens, float* k,
                               float* v, ta_error* err) {
     return guard(err, [&]() -> Status {

@@ -31,12 +31,18 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
                     "options.tiers: low_percent %d and high_percent %d; they take 0 <= low <= high, 1 <= high <= 100",
                     settings.low_percent, settings.high_percent);
     }
-    if (o.eviction < TA_EVICT_LRU || o.eviction > TA_EVICT_PRIORITY)
+    if (o.eviction < TA_EVICT_LRU || o.eviction > TA_EVICT_ATTENTION)
         return fail(TA_E_INVALID, "options.tiers.eviction is %d, no value of ta_eviction", int(o.eviction));
     settings.eviction = Eviction(o.eviction);
     if (o.route < TA_MOVE_ROUTE_AUTO || o.route > TA_MOVE_ROUTE_KERNEL)
         return fail(TA_E_INVALID, "options.tiers.route is %d, no value of ta_move_route", int(o.route));
     settings.route = MoveRoute(o.route);
+    if (o.attention_half_life < 0) {
+        return fail(TA_E_INVALID, "options.tiers.attention_half_life is %d; it takes 1 and more, or 0 for the default",
+                    int(o.attention_half_life));
+    }
+    if (o.reserved != 0) return fail(TA_E_INVALID, "options.tiers.reserved is %d; it must be 0", int(o.reserved));
+    if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     return {};
 }
 

@@ -54,6 +54,7 @@ class CpuStep final : public StepBackend {
     void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, bool rotate, float* out,
                    float* amax);
     void list_pages(uint32_t layer);
+    void add_masses();
 
     const cpu::PageCodec& codec() const { return *pool_.context().kernels().codec; }
 
@@ -64,6 +65,8 @@ class CpuStep final : public StepBackend {
     std::vector<PageBase> slots_;  // of the members' blocks that the step does not touch, where they were at begin
     std::vector<PageBase> pages_;  // of one layer
     std::vector<AttendSequence> attend_sequences_;
+    std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all calls; empty: not observed
+    int64_t heads_observed_ = 0;  // of all calls: each gave a weight of 1 to every observed token
     Buffer workspace_, append_scratch_;
     AttendExecutor executor_;
 };
@@ -79,6 +82,13 @@ Status CpuStep::begin(Step& step) {
             const Block& block = *m.sequence->blocks[size_t(b)];
             slots_.push_back({block.slot(), block.kind()});
         }
+    }
+    masses_.clear();
+    heads_observed_ = 0;
+    if (pool_.observes_attention()) {
+        size_t blocks = 0;
+        for (const StepMember& m : step.members) blocks += size_t(Step::untouched_blocks(m)) + m.touched.size();
+        masses_.resize(blocks);
     }
     step_ = &step;
     make_append_tasks();
@@ -242,6 +252,7 @@ void CpuStep::list_pages(uint32_t layer) {
         }
         for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
+        if (!masses_.empty()) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
     }
 }
 
@@ -253,6 +264,7 @@ Status CpuStep::attend(uint32_t layer, AttendCall& call) {
     call.sequences = attend_sequences_;
     uint64_t saturated = 0;
     TA_RETURN_IF_ERROR(executor_.run(call, &saturated));
+    heads_observed_ += call.kv_heads * call.group;
     if (saturated) pool_.counters().saturated_values += saturated;
     return {};
 }
@@ -269,7 +281,28 @@ Status CpuStep::seal() {
     });
     pool_.counters().saturated_values += saturated_.load();
     pool_.counters().clamped_values += clamped_.load();
+    add_masses();
     return {};
+}
+
+// Leaves with each block the mean weight that it had in a row of this step. Blocks that take another's place take over what it got.
+void CpuStep::add_masses() {
+    if (masses_.empty()) return;
+    Fading fading = pool_.fading();
+    const float* mass = masses_.data();
+    for (const StepMember& m : step_->members) {
+        const int64_t observed = std::min(m.n_query, kObservedTokens) * heads_observed_;
+        const float each = observed > 0 ? 1.0f / float(observed) : 0.0f;
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++mass) {
+            if (observed > 0) m.sequence->blocks[size_t(b)]->add_mass(*mass * each, fading);
+        }
+        for (const StepBlock& t : m.touched) {
+            Block& block = t.channel ? *t.channel : *t.token;
+            if (t.have > 0 && m.sequence->blocks[size_t(t.index)].get() != &block)
+                block.take_mass(*m.sequence->blocks[size_t(t.index)]);
+            block.add_mass(*mass++ * each, fading);
+        }
+    }
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_
 // One worker's share of the scratch buffer.
 class AttendExecutor::Scratch {
   public:
-    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages) {
+    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums) {
         uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
         const auto take = [&next](auto*& ptr, int64_t n) {
             ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
@@ -103,26 +103,29 @@ class AttendExecutor::Scratch {
         take(o, rows * d);
         take(m, rows);
         take(l, rows);
+        take(factor, rows);
+        take(page_sums, sums);
         take(workspace, int64_t(cpu::workspace_bytes(d, int(rows))));
         bytes = size_t(next - reinterpret_cast<uintptr_t>(data));
     }
     cpu::PageRef* pages_;
     int8_t* q;
     float *q_scale, *slope, *bias, *row, *o, *m, *l;
+    float *factor, *page_sums;  // of observed rows
     int64_t *key_begin, *key_end, *position;
     uint8_t* workspace;
     size_t bytes;
 };
 
 AttendExecutor::Scratch AttendExecutor::scratch_of(const AttendCall& call, int worker) {
-    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_).bytes;
-    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_};
+    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_page_sums_).bytes;
+    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_, max_page_sums_};
 }
 
 void AttendExecutor::make_jobs(const AttendCall& call) {
     jobs_.clear();
     groups_.clear();
-    partial_rows_ = max_pages_ = max_rows_ = 0;
+    partial_rows_ = max_pages_ = max_rows_ = max_page_sums_ = n_masses_ = 0;
     for (size_t s = 0; s < call.sequences.size(); ++s) {
         const AttendSequence& seq = call.sequences[s];
         const int64_t rows = seq.n_query * call.group;
@@ -131,6 +134,7 @@ void AttendExecutor::make_jobs(const AttendCall& call) {
         const int64_t tile = decode ? rows : kRowTile / call.group * call.group;
         const int64_t pages_per_job = decode ? kDecodePages : kPrefillPages;
         const int64_t first_position = seq.n_keys - seq.n_query;
+        const int64_t first_observed = seq.mass ? rows - std::min(seq.n_query, kObservedTokens) * call.group : rows;
         for (int64_t row = 0; row < rows; row += tile) {
             const int64_t row_end = std::min(row + tile, rows);
             // Both ends of the visible range grow with the position.
@@ -150,6 +154,13 @@ void AttendExecutor::make_jobs(const AttendCall& call) {
                         job.partial_row = partial_rows_;
                         partial_rows_ += row_end - row;
                     }
+                    if (first_observed < row_end) {
+                        job.observed_begin = std::max(row, first_observed);
+                        job.part_mass = n_masses_;
+                        job.mass = job.part_mass + job.pages() * job.observed();
+                        n_masses_ = job.mass + job.pages();
+                        max_page_sums_ = std::max(max_page_sums_, job.pages() * 2 * (row_end - row));
+                    }
                     jobs_.push_back(job);
                 }
             }
@@ -161,11 +172,13 @@ Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
     make_jobs(call);
     if (jobs_.empty()) return {};
     ThreadPool& threads = context_.threads();
-    const size_t scratch_bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_).bytes * size_t(threads.threads());
+    const size_t scratch_bytes =
+        Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_page_sums_).bytes * size_t(threads.threads());
     const size_t partial_bytes = size_t(partial_rows_) * size_t(call.head_dim + 2) * sizeof(float);
-    if (!scratch_.reserve(scratch_bytes) || !partials_.reserve(partial_bytes)) {
+    const size_t mass_bytes = size_t(n_masses_) * sizeof(float);
+    if (!scratch_.reserve(scratch_bytes) || !partials_.reserve(partial_bytes) || !masses_.reserve(mass_bytes)) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the workspace of this call",
-                    scratch_bytes + partial_bytes);
+                    scratch_bytes + partial_bytes + mass_bytes);
     }
     std::atomic<uint64_t> replaced{0};
     int64_t work = 0;
@@ -181,11 +194,46 @@ Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
             merge_group(call, groups_[size_t(i)], scratch);
         });
     }
+    // One after the other, so that sums do not depend on threads.
+    const float* masses = reinterpret_cast<const float*>(masses_.data());
+    for (const Job& job : jobs_) {
+        if (job.mass < 0) continue;
+        float* sum = call.sequences[size_t(job.sequence)].mass + job.page_begin;
+        for (int64_t p = 0; p < job.pages(); ++p) sum[p] += masses[job.mass + p];
+    }
     *saturated += replaced.load();
     return {};
 }
 
-void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) const {
+// From what the kernel left for each page and row of a job to the weight of pages in the job's part.
+void AttendExecutor::fold_page_sums(const Job& job, const float* page_sums) {
+    const int64_t rows = job.row_end - job.row_begin, n = job.observed(), first = job.observed_begin - job.row_begin;
+    float later[kRowTile];  // product of the alphas of later pages
+    std::fill_n(later, n, 1.0f);
+    for (int64_t p = job.pages(); p-- > 0;) {
+        const float* alpha = page_sums + p * 2 * rows + first;
+        const float* sum = alpha + rows;
+        float* to = reinterpret_cast<float*>(masses_.data()) + job.part_mass + p * n;
+        for (int64_t r = 0; r < n; ++r) {
+            to[r] = sum[r] * later[r];
+            later[r] *= alpha[r];
+        }
+    }
+}
+
+// The sums over the observed rows, each times what its part counts in the whole.
+void AttendExecutor::add_masses(const Job& job, const float* factor) {
+    float* masses = reinterpret_cast<float*>(masses_.data());
+    const int64_t n = job.observed();
+    for (int64_t p = 0; p < job.pages(); ++p) {
+        const float* of_page = masses + job.part_mass + p * n;
+        float sum = 0.0f;
+        for (int64_t r = 0; r < n; ++r) sum += of_page[r] * factor[r];
+        masses[job.mass + p] = sum;
+    }
+}
+
+void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) {
     const AttendSettings& s = call.settings;
     const AttendSequence& seq = call.sequences[size_t(job.sequence)];
     const cpu::PageCodec& codec = *context_.kernels().codec;
@@ -264,12 +312,21 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     task.m = m;
     task.l = l;
     task.workspace = scratch.workspace;
+    if (job.mass >= 0) {
+        task.page_sums = scratch.page_sums;
+        for (int64_t p = 0; p < job.pages(); ++p) {
+            std::fill_n(scratch.page_sums + p * 2 * rows, rows, 1.0f);
+            std::fill_n(scratch.page_sums + (p * 2 + 1) * rows, rows, 0.0f);
+        }
+    }
     if (job.page_end > job.page_begin) context_.kernels().attend(task);
+    if (job.mass >= 0) fold_page_sums(job, scratch.page_sums);
     if (partial) return;
-    for (int64_t r = 0; r < rows; ++r) finish_row(call, job, r, m[r], l[r], o + r * d, scratch);
+    for (int64_t r = 0; r < rows; ++r) scratch.factor[r] = finish_row(call, job, r, m[r], l[r], o + r * d, scratch);
+    if (job.mass >= 0) add_masses(job, scratch.factor + (job.observed_begin - job.row_begin));
 }
 
-void AttendExecutor::merge_group(const AttendCall& call, const Group& group, Scratch& scratch) const {
+void AttendExecutor::merge_group(const AttendCall& call, const Group& group, Scratch& scratch) {
     if (group.last - group.first == 1) return;
     const int d = call.head_dim;
     const float* o = reinterpret_cast<const float*>(partials_.data());
@@ -287,13 +344,23 @@ void AttendExecutor::merge_group(const AttendCall& call, const Group& group, Scr
             l_all = std::fma(weight, l[part], l_all);
             for (int c = 0; c < d; ++c) scratch.o[c] = std::fma(weight, o[part * d + c], scratch.o[c]);
         }
-        finish_row(call, job, r, m_all, l_all, scratch.o, scratch);
+        scratch.m[r] = m_all;
+        scratch.factor[r] = finish_row(call, job, r, m_all, l_all, scratch.o, scratch);
+    }
+    if (job.mass < 0) return;
+    for (size_t j = group.first; j < group.last; ++j) {
+        const Job& part = jobs_[j];
+        for (int64_t r = part.observed_begin - part.row_begin; r < part.row_end - part.row_begin; ++r) {
+            const float m_part = m[part.partial_row + r];
+            scratch.l[r] = m_part == cpu::kMinusInf ? 0.0f : scratch.factor[r] * cpu::exp2_neg_exact(scratch.m[r] - m_part);
+        }
+        add_masses(part, scratch.l + (part.observed_begin - part.row_begin));
     }
 }
 
-// Divides by the denominator, with the learned sink in it, and writes the row.
-void AttendExecutor::finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o,
-                                Scratch& scratch) const {
+// Divides by the denominator, with the learned sink in it, and writes the row. Returns what it multiplied with.
+float AttendExecutor::finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o,
+                                 Scratch& scratch) const {
     const AttendSequence& seq = call.sequences[size_t(job.sequence)];
     const int64_t token = seq.query_row + (job.row_begin + row) / call.group;
     const int64_t q_head = int64_t(job.head) * call.group + (job.row_begin + row) % call.group;
@@ -309,9 +376,10 @@ void AttendExecutor::finish_row(const AttendCall& call, const Job& job, int64_t 
     const float factor = denominator > 0.0 ? float(double(weight) / denominator) : 0.0f;
     for (int c = 0; c < d; ++c) scratch.row[c] = o[c] * factor;
     context_.kernels().codec->from_float(scratch.row, d, call.out.dtype, call.out.at(token, q_head));
-    if (!call.lse) return;
+    if (!call.lse) return factor;
     call.lse[token * call.kv_heads * call.group + q_head] =
         denominator > 0.0 ? float((top + std::log2(denominator)) / double(cpu::kLog2e)) : cpu::kMinusInf;
+    return factor;
 }
 
 }  // namespace ta

@@ -18,12 +18,17 @@ struct PageBase {
     PageKind kind;
 };
 
+// Query tokens of a call, the last ones, whose attention is observed: all of a decode step, and enough of a prompt to say what it
+// looks at.
+inline constexpr int64_t kObservedTokens = 16;
+
 struct AttendSequence {
     const PageBase* pages;  // [ceil(n_keys / 64)]
     int64_t n_keys;
     int64_t n_query;                 // the last of the n_keys positions, or any number under a full mask
     int64_t query_row;               // of q, out, lse
     const float* v_float = nullptr;  // [n_keys, kv_heads, head_dim]: V for half INT8
+    float* mass = nullptr;           // [pages] grows by the weight that each page has in the observed rows, summed over heads
 };
 
 // ta_attend_options with defaults applied.
@@ -60,7 +65,7 @@ struct AttendCall {
 class AttendExecutor {
   public:
     explicit AttendExecutor(Context& context)
-        : context_(context), scratch_(context.allocator()), partials_(context.allocator()) {}
+        : context_(context), scratch_(context.allocator()), partials_(context.allocator()), masses_(context.allocator()) {}
 
     // Inputs are checked already. TA_E_MEMORY when there is no workspace; nothing is written then.
     // `saturated` grows by the number of query values that were replaced.
@@ -72,6 +77,11 @@ class AttendExecutor {
         int64_t row_begin, row_end;  // of n_query * group
         int64_t page_begin, page_end;
         int64_t partial_row;  // first row of its part in partials_, -1: writes the result itself
+        // Rows [observed_begin, row_end) are observed. Offsets in masses_: [pages, observed rows] of the part, relative to its maximum,
+        // and [pages] of the result; -1 where there are none.
+        int64_t observed_begin = 0, part_mass = -1, mass = -1;
+        int64_t pages() const { return page_end - page_begin; }
+        int64_t observed() const { return row_end - observed_begin; }
     };
     struct Group {  // the jobs [first, last) whose parts make one result
         size_t first, last;
@@ -79,16 +89,18 @@ class AttendExecutor {
     class Scratch;
 
     void make_jobs(const AttendCall& call);
-    void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) const;
-    void merge_group(const AttendCall& call, const Group& group, Scratch& scratch) const;
-    void finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o, Scratch& scratch) const;
+    void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
+    void merge_group(const AttendCall& call, const Group& group, Scratch& scratch);
+    float finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o, Scratch& scratch) const;
+    void fold_page_sums(const Job& job, const float* page_sums);
+    void add_masses(const Job& job, const float* factor);
     Scratch scratch_of(const AttendCall& call, int worker);
 
     Context& context_;
     std::vector<Job> jobs_;
     std::vector<Group> groups_;
-    int64_t partial_rows_ = 0, max_pages_ = 0, max_rows_ = 0;
-    Buffer scratch_, partials_;
+    int64_t partial_rows_ = 0, max_pages_ = 0, max_rows_ = 0, max_page_sums_ = 0, n_masses_ = 0;
+    Buffer scratch_, partials_, masses_;
 };
 
 }  // namespace ta

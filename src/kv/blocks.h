@@ -14,6 +14,7 @@
 #include "src/core/memory.h"
 #include "src/kv/geometry.h"
 #include "src/kv/slot_memory.h"
+#include "src/tiering/policy/policy.h"
 #include "src/tiering/tier.h"
 
 namespace ta {
@@ -41,7 +42,7 @@ struct Place {
 class Block {
   public:
     Block(BlockStore& store, PageKind kind, uint8_t* slot, uint64_t content_id)
-        : store_(store), slot_(slot), content_id_(content_id), kind_(kind) {}
+        : store_(store), kind_(kind), slot_(slot), content_id_(content_id) {}
     ~Block();
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
@@ -75,6 +76,15 @@ class Block {
     void pin() { pins_.fetch_add(1, std::memory_order_relaxed); }
     void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
     uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
+    // Attention that the block got, of all sequences that share it; several may add at once.
+    AttentionMass mass() const { return mass_.load(std::memory_order_relaxed); }
+    void add_mass(float weight, Fading& fading) {
+        AttentionMass now = mass();
+        while (!mass_.compare_exchange_weak(now, {fading.at_now(now) + weight, fading.now()}, std::memory_order_relaxed)) {
+        }
+    }
+    // It takes the place of `from` in a sequence.
+    void take_mass(const Block& from) { mass_.store(from.mass(), std::memory_order_relaxed); }
 
     // Memory that this block leaves is zeroed before another tenant's block gets it.
     void set_tenant(Tenant tenant) { tenant_.store(tenant, std::memory_order_relaxed); }
@@ -89,19 +99,21 @@ class Block {
     friend class BlockStore;
 
     BlockStore& store_;
+    // What a choice of blocks to evict looks at comes first, to be in one cache line with the count of owners.
+    std::atomic<AttentionMass> mass_{AttentionMass{}};
+    std::atomic<uint32_t> pins_{0};
+    PageKind kind_;
+    std::atomic<TierKind> tier_{TierKind::kDevice};
+    std::atomic<bool> moving_{false}, stuck_{false};
+    std::atomic<bool> sealed_{false};
     std::atomic<uint8_t*> slot_;
     uint64_t content_id_;
-    std::atomic<uint32_t> pins_{0};
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
     Slot record_;     // that stayed on a persistent disk when the block came back from there
     bool tier_keyed_ = false;
     BlockKey key_{};
     std::atomic<bool> keyed_{false}, published_{false};
     std::atomic<Tenant> tenant_{0};
-    PageKind kind_;
-    std::atomic<TierKind> tier_{TierKind::kDevice};
-    std::atomic<bool> moving_{false}, stuck_{false};
-    std::atomic<bool> sealed_{false};
 };
 
 using BlockPtr = std::shared_ptr<Block>;

@@ -426,7 +426,10 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
         found.value()->last_used = ++uses_;
         taken.push_back(found.value());
     }
-    if (status.ok()) return taken;
+    if (status.ok()) {
+        steps_.fetch_add(1, std::memory_order_relaxed);
+        return taken;
+    }
     for (Sequence* s : taken) s->in_plan = false;
     return status;
 }

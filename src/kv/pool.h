@@ -48,6 +48,7 @@ struct TierSettings {
     MoveRoute route = MoveRoute::kCalibrated;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
     Eviction eviction = Eviction::kLru;
+    uint32_t half_life = 128;  // of attention, in steps
 };
 
 class DiskTier;
@@ -107,6 +108,10 @@ class Pool {
         std::lock_guard lock(mutex_);
         change();
     }
+
+    // Whether steps leave with blocks what attention they got; what they add fades until now.
+    bool observes_attention() const { return tier_settings_.eviction == Eviction::kAttention; }
+    Fading fading() const { return Fading(tier_settings_.half_life, steps_.load(std::memory_order_relaxed)); }
 
     // Tiers below the device: nullptr where there is none. The mover is there if one of them is.
     Tier* tier(TierKind kind) const {
@@ -232,6 +237,7 @@ class Pool {
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
     uint64_t uses_ = 0;                        // of sequences by plans
+    std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
     std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction
     std::unique_ptr<Mover> mover_;             // last: its threads use the rest

@@ -27,15 +27,18 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
     switch (settings.eviction) {
         case Eviction::kPriority:
             return make_priority_policy();
-        default:
-            return make_lru_policy();
+        case Eviction::kAttention:
+            return make_attention_policy(settings.half_life);
+        case Eviction::kLru:
+            break;
     }
+    return make_lru_policy();
 }
 
 // What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
 class Leaving final : public EvictionView {
   public:
-    Leaving(const Geometry& geometry, TierKind tier) : tier_(tier), geometry_(geometry) {}
+    Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
 
     void add(const Sequence& s, uint32_t sinks) {
         const uint32_t end = uint32_t(s.blocks.size());
@@ -46,15 +49,26 @@ class Leaving final : public EvictionView {
 
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t b) const override {
-        const BlockPtr& block = sequences_[owner]->blocks[b];
+        // Policies walk over blocks in order, and these lie anywhere: the block, and the count of its owners before it.
+        constexpr uint32_t kAhead = 12;
+        const std::vector<BlockPtr>& blocks = sequences_[owner]->blocks;
+        if (b + kAhead < blocks.size()) {
+            const char* ahead = reinterpret_cast<const char*>(blocks[b + kAhead].get());
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead - 16);
+        }
+        const BlockPtr& block = blocks[b];
         if (block->tier() != tier_ || !block->sealed() || block->moving() || block->pins() > 0 || block->stuck()) return 0;
         return (block.use_count() > 1) == shared_ ? geometry_.slot_bytes(block->kind()) : 0;
     }
+    AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
+    uint32_t now() const override { return now_; }
     MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block}; }
 
   private:
     const TierKind tier_;
     const Geometry& geometry_;
+    const uint32_t now_;
     std::vector<const Sequence*> sequences_;
     std::vector<BlockOwner> owners_;
     bool shared_ = false;
@@ -65,6 +79,11 @@ class Leaving final : public EvictionView {
 Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
     policy_ = make_policy(settings);
+    if (observes_attention() && context_->device()) {
+        return fail(
+            TA_E_UNSUPPORTED,
+            "the kernels of a GPU do not say what attention blocks get; evict there by TA_EVICT_LRU or TA_EVICT_PRIORITY");
+    }
     if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
     }
@@ -131,7 +150,7 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     for (const MoveItem& item : items) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
     if (bytes == 0) return items;
     std::lock_guard lock(mutex_);
-    Leaving leaving(geometry_, tier);
+    Leaving leaving(geometry_, tier, steps_.load(std::memory_order_relaxed));
     for (const auto& s : sequences_) {
         if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty()) leaving.add(*s, uint32_t(numerics_.sink_blocks));
     }

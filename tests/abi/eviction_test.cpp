@@ -1,12 +1,13 @@
 // Which blocks leave first: what the policies promise through the ABI. Outputs are the same to the bit under all of them.
 #include <algorithm>
+#include <cmath>
 
 #include "abi/tier_twins.h"
 
 namespace ta::testing {
 namespace {
 
-constexpr ta_eviction kPolicies[] = {TA_EVICT_LRU, TA_EVICT_PRIORITY};
+constexpr ta_eviction kPolicies[] = {TA_EVICT_LRU, TA_EVICT_PRIORITY, TA_EVICT_ATTENTION};
 
 void set_priority(const KvPool& pool, ta_seq seq, int32_t priority) {
     ta_error err;
@@ -68,6 +69,133 @@ TEST(Eviction, SequencesOfLowPriorityLeaveFirst) {
     twins.verify();
 }
 
+// What the blocks of a step got by its queries, in float64: q as given, keys as stored; the mean over layers, heads and the last 16
+// tokens.
+std::vector<double> exact_mass(const KvPool& pool, ta_seq seq, const std::vector<std::vector<float>>& q, int64_t n_query,
+                               int64_t window) {
+    const int64_t n = length(pool, seq), observed = std::min<int64_t>(n_query, 16);
+    std::vector<double> mass(size_t((n + 63) / 64));
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        const Stored stored = dequantize(pool, seq, layer, 0, n, kRow);
+        for (int64_t row = n_query - observed; row < n_query; ++row) {
+            const int64_t position = n - n_query + row;
+            for (uint32_t head = 0; head < kQHeads; ++head) {
+                std::vector<double> p(size_t(n), 0.0);
+                double sum = 0.0;
+                for (int64_t key = window ? std::max<int64_t>(0, position - window + 1) : 0; key <= position; ++key) {
+                    double dot = 0.0;
+                    for (uint32_t c = 0; c < kDim; ++c) {
+                        dot += double(q[layer][size_t((row * kQHeads + head) * kDim + c)]) *
+                               double(stored.k[size_t(key * kRow + head / 2 * kDim + c)]);
+                    }
+                    sum += p[size_t(key)] = std::exp(dot / 8.0);
+                }
+                for (int64_t key = 0; key < n; ++key)
+                    mass[size_t(key / 64)] += p[size_t(key)] / sum / double(kLayers * kQHeads * observed);
+            }
+        }
+    }
+    return mass;
+}
+
+std::vector<float> mass_of(const KvPool& pool, ta_seq seq) {
+    std::vector<float> mass(size_t((length(pool, seq) + 63) / 64));
+    ta_error err;
+    require(ta_x_seq_attention(pool.get(), seq, 0, mass.size(), mass.data(), &err), err);
+    return mass;
+}
+
+TEST(Eviction, AttentionIsWhatTheQueriesGiveToBlocks) {
+    for (const ta_cpu_isa isa : available_isas()) {
+        SCOPED_TRACE("instruction set " + std::to_string(isa));
+        const Context context = make_context(2, isa);
+        ta_tier_options tiers;
+        auto options = options_of({.eviction = TA_EVICT_ATTENTION}, tiers);
+        options.budget_bytes = kPlenty;
+        tiers.attention_half_life = 4;
+        const KvPool pool = make_pool(context, options);
+        const Plan plan = make_plan(pool);
+        const ta_seq seq = make_sequence(pool);
+        Random random(5);
+        // Parts of a sequence in one job and in several, few rows and many, a block that closes.
+        struct Case {
+            int32_t n_new, n_query;
+            int64_t window;
+        };
+        std::vector<double> want;
+        for (const Case& c :
+             std::vector<Case>{{200, 200, 0}, {1, 1, 0}, {55, 3, 0}, {1000, 0, 0}, {1, 1, 0}, {0, 2, 100}, {300, 130, 0}}) {
+            SCOPED_TRACE(std::to_string(length(pool, seq)) + " tokens, " + std::to_string(c.n_query) + " queries");
+            begin(plan, {seq}, {c.n_new}, {c.n_query});
+            std::vector<std::vector<float>> q;
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                Tensor k(random.normals(c.n_new * kRow), c.n_new, kHeads, kDim),
+                    v(random.normals(c.n_new * kRow), c.n_new, kHeads, kDim);
+                q.push_back(random.normals(c.n_query * kQHeads * kDim));
+                for (float& x : q.back()) x *= 2.0f;
+                Tensor query(q.back(), c.n_query, kQHeads, kDim), out(c.n_query, kQHeads, kDim);
+                append(plan, layer, k, v);
+                auto attend_options = sized<ta_attend_options>();
+                attend_options.window = c.window;
+                attend(plan, layer, query, out, nullptr, &attend_options);
+            }
+            end(plan);
+            const std::vector<float> got = mass_of(pool, seq);
+            for (double& x : want) x *= std::exp2(-0.25);
+            want.resize(got.size());
+            if (c.n_query > 0) {
+                const std::vector<double> more = exact_mass(pool, seq, q, c.n_query, c.window);
+                for (size_t b = 0; b < want.size(); ++b) want[b] += more[b];
+            }
+            double sum = 0.0, want_sum = 0.0;
+            for (size_t b = 0; b < want.size(); ++b) {
+                // New tokens were read at 8 bits, and are stored at 4.
+                EXPECT_NEAR(double(got[b]), want[b], 0.02 * want[b] + 0.01) << "block " << b;
+                sum += double(got[b]);
+                want_sum += want[b];
+            }
+            EXPECT_NEAR(sum, want_sum, 1e-4 * want_sum);
+        }
+        ta_error err;
+        float none;
+        EXPECT_EQ(ta_x_seq_attention(pool.get(), seq, 20, 10, &none, &err), TA_E_INVALID) << err.message;
+        const KvPool other = make_pool(context, pool_options(kLayers, kHeads, kDim));
+        EXPECT_EQ(ta_x_seq_attention(other.get(), make_sequence(other), 0, 0, &none, &err), TA_E_UNSUPPORTED);
+    }
+}
+
+TEST(Eviction, BlocksThatNobodyLooksAtLeaveFirst) {
+    ta_tier_options tiers;
+    const auto options = options_of({.device_blocks = 24, .host_bytes = kPlenty, .eviction = TA_EVICT_ATTENTION}, tiers);
+    const Context context = make_context(2);
+    const KvPool pool = make_pool(context, options);
+    const Plan plan = make_plan(pool);
+    const ta_seq seq = make_sequence(pool);
+    // Keys of two blocks point where all queries look, those of the others away from there.
+    constexpr int64_t kLooked[] = {5, 11};
+    Random random(3);
+    for (int64_t done = 0; done < 60 * 64; done += 64) {
+        begin(plan, {seq}, {64}, {1});
+        const bool looked = std::find(std::begin(kLooked), std::end(kLooked), done / 64) != std::end(kLooked);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            std::vector<float> k = random.normals(64 * kRow), q(kQHeads * kDim, 1.0f);
+            for (float& x : k) x = 0.1f * x + (looked ? 0.8f : -0.2f);
+            Tensor key(k, 64, kHeads, kDim), v(random.normals(64 * kRow), 64, kHeads, kDim);
+            Tensor query(q, 1, kQHeads, kDim), out(1, kQHeads, kDim);
+            append(plan, layer, key, v);
+            attend(plan, layer, query, out);
+        }
+        end(plan);
+    }
+    EXPECT_GT(residency(pool, seq).host_blocks, 15u);
+    for (const int64_t b : kLooked) {
+        const ta_move_info info = move_now(pool, seq, uint64_t(b), 1, TA_TIER_DEVICE);
+        EXPECT_EQ(info.present, 1u) << "block " << b << " left";
+    }
+    const std::vector<float> mass = mass_of(pool, seq);
+    EXPECT_GT(mass[5], 10 * mass[6]);
+}
+
 TEST(Eviction, WrongValuesAreRefused) {
     const Context context = make_context();
     ta_error err;
@@ -83,6 +211,12 @@ TEST(Eviction, WrongValuesAreRefused) {
     auto options = options_of({.host_bytes = kPlenty}, tiers);
     tiers.route = 3;
     ta_kv_pool* none = nullptr;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.route = TA_MOVE_ROUTE_AUTO;
+    tiers.attention_half_life = -1;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.attention_half_life = 0;
+    tiers.reserved = 1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
     const ta_seq seq = make_sequence(pool);

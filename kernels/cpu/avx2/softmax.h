@@ -143,7 +143,13 @@ inline bool softmax_row(const AttendTask& t, int row, int64_t first_key, const P
     const __m256 low = _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(p[0], p[2]), p[4]), p[6]);
     const __m256 high = _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(p[1], p[3]), p[5]), p[7]);
     t.m[row] = m_new;
-    t.l[row] = __builtin_fmaf(t.l[row], scale.alpha, sum_16_lanes(low, high));
+    const float sum = sum_16_lanes(low, high);
+    t.l[row] = __builtin_fmaf(t.l[row], scale.alpha, sum);
+    if (t.page_sums) {
+        float* of_page = page_sums_of(t, first_key);
+        of_page[row] = scale.alpha;
+        of_page[t.rows + row] = sum;
+    }
     return true;
 }
 

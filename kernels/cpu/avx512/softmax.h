@@ -188,8 +188,14 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
         part[k] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[k][0], x[k][1]), x[k][2]), x[k][3]);
     }
     const __m128 l = _mm_maskz_loadu_ps(rows, t.l + row);
-    _mm_mask_storeu_ps(t.l + row, rows & alive, _mm_fmadd_ps(l, alpha, sum_rows(part)));
+    const __m128 sum = sum_rows(part);
+    _mm_mask_storeu_ps(t.l + row, rows & alive, _mm_fmadd_ps(l, alpha, sum));
     _mm_mask_storeu_ps(t.m + row, rows & alive, m_new);
+    if (t.page_sums) {
+        float* of_page = page_sums_of(t, first_key) + row;
+        _mm_mask_storeu_ps(of_page, rows & alive, alpha);
+        _mm_mask_storeu_ps(of_page + t.rows, rows & alive, sum);
+    }
 
 #pragma GCC unroll 4
     for (int k = 0; k < kRowBatch; ++k) {

@@ -138,6 +138,11 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
     const __m512 l = _mm512_maskz_loadu_ps(rows, t.l + row);
     _mm512_mask_storeu_ps(t.l + row, rows & alive, _mm512_fmadd_ps(l, alpha, sum));
     _mm512_mask_storeu_ps(t.m + row, rows & alive, m_new);
+    if (t.page_sums) {
+        float* of_page = page_sums_of(t, first_key) + row;
+        _mm512_mask_storeu_ps(of_page, rows & alive, alpha);
+        _mm512_mask_storeu_ps(of_page + t.rows, rows & alive, sum);
+    }
     if constexpr (FORM == PForm::kFloat) return;
 
     const __m512 w_max = _mm512_max_ps(_mm512_max_ps(max[0], max[1]), _mm512_max_ps(max[2], max[3]));

@@ -139,7 +139,13 @@ void attend_row(const AttendTask& t, int row, int64_t first_key, const PageValue
     const float alpha = t.m[row] == kMinusInf ? 0.0f : exp2_neg_exact(m_new - t.m[row]);
     for (int j = 0; j < kPageTokens; ++j) p[j] = x[j] == kMinusInf ? 0.0f : exp2_neg(m_new - x[j], t.exp);
     t.m[row] = m_new;
-    t.l[row] = std::fma(t.l[row], alpha, sum_in_lanes(p));
+    const float sum = sum_in_lanes(p);
+    t.l[row] = std::fma(t.l[row], alpha, sum);
+    if (t.page_sums) {
+        float* of_page = page_sums_of(t, first_key);
+        of_page[row] = alpha;
+        of_page[t.rows + row] = sum;
+    }
     float* o = t.o + int64_t(row) * t.head_dim;
     if (t.v_float) {
         accumulate_floats(t, first_key, p, alpha, o);

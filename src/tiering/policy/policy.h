@@ -1,7 +1,8 @@
-// Which blocks leave a tier first. A policy sees sequences and how they were used. Which blocks may leave at all, and where they
-// go, is the pool's to say.
+// Which blocks leave a tier first. A policy sees sequences, how they were used, and how much attention their blocks got. Which blocks
+// may leave at all, and where they go, is the pool's to say.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -9,7 +10,7 @@
 
 namespace ta {
 
-enum class Eviction : uint8_t { kLru, kPriority };
+enum class Eviction : uint8_t { kLru, kPriority, kAttention };
 
 // A sequence whose blocks [first, end) may leave, as far as they are where room is wanted.
 struct BlockOwner {
@@ -18,12 +19,40 @@ struct BlockOwner {
     uint32_t first = 0, end = 0;
 };
 
+// Attention that a block got: the sum of weights, faded to step `at`.
+struct AttentionMass {
+    float sum = 0.0f;
+    uint32_t at = 0;
+};
+
+// Weights halve in half_life steps. Most blocks of a sequence were last attended to in the same step: what is left is kept.
+class Fading {
+  public:
+    explicit Fading(uint32_t half_life, uint32_t now) : per_step_(-1.0f / float(half_life)), now_(now), at_(now) {}
+    uint32_t now() const { return now_; }
+    float at_now(AttentionMass mass) {
+        if (mass.at != at_) {
+            at_ = mass.at;
+            left_ = std::exp2(float(now_ - at_) * per_step_);
+        }
+        return mass.sum * left_;
+    }
+
+  private:
+    const float per_step_;
+    const uint32_t now_;
+    uint32_t at_;
+    float left_ = 1.0f;
+};
+
 class EvictionView {
   public:
     virtual ~EvictionView() = default;
     virtual std::span<const BlockOwner> owners() const = 0;
     // What a tier gains when the block leaves it; 0 where the block stays.
     virtual uint64_t bytes(size_t owner, uint32_t block) const = 0;
+    virtual AttentionMass mass(size_t owner, uint32_t block) const = 0;
+    virtual uint32_t now() const = 0;  // the present step
 };
 
 struct Victim {
@@ -42,5 +71,7 @@ class EvictionPolicy {
 std::unique_ptr<EvictionPolicy> make_lru_policy();
 // Sequences of lower priority first, among equals the one that was not used for longest.
 std::unique_ptr<EvictionPolicy> make_priority_policy();
+// Blocks with the least attention first, of whatever sequence. `half_life`: steps after which a weight counts half.
+std::unique_ptr<EvictionPolicy> make_attention_policy(uint32_t half_life);
 
 }  // namespace ta

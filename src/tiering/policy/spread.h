@@ -33,6 +33,7 @@ std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t byt
         std::pop_heap(heap.begin(), heap.end(), last);
         const uint32_t owner = heap.back();
         keys.clear();
+        keys.reserve(owners[owner].end - owners[owner].first);
         uint64_t least = UINT64_MAX;
         for (uint32_t b = owners[owner].first; b < owners[owner].end; ++b) {
             const uint64_t size = view.bytes(owner, b);

@@ -120,6 +120,8 @@ std::string describe(const ProblemSpec& s) {
     for (float& m : want.m) m += 0.0f;
     if (auto r = same_bits("m", got.m.data(), want.m.data(), rows, 1); !r) return r;
     if (auto r = same_bits("l", got.l.data(), want.l.data(), rows, 1); !r) return r;
+    const int sums = int(want.page_sums.size()) / rows;  // page after page: alpha, sum
+    if (auto r = same_bits("page_sums", got.page_sums.data(), want.page_sums.data(), sums, rows); !r) return r;
     return same_bits("o", got.o.data(), want.o.data(), rows, d);
 }
 
@@ -477,6 +479,16 @@ void expect_near_exact(const ProblemSpec& spec, double o_bound, double lse_bound
     }
     const double relative = std::sqrt(error) / (std::sqrt(norm) + 1e-30);
     EXPECT_LE(relative, o_bound) << describe(spec);
+    // What the pages added is all that there is.
+    for (int row = 0; row < spec.rows; ++row) {
+        double l = 0.0, alpha = 1.0;
+        for (size_t at = got.page_sums.size(); at >= size_t(2 * spec.rows);) {
+            at -= size_t(2 * spec.rows);
+            l += alpha * double(got.page_sums[at + size_t(spec.rows + row)]);
+            alpha *= double(got.page_sums[at + size_t(row)]);
+        }
+        EXPECT_NEAR(l, double(got.l[size_t(row)]), 1e-5 * l) << "row " << row << ": " << describe(spec);
+    }
     ::testing::Test::RecordProperty("relative_l2", std::to_string(relative));
 }
 

@@ -146,6 +146,7 @@ struct ProblemSpec {
 struct State {
     AlignedVector<float> o;
     std::vector<float> m, l;
+    std::vector<float> page_sums = {};  // what each page added
 };
 
 // One task with everything that it points at.
@@ -193,6 +194,10 @@ class Problem {
         t.o = state.o.data();
         t.m = state.m.data();
         t.l = state.l.data();
+        const size_t sums = size_t(t.page_end - t.page_begin) * 2 * size_t(t.rows);
+        state.page_sums.resize(sums);
+        for (size_t i = 0; i < sums; ++i) state.page_sums[i] = i / size_t(t.rows) % 2 == 0 ? 1.0f : 0.0f;
+        t.page_sums = state.page_sums.data();
         t.workspace = workspace.data();
         return t;
     }

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <random>
 #include <set>
+#include <tuple>
 
 #include "src/tiering/policy/spread.h"
 
@@ -12,12 +14,14 @@ namespace ta {
 namespace {
 
 constexpr uint64_t kBytes = 100;
+constexpr uint32_t kNow = 1000;
 
 class MadeUp final : public EvictionView {
   public:
     void add(BlockOwner owner) {
         owners_.push_back(owner);
         bytes_.emplace_back(owner.end, kBytes);
+        mass_.emplace_back(owner.end);
     }
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t block) const override {
@@ -25,7 +29,10 @@ class MadeUp final : public EvictionView {
         EXPECT_LT(block, owners_[owner].end);
         return bytes_[owner][block];
     }
+    AttentionMass mass(size_t owner, uint32_t block) const override { return mass_[owner][block]; }
+    uint32_t now() const override { return kNow; }
     std::vector<std::vector<uint64_t>> bytes_;
+    std::vector<std::vector<AttentionMass>> mass_;
 
   private:
     std::vector<BlockOwner> owners_;
@@ -98,6 +105,69 @@ TEST(Priority, LowerOnesLeaveFirstThenTheOldest) {
     std::vector<uint32_t> order;
     for (const Victim v : make_priority_policy()->choose(view, UINT64_MAX)) order.push_back(v.owner);
     EXPECT_EQ(order, (std::vector<uint32_t>{1, 1, 3, 3, 2, 2, 0, 0}));
+}
+
+TEST(Attention, BlocksWithTheLeastOfItLeaveFirst) {
+    MadeUp view;
+    view.add({.last_used = 9, .end = 4});
+    view.add({.last_used = 1, .end = 3});
+    constexpr uint32_t kHalfLife = 10;
+    // Faded to now: 8, 2, 0.5, 3 and 4, 1, 0.
+    view.mass_[0] = {{8.0f, kNow}, {2.0f, kNow}, {0.5f, kNow}, {3.0f, kNow}};
+    view.mass_[1] = {{8.0f, kNow - kHalfLife}, {4.0f, kNow - 2 * kHalfLife}, {1.0f, 0}};
+    const auto policy = make_attention_policy(kHalfLife);
+    const std::vector<Victim> order = {{1, 2}, {0, 2}, {1, 1}, {0, 1}, {0, 3}, {1, 0}, {0, 0}};
+    for (size_t n = 0; n <= order.size(); ++n) {
+        EXPECT_EQ(policy->choose(view, n * kBytes), std::vector<Victim>(order.begin(), order.begin() + ptrdiff_t(n)));
+    }
+    view.bytes_[0][2] = 0;
+    EXPECT_EQ(policy->choose(view, 2 * kBytes), (std::vector<Victim>{{1, 2}, {1, 1}}));
+    EXPECT_TRUE(policy->choose(MadeUp(), 5).empty());
+}
+
+// Against sorting all of them.
+TEST(Attention, OfManyTheColdest) {
+    MadeUp view;
+    std::mt19937 random(4);
+    std::vector<std::tuple<float, uint32_t, uint32_t>> all;
+    for (uint32_t owner = 0; owner < 30; ++owner) {
+        view.add({.last_used = owner, .first = owner % 3, .end = 1 + uint32_t(random() % 2000)});
+        for (uint32_t b = 0; b < view.owners()[owner].end; ++b) {
+            view.mass_[owner][b] = {float(random() % 100000), kNow};
+            view.bytes_[owner][b] = random() % 5 == 0 ? 0 : random() % 2 == 0 ? kBytes : 3 * kBytes;
+            if (b >= owner % 3 && view.bytes_[owner][b] > 0) all.emplace_back(view.mass_[owner][b].sum, owner, b);
+        }
+    }
+    std::sort(all.begin(), all.end());
+    for (const uint64_t bytes : {kBytes, 17 * kBytes, 1000 * kBytes, 9000 * kBytes, uint64_t{1} << 40}) {
+        const std::vector<Victim> got = make_attention_policy(10)->choose(view, bytes);
+        uint64_t found = 0;
+        size_t n = 0;
+        for (; n < all.size() && found < bytes; ++n) {
+            ASSERT_LT(n, got.size());
+            ASSERT_EQ(view.mass_[got[n].owner][got[n].block].sum, std::get<0>(all[n])) << n;
+            found += view.bytes_[got[n].owner][got[n].block];
+        }
+        EXPECT_EQ(got.size(), n);
+    }
+}
+
+TEST(Attention, WithoutAnyItIsLru) {
+    MadeUp view;
+    view.add({.last_used = 9, .first = 1, .end = 4});
+    view.add({.last_used = 1, .end = 33});
+    view.add({.last_used = 5, .end = 3});
+    for (uint64_t n = 0; n < 40; ++n)
+        EXPECT_EQ(make_attention_policy(1)->choose(view, n * kBytes), make_lru_policy()->choose(view, n * kBytes));
+}
+
+TEST(Fading, HalvesInItsHalfLife) {
+    Fading fading(100, 1000);
+    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 1000}), 4.0f);
+    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 900}), 2.0f);
+    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 900}), 2.0f);
+    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 700}), 0.5f);
+    EXPECT_FLOAT_EQ(Fading(100, 50).at_now({4.0f, uint32_t(0) - 50}), 2.0f) << "the count of steps went around";
 }
 
 }  // namespace
