@@ -580,6 +580,20 @@ typedef struct ta_tier_stats {
     uint64_t bytes_by_copy_engine, bytes_by_kernel; /* of all tiers: what carried moves between a GPU and the host */
     /* Of all tiers, as measured: blocks of at least so many bytes go by copy engine to the host, and back; 0: not measured. */
     uint64_t copy_engine_from_down, copy_engine_from_up;
+    double fragmentation;    /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
+    uint64_t hits;           /* since creation, as the rest: blocks of steps that were here when the step began */
+    uint64_t misses;         /* that were not here but in a slower tier */
+    uint64_t misses_failed;  /* that were here but could not be brought to where the step reads them */
+    uint64_t evicted_blocks; /* that left this tier to make room */
+    double evicted_age_seconds; /* since the last step of their sequences, summed */
+    /* of all tiers */
+    uint64_t prefetch_used;   /* prefetched blocks that a step then found */
+    uint64_t prefetch_late;   /* that a step wanted before they came */
+    uint64_t prefetch_wasted; /* that left again, or were released, before a step used them */
+    uint64_t
+        waits_for_room; /* begins that found no room for new blocks, and waited for others to leave; 0: the watermarks do */
+    uint64_t waits_for_blocks; /* begins that waited for blocks to come from disk */
+    double wait_seconds;       /* of these, summed */
 } ta_tier_stats;
 
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */

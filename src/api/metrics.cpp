@@ -117,6 +117,31 @@ constexpr TierMetric kTierMetrics[] = {
     {"tier_out_bytes", "counter", "Bytes moved out of a tier.", [](auto& s) { return double(s.bytes_out); }},
     {"tier_failed", "counter", "Requests that failed; of the device tier, moves.", [](auto& s) { return double(s.failed); }},
     {"tier_corrupt", "counter", "Blocks that did not match their hashes.", [](auto& s) { return double(s.corrupt); }},
+    {"tier_fragmentation_ratio", "gauge", "Share of the free bytes that the worse kind of blocks cannot have.",
+     [](auto& s) { return s.fragmentation; }},
+    {"tier_hits", "counter", "Blocks of steps that were in a tier when the step began.",
+     [](auto& s) { return double(s.hits); }},
+    {"tier_misses_absent", "counter", "Blocks of steps that were in a slower tier.", [](auto& s) { return double(s.misses); }},
+    {"tier_misses_failed", "counter", "Blocks of steps that were in a tier but could not be brought up.",
+     [](auto& s) { return double(s.misses_failed); }},
+    {"tier_evicted_blocks", "counter", "Blocks that left a tier to make room.",
+     [](auto& s) { return double(s.evicted_blocks); }},
+    {"tier_evicted_age_seconds", "counter", "Time since the last step of evicted blocks' sequences, summed.",
+     [](auto& s) { return s.evicted_age_seconds; }},
+};
+
+// What is counted of all tiers together.
+constexpr TierMetric kMoveMetrics[] = {
+    {"prefetch_used", "counter", "Prefetched blocks that a step then found.", [](auto& s) { return double(s.prefetch_used); }},
+    {"prefetch_late", "counter", "Prefetched blocks that a step wanted before they came.",
+     [](auto& s) { return double(s.prefetch_late); }},
+    {"prefetch_wasted", "counter", "Prefetched blocks that left again, or were released, unused.",
+     [](auto& s) { return double(s.prefetch_wasted); }},
+    {"begin_waits_for_room", "counter", "Begins that waited for blocks to leave.",
+     [](auto& s) { return double(s.waits_for_room); }},
+    {"begin_waits_for_blocks", "counter", "Begins that waited for blocks to come from disk.",
+     [](auto& s) { return double(s.waits_for_blocks); }},
+    {"begin_wait_seconds", "counter", "Time that begins waited, summed.", [](auto& s) { return s.wait_seconds; }},
 };
 
 struct NamespaceMetric {
@@ -154,6 +179,10 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
         for (int t = 0; t < 3; ++t) {
             if (has[t]) w.value(m.of(tiers[t]), "tier", kTiers[t]);
         }
+    }
+    for (const TierMetric& m : kMoveMetrics) {
+        w.family(m.name, m.type, m.help);
+        w.value(m.of(tiers[0]));
     }
     w.family("moved_bytes", "counter", "Bytes moved, by what for.");
     w.value(double(tiers[0].bytes_asked), "reason", "asked");

@@ -166,6 +166,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             r.bytes_used = s.used;
             r.bytes_free = s.free;
             r.largest_free = s.largest_free;
+            r.fragmentation = s.fragmentation;
             r.blocks = s.slots_used[0] + s.slots_used[1];
             r.failed = s.failed + s.stalled;
             r.corrupt = s.corrupt + (kind.value() == TierKind::kDisk ? p.refused_records() : 0);
@@ -174,9 +175,22 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             for (const std::string& missing : t->degraded()) reason += (reason.empty() ? "" : "; ") + missing;
             std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
         }
+        const auto i = size_t(kind.value());
+        const Pool::Counters& counted = p.counters();
+        r.hits = counted.hits[i];
+        r.misses = counted.absent[i];
+        r.misses_failed = counted.failed[i];
+        r.waits_for_room = counted.waits_for_room;
+        r.waits_for_blocks = counted.waits_for_blocks;
+        r.wait_seconds = 1e-9 * double(counted.wait_nanoseconds.load());
+        const BlockStore::PrefetchCounters& prefetches = p.blocks().prefetches();
+        r.prefetch_used = prefetches.used;
+        r.prefetch_late = prefetches.late;
+        r.prefetch_wasted = prefetches.wasted;
         if (const Mover* mover = p.mover()) {
             const MoveCounters c = mover->counters();
-            const auto i = size_t(kind.value());
+            r.evicted_blocks = c.evicted[i];
+            r.evicted_age_seconds = c.evicted_age[i];
             r.blocks_in = c.blocks_in[i];
             r.blocks_out = c.blocks_out[i];
             r.bytes_in = c.bytes_in[i];

@@ -314,9 +314,9 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     task.workspace = scratch.workspace;
     if (job.mass >= 0) {
         task.page_sums = scratch.page_sums;
-        for (int64_t p = 0; p < job.pages(); ++p) {
-            std::fill_n(scratch.page_sums + p * 2 * rows, rows, 1.0f);
-            std::fill_n(scratch.page_sums + (p * 2 + 1) * rows, rows, 0.0f);
+        for (int64_t page = 0; page < job.pages(); ++page) {
+            std::fill_n(scratch.page_sums + page * 2 * rows, rows, 1.0f);
+            std::fill_n(scratch.page_sums + (page * 2 + 1) * rows, rows, 0.0f);
         }
     }
     if (job.page_end > job.page_begin) context_.kernels().attend(task);

@@ -134,6 +134,7 @@ Status Plan::bring_blocks() {
     constexpr std::chrono::seconds kPatience{10}, kReadersPatience{1};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
+    pool_->count_lookups(sequences_);
     if (!pool_->mover()) {
         for (;;) {
             std::vector<PageKind> wanted;
@@ -141,7 +142,19 @@ Status Plan::bring_blocks() {
             if (s.code() != TA_E_TIER_FULL || !pool_->drop_unused(TierKind::kDevice, wanted)) return s;
         }
     }
+    struct Waits {
+        Pool::Counters& counters;
+        std::chrono::steady_clock::time_point start;
+        bool for_blocks = false, for_room = false;
+        ~Waits() {
+            counters.waits_for_blocks += for_blocks;
+            counters.waits_for_room += for_room;
+            if (!for_blocks && !for_room) return;
+            counters.wait_nanoseconds += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
+        }
+    } waits{pool_->counters(), start};
     for (int made = 0;;) {
+        waits.for_blocks |= has_block_on_disk();
         TA_RETURN_IF_ERROR(pool_->make_resident(sequences_));
         reading_ = store.start_reading();
         std::vector<PageKind> wanted;
@@ -156,6 +169,7 @@ Status Plan::bring_blocks() {
         reading_.reset();
         const auto waited = std::chrono::steady_clock::now() - start;
         if (s.code() == TA_E_TIER_FULL) {
+            waits.for_room = true;
             // What blocks have left is room as soon as those are done who read there.
             if (waited < kReadersPatience && store.wait_for_left(std::chrono::milliseconds(20))) continue;
             const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon

@@ -83,6 +83,11 @@ class Block {
         while (!mass_.compare_exchange_weak(now, {fading.at_now(now) + weight, fading.now()}, std::memory_order_relaxed)) {
         }
     }
+    // Whether a prefetch is to bring it up, or did, and no step has used it since.
+    enum class Prefetch : uint8_t { kNone, kAsked, kArrived };
+    Prefetch prefetch() const { return prefetch_.load(std::memory_order_relaxed); }
+    // False when it was not in that state.
+    bool change_prefetch(Prefetch from, Prefetch to) { return prefetch_.compare_exchange_strong(from, to); }
     // It takes the place of `from` in a sequence.
     void take_mass(const Block& from) { mass_.store(from.mass(), std::memory_order_relaxed); }
 
@@ -106,6 +111,7 @@ class Block {
     std::atomic<TierKind> tier_{TierKind::kDevice};
     std::atomic<bool> moving_{false}, stuck_{false};
     std::atomic<bool> sealed_{false};
+    std::atomic<Prefetch> prefetch_{Prefetch::kNone};
     std::atomic<uint8_t*> slot_;
     uint64_t content_id_;
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
@@ -187,6 +193,12 @@ class BlockStore {
     void keep_records() { keep_records_.store(true, std::memory_order_release); }
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
+    // Of prefetched blocks: used by a step, wanted by one before they came, gone without having been used.
+    struct PrefetchCounters {
+        std::atomic<uint64_t> used{0}, late{0}, wasted{0};
+    };
+    PrefetchCounters& prefetches() { return prefetches_; }
+    const PrefetchCounters& prefetches() const { return prefetches_; }
     uint64_t blocks_on_disk() const { return on_disk_.load(std::memory_order_acquire); }
 
     // Gives the slots kept for reuse back to the allocator.
@@ -244,6 +256,7 @@ class BlockStore {
     uint64_t peak_ = 0;            // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
     std::atomic<uint64_t> moves_{0}, on_disk_{0};
+    PrefetchCounters prefetches_;
     std::vector<uint64_t> reading_;  // moves_ when each reader started
     std::vector<Left> left_;         // oldest first
     std::condition_variable freed_;  // some of left_

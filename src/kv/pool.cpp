@@ -402,6 +402,7 @@ Status Pool::verify(ta_seq seq) const {
 Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs) {
     std::vector<Sequence*> taken;
     taken.reserve(seqs.size());
+    const auto now = std::chrono::steady_clock::now();
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open_locked());
     Status status;
@@ -424,6 +425,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
         }
         found.value()->in_plan = true;
         found.value()->last_used = ++uses_;
+        found.value()->last_used_at = now;
         taken.push_back(found.value());
     }
     if (status.ok()) {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -29,8 +31,9 @@ struct Sequence {
     bool alive = false;
     bool in_plan = false;
     uint64_t last_used = 0;  // by a plan; Pool::uses() then
-    int32_t priority = 0;    // the lower leaves a tier first, where the pool's policy heeds it
-    uint64_t version = 0;    // grows with every change of `blocks`
+    std::chrono::steady_clock::time_point last_used_at;
+    int32_t priority = 0;  // the lower leaves a tier first, where the pool's policy heeds it
+    uint64_t version = 0;  // grows with every change of `blocks`
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
     std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale, on a CPU
@@ -44,6 +47,8 @@ struct TierSettings {
     uint64_t host_budget = 0, disk_budget = 0;
     std::string disk_folder;
     std::string disk_path;  // of a persistent file; empty: one without a name in disk_folder
+    std::function<std::unique_ptr<Tier>(std::unique_ptr<Tier>)>
+        wrap_host;  // a seam: what the pool uses in place of its host tier
     int numa_node = -1;
     MoveRoute route = MoveRoute::kCalibrated;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
@@ -59,6 +64,11 @@ class Pool {
     struct Counters {
         std::atomic<uint64_t> appended_tokens{0}, closed_pages{0}, reopened_blocks{0}, copied_blocks{0}, saturated_values{0},
             clamped_values{0};
+        // By TierKind, of the blocks of steps that began: found there; looked for there and found further down; there, but could not
+        // be brought up.
+        std::atomic<uint64_t> hits[3] = {}, absent[3] = {}, failed[3] = {};
+        // Begins that waited for room, for blocks on disk, and how long in all.
+        std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
     };
 
     static Result<std::shared_ptr<Pool>> create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
@@ -122,6 +132,8 @@ class Pool {
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
     bool make_room(TierKind tier, std::span<const PageKind> wanted);
+    // Counts where the blocks of a step are as it begins. Sequences are in the caller's plan.
+    void count_lookups(std::span<Sequence* const> seqs);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
     Status make_resident(std::span<Sequence* const> seqs);
     // After a step: lets blocks leave in the background when the device tier is nearly full.

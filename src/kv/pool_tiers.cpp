@@ -63,7 +63,7 @@ class Leaving final : public EvictionView {
     }
     AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
     uint32_t now() const override { return now_; }
-    MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block}; }
+    MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block, sequences_[v.owner]->last_used_at}; }
 
   private:
     const TierKind tier_;
@@ -113,7 +113,7 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         }
         Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_->threads(), o);
         if (!host.ok()) return std::move(host).status();
-        host_ = host.take();
+        host_ = settings.wrap_host ? settings.wrap_host(host.take()) : host.take();
     }
     if (settings.disk_budget > 0) {
         DiskTierOptions o;
@@ -216,6 +216,31 @@ void Pool::keep_room() {
     keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
 }
 
+void Pool::count_lookups(std::span<Sequence* const> seqs) {
+    uint64_t found[3] = {0, 0, 0};
+    BlockStore::PrefetchCounters& prefetches = blocks_->prefetches();
+    for (const Sequence* s : seqs) {
+        if (!mover_) {
+            found[size_t(TierKind::kDevice)] += s->blocks.size();
+            continue;
+        }
+        for (const BlockPtr& b : s->blocks) {
+            const TierKind tier = b->tier();
+            ++found[size_t(tier)];
+            if (b->prefetch() == Block::Prefetch::kNone) continue;
+            if (b->change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone)) {
+                ++prefetches.used;
+            } else if (b->change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kNone) && tier != TierKind::kDevice) {
+                ++prefetches.late;
+            }
+        }
+    }
+    for (size_t t = 0; t < 3; ++t) {
+        counters_.hits[t] += found[t];
+        for (size_t above = 0; above < t; ++above) counters_.absent[above] += found[t];
+    }
+}
+
 Status Pool::make_resident(std::span<Sequence* const> seqs) {
     if (blocks_->blocks_on_disk() == 0) return {};
     for (size_t i = 0; i < seqs.size(); ++i) {
@@ -230,7 +255,9 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
             std::erase_if(items, [](const MoveItem& item) { return item.block->tier() != TierKind::kDisk; });
             progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded);
         }
-        if (progress.failed > 0) return std::move(progress.status).sequence(int64_t(i));
+        if (progress.failed == 0) continue;
+        if (progress.status.code() != TA_E_TIER_FULL) counters_.failed[size_t(TierKind::kDisk)] += progress.failed;
+        return std::move(progress.status).sequence(int64_t(i));
     }
     return {};
 }
@@ -274,6 +301,12 @@ Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierK
     Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
     if (!items.ok()) return std::move(items).status();
     if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device");
+    if (reason == MoveReason::kPrefetch) {
+        for (const MoveItem& item : items.value()) {
+            if (item.block && item.block->tier() != to)
+                item.block->change_prefetch(Block::Prefetch::kNone, Block::Prefetch::kAsked);
+        }
+    }
     return mover_->submit(items.take(), to, reason);
 }
 

@@ -195,6 +195,11 @@ void Mover::land(Flight& flight) {
     t.progress.state = t.progress.failed ? TA_MOVE_FAILED : done < t.progress.blocks ? TA_MOVE_CANCELLED : TA_MOVE_DONE;
     t.finished.store(true, std::memory_order_release);
     dropped.swap(t.items);
+    // What a prefetch did not bring is not awaited any more.
+    for (const MoveItem& item : dropped) {
+        if (t.reason == MoveReason::kPrefetch && item.block)
+            item.block->change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kNone);
+    }
     t.next = 0;
     try {
         done_.push_back(t.id);

@@ -30,6 +30,8 @@ MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
         blocks_out[t] += more.blocks_out[t];
         bytes_in[t] += more.bytes_in[t];
         bytes_out[t] += more.bytes_out[t];
+        evicted[t] += more.evicted[t];
+        evicted_age[t] += more.evicted_age[t];
     }
     for (int r = 0; r < kMoveReasons; ++r) bytes_by_reason[r] += more.bytes_by_reason[r];
     bytes_by_kernel += more.bytes_by_kernel;
@@ -326,12 +328,15 @@ void MovePart::give_back(const Work& w) {
 
 void MovePart::publish(double seconds) {
     MoveCounters counted;
+    const auto now = std::chrono::steady_clock::now();
     const bool kernel = transfer_ && transfer_->route() == MoveRoute::kKernel;
     for (Work& w : work_) {
         Block& block = *w.item->block;
         const uint64_t bytes = sharing_.pool.geometry().slot_bytes(block.kind());
         const bool pinned = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // since it was taken
         if (w.status.ok() && !pinned) {
+            // Before a step can find it here.
+            if (reason_ == MoveReason::kPrefetch) block.change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kArrived);
             sharing_.pool.blocks().move(block, w.to);
             w.over = true;
             ++progress_.moved;
@@ -340,6 +345,14 @@ void MovePart::publish(double seconds) {
             counted.bytes_in[size_t(to_)] += bytes;
             counted.bytes_out[size_t(w.from.tier)] += bytes;
             counted.bytes_by_reason[size_t(reason_)] += bytes;
+            if (reason_ != MoveReason::kPrefetch && to_ > w.from.tier &&
+                block.change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone)) {
+                ++sharing_.pool.blocks().prefetches().wasted;
+            }
+            if (reason_ == MoveReason::kEviction && w.item->last_used_at != std::chrono::steady_clock::time_point()) {
+                ++counted.evicted[size_t(w.from.tier)];
+                counted.evicted_age[size_t(w.from.tier)] += std::chrono::duration<double>(now - w.item->last_used_at).count();
+            }
             if (transfer_ && w.from.tier != TierKind::kDisk)
                 (kernel ? counted.bytes_by_kernel : counted.bytes_by_engine) += bytes;
         } else if (pinned || (reason_ == MoveReason::kPrefetch && w.status.code() == TA_E_TIER_FULL)) {

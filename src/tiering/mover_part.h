@@ -24,6 +24,7 @@ inline constexpr int kMoveReasons = 4;
 struct MoveItem {
     BlockPtr block;  // nullptr: one that is not full, which stays
     uint64_t index;  // in its sequence
+    std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
 };
 
 // How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, moved by others.
@@ -43,6 +44,8 @@ struct MoveCounters {
     uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
     uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // between a device and the host
     uint64_t failed = 0, corrupt = 0;
+    uint64_t evicted[3] = {0, 0, 0};    // blocks, by the tier that they left
+    double evicted_age[3] = {0, 0, 0};  // seconds since the last step of their sequences, summed
 
     MoveCounters& operator+=(const MoveCounters& more);
 };

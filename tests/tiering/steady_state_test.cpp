@@ -1,0 +1,116 @@
+// Appending never waits in the steady state: with watermarks, blocks leave in the background before their room is needed, however
+// slow the tier below is, as long as it keeps up on average. The tier is slowed down; the pool is a real one.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "src/attend/plan.h"
+
+namespace ta {
+namespace {
+
+using std::chrono::milliseconds;
+
+// A host tier that takes its time to hand out slots.
+class SlowTier final : public Tier {
+  public:
+    SlowTier(std::unique_ptr<Tier> tier, milliseconds per_slot) : tier_(std::move(tier)), per_slot_(per_slot) {}
+    TierKind kind() const override { return tier_->kind(); }
+    size_t slot_bytes(uint8_t slot_class) const override { return tier_->slot_bytes(slot_class); }
+    Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override {
+        std::this_thread::sleep_for(per_slot_ * wanted.size());
+        return tier_->acquire(wanted);
+    }
+    void release(std::span<const Slot> slots) override { tier_->release(slots); }
+    uint8_t* address(Slot slot) const override { return tier_->address(slot); }
+    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
+        return tier_->submit(requests, client);
+    }
+    void cancel(TierBatch batch) override { tier_->cancel(batch); }
+    TierStats stats() const override { return tier_->stats(); }
+    TierHealth health() const override { return tier_->health(); }
+    std::span<const std::string> degraded() const override { return tier_->degraded(); }
+
+  private:
+    const std::unique_ptr<Tier> tier_;
+    const milliseconds per_slot_;
+};
+
+constexpr int kSequences = 4, kSteps = 500, kTokens = 4;
+constexpr uint64_t kDeviceBlocks = 60;
+constexpr milliseconds kPerSlot{2}, kStep{2};  // a block fills up every 8 ms
+
+struct Decoded {
+    milliseconds longest{0}, ninety_nine_percent{0};  // of begin
+    uint64_t waits, left;
+};
+
+// Decodes past the device budget, kTokens for each of the sequences in a step.
+Decoded decode(int high, int low) {
+    Context::Options context_options;
+    context_options.threads = 1;
+    Result<std::shared_ptr<Context>> context = Context::create(context_options);
+    Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+    ta_numerics settings{};
+    settings.sink_blocks = -1;
+    Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+    TierSettings tiers;
+    tiers.host_budget = uint64_t{16} << 20;
+    tiers.high_percent = high;
+    tiers.low_percent = low;
+    tiers.wrap_host = [](std::unique_ptr<Tier> tier) -> std::unique_ptr<Tier> {
+        return std::make_unique<SlowTier>(std::move(tier), kPerSlot);
+    };
+    const uint64_t budget = 8 * g.value().token_slot_bytes + kDeviceBlocks * g.value().channel_slot_bytes;
+    Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);
+    const std::shared_ptr<Pool> pool = made.take();
+    std::vector<ta_seq> seqs;
+    for (int i = 0; i < kSequences; ++i) {
+        Result<ta_seq> seq = pool->create_sequence();
+        seqs.push_back(seq.value());
+    }
+    std::vector<float> x(size_t(kSequences * kTokens * 64), 1.0f);
+    ta_tensor t{};
+    t.struct_size = sizeof t;
+    t.dtype = TA_DTYPE_F32;
+    t.data = x.data();
+    t.tokens = kSequences * kTokens;
+    t.heads = 1;
+    t.head_dim = 64;
+    Result<TensorView> view = view_tensor(t, "x");
+    Plan plan(pool);
+    const std::vector<int32_t> n_new(kSequences, kTokens), n_query(kSequences, 0);
+    std::vector<std::chrono::steady_clock::duration> begins;
+    for (int i = 0; i < kSteps; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        const Status begun = plan.begin(seqs, n_new.data(), n_query.data());
+        begins.push_back(std::chrono::steady_clock::now() - start);
+        EXPECT_TRUE(begun.ok());
+        EXPECT_TRUE(plan.append(0, view.value(), view.value()).ok());
+        std::this_thread::sleep_for(kStep);  // in place of the model
+        EXPECT_TRUE(plan.end().ok());
+    }
+    std::sort(begins.begin(), begins.end());
+    const auto in_ms = [](auto duration) { return std::chrono::duration_cast<milliseconds>(duration); };
+    return {in_ms(begins.back()), in_ms(begins[begins.size() * 99 / 100]), pool->counters().waits_for_room.load(),
+            pool->mover()->counters().blocks_in[size_t(TierKind::kHost)]};
+}
+
+TEST(SteadyState, AppendNeverWaits) {
+    const Decoded run = decode(70, 50);
+    EXPECT_GT(run.left, kSequences * kSteps * kTokens / 64 - kDeviceBlocks);
+    EXPECT_EQ(run.waits, 0u);
+    EXPECT_LT(run.ninety_nine_percent, kPerSlot) << "longest: " << run.longest.count() << " ms";
+}
+
+// The same without background eviction, so that the test above could fail.
+TEST(SteadyState, WithoutWatermarksItWaits) {
+    const Decoded run = decode(100, 100);
+    EXPECT_GT(run.waits, 5u);
+    EXPECT_GE(run.longest, kPerSlot);
+}
+
+}  // namespace
+}  // namespace ta
