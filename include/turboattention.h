@@ -329,7 +329,9 @@ typedef struct ta_tier_options {
     const char* disk_path;   /* a disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies
                                 there is found by the next pool of the same shape and settings, also after a crash */
     int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps of the pool, whosever they are; default 128 */
-    int32_t reserved;            /* 0 */
+    ta_switch drop_coldest;      /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
+                                    in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and
+                                    get no attention any more. Changes results. On a CPU; on a GPU TA_E_UNSUPPORTED */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -394,7 +396,8 @@ TA_API ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err);
 TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err);
 /* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
  * tokens are appended there, it is reopened at 8 bits from its stored values.
- * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+ * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped), TA_E_STALE,
+ * TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
 /* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a load; a
  * fork has that of its source. Also while the sequence is in a plan. Errors: TA_E_STALE, TA_E_CLOSED. */
@@ -403,7 +406,7 @@ TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t prior
 TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
-/* Recomputes the hash of every full page, wherever it is. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
+/* Recomputes the hash of every full page, wherever it is; dropped ones are passed over. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
  * TA_E_CLOSED. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
 
@@ -413,8 +416,8 @@ typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
 
 /* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A block is
  * checked before it is written. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
- * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STALE, TA_E_BUSY,
- * TA_E_MEMORY, TA_E_CLOSED. */
+ * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STATE (blocks were
+ * dropped), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
                              ta_error* err);
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it. Every
@@ -557,6 +560,7 @@ typedef struct ta_residency {
     uint32_t pinned_blocks;
     uint64_t device_blocks, host_blocks, disk_blocks;
     uint64_t device_bytes, host_bytes, disk_bytes;
+    uint64_t dropped_blocks; /* under ta_tier_options.drop_coldest; in no tier */
 } ta_residency;
 
 /* Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
@@ -594,6 +598,7 @@ typedef struct ta_tier_stats {
         waits_for_room; /* begins that found no room for new blocks, and waited for others to leave; 0: the watermarks do */
     uint64_t waits_for_blocks; /* begins that waited for blocks to come from disk */
     double wait_seconds;       /* of these, summed */
+    uint64_t dropped_blocks;   /* lost because no tier had room: ta_tier_options.drop_coldest */
 } ta_tier_stats;
 
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */

@@ -22,13 +22,14 @@ typedef struct ta_x_block_info {
 
 /* Describes the block and, where `buffer` is not NULL, copies the slot byte for byte as docs/FORMAT.md specifies it. In a block
  * of fewer than 64 tokens the bytes of the missing ones are unspecified.
- * Errors: TA_E_STALE, TA_E_INVALID (block beyond the sequence, buffer smaller than info->bytes), TA_E_BUSY, TA_E_CLOSED. */
+ * Errors: TA_E_STALE, TA_E_INVALID (block beyond the sequence, buffer smaller than info->bytes), TA_E_STATE (it was dropped),
+ * TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_x_block_info* info, void* buffer,
                                 uint64_t buffer_bytes, ta_error* err);
 
 /* Writes what attention sees: the dequantized K and V of tokens [first, first + tokens) of one layer, for checks and exports.
  *   k, v   [tokens, kv_heads, head_dim] F32, contiguous, each may be NULL; K is rotated back and has its offset added again
- * Errors: TA_E_STALE, TA_E_INVALID (range, layer), TA_E_BUSY, TA_E_CLOSED. */
+ * Errors: TA_E_STALE, TA_E_INVALID (range, layer), TA_E_STATE (a block was dropped), TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens,
                                      float* k, float* v, ta_error* err);
 

@@ -12,7 +12,7 @@ enum class ExpMode : uint8_t { kPoly, kExact, kSas };
 
 // One page of the kv head that the task works on.
 struct PageRef {
-    const uint8_t* piece;  // the head's piece, 128-byte aligned
+    const uint8_t* piece;  // the head's piece, 128-byte aligned; nullptr: a page that is gone, whose keys nobody sees
     PageKind kind;
 };
 

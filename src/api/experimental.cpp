@@ -96,6 +96,7 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
                     .argument(2);
             }
             const BlockPtr& b = s.blocks[size_t(block)];
+            if (b->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(block));
             const Geometry& g = p.geometry();
             ta_x_block_info r{};
             r.bits = b->kind() == PageKind::kToken ? 8 : highest_bits(g);
@@ -167,6 +168,7 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             for (int64_t at = first; at < first + tokens;) {
                 const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
                 const Block& block = *s.blocks[size_t(b)];
+                if (block.dropped()) return fail(TA_E_STATE, "the block was dropped").block(b);
                 Result<const uint8_t*> page = readable_page(p, block, uint64_t(b), layer, copy);
                 if (!page.ok()) return std::move(page).status();
                 for (uint32_t head = 0; head < g.kv_heads; ++head) {

@@ -141,6 +141,8 @@ constexpr TierMetric kMoveMetrics[] = {
      [](auto& s) { return double(s.waits_for_room); }},
     {"begin_waits_for_blocks", "counter", "Begins that waited for blocks to come from disk.",
      [](auto& s) { return double(s.waits_for_blocks); }},
+    {"dropped_blocks", "counter", "Blocks that were dropped because no tier had room.",
+     [](auto& s) { return double(s.dropped_blocks); }},
     {"begin_wait_seconds", "counter", "Time that begins waited, summed.", [](auto& s) { return s.wait_seconds; }},
 };
 

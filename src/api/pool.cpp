@@ -41,7 +41,9 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
         return fail(TA_E_INVALID, "options.tiers.attention_half_life is %d; it takes 1 and more, or 0 for the default",
                     int(o.attention_half_life));
     }
-    if (o.reserved != 0) return fail(TA_E_INVALID, "options.tiers.reserved is %d; it must be 0", int(o.reserved));
+    if (o.drop_coldest < TA_DEFAULT || o.drop_coldest > TA_OFF)
+        return fail(TA_E_INVALID, "options.tiers.drop_coldest is %d, no value of ta_switch", int(o.drop_coldest));
+    settings.drop_coldest = o.drop_coldest == TA_ON;
     if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     return {};
 }

@@ -128,6 +128,10 @@ ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out
             uint64_t* const blocks[] = {&r.device_blocks, &r.host_blocks, &r.disk_blocks};
             uint64_t* const bytes[] = {&r.device_bytes, &r.host_bytes, &r.disk_bytes};
             for (const BlockPtr& b : s.blocks) {
+                if (b->dropped()) {
+                    ++r.dropped_blocks;
+                    continue;
+                }
                 const auto tier = size_t(b->tier());
                 ++*blocks[tier];
                 *bytes[tier] += g.slot_bytes(b->kind());
@@ -182,6 +186,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
         r.misses_failed = counted.failed[i];
         r.waits_for_room = counted.waits_for_room;
         r.waits_for_blocks = counted.waits_for_blocks;
+        r.dropped_blocks = counted.dropped_blocks;
         r.wait_seconds = 1e-9 * double(counted.wait_nanoseconds.load());
         const BlockStore::PrefetchCounters& prefetches = p.blocks().prefetches();
         r.prefetch_used = prefetches.used;

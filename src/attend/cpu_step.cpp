@@ -248,7 +248,7 @@ void CpuStep::list_pages(uint32_t layer) {
     for (const StepMember& m : step_->members) {
         const PageBase* first = pages_.data() + pages_.size();
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
-            pages_.push_back({slot->page + g.page_offset(slot->kind, layer), slot->kind});
+            pages_.push_back({slot->page ? slot->page + g.page_offset(slot->kind, layer) : nullptr, slot->kind});
         }
         for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});

@@ -247,7 +247,7 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
         const PageBase& base = seq.pages[p];
         const size_t offset =
             base.kind == PageKind::kToken ? size_t(job.head) * token_stride : call.channel_head_offset[job.head];
-        scratch.pages_[p] = {base.page + offset, base.kind};
+        scratch.pages_[p] = {base.page ? base.page + offset : nullptr, base.kind};
     }
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = (job.row_begin + r) / call.group, in_group = (job.row_begin + r) % call.group;

@@ -14,7 +14,7 @@
 namespace ta {
 
 struct PageBase {
-    const uint8_t* page;  // all kv heads of one layer
+    const uint8_t* page;  // all kv heads of one layer; nullptr: gone
     PageKind kind;
 };
 

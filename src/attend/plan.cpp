@@ -135,11 +135,12 @@ Status Plan::bring_blocks() {
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
     pool_->count_lookups(sequences_);
+    std::vector<PageKind> wanted;
     if (!pool_->mover()) {
         for (;;) {
-            std::vector<PageKind> wanted;
             Status s = reserve_blocks(&wanted);
-            if (s.code() != TA_E_TIER_FULL || !pool_->drop_unused(TierKind::kDevice, wanted)) return s;
+            if (s.code() != TA_E_TIER_FULL) return s;
+            if (!pool_->drop_unused(TierKind::kDevice, wanted) && !pool_->drop_coldest(wanted, sequences_)) return s;
         }
     }
     struct Waits {
@@ -155,10 +156,14 @@ Status Plan::bring_blocks() {
     } waits{pool_->counters(), start};
     for (int made = 0;;) {
         waits.for_blocks |= has_block_on_disk();
-        TA_RETURN_IF_ERROR(pool_->make_resident(sequences_));
+        Status s = pool_->make_resident(sequences_);
+        if (s.code() == TA_E_TIER_FULL) {
+            const PageKind any[] = {PageKind::kToken};
+            if (pool_->drop_coldest(any, sequences_)) continue;
+        }
+        TA_RETURN_IF_ERROR(std::move(s));
         reading_ = store.start_reading();
-        std::vector<PageKind> wanted;
-        Status s;
+        wanted.clear();
         if (has_block_on_disk()) {
             s = fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back");
         } else {
@@ -177,7 +182,10 @@ Status Plan::bring_blocks() {
                 if (++made > kMostAttempts) return s;
                 continue;
             }
-            if (!moving) return s;
+            if (!moving) {
+                if (!pool_->drop_coldest(wanted, sequences_)) return s;
+                continue;
+            }
         } else if (s.code() != TA_E_BUSY) {
             return s;
         }

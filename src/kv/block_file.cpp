@@ -116,6 +116,7 @@ Status write_new_file(FileSystem& files, const std::string& path, const std::fun
 
 Status copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot) {
     const Geometry& g = pool.geometry();
+    if (block.dropped()) return fail(TA_E_STATE, "the block was dropped");
     const ReadingBlocks reading(pool.blocks());
     slot.resize(g.slot_bytes(block.kind()));
     if (block.tier() == TierKind::kDisk) return pool.read_from_disk(block, index, slot.data());

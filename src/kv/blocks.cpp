@@ -258,6 +258,7 @@ void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
 }
 
 void BlockStore::release(const Block& block) {
+    if (block.dropped()) return;
     std::lock_guard lock(mutex_);
     const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
     if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
@@ -348,6 +349,20 @@ void BlockStore::set_record(Block& block, Slot slot) {
 bool BlockStore::has_record(const Block& block) const {
     std::lock_guard lock(mutex_);
     return block.record_.index != Slot::kNone || (block.tier_ == TierKind::kDisk && block.tier_keyed_);
+}
+
+void BlockStore::drop(Block& block) {
+    std::lock_guard lock(mutex_);
+    left_.push_back({moves_, block.kind_, {block.tier_, block.slot_, block.tier_slot_, false}, block.tenant()});
+    if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
+    block.record_ = Slot{};
+    block.tier_keyed_ = false;
+    block.dropped_.store(true, std::memory_order_release);
+    block.sealed_.store(false, std::memory_order_release);
+    block.slot_.store(nullptr, std::memory_order_release);
+    block.tier_.store(TierKind::kDevice, std::memory_order_release);
+    moves_.fetch_add(1, std::memory_order_release);
+    free_left();
 }
 
 uint64_t BlockStore::start_reading() {

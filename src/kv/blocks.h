@@ -72,6 +72,8 @@ class Block {
     // Its bytes do not match their hashes: nobody tries to move it again by himself.
     void set_stuck() { stuck_.store(true, std::memory_order_relaxed); }
     bool stuck() const { return stuck_.load(std::memory_order_relaxed); }
+    // Its bytes are gone for good, and it has no slot: attention passes over it. Not sealed any more, so that it is not moved either.
+    bool dropped() const { return dropped_.load(std::memory_order_acquire); }
     // A pinned block is moved up only.
     void pin() { pins_.fetch_add(1, std::memory_order_relaxed); }
     void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
@@ -112,6 +114,7 @@ class Block {
     std::atomic<bool> moving_{false}, stuck_{false};
     std::atomic<bool> sealed_{false};
     std::atomic<Prefetch> prefetch_{Prefetch::kNone};
+    std::atomic<bool> dropped_{false};
     std::atomic<uint8_t*> slot_;
     uint64_t content_id_;
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
@@ -174,6 +177,8 @@ class BlockStore {
     Place place_of(const Block& block) const;
     // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are done.
     void move(Block& block, const Place& to);
+    // Its place is freed when all who read now are done.
+    void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every address
     // that it returned, though the block may move on.
     uint64_t start_reading();

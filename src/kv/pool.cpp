@@ -320,6 +320,11 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
         return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length)
             .argument(2);
     }
+    if (const auto last = size_t(length / kPageTokens); length % kPageTokens != 0 && s.blocks[last]->dropped()) {
+        return fail(TA_E_STATE, "token %lld lies in a block that was dropped; truncate to a multiple of %d", (long long)length,
+                    kPageTokens)
+            .block(int64_t(last));
+    }
     const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
     try {
         dropped.assign(std::make_move_iterator(first_dropped), std::make_move_iterator(s.blocks.end()));

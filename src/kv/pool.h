@@ -53,7 +53,8 @@ struct TierSettings {
     MoveRoute route = MoveRoute::kCalibrated;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
     Eviction eviction = Eviction::kLru;
-    uint32_t half_life = 128;  // of attention, in steps
+    uint32_t half_life = 128;   // of attention, in steps
+    bool drop_coldest = false;  // when nothing can leave for another tier any more
 };
 
 class DiskTier;
@@ -69,6 +70,7 @@ class Pool {
         std::atomic<uint64_t> hits[3] = {}, absent[3] = {}, failed[3] = {};
         // Begins that waited for room, for blocks on disk, and how long in all.
         std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
+        std::atomic<uint64_t> dropped_blocks{0};
     };
 
     static Result<std::shared_ptr<Pool>> create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
@@ -136,6 +138,9 @@ class Pool {
     void count_lookups(std::span<Sequence* const> seqs);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
     Status make_resident(std::span<Sequence* const> seqs);
+    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has, out of the slowest tier that has any.
+    // No plan but the caller's, which holds `mine`, sees them. False, and nothing was dropped, when what may go would not be enough.
+    bool drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine);
     // After a step: lets blocks leave in the background when the device tier is nearly full.
     void keep_room();
     // Moves of full blocks [first, first + n) of a sequence that is in no plan.

@@ -40,8 +40,8 @@ class Leaving final : public EvictionView {
   public:
     Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
 
-    void add(const Sequence& s, uint32_t sinks) {
-        const uint32_t end = uint32_t(s.blocks.size());
+    void add(const Sequence& s, uint32_t sinks, size_t blocks) {
+        const uint32_t end = uint32_t(blocks);
         owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
         sequences_.push_back(&s);
     }
@@ -79,6 +79,8 @@ class Leaving final : public EvictionView {
 Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
     policy_ = make_policy(settings);
+    if (settings.drop_coldest && context_->device())
+        return fail(TA_E_UNSUPPORTED, "the kernels of a GPU do not pass over dropped blocks; drop_coldest is for CPU contexts");
     if (observes_attention() && context_->device()) {
         return fail(
             TA_E_UNSUPPORTED,
@@ -152,7 +154,8 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     std::lock_guard lock(mutex_);
     Leaving leaving(geometry_, tier, steps_.load(std::memory_order_relaxed));
     for (const auto& s : sequences_) {
-        if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty()) leaving.add(*s, uint32_t(numerics_.sink_blocks));
+        if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty())
+            leaving.add(*s, uint32_t(numerics_.sink_blocks), s->blocks.size());
     }
     // NOTES: an item is an owner too: both choices come before the first item.
     const std::vector<Victim> alone = policy_->choose(leaving, bytes);
@@ -181,6 +184,41 @@ bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
     if (tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes)) return true;
     return drop_unused(tier, wanted);
+}
+
+bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
+    if (!tier_settings_.drop_coldest) return false;
+    uint64_t bytes = 0;
+    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
+    const uint64_t free = blocks_->budget() - blocks_->usage().used;
+    const uint64_t missing = std::max<uint64_t>(1, bytes - std::min(bytes, free));
+    // What others might come to have is decided under the lock; so it is held until the blocks are gone.
+    std::lock_guard lock(mutex_);
+    std::vector<Block*> victims;  // of the slowest tier that has any: its room is passed on to the faster ones
+    uint64_t may_go = 0;
+    for (const TierKind from : {TierKind::kDisk, TierKind::kHost, TierKind::kDevice}) {
+        Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
+        for (const auto& s : sequences_) {
+            if (!s->alive || (s->in_plan && std::find(mine.begin(), mine.end(), s.get()) == mine.end())) continue;
+            // A full block that a truncate cut is needed when tokens are appended.
+            leaving.add(*s, uint32_t(numerics_.sink_blocks), size_t(s->length / kPageTokens));
+        }
+        const bool slowest = victims.empty();
+        for (const Victim v : policy_->choose(leaving, missing)) {
+            may_go += leaving.bytes(v.owner, v.block);
+            if (slowest) victims.push_back(leaving.item(v).block.get());
+        }
+    }
+    if (may_go < missing) return false;  // then nothing is lost for nothing
+    uint64_t dropped = 0;
+    for (Block* block : victims) {
+        if (!block->start_move()) continue;
+        blocks_->drop(*block);
+        block->end_move();
+        ++dropped;
+    }
+    counters_.dropped_blocks += dropped;
+    return dropped > 0;
 }
 
 bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {
@@ -225,6 +263,7 @@ void Pool::count_lookups(std::span<Sequence* const> seqs) {
             continue;
         }
         for (const BlockPtr& b : s->blocks) {
+            if (b->dropped()) continue;
             const TierKind tier = b->tier();
             ++found[size_t(tier)];
             if (b->prefetch() == Block::Prefetch::kNone) continue;
@@ -314,7 +353,10 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
     return inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
         for (uint64_t b = first; b < first + n; ++b) {
-            if (!s.blocks[size_t(b)]->sealed()) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(b));
+            if (!s.blocks[size_t(b)]->sealed()) {
+                return fail(TA_E_STATE, "the block %s", s.blocks[size_t(b)]->dropped() ? "was dropped" : "is not full yet")
+                    .block(int64_t(b));
+            }
             if (!pinned && s.blocks[size_t(b)]->pins() == 0)
                 return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
         }

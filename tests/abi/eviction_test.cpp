@@ -216,7 +216,7 @@ TEST(Eviction, WrongValuesAreRefused) {
     tiers.attention_half_life = -1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.attention_half_life = 0;
-    tiers.reserved = 1;
+    tiers.drop_coldest = 3;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
     const ta_seq seq = make_sequence(pool);

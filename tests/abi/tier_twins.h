@@ -20,6 +20,7 @@ struct Budgets {
     uint32_t bits = 4;
     int high = 0, low = 0;
     ta_eviction eviction = TA_EVICT_LRU;
+    ta_switch drop_coldest = TA_DEFAULT;
 };
 
 inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
@@ -34,6 +35,7 @@ inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
     tiers.high_percent = b.high;
     tiers.low_percent = b.low;
     tiers.eviction = b.eviction;
+    tiers.drop_coldest = b.drop_coldest;
     options.tiers = &tiers;
     return options;
 }

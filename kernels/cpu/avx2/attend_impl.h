@@ -91,6 +91,7 @@ class Attention {
         for (int64_t n = t.page_begin; n < t.page_end; ++n) {
             first_key = n * kPageTokens;
             piece = t.pages[n].piece;
+            if (!piece) continue;
             bool read = false;
             for (int first = 0; first < t.rows; first += kRowBlock) {
                 find_active_rows(first, t.rows - first < kRowBlock ? t.rows : first + kRowBlock);

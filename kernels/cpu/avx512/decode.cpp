@@ -339,7 +339,7 @@ class CodesPath {
 
     // The first page from n on that a row sees.
     int64_t next_page(int64_t n) const {
-        while (n < t.page_end && !sees(t, 0, t.rows, n * kPageTokens)) ++n;
+        while (n < t.page_end && (!t.pages[n].piece || !sees(t, 0, t.rows, n * kPageTokens))) ++n;
         return n;
     }
     Preparation prepare_k(int64_t n) {

@@ -308,6 +308,7 @@ class TilesPath {
     template <PForm FORM>
     void run() {
         for (int64_t n = t.page_begin; n < t.page_end; ++n) {
+            if (!t.pages[n].piece) continue;
             bool unpacked = false;
             for (int b = 0; b < n_blocks; ++b) {
                 if (!seen(n, b)) {

@@ -160,6 +160,7 @@ void attend_scalar(const AttendTask& t) {
     PageValues page;
     for (int64_t n = t.page_begin; n < t.page_end; ++n) {
         const int64_t first_key = n * kPageTokens;
+        if (!t.pages[n].piece) continue;
         if (t.pages[n].kind == PageKind::kChannel) {
             read_channel_page(t, t.pages[n].piece, page);
         } else {

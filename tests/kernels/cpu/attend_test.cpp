@@ -361,6 +361,7 @@ TEST_P(AttendIsa, RandomProblems) {
         s.window = random.chance(30) ? random.integer(1, 200) : 0;
         s.causal = random.chance(80);
         s.hidden_percent = random.chance(20) ? 30 : 0;
+        s.gone_percent = random.chance(20) ? 40 : 0;
         s.continued = random.chance(30);
         s.logit_spread = random.lognormal(5.0f, 1.0f);
         s.seed = random.bits();

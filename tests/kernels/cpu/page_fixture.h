@@ -137,6 +137,7 @@ struct ProblemSpec {
     int64_t window = 0;         // keys that a row sees at most; 0: all up to its own position
     bool causal = true;         // rows / group query tokens at the end of the sequence
     int hidden_percent = 0;     // rows that see nothing
+    int gone_percent = 0;       // pages that are not there
     bool continued = false;     // o, m, l hold an earlier partial result
     float logit_spread = 4.0f;  // standard deviation of the logits in log2 units, about
     uint64_t seed = 1;
@@ -223,7 +224,8 @@ class Problem {
         }
         for (int64_t n = 0; n < n_pages; ++n) {
             // Pages before page_begin are not the task's: their address is not even valid.
-            refs_.push_back({n < spec_.page_begin ? nullptr : pieces_[size_t(n)].bytes.data(), pieces_[size_t(n)].kind});
+            const bool gone = n < spec_.page_begin || (spec_.gone_percent > 0 && random.chance(spec_.gone_percent));
+            refs_.push_back({gone ? nullptr : pieces_[size_t(n)].bytes.data(), pieces_[size_t(n)].kind});
         }
         if (!spec_.v_float) return;
         v_float_.resize(size_t(spec_.n_keys * v_stride()));

@@ -1,0 +1,223 @@
+// ta_tier_options.drop_coldest: what goes when no tier has room, what never goes, and that attention is exactly attention over the
+// tokens that are left.
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+
+#include "abi/tier_twins.h"
+
+namespace ta::testing {
+namespace {
+
+class Dropping : public ::testing::Test {
+  protected:
+    void make(const Budgets& budgets, ta_cpu_isa isa = TA_CPU_ISA_AUTO) {
+        context = make_context(2, isa);
+        ta_tier_options tiers;
+        const auto options = options_of(budgets, tiers);
+        pool = make_pool(context, options);
+        plan = make_plan(pool);
+    }
+    // Appends, then attends in a step of its own, so that all tokens are read as they are stored, and compares with float64 over what the
+    // sequence still has.
+    void step(ta_seq seq, int32_t n_new, int32_t n_query = 1) {
+        begin(plan, {seq}, {n_new}, {0});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(random.normals(n_new * kRow), n_new, kHeads, kDim), v(random.normals(n_new * kRow), n_new, kHeads, kDim);
+            append(plan, layer, k, v);
+        }
+        end(plan);
+        begin(plan, {seq}, {0}, {n_query});
+        std::vector<std::vector<float>> q, out, lse;
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            q.push_back(random.normals(n_query * kQHeads * kDim));
+            Tensor query(q.back(), n_query, kQHeads, kDim), o(n_query, kQHeads, kDim);
+            lse.emplace_back(size_t(n_query * kQHeads));
+            attend(plan, layer, query, o, lse.back().data());
+            out.push_back(o.values());
+        }
+        end(plan);
+        const int64_t n = length(pool, seq);
+        const std::vector<bool> has = present(seq);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            std::vector<float> k(size_t(n * kRow)), v(k.size());
+            for (int64_t b = 0; b * 64 < n; ++b) {
+                if (!has[size_t(b)]) continue;
+                const Stored s = dequantize(pool, seq, layer, b * 64, std::min<int64_t>(64, n - b * 64), kRow);
+                std::copy(s.k.begin(), s.k.end(), k.begin() + b * 64 * kRow);
+                std::copy(s.v.begin(), s.v.end(), v.begin() + b * 64 * kRow);
+            }
+            double error = 0.0, norm = 0.0;
+            for (int64_t row = 0; row < n_query; ++row) {
+                for (uint32_t head = 0; head < kQHeads; ++head) {
+                    std::vector<double> o(kDim, 0.0);
+                    double sum = 0.0;
+                    for (int64_t key = 0; key <= n - n_query + row; ++key) {
+                        if (!has[size_t(key / 64)]) continue;
+                        double dot = 0.0;
+                        const size_t at = size_t(key * kRow + head / 2 * kDim), q_at = size_t((row * kQHeads + head) * kDim);
+                        for (uint32_t c = 0; c < kDim; ++c) dot += double(q[layer][q_at + c]) * double(k[at + c]);
+                        const double p = std::exp(dot / 8.0);
+                        sum += p;
+                        for (uint32_t c = 0; c < kDim; ++c) o[c] += p * double(v[at + c]);
+                    }
+                    EXPECT_NEAR(double(lse[layer][size_t(row * kQHeads + head)]), std::log(sum), 0.02);
+                    for (uint32_t c = 0; c < kDim; ++c) {
+                        const double want = o[c] / sum, got = double(out[layer][size_t((row * kQHeads + head) * kDim + c)]);
+                        error += (got - want) * (got - want);
+                        norm += want * want;
+                    }
+                }
+            }
+            EXPECT_LT(std::sqrt(error / norm), 0.03) << n << " tokens, layer " << layer;
+        }
+    }
+    std::vector<bool> present(ta_seq seq) const {
+        std::vector<bool> has;
+        for (uint64_t b = 0; b < uint64_t(length(pool, seq) + 63) / 64; ++b) {
+            auto info = sized<ta_x_block_info>();
+            ta_error err;
+            const ta_status s = ta_x_seq_block(pool.get(), seq, b, &info, nullptr, 0, &err);
+            EXPECT_TRUE(s == TA_OK || (s == TA_E_STATE && err.block == int64_t(b))) << ta_status_name(s);
+            has.push_back(s == TA_OK);
+        }
+        return has;
+    }
+    uint64_t dropped() const { return tier_stats(pool, TA_TIER_DEVICE).dropped_blocks; }
+
+    Context context;
+    KvPool pool;
+    Plan plan;
+    Random random{11};
+};
+
+TEST_F(Dropping, IsOffByDefault) {
+    for (const ta_switch off : {TA_DEFAULT, TA_OFF}) {
+        make({.device_blocks = 10, .drop_coldest = off});
+        const ta_seq seq = make_sequence(pool);
+        step(seq, 10 * 64);
+        ta_error err;
+        const int32_t n = 20 * 64;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &err), TA_E_TIER_FULL);
+        EXPECT_EQ(dropped(), 0u);
+    }
+}
+
+TEST_F(Dropping, ASequenceGrowsBeyondAllBudgets) {
+    for (const ta_cpu_isa isa : available_isas()) {
+        for (const ta_eviction eviction : {TA_EVICT_LRU, TA_EVICT_ATTENTION}) {
+            SCOPED_TRACE("instruction set " + std::to_string(isa) + ", policy " + std::to_string(eviction));
+            make({.device_blocks = 12, .eviction = eviction, .drop_coldest = TA_ON}, isa);
+            const ta_seq seq = make_sequence(pool);
+            for (int i = 0; i < 40; ++i) step(seq, i % 2 == 0 ? 64 : 37, i % 5 == 0 ? 12 : 1);
+            const ta_residency r = residency(pool, seq);
+            const std::vector<bool> has = present(seq);
+            EXPECT_EQ(r.dropped_blocks, uint64_t(std::count(has.begin(), has.end(), false)));
+            EXPECT_EQ(r.device_blocks + r.dropped_blocks, has.size());
+            EXPECT_GT(r.dropped_blocks, 5u);
+            EXPECT_EQ(dropped(), r.dropped_blocks);
+            EXPECT_TRUE(has.front()) << "the sink";
+            EXPECT_TRUE(has.back()) << "the open block";
+            ta_error err;
+            EXPECT_EQ(ta_seq_verify(pool.get(), seq, &err), TA_OK) << err.message;
+            const ta_tier_stats s = tier_stats(pool, TA_TIER_DEVICE);
+            EXPECT_LE(s.bytes_used, s.bytes_budget);
+            EXPECT_GE(s.bytes_used, s.bytes_budget / 2) << "more was dropped than had to go";
+        }
+    }
+}
+
+TEST_F(Dropping, PinnedAndSharedBlocksStay) {
+    make({.device_blocks = 30, .drop_coldest = TA_ON});
+    const ta_seq a = make_sequence(pool), other = make_sequence(pool);
+    step(a, 10 * 64);
+    ta_error err;
+    require(ta_seq_pin(pool.get(), a, 2, 2, &err), err);
+    step(other, 5 * 64 + 7);
+    const ta_seq b = fork_sequence(pool, other);
+    for (int i = 0; i < 40; ++i) step(b, 64);
+    EXPECT_EQ(present(a), (std::vector<bool>{true, false, true, true, false, false, false, false, false, false}));
+    EXPECT_EQ(present(other), std::vector<bool>(6, true));
+    EXPECT_EQ(residency(pool, a).dropped_blocks, 7u);
+    EXPECT_EQ(ta_seq_pin(pool.get(), a, 1, 1, &err), TA_E_STATE);
+    EXPECT_NE(std::string(err.message).find("dropped"), std::string::npos) << err.message;
+}
+
+TEST_F(Dropping, NothingIsLostWhereItWouldNotBeEnough) {
+    make({.device_blocks = 12, .drop_coldest = TA_ON});
+    const ta_seq seq = make_sequence(pool);
+    step(seq, 16 * 64);
+    ta_error err;
+    require(ta_seq_pin(pool.get(), seq, 1, 13, &err), err);
+    const int32_t n = 14 * 64;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(dropped(), 0u);
+    require(ta_seq_unpin(pool.get(), seq, 1, 13, &err), err);
+    step(seq, n);
+    EXPECT_GT(dropped(), 0u);
+}
+
+TEST_F(Dropping, WhatCanBeDoneWithTheRest) {
+    make({.device_blocks = 12, .drop_coldest = TA_ON});
+    const ta_seq seq = make_sequence(pool);
+    for (int i = 0; i < 30; ++i) step(seq, 64);
+    const std::vector<bool> has = present(seq);
+    const int64_t gone = std::find(has.begin() + 10, has.end(), false) - has.begin();
+    const int64_t left = std::find(has.begin() + 10, has.end(), true) - has.begin();
+    ASSERT_LT(gone, 30);
+    ASSERT_LT(left, 30);
+    ta_error err;
+    const std::string path = std::filesystem::temp_directory_path() / ("ta-drop-" + std::to_string(getpid()));
+    EXPECT_EQ(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, nullptr, &err), TA_E_STATE) << err.message;
+    EXPECT_GE(err.block, 1);
+    EXPECT_FALSE(std::filesystem::exists(path));
+    const Stored none{std::vector<float>(kRow), std::vector<float>(kRow)};
+    std::vector<float> k(kRow);
+    EXPECT_EQ(ta_x_seq_dequantize(pool.get(), seq, 0, gone * 64 + 3, 1, k.data(), nullptr, &err), TA_E_STATE);
+    EXPECT_EQ(err.block, gone);
+    // A fork lacks what its source lacks.
+    const ta_seq fork = fork_sequence(pool, seq);
+    EXPECT_EQ(present(fork), has);
+    ta_error ignored;
+    require(ta_seq_release(pool.get(), seq, &err), err);
+    step(fork, 10);
+    // Into a dropped block nothing can be appended.
+    EXPECT_EQ(ta_seq_truncate(pool.get(), fork, gone * 64 + 1, &err), TA_E_STATE) << err.message;
+    EXPECT_EQ(err.block, gone);
+    EXPECT_EQ(length(pool, fork), 30 * 64 + 10);
+    if (left > gone) {
+        require(ta_seq_truncate(pool.get(), fork, left * 64 + 5, &err), err);
+        step(fork, 70);
+    }
+    require(ta_seq_truncate(pool.get(), fork, gone * 64, &err), err);
+    step(fork, 100);
+    require(ta_seq_truncate(pool.get(), fork, 0, &err), err);
+    EXPECT_EQ(residency(pool, fork).dropped_blocks, 0u);
+    step(fork, 100);
+    EXPECT_EQ(ta_seq_verify(pool.get(), fork, &ignored), TA_OK);
+}
+
+TEST_F(Dropping, TiersAreFilledFirst) {
+    make({.device_blocks = 12, .host_bytes = 512 << 10, .disk_bytes = 1 << 20, .drop_coldest = TA_ON});
+    std::vector<ta_seq> seqs;
+    for (int i = 0; i < 3; ++i) seqs.push_back(make_sequence(pool));
+    uint64_t most_on_disk = 0;
+    for (int i = 0; i < 60; ++i) {
+        step(seqs[size_t(i) % 3], 64 + i % 7);
+        uint64_t on_disk = 0;
+        for (const ta_seq s : seqs) on_disk += residency(pool, s).disk_blocks;
+        most_on_disk = std::max(most_on_disk, on_disk);
+        EXPECT_TRUE(dropped() == 0 || most_on_disk > 10) << "dropped with room on the disk";
+    }
+    EXPECT_GT(dropped(), 5u);
+    ta_error err;
+    for (const ta_seq s : seqs) {
+        EXPECT_EQ(ta_seq_verify(pool.get(), s, &err), TA_OK) << err.message;
+        EXPECT_TRUE(present(s)[0]);
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing
