@@ -5,6 +5,8 @@
 #include <cstring>
 #include <thread>
 
+#include "src/core/profile.h"
+
 namespace ta {
 namespace {
 
@@ -40,6 +42,7 @@ Status Plan::set_stream(ta_stream stream) {
 // ------------------------------------------------------------------------------------------------------------------- begin
 
 Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int32_t* n_query) {
+    const ProfileRange range("ta_plan_begin");
     if (open_) return fail(TA_E_STATE, "the plan is open; end or abort it first");
     Step step;
     step.members.resize(seqs.size());
@@ -260,6 +263,7 @@ Status Plan::check_layer(uint32_t layer) const {
 }
 
 Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
+    const ProfileRange range("ta_append");
     TA_RETURN_IF_ERROR(check_layer(layer));
     const Geometry& g = pool_->geometry();
     if (appended_[layer]) return fail(TA_E_STATE, "layer %u was appended already in this step", layer).layer(layer);
@@ -274,6 +278,7 @@ Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
 }
 
 Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, float* lse, const ta_attend_options* options) {
+    const ProfileRange range("ta_attend");
     TA_RETURN_IF_ERROR(check_layer(layer));
     const Geometry& g = pool_->geometry();
     const Numerics& n = pool_->numerics();
@@ -321,6 +326,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
 // --------------------------------------------------------------------------------------------------------------------- end
 
 Status Plan::end() {
+    const ProfileRange range("ta_plan_end");
     if (!open_) return fail(TA_E_STATE, "the plan is not open; ta_plan_begin belongs first");
     const Geometry& g = pool_->geometry();
     if (step_.total_new > 0 && !backend_->replays()) {

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstring>
 
+#include "src/core/profile.h"
 #include "src/kv/pool.h"
 
 namespace ta {
@@ -120,6 +121,8 @@ void MovePart::move_to_host() {
 }
 
 void MovePart::start() {
+    static const char* const kNames[] = {"start a move to the device", "start a move to the host", "start a move to disk"};
+    const ProfileRange range(kNames[size_t(to_)]);
     if (!in_two_.empty()) move_to_host();
     if (work_.empty()) return;
     if (!has_room_) find_room();
@@ -135,6 +138,8 @@ void MovePart::start() {
 
 void MovePart::finish() {
     if (work_.empty()) return;
+    static const char* const kNames[] = {"finish a move to the device", "finish a move to the host", "finish a move to disk"};
+    const ProfileRange range(kNames[size_t(to_)]);
     wait_for_copies();
     if (sharing_.pool.context().device() && to_ == TierKind::kDevice) {
         check_on_device();
