@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -72,46 +71,6 @@ BENCHMARK(decode)
     ->Unit(benchmark::kMicrosecond)
     ->UseRealTime()
     ->MinTime(0.5);
-
-// What observing attention for TA_EVICT_ATTENTION adds to decode steps over args (tokens): steps with and without, in turns.
-void decode_observed(benchmark::State& state) {
-    const Shape shape{4, 32, 8, 128, state.range(0)};
-    ta_tier_options tiers{};
-    tiers.struct_size = sizeof tiers;
-    tiers.eviction = TA_EVICT_ATTENTION;
-    const FilledPool plain(shape, 4, thread_count());
-    const FilledPool observed(shape, 4, thread_count(), TA_PROFILE_ACCURATE, &tiers);
-    const std::vector<float> q = normal_values(32 * 128, 3);
-    std::vector<float> out(q.size());
-    const auto step = [&](const FilledPool& pool) {
-        const auto start = std::chrono::steady_clock::now();
-        pool.begin(0, 1);
-        for (int layer = 0; layer < shape.layers; ++layer) pool.attend(uint32_t(layer), q.data(), out.data(), 1);
-        pool.end();
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    };
-    std::vector<double> without, with;
-    for (auto _ : state) {
-        without.push_back(step(plain));
-        with.push_back(step(observed));
-        state.SetIterationTime(with.back());
-    }
-    const auto quantile = [](std::vector<double>& x, double part) {
-        const auto at = x.begin() + ptrdiff_t(part * double(x.size() - 1));
-        std::nth_element(x.begin(), at, x.end());
-        return *at;
-    };
-    state.counters["percent_best"] = (quantile(with, 0.0) / quantile(without, 0.0) - 1.0) * 100.0;
-    state.counters["percent_quarter"] = (quantile(with, 0.25) / quantile(without, 0.25) - 1.0) * 100.0;
-    state.counters["percent_median"] = (quantile(with, 0.5) / quantile(without, 0.5) - 1.0) * 100.0;
-}
-BENCHMARK(decode_observed)
-    ->ArgName("tokens")
-    ->Arg(4096)
-    ->Arg(32768)
-    ->Unit(benchmark::kMicrosecond)
-    ->UseManualTime()
-    ->MinTime(2);
 
 constexpr int64_t kPrefillCached = 2048, kPrefillNew = 256;
 

@@ -46,8 +46,7 @@ std::vector<float> normal_values(size_t n, uint64_t seed) {
     return x;
 }
 
-FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile, const ta_tier_options* tiers)
-    : shape_(shape) {
+FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile) : shape_(shape) {
     ta_error err;
     ta_context_options co{};
     co.struct_size = sizeof co;
@@ -64,7 +63,6 @@ FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profil
     po.bits = bits;
     po.budget_bytes = uint64_t{16} << 30;
     po.numerics = &numerics;
-    po.tiers = tiers;
     check(ta_kv_pool_create(context_, &po, &pool_, &err), err, "pool");
     check(ta_plan_create(pool_, nullptr, &plan_, &err), err, "plan");
     check(ta_seq_create(pool_, &seq_, &err), err, "sequence");

@@ -39,8 +39,7 @@ std::vector<float> normal_values(size_t n, uint64_t seed);
 // A pool with one sequence of shape.tokens tokens in every layer; the layers hold the same keys and values.
 class FilledPool {
   public:
-    FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile = TA_PROFILE_ACCURATE,
-               const ta_tier_options* tiers = nullptr);
+    FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile = TA_PROFILE_ACCURATE);
     ~FilledPool();
     FilledPool(const FilledPool&) = delete;
     FilledPool& operator=(const FilledPool&) = delete;
