@@ -148,19 +148,20 @@ TEST_F(GpuTiers, CopyEngineAndKernel) {
         plain_seqs.clear();
         plan.reset();
         plain_plan.reset();
-        make_pools(400, uint64_t{64} << 20, 0, 4, route);
+        make_pools(200, uint64_t{64} << 20, 0, 4, route);
         const size_t a = add();
-        step({a}, {300 * 64 + 5});
+        constexpr uint64_t kMoved = 130;  // more than a part
+        step({a}, {int32_t(kMoved + 1) * 64 + 5});
         for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE, TA_TIER_HOST}) {
-            const ta_move_info info = move_now(pool, seqs[a], 1, 299, tier);
-            EXPECT_EQ(info.moved, 299u) << ta_status_name(info.status);
-            verify();
+            const ta_move_info info = move_now(pool, seqs[a], 1, kMoved, tier);
+            EXPECT_EQ(info.moved, kMoved) << ta_status_name(info.status);
             step({a}, {1});
         }
+        verify();
         auto s = sized<ta_tier_stats>();
         ta_error err;
         require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_HOST, &s, &err), err);
-        const uint64_t bytes = 3 * 299 * stats(pool).channel_block_bytes;
+        const uint64_t bytes = 3 * kMoved * stats(pool).channel_block_bytes;
         EXPECT_EQ(s.bytes_by_copy_engine + s.bytes_by_kernel, bytes);
         if (route == TA_MOVE_ROUTE_AUTO) {
             EXPECT_GT(s.copy_engine_from_down, 0u);
