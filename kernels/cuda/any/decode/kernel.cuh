@@ -402,6 +402,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     // that this one may overlap with was not launched before the copy was complete. What kernels write must be waited for.
     if (p.windowed_pages) grid_dependency_wait();
     const DecodeCursor::Probe probe(p, lane);
+    HeadArgs head{};
+    if (HeadCosts::may_differ(p) && lane < p.a.kv_heads) head = p.a.heads[lane];
     // What is needed later is on its way into L2, which stays coherent.
     for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
         prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
@@ -413,11 +415,10 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     __syncwarp();
 #endif
 
-    const DecodeCut ctas(probe.units(p), int(gridDim.x));
-    const int32_t cta_begin = cta < ctas.ranges ? ctas.begin(cta) : 0, cta_end = cta < ctas.ranges ? ctas.begin(cta + 1) : 0;
-    const DecodeShare share{ctas, DecodeCut(cta_end - cta_begin, warps), cta_begin, cta_end};
-    const int32_t begin = cta_begin + share.warps.begin(min(warp, share.warps.ranges));
-    int32_t left = warp < share.warps.ranges ? cta_begin + share.warps.begin(warp + 1) - begin : 0;
+    const HeadCosts costs(p, head, probe.pages(), lane);
+    const DecodeShare share(p, costs, probe.pages(), lane);
+    const int32_t cta_begin = share.begin, cta_end = share.end, begin = share.warp_begin(warp);
+    int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
     PieceLoader<D> loader(p, at, left, ring, memory.barriers, lane);
@@ -458,14 +459,14 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         if (is_first) loader.start();
         if (!task.exists) break;
         const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
-        const int first = share.warps.range_of(task.unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
-        const bool inside = cta_begin + share.warps.begin(first) < task.unit;  // of the range of warp `first`
+        const int first = share.warp_of(task.unit), last = share.warp_of(end - 1);
+        const bool inside = share.warp_begin(first) < task.unit;  // of the range of warp `first`
         // Counted by the CTA that has the first page.
         uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
         const QueryRow<D> q = prepare_query<D>(p, task.part, signs, task.at.head, nonfinite, lane);
         const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
         if (inside) {
-            const bool is_second = cta_begin + share.warps.begin(first) >= task.unit_before;
+            const bool is_second = share.warp_begin(first) >= task.unit_before;
             if (Memory::kQueries == 2 && is_second) {
                 store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
             } else {
@@ -521,7 +522,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
         if (left > 0) at.next_segment(p);
     }
-    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, lane);
+    join_segments<D, kTiles>(p, share, costs, cta_at, smem + kMemoryBytes, stride, lane);
 }
 
 }  // namespace ta::cuda
