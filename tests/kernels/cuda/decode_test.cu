@@ -90,6 +90,7 @@ struct Case {
     bool p_running = false;
     DType q_type = DType::kF32, out_type = DType::kF32;
     int warps = 0;
+    bool weighed = false;     // cut as long calls are
     double tolerance = 1e-4;  // relative L2 of a row
     uint64_t seed = 1;
 };
@@ -127,6 +128,7 @@ class Problem {
         DecodePlan plan;
         const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, path, c_.warps};
         CHECK(plan_decode(0, shape, &plan));
+        if (c_.weighed) plan.long_pages = 0;
         Device<uint8_t> workspace(plan.workspace_bytes);
         CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
         Device<uint8_t> out(out_elements_ * cpu::dtype_bytes(c_.out_type));
@@ -443,6 +445,8 @@ std::vector<Case> make_cases(bool quick) {
         add(dim + "token pages", {.d = d, .sequences = ragged, .mix = Mix::kToken});
         add(dim + "mixed bits, mixed pages, 4 heads",
             {.d = d, .kv_heads = 4, .sequences = ragged, .k_bits = 0, .v_bits = 0, .mix = Mix::kRandom});
+        add(dim + "mixed bits weighed, 4 heads",
+            {.d = d, .kv_heads = 4, .sequences = ragged, .k_bits = 0, .v_bits = 0, .mix = Mix::kRandom, .weighed = true});
         for (int group : {1, 5, 8, 16}) {
             if (quick && group == 5) continue;
             add(dim + label("group", group, -1) + " mixed",
@@ -453,6 +457,25 @@ std::vector<Case> make_cases(bool quick) {
         add(dim + "1 warp per CTA", {.d = d, .sequences = {{2000, 1}}, .k_bits = 2, .v_bits = 2, .warps = 1});
         if (quick) continue;
         add(dim + "all lengths", {.d = d, .sequences = all_lengths});
+        add(dim + "all lengths, mixed bits weighed",
+            {.d = d, .kv_heads = 3, .sequences = all_lengths, .k_bits = 0, .v_bits = 0, .weighed = true});
+        add(dim + "mixed bits weighed, window", {.d = d,
+                                                 .kv_heads = 4,
+                                                 .sequences = {{5000, 1}, {0, 1}, {300, 2}, {2000, 1}},
+                                                 .k_bits = 0,
+                                                 .v_bits = 0,
+                                                 .window = 1500,
+                                                 .weighed = true});
+        add(dim + "mixed bits of 36 heads, 40 sequences",
+            {.d = d, .kv_heads = 36, .group = 1, .sequences = std::vector<Sequence>(40, {100, 1}), .k_bits = 0, .v_bits = 0});
+        add(dim + "mixed bits weighed, 40 sequences", {.d = d,
+                                                       .kv_heads = 6,
+                                                       .sequences = std::vector<Sequence>(40, {330, 1}),
+                                                       .k_bits = 0,
+                                                       .v_bits = 0,
+                                                       .weighed = true});
+        add(dim + "5 whole segments to a CTA",
+            {.d = d, .kv_heads = 10, .group = 2, .sequences = std::vector<Sequence>(64, {200, 1})});
         add(dim + "all lengths, mixed pages, 2 bits",
             {.d = d, .kv_heads = 1, .sequences = all_lengths, .k_bits = 2, .v_bits = 2, .mix = Mix::kRandom});
         add(dim + "softcap, ALiBi, sinks, offset, window", {.d = d,

@@ -10,6 +10,8 @@ namespace ta::cuda {
 namespace {
 
 constexpr size_t kWorkspaceAlignment = 256;
+// Pages of a warp from which an even cut gains more than one at the ends of segments, measured on an H200.
+constexpr int kLongRange = 16;
 
 size_t round_up(size_t n, size_t to) {
     return (n + to - 1) / to * to;
@@ -33,6 +35,15 @@ bool kernels_of(int head_dim, DecodeKernels* kernels) {
     return false;
 }
 
+// The most workers, but not less than `least`, who share equal segments without a part of one and the rest of another: each has some
+// whole ones, or some of them have one together. All if there is no such number.
+int aligned_workers(int all, int least, int64_t segments) {
+    for (int n = all; n >= least; --n) {
+        if (segments % n == 0 || n % segments == 0) return n;
+    }
+    return all;
+}
+
 int tiles_index(int tiles) {
     return tiles == 4 ? 2 : tiles - 1;
 }
@@ -49,8 +60,8 @@ struct Workspace {
         };
         const size_t ctas = size_t(plan.ctas), partial = size_t(decode_partial_bytes(head_dim, plan.tiles));
         const size_t query_rows = (ctas + size_t(batch) * kv_heads) * 4 * size_t(plan.tiles);
-        arrivals =
-            take(ctas * decode_parts(kMaxHeadDim, kDecodeRows / 4) * sizeof(uint32_t));  // first and the same in all plans
+        // First and the same in all plans.
+        arrivals = take(size_t(plan.multiprocessors) * decode_parts(kMaxHeadDim, kDecodeRows / 4) * sizeof(uint32_t));
         zeroed_bytes = bytes;
         warp_partials = take(ctas * plan.warps * partial);
         cta_partials = take(ctas * 2 * partial);
@@ -119,10 +130,14 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     if (shape.path == LoadPath::kBulk && generation < 9) return cudaErrorInvalidValue;
 
     DecodePlan p{};
+    p.multiprocessors = sms;
     p.bulk = shape.path == LoadPath::kAuto ? generation >= 9 : shape.path == LoadPath::kBulk;
     p.overlap = generation >= 9;
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
-    p.ctas = sms;
+    // Equal lengths are common, and a (sequence, head) that is a CTA's alone needs no join of CTAs. Memory is saturated without the
+    // CTAs that are left out.
+    const int64_t segments = int64_t(shape.batch) * shape.kv_heads;
+    p.ctas = aligned_workers(sms, sms - sms / 16, segments);
     const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());
     const auto ring_of = [&](int warps) { return (smem / warps - warp_bytes) / kPieceAlignment * kPieceAlignment; };
     // More warps hide more latency than more pieces in flight of each do, measured at 8 to 12 warps.
@@ -132,6 +147,9 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.ring_bytes = ring_of(p.warps);
     if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
     p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
+    // Where warps have few pages each, as many warps as share a CTA's segments evenly are faster than all.
+    p.warps_if_short = segments % p.ctas == 0 ? aligned_workers(p.warps, p.warps - p.warps / 4, segments / p.ctas) : p.warps;
+    p.long_pages = int(kLongRange * p.ctas * p.warps / shape.kv_heads);
     const Workspace workspace(p, shape.head_dim, shape.kv_heads, shape.batch);
     p.workspace_bytes = workspace.bytes;
     p.zeroed_bytes = workspace.zeroed_bytes;
@@ -166,6 +184,10 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.group_inverse = (65536 + args.group - 1) / args.group;
     p.ring_bytes = plan.ring_bytes;
     p.bulk = plan.bulk;
+    p.ctas = DecodeWorkers(plan.ctas);
+    p.warps = DecodeWorkers(plan.warps);
+    p.warps_if_short = DecodeWorkers(plan.warps_if_short);
+    p.long_pages = plan.long_pages;
     if (args.window > 0) {
         const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream,
                                      args, p.windowed_pages);

@@ -27,10 +27,13 @@ struct DecodeShape {
 };
 
 struct DecodePlan {
-    int tiles;        // of 4 query rows
-    int ctas, warps;  // warps of each CTA
-    int smem_bytes;   // of each CTA
-    int ring_bytes;   // of each warp
+    int tiles;            // of 4 query rows
+    int ctas, warps;      // warps of each CTA
+    int warps_if_short;   // those of them with units in a call of less than long_pages pages
+    int long_pages;       // from this many on, units of heads of different bits are weighed when they are cut into ranges
+    int multiprocessors;  // of the device, the CTAs or more
+    int smem_bytes;       // of each CTA
+    int ring_bytes;       // of each warp
     bool bulk;
     bool overlap;  // programmatic dependent launch, from sm_90 on
     size_t workspace_bytes;

@@ -402,6 +402,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     // that this one may overlap with was not launched before the copy was complete. What kernels write must be waited for.
     if (p.windowed_pages) grid_dependency_wait();
     const DecodeCursor::Probe probe(p, lane);
+    HeadArgs head{};
+    if (HeadCosts::may_differ(p) && lane < p.a.kv_heads) head = p.a.heads[lane];
     // What is needed later is on its way into L2, which stays coherent.
     for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
         prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
@@ -413,11 +415,10 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     __syncwarp();
 #endif
 
-    const DecodeCut ctas(probe.units(p), int(gridDim.x));
-    const int32_t cta_begin = cta < ctas.ranges ? ctas.begin(cta) : 0, cta_end = cta < ctas.ranges ? ctas.begin(cta + 1) : 0;
-    const DecodeShare share{ctas, DecodeCut(cta_end - cta_begin, warps), cta_begin, cta_end};
-    const int32_t begin = cta_begin + share.warps.begin(min(warp, share.warps.ranges));
-    int32_t left = warp < share.warps.ranges ? cta_begin + share.warps.begin(warp + 1) - begin : 0;
+    const HeadCosts costs(p, head, probe.pages(), lane);
+    const DecodeShare share(p, costs, probe.pages(), lane);
+    const int32_t cta_begin = share.begin, cta_end = share.end, begin = share.warp_begin(warp);
+    int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
     PieceLoader<D> loader(p, at, left, ring, memory.barriers, lane);
@@ -433,46 +434,49 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         DecodeCursor at;
         int32_t unit, unit_before;  // of the segment, and of that before it
         int row;
+        bool exists;
+        RowPart<D> part;
     };
-    Task next{cta_at, cta_begin, cta_begin, warp}, task{};
-    RowPart<D> signs, part{};
-    signs.load(p.a.signs, DType::kF32, lane);
-    bool exists = false;
-    for (int n = 0;; ++n) {
+    Task next{cta_at, cta_begin, cta_begin, warp};
+    const auto load_next = [&](Task& task) {
         while (next.unit < cta_end && next.row >= 4 * kTiles) {
             next.row -= 4 * kTiles;
             next.unit_before = next.unit;
             next.unit += next.at.pages - next.at.page;
             if (next.unit < cta_end) next.at.next_segment(p);
         }
-        const bool next_exists = next.unit < cta_end;
-        RowPart<D> next_part;
-        next_part.load(next_exists ? query_row(p, next.at.s, next.at.head, next.row) : nullptr, p.a.q.dtype, lane);
-        if (n == 1) loader.start();
-        if (exists) {
-            const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
-            const int first = share.warps.range_of(task.unit - cta_begin), last = share.warps.range_of(end - 1 - cta_begin);
-            const bool inside = cta_begin + share.warps.begin(first) < task.unit;  // of the range of warp `first`
-            // Counted by the CTA that has the first page.
-            uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
-            const QueryRow<D> q = prepare_query<D>(p, part, signs, task.at.head, nonfinite, lane);
-            const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
-            if (inside) {
-                const bool is_second = cta_begin + share.warps.begin(first) >= task.unit_before;
-                if (Memory::kQueries == 2 && is_second) {
-                    store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
-                } else {
-                    store_query<D>(p, q, query_slot(p, cta, task.at), task.row, lane);
-                }
-            }
-#pragma unroll 1
-            for (int w = first + inside; w <= last; ++w) store_query<D>(q, task.row, memory_of(w).queries[0], lane);
-        }
-        if (n > 0 && !next_exists) break;
+        next.exists = next.unit < cta_end;
+        next.part.load(next.exists ? query_row(p, next.at.s, next.at.head, next.row) : nullptr, p.a.q.dtype, lane);
         task = next;
-        part = next_part;
-        exists = next_exists;
         next.row += warps;
+    };
+    RowPart<D> signs;
+    signs.load(p.a.signs, DType::kF32, lane);
+    Task task, following;
+    load_next(task);
+    for (bool is_first = true;; is_first = false) {
+        load_next(following);
+        if (is_first) loader.start();
+        if (!task.exists) break;
+        const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
+        const int first = share.warp_of(task.unit), last = share.warp_of(end - 1);
+        const bool inside = share.warp_begin(first) < task.unit;  // of the range of warp `first`
+        // Counted by the CTA that has the first page.
+        uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
+        const QueryRow<D> q = prepare_query<D>(p, task.part, signs, task.at.head, nonfinite, lane);
+        const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
+        if (inside) {
+            const bool is_second = share.warp_begin(first) >= task.unit_before;
+            if (Memory::kQueries == 2 && is_second) {
+                store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
+            } else {
+                store_query<D>(p, q, query_slot(p, cta, task.at), task.row, lane);
+            }
+        }
+#pragma unroll 1
+        for (int w = first + inside; w <= last; ++w) store_query<D>(q, task.row, memory_of(w).queries[0], lane);
+        if (!following.exists) break;
+        task = following;
     }
     __syncthreads();
     if (warp == warps - 1) write_empty_rows<D>(p, lane);
@@ -518,7 +522,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
         if (left > 0) at.next_segment(p);
     }
-    join_segments<D, kTiles>(p, share, cta_at, smem + kMemoryBytes, stride, lane);
+    join_segments<D, kTiles>(p, share, costs, cta_at, smem + kMemoryBytes, stride, lane);
 }
 
 }  // namespace ta::cuda

@@ -1,12 +1,9 @@
 // How one warp of the decode kernel walks its range of units and gets their pieces into shared memory.
 #pragma once
 
-#include "kernels/cuda/any/decode/params.h"
-#include "kernels/cuda/ptx/mma.cuh"
+#include "kernels/cuda/any/decode/cut.cuh"
 
 namespace ta::cuda {
-
-inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // A place in the flattened units; the same in all lanes.
 struct DecodeCursor {
@@ -21,7 +18,7 @@ struct DecodeCursor {
         __device__ Probe(const DecodeParams& p, int lane)
             : upto(p.pages_before[min((lane + 1) * ((p.a.batch + 31) / 32), p.a.batch)]),
               s(p.a.sequences[min(lane, p.a.batch - 1)]) {}
-        __device__ int32_t units(const DecodeParams& p) const { return __shfl_sync(kAllLanes, upto, 31) * p.a.kv_heads; }
+        __device__ int32_t pages() const { return __shfl_sync(kAllLanes, upto, 31); }
     };
 
     // The place of unit u, which exists. Each round reads 32 entries of the prefix sums at once.

@@ -113,18 +113,12 @@ __device__ __forceinline__ JoinedPart join_partials(const PartialList& list, int
     return {o, m, l};
 }
 
-// What a CTA knows of the cut of the units, to find who has the parts of a segment.
-struct DecodeShare {
-    DecodeCut ctas, warps;
-    int32_t begin, end;  // units of this CTA
-};
-
 // Joins the partial results of the CTA's segments once all its warps have left theirs. Whole segments of a warp are written already. Of
 // a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins them: for each
 // word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's first unit.
 template <int D, int kTiles>
-__device__ __forceinline__ void join_segments(const DecodeParams& p, const DecodeShare& share, DecodeCursor at, uint8_t* rings,
-                                              int64_t warp_stride, int lane) {
+__device__ __forceinline__ void join_segments(const DecodeParams& p, const DecodeShare& share, const HeadCosts& costs,
+                                              DecodeCursor at, uint8_t* rings, int64_t warp_stride, int lane) {
     constexpr int kPartialBytes = decode_partial_bytes(D, kTiles), kWords = D / 32;
     const int warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
     const int cta = int(blockIdx.x);
@@ -134,14 +128,13 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
     for (int32_t unit = share.begin; unit < share.end;) {
         const int32_t whole_end = unit + at.pages - at.page, end = min(whole_end, share.end);
         const bool before = at.page > 0, after = whole_end > end;  // other CTAs have parts
-        const int32_t first = share.warps.range_of(unit - share.begin);
-        const int32_t last = share.warps.range_of(end - 1 - share.begin);
+        const int32_t first = share.warp_of(unit), last = share.warp_of(end - 1);
         if (before || after || first != last) {
             const int tasks = min((at.s.n_query * p.a.group + 3) / 4, kTiles) * kWords;
             for (; task < tasks; task += warps) {
                 const int tile = task / kWords, j = task % kWords;
                 // A warp that had more to do left its part in global memory, the others in their rings.
-                const bool had_more = share.warps.begin(last + 1) > end - share.begin;
+                const bool had_more = share.warp_begin(last + 1) > end;
                 const int32_t count = last - first + 1;
                 PartialList list{rings + first * warp_stride, warp_stride,
                                  reinterpret_cast<uint8_t*>(p.warp_partials) + (int64_t(cta) * warps + last) * kPartialBytes,
@@ -154,8 +147,10 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
                     }
                     uint8_t* const own = cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes);
                     store_part(partial_part<D>(own, tile, j), part.o, part.m, part.l, lane);
-                    const int32_t first_cta = share.ctas.range_of(unit - at.page);
-                    const int32_t ctas = share.ctas.range_of(unit - at.page + at.pages - 1) - first_cta + 1;
+                    const auto cta_of = [&](int32_t page) {
+                        return share.ctas.range_of(costs.place(p, unit - at.page + page, at.seq, at.head, page, at.pages));
+                    };
+                    const int32_t first_cta = cta_of(0), ctas = cta_of(at.pages - 1) - first_cta + 1;
                     __syncwarp();
                     uint32_t arrived = 0;  // the counter is 0 again after the last
                     if (lane == 0) {

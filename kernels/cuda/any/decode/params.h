@@ -26,9 +26,23 @@ TA_HD constexpr int decode_max_warps(int head_dim, int tiles) {
     return tiles == 1 && head_dim <= 128 ? 12 : 8;
 }
 
+// How many workers there are, with what it takes to divide by that at once: a GPU's division by a number that it does not know takes
+// many instructions, and each of these is fetched from memory.
+struct DecodeWorkers {
+    int32_t n;
+    uint32_t inverse;  // (2^32 - 1) / n
+
+    TA_HD explicit DecodeWorkers(int32_t workers) : n(workers), inverse(0xffffffffu / uint32_t(workers)) {}
+    DecodeWorkers() = default;
+    TA_HD int32_t divide(int32_t x) const {
+        const auto q = uint32_t(uint64_t(uint32_t(x)) * inverse >> 32);  // or one less
+        return int32_t(q + (uint32_t(x) - q * uint32_t(n) >= uint32_t(n)));
+    }
+};
+
 // A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut into
-// equal contiguous ranges, one per CTA, and each of them into one per warp. A segment is the part of one (sequence, head) within a
-// range. There are less than 2^31 units.
+// contiguous ranges of equal cost, one per CTA, and each of them into one per warp. A segment is the part of one (sequence, head)
+// within a range. There are less than 2^31 units.
 struct DecodeParams {
     AttendArgs a;
     const int32_t* pages_before;  // a.pages_before, or windowed_pages
@@ -54,20 +68,26 @@ struct DecodeParams {
     int32_t group_inverse;  // of a.group: rounded up, times 2^16
     int32_t ring_bytes;     // of each warp, for pieces in flight
     bool bulk;              // cp.async.bulk instead of cp.async
+    DecodeWorkers ctas, warps;
+    DecodeWorkers warps_if_short;  // those with units in a call of less than long_pages pages
+    int32_t long_pages;
 };
 
-// A cut of units into ranges of equal size, the first `longer` of them one unit longer. None is empty; with few units there are fewer
-// ranges than workers.
+// A cut of a line into ranges of equal size, the first `longer` of them longer by one. None is shorter than `least`; on a short
+// line there are fewer ranges than workers.
 struct DecodeCut {
-    int32_t ranges, size, longer;
+    DecodeWorkers ranges;
+    int32_t size, longer;
 
-    TA_HD DecodeCut(int32_t units, int32_t workers) {
-        ranges = units < workers ? units : workers;
-        size = ranges > 0 ? units / ranges : 0;
-        longer = units - ranges * size;
+    TA_HD DecodeCut(int32_t length, int32_t least, const DecodeWorkers& workers)
+        : ranges(length >= least * workers.n ? workers : DecodeWorkers(length >= least ? length / least : 1)) {
+        size = ranges.divide(length);
+        longer = length - ranges.n * size;
     }
     TA_HD int32_t begin(int32_t range) const { return range * size + (range < longer ? range : longer); }
-    // The range that holds unit u.
+    // Where it would begin were the longer ones spread over the line.
+    TA_HD int32_t spread_begin(int32_t range) const { return range * size + ranges.divide(range * longer); }
+    // The range that holds place u, by begin().
     TA_HD int32_t range_of(int32_t u) const {
         const int32_t in_longer = longer * (size + 1);
         const bool is_longer = u < in_longer;

@@ -63,30 +63,35 @@ __device__ __forceinline__ void load_fragments(const uint8_t* row_data, int row,
     }
 }
 
-__device__ __forceinline__ float to_float(const void* x, DType type, int64_t i) {
-    if (type == DType::kF32) return static_cast<const float*>(x)[i];
-    if (type == DType::kF16) return __half2float(static_cast<const __half*>(x)[i]);
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[i]);
-}
-
-// Channels 4 word .. + 3 of a row.
-__device__ __forceinline__ void load_word(const void* row, DType type, int word, float (&x)[4]) {
+// Channels 4 word .. + 3 of a row, as they lie in memory: in two words, or in four if they are float.
+__device__ __forceinline__ void load_word(const void* row, DType type, int word, uint32_t (&bits)[4]) {
     const int bytes = type == DType::kF32 ? 16 : 8;
     const void* at = static_cast<const uint8_t*>(row) + word * bytes;
-    if (reinterpret_cast<uintptr_t>(row) % bytes != 0) {
+    const bool aligned = reinterpret_cast<uintptr_t>(row) % bytes == 0;
+    if (type == DType::kF32) {
+        if (aligned) {
+            const uint4 v = *static_cast<const uint4*>(at);
+            bits[0] = v.x, bits[1] = v.y, bits[2] = v.z, bits[3] = v.w;
+        } else {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) x[c] = to_float(row, type, word * 4 + c);
-    } else if (type == DType::kF32) {
-        const float4 v = *static_cast<const float4*>(at);
-        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-    } else {
-        const uint2 v = *static_cast<const uint2*>(at);
-        const uint32_t w[2] = {v.x, v.y};
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const auto bits = uint16_t(w[c / 2] >> c % 2 * 16);
-            x[c] = type == DType::kF16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t(bits) << 16);
+            for (int c = 0; c < 4; ++c) bits[c] = static_cast<const uint32_t*>(at)[c];
         }
+    } else if (aligned) {
+        const uint2 v = *static_cast<const uint2*>(at);
+        bits[0] = v.x, bits[1] = v.y;
+    } else {
+        const auto* h = static_cast<const uint16_t*>(at);
+        bits[0] = h[0] | uint32_t(h[1]) << 16;
+        bits[1] = h[2] | uint32_t(h[3]) << 16;
+    }
+}
+__device__ __forceinline__ void to_floats(const uint32_t (&bits)[4], DType type, float (&x)[4]) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        const auto half = uint16_t(bits[c / 2] >> c % 2 * 16);
+        x[c] = type == DType::kF32   ? __uint_as_float(bits[c])
+               : type == DType::kF16 ? __half2float(__ushort_as_half(half))
+                                     : __uint_as_float(uint32_t(half) << 16);
     }
 }
 
@@ -99,7 +104,7 @@ __device__ __forceinline__ float finite_or(float x, DType type, bool saturate) {
 
 // Butterflies of distance 1, 2, 4, ..: within a lane's words, then across lanes, then between its words.
 template <int D, int W>
-__device__ __forceinline__ void rotate_row(float (&x)[W][4], const float (&signs)[W][4], int lane) {
+__device__ __forceinline__ void rotate_row(float (&x)[W][4], const uint32_t (&signs)[W][4], int lane) {
     constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;
     const auto butterfly = [](float& a, float& b) {
         const float sum = __fadd_rn(a, b), difference = __fsub_rn(a, b);
@@ -110,7 +115,7 @@ __device__ __forceinline__ void rotate_row(float (&x)[W][4], const float (&signs
     for (int j = 0; j < W; ++j) {
         float(&v)[4] = x[j];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) v[c] = signs[j][c] < 0.0f ? -v[c] : v[c];
+        for (int c = 0; c < 4; ++c) v[c] = int32_t(signs[j][c]) < 0 ? -v[c] : v[c];
         butterfly(v[0], v[1]);
         butterfly(v[2], v[3]);
         butterfly(v[0], v[2]);
@@ -184,16 +189,20 @@ template <int D>
 struct RowPart {
     static constexpr int W = D > 128 ? 2 : 1;
     static constexpr int kLanes = D / 4 < 32 ? D / 4 : 32;  // that hold a word
-    float x[W][4];
+    uint32_t bits[W][4];  // nothing is made of them before they are needed, so that other loads follow at once
 
     __device__ __forceinline__ void load(const void* row, DType type, int lane) {
         const int word_lane = D == 64 ? lane % kLanes : lane;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x[j][c] = 0.0f;
-            if (row && word_lane < kLanes) load_word(row, type, word_lane + 32 * j, x[j]);
+            for (int c = 0; c < 4; ++c) bits[j][c] = 0;
+            if (row && word_lane < kLanes) load_word(row, type, word_lane + 32 * j, bits[j]);
         }
+    }
+    __device__ __forceinline__ void floats(DType type, float (&x)[W][4]) const {
+#pragma unroll
+        for (int j = 0; j < W; ++j) to_floats(bits[j], type, x[j]);
     }
 };
 
@@ -218,10 +227,11 @@ struct QueryRow {
 
 // By one warp. `signs` are looked at where p.a.signs is not nullptr. `nonfinite`, if not nullptr, counts the values that are replaced.
 template <int D>
-__device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, RowPart<D> part, const RowPart<D>& signs, int head,
-                                                     uint32_t* nonfinite, int lane) {
+__device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, const RowPart<D>& part, const RowPart<D>& signs,
+                                                     int head, uint32_t* nonfinite, int lane) {
     constexpr int W = RowPart<D>::W, kLanes = RowPart<D>::kLanes;
-    float(&x)[W][4] = part.x;
+    float x[W][4];
+    part.floats(p.a.q.dtype, x);
     float amax = 0.0f;
     const auto largest = [&] {
         amax = 0.0f;
@@ -253,10 +263,10 @@ __device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, RowP
         if (lane < kLanes) {
 #pragma unroll
             for (int j = 0; j < W; ++j) {
-                float mu[4];
+                uint32_t mu[4];
                 load_word(p.a.k_offset + int64_t(head) * D, DType::kF32, lane + 32 * j, mu);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) dot += double(x[j][c]) * double(mu[c]);
+                for (int c = 0; c < 4; ++c) dot += double(x[j][c]) * double(__uint_as_float(mu[c]));
             }
         }
 #pragma unroll
@@ -265,7 +275,7 @@ __device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, RowP
     }
     if constexpr (can_rotate(D)) {
         if (p.a.signs) {
-            rotate_row<D>(x, signs.x, lane);
+            rotate_row<D>(x, signs.bits, lane);
             largest();
         }
     }
