@@ -37,7 +37,8 @@ Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, Atten
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     args.p_levels = format.levels;
     args.p_running = false;
-    // Its P has a unit per 128 keys: finer than the running maximum's, so it serves U8_RUNNING too.
+    // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
+    // those too.
     const bool by_kernel = device.kernel_generation() == 9 && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {

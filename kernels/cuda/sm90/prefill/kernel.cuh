@@ -129,9 +129,10 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
         float o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
-        find_limits(info, has_options(args), limits, lane);
-        int key = tile.rows.page_begin * kPageTokens;
-        const int key_stop = tile.rows.page_end * kPageTokens;
+        find_limits(args, info, limits, lane);
+        // By a shuffle, as with the warp's number.
+        int key = __shfl_sync(~0u, tile.rows.page_begin, 0) * kPageTokens;
+        const int key_stop = __shfl_sync(~0u, tile.rows.page_end, 0) * kPageTokens;
         Fast fast;
         if (key < key_stop) {
             sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
@@ -144,9 +145,8 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
             multiply_k<D>(q, shared.k[stage.slot], s);
             if constexpr (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
             sm90::wgmma_commit();
-            const bool plain = fast.bound < 2147000000.0f && key >= limits.begin;
-            const bool masked = key + kBlockTokens > limits.end;
-            const float reference[2] = {info[0].reference, info[8].reference};
+            const bool masked = key < limits.begin || key + kBlockTokens > limits.end, sas = args.exp == ExpMode::kSas;
+            const bool plain = fast.bound < (masked || sas ? kHighest * 65536.0f : 2147000000.0f);
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             float fraction[2][2] = {};
@@ -155,32 +155,33 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
 #pragma unroll
                 for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
             }
+            // Each path makes P of its own: what they would hand to a common one is more registers than P.
             Scores scores;
+            uint32_t p[4][4], sums_of_p[2][2];
+            const bool exact = args.lse != nullptr;
             if (plain) {
-                fast_scores<kFractions>(s, fast, info, scales, masked, key, i, fraction, scores);
+                fast_scores<kFractions>(s, fast, info, scales, sas, masked, key, i, fraction, scores);
+                if (exact || are_apart(fast, scores)) exact_sums(scales, i, scores);
+                if (fast.bound >= kHighest * 65536.0f) raise_lowest(scores);
+                make_p(scores, p, sums_of_p);
+            } else if (!sas && takes_tokens(limits, scales)) {
+                token_scores<kFractions>(s, info, scales, masked, key, i, fraction, scores);
+                if (exact || octaves_of_v(scales) > float(kOctavesApart)) {
+                    exact_sums(scales, i, scores);
+                    make_p(scores, p, sums_of_p);
+                } else {
+                    make_p(scores, p, sums_of_p);
+                    weigh(p, scales, i, scores);
+                }
             } else {
                 // The compiler would rather keep parts of O in memory over the whole loop.
                 alignas(16) float saved[D / 2];
                 save_registers(saved, o);
-                const ScoreOptions options = score_options(args);
-                const int first_key = key + lane_token(i);
-                const bool cut = masked || key < limits.begin;
-                if (has_options(args)) {
-                    general_scores<kFractions, true>(s, info, scales, options, cut, first_key, i, fraction, scores);
-                } else {
-                    general_scores<kFractions, false>(s, info, scales, options, cut, first_key, i, fraction, scores);
-                }
+                general_scores<kFractions>(s, info, scales, score_options(args), masked, key, i, fraction, scores);
+                make_p(scores, p, sums_of_p);
                 restore_registers(o, saved);
             }
-            float above[2] = {scores.m[0] - reference[0], scores.m[1] - reference[1]};
-            // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
-            if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || key % 8192 == 0) {
-                settle(info, sums, scores.m, o);
-                above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
-            }
-            uint32_t p[4][4], sums_of_p[2][2];
             float factor[2];
-            make_p(scores, p, sums_of_p);
             uint32_t p_sums[4];
             if (kFractions) operand_of_sums(sums_of_p, i, p_sums);
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
@@ -194,7 +195,15 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
                 multiply_v(p, v + part * 64 * kBlockTokens, product);
                 if (kFractions) sm90::wgmma_u8_n64(product, p_sums, sm90::narrow_descriptor(v_fraction + part * 64 * 16), true);
                 sm90::wgmma_commit();
-                if (part == 0) add_sums(scores, sums_of_p, above, sums, factor);
+                if (part == 0) {
+                    // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
+                    float above[2] = {scores.m[0] - info[0].reference, scores.m[1] - info[8].reference};
+                    if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || key % 8192 == 0) {
+                        settle(info, sums, scores.m, o);
+                        above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
+                    }
+                    add_sums(scores, sums_of_p, above, sums, factor);
+                }
                 if (part == D / 64 - 1) {
                     // Meanwhile, what the next block needs before its scores can be packed.
                     stage.next();

@@ -79,7 +79,7 @@ void plan_prefill(std::span<const SequenceArgs> sequences, int group, bool causa
 
 const char* prefill_refusal(const AttendArgs& args) {
     if (args.head_dim != 128 && args.head_dim != 64) return "head_dim other than 64 and 128";
-    if (args.p_levels != 255 || args.p_running) return "P other than 8 bits of 255 levels";
+    if (args.p_levels > 255 || args.p_running) return "P of 16 bits, or in units of the running maximum";
     return nullptr;
 }
 

@@ -304,7 +304,19 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
         float amax = 0.0f;
 #pragma unroll
         for (int n = 0; n < D / 4; ++n) amax = fmaxf(amax, fabsf(x[r][n / 8][n % 8]));
-        const float scale = stage1_scale(quad_max(amax) * norm, args.q_levels), inverse = scale > 0.0f ? norm / scale : 0.0f;
+        const float scale = stage1_scale(quad_max(amax) * norm, args.q_levels);
+        float inverse = scale > 0.0f ? norm / scale : 0.0f;
+        if (!args.signs) {
+            // Plain 16-bit values often lie half way between two codes (half of the largest does). The quotient is rounded as a
+            // division's is, so that the code is the CPU's.
+#pragma unroll
+            for (int n = 0; n < D / 4; ++n) {
+                float& value = x[r][n / 8][n % 8];
+                const float quotient = value * inverse;
+                value = fmaf(fmaf(-quotient, scale, value), inverse, quotient);
+            }
+            inverse = scale > 0.0f ? 1.0f : 0.0f;
+        }
         int squares = 0;
 #pragma unroll
         for (int n = 0; n < D / 32; ++n) {

@@ -43,20 +43,35 @@ TA_HD constexpr int out_octant(int i, int e) {
 }
 
 inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
-inline constexpr float kNoVScale = -120.0f;  // stands for log2 of 0: such a page must not take P's levels from others
 inline constexpr float kNever = -1e30f;      // log2 of what no key has added to yet
 
 inline constexpr int kGrid = 112;                // steps of an octave in which scores come to the exponential
 inline constexpr float kFine = kGrid * 0x1p16f;  // those of their multiply-add, whose high half counts
 
-// The scales of a block. A page is uniform when its K scales are equal and its V scales are; else the per-token arrays count.
+// Scores of tokens with scales of their own come to the exponential out of a float near kTokenZero: its middle bytes are the
+// integer, less 16384. The half rounds to nearest.
+inline constexpr float kTokenZero = 49152.5f;
+inline constexpr int kTokenBias = 16384;
+
+// The scales of two columns of a lane that follow one another.
+struct alignas(16) TokenScales {
+    float k[2];  // K's
+    float v[2];  // log2 of V's in steps, plus kTokenZero
+};
+
+// The scales of a block. A page is uniform when its K scales are equal and its V scales are; the fields of pages are for blocks
+// of two such, those of tokens for all.
 struct alignas(16) BlockScales {
     float k_page[2];     // K's scale * kFine; infinite: the page is not uniform
     int32_t v_page[2];   // log2 of V's scale, in 1 / kFine; plus 1/2 of the high half, which so is rounded to nearest
     float v_inverse[2];  // kSumUnit / V's scale; 0: there is no page
+    float v_unit[2];     // that of v_weight, times kSumUnit
+    float k_largest[2], v_largest[2];  // of K's scales; of the sizes of log2 of V's, in steps
+    float v_spread[2];                 // octaves between V's scales
     uint32_t unused[2];
-    float k_token[kBlockTokens];  // in the order of K's rows
-    float v_token[kBlockTokens];  // log2 of V's scale, likewise
+    TokenScales token[16][4];     // [j][i]: columns 8 j + 2 i and the next
+    float v_token[kBlockTokens];  // kSumUnit / V's scale, by columns
+    uint8_t v_weight[2][4][32];   // where V's scales differ, the same in v_unit, high and low bytes: [byte][i], tokens as in P
 };
 
 // What a query row needs once per block; registers are for the accumulators.

@@ -28,8 +28,9 @@ struct Ring {
 // What all warps learn of a tile of rows.
 struct Tile {
     PrefillTile rows;
-    int32_t head;  // kv head; -1: there are no more tiles
-    int32_t unused[3];
+    int32_t head;            // kv head; -1: there are no more tiles
+    int32_t k_bits, v_bits;  // of its channel pages
+    int32_t unused;
 };
 
 // Where row `row` of the sequence's n_query * group begins in q or out.
@@ -163,6 +164,7 @@ class PageStream {
                     int4* words = reinterpret_cast<int4*>(&t.rows);
                     words[0] = __ldg(from), words[1] = __ldg(from + 1);
                     t.head = item % heads;
+                    if (args.heads) t.k_bits = args.heads[t.head].k_bits, t.v_bits = args.heads[t.head].v_bits;
                     next_ = t;
                 }
                 sm90::barrier_arrive(&shared.tile_full[at.slot]);

@@ -1,0 +1,125 @@
+// What the test and the benchmark of the CUDA prefill kernel share: memory, and pages with one scale each.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "kernels/cpu/kernels.h"
+#include "src/attend/stage1.h"
+#include "tests/kernels/cuda/pages.h"
+
+namespace ta::cuda::testing {
+
+inline void check(cudaError_t e, const char* what) {
+    if (e == cudaSuccess) return;
+    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(e));
+    std::exit(2);
+}
+#define CHECK(x) ::ta::cuda::testing::check(x, #x)
+
+// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned.
+template <class T>
+class Device {
+  public:
+    explicit Device(size_t n = 0) : n_(n) {
+        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
+        poison();
+    }
+    explicit Device(const std::vector<T>& v) : Device(v.size()) {
+        CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    Device(const Device&) = delete;
+    Device& operator=(Device&& o) noexcept {
+        std::swap(p_, o.p_);
+        std::swap(n_, o.n_);
+        return *this;
+    }
+    ~Device() { cudaFree(p_); }
+    void poison() { CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n_) * sizeof(T))); }
+    T* get() const { return p_; }
+    std::vector<T> copy() const {
+        std::vector<T> v(n_);
+        CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+
+  private:
+    T* p_ = nullptr;
+    size_t n_ = 0;
+};
+
+// Pinned host memory that the device reads.
+class HostCopy {
+  public:
+    HostCopy() = default;
+    explicit HostCopy(const std::vector<uint8_t>& v) {
+        CHECK(cudaHostAlloc(&p_, std::max<size_t>(1, v.size()), cudaHostAllocMapped));
+        std::memcpy(p_, v.data(), v.size());
+    }
+    HostCopy(const HostCopy&) = delete;
+    HostCopy& operator=(HostCopy&& o) noexcept {
+        std::swap(p_, o.p_);
+        return *this;
+    }
+    ~HostCopy() { cudaFreeHost(p_); }
+    void* get() const { return p_; }
+
+  private:
+    void* p_ = nullptr;
+};
+
+inline int multiprocessors() {
+    int n = 0;
+    CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0));
+    return n;
+}
+
+// Slots must be 4096-byte aligned; cudaMalloc promises 256.
+class DevicePool {
+  public:
+    DevicePool() = default;
+    explicit DevicePool(const std::vector<uint8_t>& bytes) : memory_(bytes.size() + kAlignment) {
+        CHECK(cudaMemcpy(reinterpret_cast<void*>(address()), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+    }
+    uint64_t address() const { return (reinterpret_cast<uint64_t>(memory_.get()) + kAlignment - 1) / kAlignment * kAlignment; }
+
+  private:
+    static constexpr uint64_t kAlignment = 4096;
+    Device<uint8_t> memory_;
+};
+
+enum class Pages {
+    kToken,          // 8 bits, one scale per page
+    kTokenOwnScale,  // 8 bits, a scale per token
+    kPrefix,         // channel pages below the chunk but for the first page, then kToken
+    kChannel,        // channel pages wherever a page is full, the first too
+    kRandom,
+};
+
+// Writes all heads of a token page again, with one scale for K and one for V.
+inline void give_page_scales(PagePool& pool, uint64_t entry, const float* k, const float* v, int tokens) {
+    const cpu::PageCodec& codec = *cpu::find_kernels(TA_CPU_ISA_AUTO)->codec;
+    const size_t d = size_t(pool.shape().head_dim), heads = size_t(pool.shape().kv_heads);
+    const auto in = std::make_unique<cpu::HeadStage1>();
+    std::vector<float> x(kPageTokens * d), amax(kPageTokens);
+    for (size_t h = 0; h < heads; ++h) {
+        for (const bool is_k : {true, false}) {
+            for (size_t t = 0; t < size_t(tokens); ++t) {
+                std::memcpy(x.data() + t * d, (is_k ? k : v) + (t * heads + h) * d, d * sizeof(float));
+                amax[t] = codec.amax(x.data() + t * d, int64_t(d));
+            }
+            quantize_tokens(codec, x.data(), amax.data(), int(d), 0, tokens, ScaleRule::kPage, 0.0f, kStage1Levels,
+                            is_k ? in->k : in->v, is_k ? in->k_scale : in->v_scale);
+        }
+        codec.store_token_piece(*in, int(d), 0, tokens, const_cast<uint8_t*>(pool.piece(entry, int(h))));
+    }
+}
+
+}  // namespace ta::cuda::testing
