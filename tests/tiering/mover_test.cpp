@@ -9,6 +9,15 @@
 namespace ta::testing {
 namespace {
 
+// Without its ordering a case is a data race, which is the point, and which ThreadSanitizer reports as what it is.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kSeesRaces = true;
+#elif defined(__has_feature)
+constexpr bool kSeesRaces = __has_feature(thread_sanitizer);
+#else
+constexpr bool kSeesRaces = false;
+#endif
+
 constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 64;
 
 class MoverTest : public ::testing::Test {
@@ -147,18 +156,21 @@ TEST_F(MoverTest, AMoveIsBehindTheStepThatWrote) {
     EXPECT_TRUE(written_late({}));
 }
 TEST_F(MoverTest, AMoveIsBehindTheStepThatWrote_SeenWithoutTheBarrier) {
+    if (kSeesRaces) GTEST_SKIP();
     EXPECT_FALSE(written_late({.writers = false}));
 }
 TEST_F(MoverTest, ASlotIsTakenBehindItsLastReader) {
     EXPECT_TRUE(read_late({}));
 }
 TEST_F(MoverTest, ASlotIsTakenBehindItsLastReader_SeenWithoutTheBarrier) {
+    if (kSeesRaces) GTEST_SKIP();
     EXPECT_FALSE(read_late({.writers = false}));
 }
 TEST_F(MoverTest, ASlotStaysWhileAStepIsOpen) {
     EXPECT_TRUE(read_while_open({}));
 }
 TEST_F(MoverTest, ASlotStaysWhileAStepIsOpen_SeenWithoutTheBarrier) {
+    if (kSeesRaces) GTEST_SKIP();
     EXPECT_FALSE(read_while_open({.readers = false}));
 }
 
