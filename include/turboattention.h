@@ -329,7 +329,7 @@ typedef struct ta_tier_options {
     const char* disk_path;   /* a disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies
                                 there is found by the next pool of the same shape and settings, also after a crash */
     int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps of the pool, whosever they are; default 128 */
-    ta_switch drop_coldest;      /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
+    ta_switch drop_coldest; /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
                                     in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and
                                     get no attention any more. Changes results. On a CPU; on a GPU TA_E_UNSUPPORTED */
 } ta_tier_options;

@@ -22,8 +22,8 @@ enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
 inline constexpr int kMoveReasons = 4;
 
 struct MoveItem {
-    BlockPtr block;  // nullptr: one that is not full, which stays
-    uint64_t index;  // in its sequence
+    BlockPtr block;                                           // nullptr: one that is not full, which stays
+    uint64_t index;                                           // in its sequence
     std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
 };
 
