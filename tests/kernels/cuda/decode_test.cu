@@ -455,6 +455,14 @@ std::vector<Case> make_cases(bool quick) {
         add(dim + "4 queries x 4, causal", {.d = d, .sequences = {{200, 4}, {3, 4}, {66, 2}}, .mix = Mix::kRandom});
         add(dim + "2 queries x 4, mixed bits", {.d = d, .sequences = {{200, 2}, {1, 2}}, .k_bits = 0, .v_bits = 0});
         add(dim + "1 warp per CTA", {.d = d, .sequences = {{2000, 1}}, .k_bits = 2, .v_bits = 2, .warps = 1});
+        for (int group : {4, 8, 16}) {  // the general kernels of 1, 2 and 4 tiles
+            add(dim + label("softcap, ALiBi, group", group, -1), {.d = d,
+                                                                  .group = group,
+                                                                  .sequences = {{200, 1}, {65, 1}},
+                                                                  .mix = Mix::kRandom,
+                                                                  .alibi = true,
+                                                                  .softcap = 20.0f});
+        }
         if (quick) continue;
         add(dim + "all lengths", {.d = d, .sequences = all_lengths});
         add(dim + "all lengths, mixed bits weighed",
