@@ -45,7 +45,11 @@ Status Mover::start(MoveRoute route) {
     const int processors = int(std::thread::hardware_concurrency());
     TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers)));
     try {
-        for (int i = 0; i < 2 * kThreads; ++i) threads_.emplace_back([this, i] { serve(i % 2); });
+        for (int i = 0; i < 2 * kThreads; ++i) {
+            std::vector<Flight> flights;  // here, where it may run out of memory
+            flights.reserve(kFlights);
+            threads_.emplace_back([this, i, flights = std::move(flights)]() mutable { serve(i % 2, flights); });
+        }
     } catch (const std::system_error&) {
         return fail(TA_E_LIMIT, "the threads that move blocks could not be started");
     }
@@ -101,9 +105,8 @@ size_t Mover::part_of(std::span<const MoveItem> items, TierKind to) const {
     return n;
 }
 
-void Mover::serve(int direction) {
-    std::vector<Flight> flights;  // oldest first
-    flights.reserve(kFlights);
+// `flights`: of this thread, oldest first; has room for kFlights.
+void Mover::serve(int direction, std::vector<Flight>& flights) {
     std::unique_lock lock(mutex_);
     for (;;) {
         if (flights.empty()) wake_.wait(lock, [&] { return stopping_ || !queues_[direction].empty(); });

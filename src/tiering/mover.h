@@ -69,7 +69,7 @@ class Mover {
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
-    void serve(int direction);
+    void serve(int direction, std::vector<Flight>& flights);
     bool take_part(int direction, Flight& flight);
     bool prepare(Flight& flight);
     void start(Flight& flight);
