@@ -198,7 +198,7 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
                 if (part == 0) {
                     // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
                     float above[2] = {scores.m[0] - info[0].reference, scores.m[1] - info[8].reference};
-                    if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || key % 8192 == 0) {
+                    if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || key % 8192 < kBlockTokens) {
                         settle(info, sums, scores.m, o);
                         above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
                     }

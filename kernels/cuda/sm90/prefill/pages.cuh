@@ -312,10 +312,11 @@ TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int 
     }
     // What stands for a scale of 0 must not take P's levels from other pages, nor span more than a few octaves of its own.
     constexpr float kNoScale = 0x1p-120f, kNoTokenScale = 0x1p-30f;
-    float high = fmaxf(first, kNoScale), low = high;
+    const auto or_none = [](float scale) { return scale > 0.0f ? scale : kNoScale; };
+    float high = or_none(first), low = high;
     if (!equal) {
-        high = fmaxf(warp_max(fmaxf(x[0], x[1])), kNoScale);
-        const float least = fmaxf(high * kNoTokenScale, kNoScale);
+        high = or_none(warp_max(fmaxf(x[0], x[1])));
+        const float least = fminf(fmaxf(high * kNoTokenScale, kNoScale), high);
 #pragma unroll
         for (int n = 0; n < 2; ++n) x[n] = x[n] > 0.0f ? x[n] : least;
         low = warp_min(fminf(x[0], x[1]));
