@@ -375,7 +375,8 @@ typedef struct ta_kv_pool_stats {
  * is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the last huge
  * page of either kind of block; on a GPU, the largest magnitudes of universal scales.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
- * TA_E_LIMIT (threads). */
+ * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction), TA_E_CORRUPT (the
+ * file is damaged). */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
 TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
@@ -475,7 +476,7 @@ TA_API ta_status ta_namespace_flush(ta_kv_pool* pool, ta_namespace space, ta_err
  * asked for longest first, when there is no room at all or the quota needs it.
  *   keys   [n, 32]; n is at most length / 64
  * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_LIMIT (the quota, and sequences use what is published), TA_E_NONFINITE
- * (on a GPU; once, as ta_plan_begin), TA_E_CORRUPT, TA_E_MEMORY, TA_E_CLOSED. */
+ * (on a GPU; once, as ta_plan_begin), TA_E_STATE (a block was dropped), TA_E_CORRUPT, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space, const uint8_t* keys, uint64_t n,
                                 ta_error* err);
 /* Creates a sequence of the namespace that begins with the blocks of the first keys, as many as are published without a gap,

@@ -90,15 +90,22 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
     return known;
 }
 
+// The struct_size of what a call will write.
+template <class T>
+Status check_struct_size(const T* out, const char* name, int argument) {
+    uint32_t size;
+    std::memcpy(&size, out, sizeof size);
+    if (size >= 2 * sizeof(uint32_t) && size <= kMaxStructBytes) return {};
+    return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
+        .argument(argument);
+}
+
 // Writes a filled-in struct to the caller, as much of it as fits its struct_size, and zeros beyond.
 template <class T>
 Status write_struct(const T& filled, T* out, const char* name, int argument) {
+    TA_RETURN_IF_ERROR(check_struct_size(out, name, argument));
     uint32_t size;
     std::memcpy(&size, out, sizeof size);
-    if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
-        return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
-            .argument(argument);
-    }
     auto* bytes = reinterpret_cast<unsigned char*>(out);
     const size_t known = size < sizeof(T) ? size : sizeof(T);
     std::memcpy(bytes + sizeof size, reinterpret_cast<const unsigned char*>(&filled) + sizeof size, known - sizeof size);

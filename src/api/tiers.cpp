@@ -90,7 +90,7 @@ ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanosec
         Result<Mover*> mover = mover_of(pool);
         if (!mover.ok()) return std::move(mover).status();
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
-        TA_RETURN_IF_ERROR(write_struct(ta_move_info{}, info, "info", 3));  // so that a wrong size is known before the wait
+        TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));  // known before the wait
         Result<MoveProgress> progress = mover.value()->wait(ticket, nanoseconds);
         if (!progress.ok()) return std::move(progress).status().argument(1);
         return write_info(progress.value(), info, 3);

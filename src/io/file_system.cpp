@@ -64,6 +64,7 @@ class SystemFiles final : public FileSystem {
     }
     int unlink(const char* path) override { return result_of(::unlink(path)); }
     int lock(int fd) override { return result_of(::flock(fd, LOCK_EX | LOCK_NB)); }
+    int unlock(int fd) override { return result_of(::flock(fd, LOCK_UN)); }
     int clear_direct(int fd) override {
         const int flags = ::fcntl(fd, F_GETFL);
         return flags < 0 ? -errno : result_of(::fcntl(fd, F_SETFL, flags & ~O_DIRECT));

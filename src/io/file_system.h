@@ -66,6 +66,8 @@ class FileSystem {
     virtual int unlink(const char* path) = 0;
     // An exclusive lock that ends with the descriptor, in this process too; -EWOULDBLOCK when someone else has it.
     virtual int lock(int fd) = 0;
+    // Ends it also for children that fork() gave the descriptor to.
+    virtual int unlock(int fd) = 0;
     // Buffered I/O from now on, for a descriptor that was opened with O_DIRECT.
     virtual int clear_direct(int fd) = 0;
     // A queue of up to `depth` operations at a time; nullptr and the reason when there is none here.

@@ -152,7 +152,8 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
 Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants) {
     std::vector<DeviceRange> ranges;
     for (size_t i = 0; i < slots.size(); ++i) {
-        if (slots[i].tenant == (tenants.empty() ? 0 : tenants[i])) continue;
+        const Tenant tenant = tenants.empty() ? 0 : tenants[i];
+        if (slots[i].tenant == tenant && tenant != kUnknownTenant) continue;  // two unknown ones may differ
         ranges.push_back({slots[i].slot, geometry_.slot_bytes(wanted[i])});
     }
     if (device_ && !ranges.empty()) return device_->zero(ranges);

@@ -37,6 +37,7 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         return fail(TA_E_INVALID, "the sequence has blocks of another namespace").argument(2).block(int64_t(b));
     }
     for (size_t b = 0; b < n; ++b) {
+        if (s.blocks[b]->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(b));
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }

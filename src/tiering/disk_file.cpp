@@ -78,8 +78,11 @@ DiskFile::~DiskFile() {
 }
 
 void DiskFile::close_file() {
+    // A child of this process may still have the descriptor, and with it the lock.
+    if (locked_by_ == getpid()) files->unlock(fd);
     if (fd >= 0) files->close(fd);
     fd = -1;
+    locked_by_ = 0;
 }
 
 Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs, const DiskFileOptions& options,
@@ -125,6 +128,7 @@ int DiskFile::lock() {
     for (;;) {
         const int r = files->lock(fd);
         ++progress_->steps;
+        if (r == 0) locked_by_ = getpid();
         if ((r != -EWOULDBLOCK && r != -EINTR) || std::chrono::steady_clock::now() >= end) return r;
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }

@@ -75,6 +75,7 @@ class DiskFile {
     int lock();
 
     OpeningProgress* progress_ = nullptr;
+    pid_t locked_by_ = 0;  // the process that locked the file
     std::string path_;
 };
 

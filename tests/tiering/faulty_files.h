@@ -142,6 +142,7 @@ class FaultyFiles final : public FileSystem {
         const int e = plain(false);
         return e ? e : real_->lock(fd);
     }
+    int unlock(int fd) override { return real_->unlock(fd); }
     int clear_direct(int fd) override { return real_->clear_direct(fd); }
     std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) override {
         if (!has_queues) {
