@@ -158,7 +158,7 @@ class Pool {
     Status publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys);
     // A sequence of the namespace with the blocks that are published under the first keys.
     Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
-    // Drops published blocks that no sequence has, to make room in a tier. False when there were none.
+    // Drops published blocks that no sequence has, to make room in a tier. False when that freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted);
     // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
     Status flush_namespace(Tenant space);
