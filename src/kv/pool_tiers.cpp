@@ -45,7 +45,11 @@ class Leaving final : public EvictionView {
         owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
         sequences_.push_back(&s);
     }
-    void set_shared(bool shared) { shared_ = shared; }
+    // From now on what several have, but not what is in `held`.
+    void set_shared(std::unordered_set<const Block*> held) {
+        shared_ = true;
+        held_ = std::move(held);
+    }
 
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t b) const override {
@@ -59,7 +63,8 @@ class Leaving final : public EvictionView {
         }
         const BlockPtr& block = blocks[b];
         if (block->tier() != tier_ || !block->sealed() || block->moving() || block->pins() > 0 || block->stuck()) return 0;
-        return (block.use_count() > 1) == shared_ ? geometry_.slot_bytes(block->kind()) : 0;
+        if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
+        return geometry_.slot_bytes(block->kind());
     }
     AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
     uint32_t now() const override { return now_; }
@@ -72,7 +77,20 @@ class Leaving final : public EvictionView {
     std::vector<const Sequence*> sequences_;
     std::vector<BlockOwner> owners_;
     bool shared_ = false;
+    std::unordered_set<const Block*> held_;
 };
+
+// Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
+std::unordered_set<const Block*> shared_in_plans(std::span<const std::unique_ptr<Sequence>> sequences) {
+    std::unordered_set<const Block*> held;
+    for (const auto& s : sequences) {
+        if (!s->alive || !s->in_plan) continue;
+        for (const BlockPtr& block : s->blocks) {
+            if (block.use_count() > 1) held.insert(block.get());
+        }
+    }
+    return held;
+}
 
 }  // namespace
 
@@ -162,7 +180,7 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     for (const Victim v : alone) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
-        leaving.set_shared(true);
+        leaving.set_shared(for_disk ? shared_in_plans(sequences_) : std::unordered_set<const Block*>());
         shared = policy_->choose(leaving, bytes);
     }
     items.reserve(items.size() + alone.size() + shared.size());
