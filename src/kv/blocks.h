@@ -185,6 +185,8 @@ class BlockStore {
     void stop_reading(uint64_t reading);
     // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
     bool wait_for_left(std::chrono::milliseconds most);
+    // Of those places in the tier.
+    uint64_t left_bytes(TierKind tier) const;
     // A full block that a persistent disk tier, attached before, brought along.
     BlockPtr recover(Slot slot, uint64_t content_id, const BlockKey& key);
     // The block's first key. From then on its records on disk bear it, and stay there when it comes back.
