@@ -135,15 +135,25 @@ Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
     constexpr int kMostAttempts = 64;
     constexpr std::chrono::seconds kPatience{10}, kReadersPatience{1};
+    constexpr std::chrono::milliseconds kPause{20};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
     pool_->count_lookups(sequences_);
     std::vector<PageKind> wanted;
+    // What was dropped is room as soon as those are done who may be reading there; until then nothing more is dropped for it.
+    std::chrono::steady_clock::time_point drop_until{};
+    const auto may_drop = [&] {
+        const auto now = std::chrono::steady_clock::now();
+        if (drop_until == std::chrono::steady_clock::time_point()) drop_until = now + kPatience;
+        return now < drop_until;
+    };
     if (!pool_->mover()) {
         for (;;) {
             Status s = reserve_blocks(&wanted);
             if (s.code() != TA_E_TIER_FULL) return s;
-            if (!pool_->drop_unused(TierKind::kDevice, wanted) && !pool_->drop_coldest(wanted, sequences_)) return s;
+            if (pool_->drop_unused(TierKind::kDevice, wanted)) continue;
+            if (!may_drop() || !pool_->drop_coldest(wanted, sequences_)) return s;
+            store.wait_for_left(kPause);
         }
     }
     struct Waits {
@@ -161,8 +171,10 @@ Status Plan::bring_blocks() {
         waits.for_blocks |= has_block_on_disk();
         Status s = pool_->make_resident(sequences_);
         if (s.code() == TA_E_TIER_FULL) {
-            const PageKind any[] = {PageKind::kToken};
-            if (pool_->drop_coldest(any, sequences_)) continue;
+            if (may_drop() && pool_->drop_to_be_resident(sequences_)) {
+                store.wait_for_left(kPause);
+                continue;
+            }
         }
         TA_RETURN_IF_ERROR(std::move(s));
         reading_ = store.start_reading();
@@ -179,14 +191,15 @@ Status Plan::bring_blocks() {
         if (s.code() == TA_E_TIER_FULL) {
             waits.for_room = true;
             // What blocks have left is room as soon as those are done who read there.
-            if (waited < kReadersPatience && store.wait_for_left(std::chrono::milliseconds(20))) continue;
+            if (waited < kReadersPatience && store.wait_for_left(kPause)) continue;
             const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon
             if (pool_->make_room(TierKind::kDevice, wanted)) {
                 if (++made > kMostAttempts) return s;
                 continue;
             }
             if (!moving) {
-                if (!pool_->drop_coldest(wanted, sequences_)) return s;
+                if (!may_drop() || !pool_->drop_coldest(wanted, sequences_)) return s;
+                store.wait_for_left(kPause);
                 continue;
             }
         } else if (s.code() != TA_E_BUSY) {

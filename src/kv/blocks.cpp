@@ -400,6 +400,13 @@ bool BlockStore::wait_for_left(std::chrono::milliseconds most) {
     return true;
 }
 
+uint64_t BlockStore::left_bytes(TierKind tier) const {
+    std::lock_guard lock(mutex_);
+    uint64_t bytes = 0;
+    for (const Left& l : left_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.kind) : 0;
+    return bytes;
+}
+
 BlockStore::Usage BlockStore::usage() const {
     std::lock_guard lock(mutex_);
     Usage u;

@@ -101,6 +101,10 @@ class Block {
     // Whether the next process is to find it.
     void set_published(bool published) { published_.store(published, std::memory_order_relaxed); }
     bool published() const { return published_.load(std::memory_order_relaxed); }
+    // How many of its owners are entries of prefix tables; guarded by their store (src/kv/prefix.h).
+    uint32_t entries() const { return entries_; }
+    void add_entry() { ++entries_; }
+    void remove_entry() { --entries_; }
 
   private:
     friend class BlockStore;
@@ -122,6 +126,7 @@ class Block {
     bool tier_keyed_ = false;
     BlockKey key_{};
     std::atomic<bool> keyed_{false}, published_{false};
+    uint32_t entries_ = 0;
     std::atomic<Tenant> tenant_{0};
 };
 
@@ -185,6 +190,8 @@ class BlockStore {
     void stop_reading(uint64_t reading);
     // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
     bool wait_for_left(std::chrono::milliseconds most);
+    // Of those places in the tier.
+    uint64_t left_bytes(TierKind tier) const;
     // A full block that a persistent disk tier, attached before, brought along.
     BlockPtr recover(Slot slot, uint64_t content_id, const BlockKey& key);
     // The block's first key. From then on its records on disk bear it, and stay there when it comes back.

@@ -139,6 +139,8 @@ Result<uint32_t> Pool::take_slot() {
     if (nonfinite_) s.nonfinite_seen = std::atomic_ref(nonfinite_[slot]).load(std::memory_order_relaxed);
     s.amax_side = kNothingSeen;
     s.tenant = 0;
+    s.last_used = 0;
+    s.last_used_at = {};
     if (numerics_.universal_open_scale && !open_amax_) s.open_amax.assign(open_amax_record(), 0.0f);
     free_slots_.pop_back();
     ++s.generation;

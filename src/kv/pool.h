@@ -138,9 +138,12 @@ class Pool {
     void count_lookups(std::span<Sequence* const> seqs);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
     Status make_resident(std::span<Sequence* const> seqs);
-    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has, out of the slowest tier that has any.
-    // No plan but the caller's, which holds `mine`, sees them. False, and nothing was dropped, when what may go would not be enough.
+    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has, out of the slowest tier whose room
+    // can be passed on to the device. No plan but the caller's, which holds `mine`, sees them. True: there is, or will be when others
+    // have read what was there, room to try again. False, and nothing was dropped, when what may go would not be enough.
     bool drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine);
+    // The same for make_resident(mine): out of all tiers but the disk, and there blocks of `mine`, which need not come any more.
+    bool drop_to_be_resident(std::span<Sequence* const> mine);
     // After a step: lets blocks leave in the background when the device tier is nearly full.
     void keep_room();
     // Moves of full blocks [first, first + n) of a sequence that is in no plan.
@@ -158,7 +161,7 @@ class Pool {
     Status publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys);
     // A sequence of the namespace with the blocks that are published under the first keys.
     Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
-    // Drops published blocks that no sequence has, to make room in a tier. False when there were none.
+    // Drops published blocks that no sequence has, to make room in a tier. False when that freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted);
     // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
     Status flush_namespace(Tenant space);
@@ -208,6 +211,7 @@ class Pool {
     Status run_on_disk(const TierRequest& request) const;
     TierKind below(TierKind tier) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes);
+    void drop(std::span<const MoveItem> items);
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
     Status check_open_locked() const;

@@ -69,12 +69,18 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
 bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted) {
     uint64_t bytes = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
+    if (tier == TierKind::kDevice) {
+        const uint64_t free = blocks_->budget() - blocks_->usage().used;
+        bytes = std::max<uint64_t>(1, bytes - std::min(bytes, free));
+    }
     const uint64_t before = tier == TierKind::kDisk ? disk_->stats().used : 0;
-    if (!prefixes_.drop_unused(tier, bytes)) return false;
+    // Where nothing else makes room, entries that are not enough are not lost for nothing.
+    const uint64_t freed = prefixes_.drop_unused(tier, bytes, !mover_ && !tier_settings_.drop_coldest);
+    if (freed == 0) return false;
     // A slot of a persistent disk is free only when its record was erased. Others may take what becomes free meanwhile.
     constexpr std::chrono::milliseconds kPatience{1000};
     const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (tier == TierKind::kDisk && disk_->stats().used + bytes > before && std::chrono::steady_clock::now() < end)
+    while (tier == TierKind::kDisk && disk_->stats().used + freed > before && std::chrono::steady_clock::now() < end)
         std::this_thread::sleep_for(std::chrono::microseconds(100));
     return true;
 }

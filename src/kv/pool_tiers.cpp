@@ -35,17 +35,27 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
     return make_lru_policy();
 }
 
+bool may_leave(const Block& b) {
+    return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck();
+}
+
 // What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
 class Leaving final : public EvictionView {
   public:
     Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
 
-    void add(const Sequence& s, uint32_t sinks, size_t blocks) {
+    // `slowest`: what lies in the tiers down to it too.
+    void add(const Sequence& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
         const uint32_t end = uint32_t(blocks);
         owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
         sequences_.push_back(&s);
+        slowest_.push_back(std::max(tier_, slowest));
     }
-    void set_shared(bool shared) { shared_ = shared; }
+    // From now on what several have, but not what is in `held`.
+    void set_shared(std::unordered_set<const Block*> held) {
+        shared_ = true;
+        held_ = std::move(held);
+    }
 
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t b) const override {
@@ -58,21 +68,52 @@ class Leaving final : public EvictionView {
             __builtin_prefetch(ahead - 16);
         }
         const BlockPtr& block = blocks[b];
-        if (block->tier() != tier_ || !block->sealed() || block->moving() || block->pins() > 0 || block->stuck()) return 0;
-        return (block.use_count() > 1) == shared_ ? geometry_.slot_bytes(block->kind()) : 0;
+        const TierKind tier = block->tier();
+        if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block)) return 0;
+        if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
+        return geometry_.slot_bytes(block->kind());
     }
     AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
     uint32_t now() const override { return now_; }
     MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block, sequences_[v.owner]->last_used_at}; }
+    std::vector<MoveItem> items(std::span<const Victim> victims) const {
+        std::vector<MoveItem> items;
+        for (const Victim v : victims) items.push_back(item(v));
+        return items;
+    }
 
   private:
     const TierKind tier_;
     const Geometry& geometry_;
     const uint32_t now_;
     std::vector<const Sequence*> sequences_;
+    std::vector<TierKind> slowest_;
     std::vector<BlockOwner> owners_;
     bool shared_ = false;
+    std::unordered_set<const Block*> held_;
 };
+
+// Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
+std::unordered_set<const Block*> shared_in_plans(std::span<const std::unique_ptr<Sequence>> sequences) {
+    std::unordered_set<const Block*> held;
+    for (const auto& s : sequences) {
+        if (!s->alive || !s->in_plan) continue;
+        for (const BlockPtr& block : s->blocks) {
+            if (block.use_count() > 1) held.insert(block.get());
+        }
+    }
+    return held;
+}
+
+// A full block that a truncate cut is needed when tokens are appended: not among those that may be dropped.
+size_t count_full(const Sequence& s) {
+    return size_t(s.length / kPageTokens);
+}
+
+// Whether the plan that holds `mine` may drop blocks of the sequence.
+bool may_drop(const Sequence& s, std::span<Sequence* const> mine) {
+    return s.alive && (!s.in_plan || std::find(mine.begin(), mine.end(), &s) != mine.end());
+}
 
 }  // namespace
 
@@ -162,7 +203,7 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     for (const Victim v : alone) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
-        leaving.set_shared(true);
+        leaving.set_shared(for_disk ? shared_in_plans(sequences_) : std::unordered_set<const Block*>());
         shared = policy_->choose(leaving, bytes);
     }
     items.reserve(items.size() + alone.size() + shared.size());
@@ -186,39 +227,93 @@ bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
     return drop_unused(tier, wanted);
 }
 
+void Pool::drop(std::span<const MoveItem> items) {
+    for (const MoveItem& item : items) {
+        if (!item.block->start_move()) continue;
+        blocks_->drop(*item.block);
+        item.block->end_move();
+        ++counters_.dropped_blocks;
+    }
+}
+
 bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
     if (!tier_settings_.drop_coldest) return false;
     uint64_t bytes = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
-    const uint64_t free = blocks_->budget() - blocks_->usage().used;
-    const uint64_t missing = std::max<uint64_t>(1, bytes - std::min(bytes, free));
     // What others might come to have is decided under the lock; so it is held until the blocks are gone.
     std::lock_guard lock(mutex_);
-    std::vector<Block*> victims;  // of the slowest tier that has any: its room is passed on to the faster ones
+    const uint64_t left[3] = {blocks_->left_bytes(TierKind::kDevice), blocks_->left_bytes(TierKind::kHost),
+                              blocks_->left_bytes(TierKind::kDisk)};
+    const uint64_t room = blocks_->budget() - blocks_->usage().used + left[0];
+    if (bytes <= room) return true;
+    const uint64_t missing = bytes - room;
+    // By tier: what may be dropped, and what may leave for the next tier, or for the disk, once there is room.
+    uint64_t drops[3] = {}, down[3] = {}, to_disk[3] = {};
+    std::unordered_set<const Block*> seen;
+    const std::unordered_set<const Block*> held = shared_in_plans(sequences_);
+    for (const auto& s : sequences_) {
+        if (!may_drop(*s, mine)) continue;
+        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
+            const BlockPtr& block = s->blocks[b];
+            const bool shared = block.use_count() > 1;
+            if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
+            const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
+            if (!shared) drops[tier] += size;
+            down[tier] += size;
+            if (!s->in_plan && !(shared && held.contains(block.get()))) to_disk[tier] += size;
+        }
+    }
+    const auto full = [&](const Tier& tier) {
+        const TierStats stats = tier.stats();
+        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
+            if (geometry_.slot_bytes(kind) > 0 && stats.slots_free[size_t(kind)] == 0) return true;
+        }
+        return false;
+    };
+    // Room in a tier helps where the tiers above are full too, and have as much to pass on.
+    const bool host_full = host_ && full(*host_) && down[0] >= missing;
+    TierKind from = TierKind::kDevice;
+    if (host_full && drops[1] + left[1] >= missing) from = TierKind::kHost;
+    if (disk_ && full(*disk_) && (to_disk[0] >= missing || (host_full && to_disk[1] >= missing)) &&
+        drops[2] + left[2] >= missing)
+        from = TierKind::kDisk;
+    if (from == TierKind::kDevice && drops[0] < missing) return false;  // then nothing is lost for nothing
+    const uint64_t there = from == TierKind::kDevice ? 0 : left[size_t(from)];
+    if (there >= missing) return true;
+    Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
+    for (const auto& s : sequences_) {
+        if (may_drop(*s, mine)) leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s));
+    }
+    drop(leaving.items(policy_->choose(leaving, missing - there)));
+    return true;
+}
+
+bool Pool::drop_to_be_resident(std::span<Sequence* const> mine) {
+    if (!tier_settings_.drop_coldest) return false;
+    std::lock_guard lock(mutex_);
+    uint64_t bytes = 0;
+    std::unordered_set<const Block*> seen;
+    for (const Sequence* s : mine) {
+        for (const BlockPtr& block : s->blocks) {
+            if (block->tier() == TierKind::kDisk && (block.use_count() == 1 || seen.insert(block.get()).second))
+                bytes += geometry_.slot_bytes(block->kind());
+        }
+    }
+    uint64_t room = blocks_->left_bytes(TierKind::kDevice) + blocks_->left_bytes(TierKind::kHost);
+    room += blocks_->budget() - blocks_->usage().used;
+    if (bytes <= room) return true;
+    const uint64_t missing = bytes - room;
+    Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
+    for (const auto& s : sequences_) {
+        if (!may_drop(*s, mine)) continue;
+        leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), s->in_plan ? TierKind::kDisk : TierKind::kHost);
+    }
+    const std::vector<Victim> victims = policy_->choose(leaving, missing);
     uint64_t may_go = 0;
-    for (const TierKind from : {TierKind::kDisk, TierKind::kHost, TierKind::kDevice}) {
-        Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
-        for (const auto& s : sequences_) {
-            if (!s->alive || (s->in_plan && std::find(mine.begin(), mine.end(), s.get()) == mine.end())) continue;
-            // A full block that a truncate cut is needed when tokens are appended.
-            leaving.add(*s, uint32_t(numerics_.sink_blocks), size_t(s->length / kPageTokens));
-        }
-        const bool slowest = victims.empty();
-        for (const Victim v : policy_->choose(leaving, missing)) {
-            may_go += leaving.bytes(v.owner, v.block);
-            if (slowest) victims.push_back(leaving.item(v).block.get());
-        }
-    }
-    if (may_go < missing) return false;  // then nothing is lost for nothing
-    uint64_t dropped = 0;
-    for (Block* block : victims) {
-        if (!block->start_move()) continue;
-        blocks_->drop(*block);
-        block->end_move();
-        ++dropped;
-    }
-    counters_.dropped_blocks += dropped;
-    return dropped > 0;
+    for (const Victim v : victims) may_go += leaving.bytes(v.owner, v.block);
+    if (may_go < missing) return false;
+    drop(leaving.items(victims));
+    return true;
 }
 
 bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {

@@ -35,6 +35,15 @@ BlockKey hash_key(const Salt& salt, uint64_t tag, const uint8_t* key, uint64_t i
     return hashed;
 }
 
+// Tells the last entry of a block from those before it.
+class LastEntries {
+  public:
+    bool is_last(const Block& block) { return block.entries() == 1 || ++seen_[&block] == block.entries(); }
+
+  private:
+    std::unordered_map<const Block*, uint32_t> seen_;
+};
+
 }  // namespace
 
 size_t PrefixStore::HashKey::operator()(const BlockKey& key) const {
@@ -91,7 +100,10 @@ Status PrefixStore::destroy(Tenant id) {
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
     const auto space = spaces_.find(tag_of(found.value()->salt));
-    for (Entry& e : space->second->entries) e.block->set_published(false);
+    for (Entry& e : space->second->entries) {
+        forget(e);
+        if (!e.block->published()) blocks_.drop_record(*e.block);
+    }
     ended = std::move(space->second);
     spaces_.erase(space);
     by_id_.erase(id);
@@ -131,10 +143,17 @@ void PrefixStore::touch(Space& space, std::span<const Entries::iterator> chain) 
     }
 }
 
+// The entry leaves its table. The next process finds a block by its first key only.
+void PrefixStore::forget(Entry& e) {
+    e.block->remove_entry();
+    if (e.block->key() && *e.block->key() == e.key) e.block->set_published(false);
+}
+
 void PrefixStore::erase(Space& space, Entries::iterator entry, Entries& dropped) {
-    entry->block->set_published(false);
+    forget(*entry);
     space.bytes -= bytes_of(*entry);
     space.table.erase(entry->key);
+    if (entry->block->entries() > 0) entry->block.reset();  // is_unused() of the others counts owners
     dropped.splice(dropped.end(), space.entries, entry);
 }
 
@@ -188,7 +207,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
             dropped.splice(dropped.end(), fresh, unneeded);
         }
     }
-    if (space.bytes - less + more > space.quota) {
+    if (more > less && space.bytes - less + more > space.quota) {
         const uint64_t wanted = space.bytes - less + more - space.quota;
         uint64_t unused = 0;
         for (const Entry& e : space.entries) unused += is_unused(e) && !e.block->stuck() ? bytes_of(e) : 0;
@@ -211,6 +230,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     for (Entry& e : fresh) {
         if (persistent_) blocks_.set_key(*e.block, e.key);
         e.block->set_tenant(id);
+        e.block->add_entry();
         // A block has one key on disk.
         if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
     }
@@ -262,12 +282,14 @@ std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
     std::vector<MoveItem> items;
     {
         std::lock_guard lock(mutex_);
+        LastEntries entries;
         for (const auto& [tag, space] : spaces_) {
             uint64_t found = 0;
             for (const Entry& e : space->entries) {
                 if (found >= bytes) break;
                 const Block& b = *e.block;
                 if (b.tier() != tier || !is_unused(e) || b.moving() || b.stuck() || b.pins() > 0) continue;
+                if (!entries.is_last(b)) continue;
                 candidates.push_back({e.stamp, {e.block, e.index}});
                 found += bytes_of(e);
             }
@@ -283,9 +305,8 @@ std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
     return items;
 }
 
-bool PrefixStore::drop_unused(TierKind tier, uint64_t bytes) {
+uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     Entries dropped;  // after the lock
-    bool any = false;
     std::lock_guard lock(mutex_);
     struct Candidate {
         uint64_t stamp;
@@ -293,6 +314,8 @@ bool PrefixStore::drop_unused(TierKind tier, uint64_t bytes) {
         Entries::iterator entry;
     };
     std::vector<Candidate> candidates;
+    LastEntries entries;
+    uint64_t found_all = 0;
     for (const auto& [tag, space] : spaces_) {
         uint64_t found = 0;
         for (auto e = space->entries.begin(); e != space->entries.end() && found < bytes; ++e) {
@@ -300,25 +323,30 @@ bool PrefixStore::drop_unused(TierKind tier, uint64_t bytes) {
             const bool record =
                 tier == TierKind::kDisk && persistent_ && e->block->tier() != tier && blocks_.has_record(*e->block);
             if (!here && !record) continue;
-            candidates.push_back({e->stamp, space.get(), e});
-            found += bytes_of(*e);
+            // Room comes with a block's last entry, or with its one record.
+            const bool last = entries.is_last(*e->block);
+            if (here || last) candidates.push_back({e->stamp, space.get(), e});
+            if (last) found += bytes_of(*e);
         }
+        found_all += found;
     }
+    if (all && found_all < bytes) return 0;
     std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.stamp < b.stamp; });
     uint64_t freed = 0;
     for (const Candidate& c : candidates) {
         if (freed >= bytes) break;
         const uint64_t size = bytes_of(*c.entry);
         if (c.entry->block->tier() == tier) {
+            const bool last = c.entry->block->entries() == 1;
             erase(*c.space, c.entry, dropped);
             ++c.space->evicted;
+            if (!last) continue;
         } else if (!blocks_.drop_record(*c.entry->block)) {
             continue;
         }
         freed += size;
-        any = true;
     }
-    return any;
+    return freed;
 }
 
 // ------------------------------------------------------------------------------------------------------------ files, statistics
@@ -351,6 +379,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
         e.block->set_tenant(space.id ? space.id : kUnknownTenant);
         e.stamp = stamp_;
+        e.block->add_entry();
         space.bytes += bytes_of(e);
         space.entries.splice(space.entries.end(), fresh, fresh.begin());
         if (space.bytes > space.quota) shrink(space, space.bytes - space.quota, UINT64_MAX, dropped);

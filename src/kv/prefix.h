@@ -64,8 +64,9 @@ class PrefixStore {
     // Blocks of a tier that nobody but the tables owns, those first that were not asked for longest, of at least so many bytes or
     // all there are. Of a prefix the end comes before the beginning.
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
-    // Drops such entries, on a persistent disk also the records of blocks that lie elsewhere. False when there were none.
-    bool drop_unused(TierKind tier, uint64_t bytes);
+    // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes that
+    // this frees. `all`: drops nothing when they would be fewer than wanted.
+    uint64_t drop_unused(TierKind tier, uint64_t bytes, bool all);
 
     // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet.
     void recover(std::vector<Record>&& records);
@@ -97,7 +98,9 @@ class PrefixStore {
     };
     using Tag = uint64_t;
 
-    static bool is_unused(const Entry& e) { return e.block.use_count() == 1; }
+    // A block published under several keys has an entry for each.
+    static bool is_unused(const Entry& e) { return e.block.use_count() == long{e.block->entries()}; }
+    static void forget(Entry& e);
     Result<Space*> find(Tenant id) const;
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }

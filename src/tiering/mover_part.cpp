@@ -354,8 +354,8 @@ void MovePart::publish(double seconds) {
                 block.change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone)) {
                 ++sharing_.pool.blocks().prefetches().wasted;
             }
+            if (reason_ == MoveReason::kEviction) ++counted.evicted[size_t(w.from.tier)];
             if (reason_ == MoveReason::kEviction && w.item->last_used_at != std::chrono::steady_clock::time_point()) {
-                ++counted.evicted[size_t(w.from.tier)];
                 counted.evicted_age[size_t(w.from.tier)] += std::chrono::duration<double>(now - w.item->last_used_at).count();
             }
             if (transfer_ && w.from.tier != TierKind::kDisk)

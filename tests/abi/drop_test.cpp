@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <thread>
 
 #include "abi/tier_twins.h"
 
@@ -197,6 +198,52 @@ TEST_F(Dropping, WhatCanBeDoneWithTheRest) {
     EXPECT_EQ(residency(pool, fork).dropped_blocks, 0u);
     step(fork, 100);
     EXPECT_EQ(ta_seq_verify(pool.get(), fork, &ignored), TA_OK);
+}
+
+TEST_F(Dropping, NothingIsLostBelowADeviceThatIsPinned) {
+    make({.device_blocks = 4, .disk_bytes = kPlenty, .bits = 8, .drop_coldest = TA_ON});
+    const ta_seq idle = make_sequence(pool), pinned = make_sequence(pool), other = make_sequence(pool);
+    step(idle, 5 * 64);
+    EXPECT_EQ(move_now(pool, idle, 0, 5, TA_TIER_DISK).moved, 5u);
+    step(pinned, 11 * 64);
+    ta_error err;
+    require(ta_seq_pin(pool.get(), pinned, 0, 11, &err), err);
+    const int32_t n = 2 * 64;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &other, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(dropped(), 0u);
+}
+
+TEST_F(Dropping, AStepLargerThanTheDeviceLosesItsOwn) {
+    make({.device_blocks = 4, .disk_bytes = kPlenty, .bits = 8, .drop_coldest = TA_ON});
+    const ta_seq idle = make_sequence(pool), a = make_sequence(pool), b = make_sequence(pool);
+    for (const ta_seq s : {idle, a, b}) {
+        step(s, 8 * 64);
+        EXPECT_EQ(move_now(pool, s, 0, 8, TA_TIER_DISK).moved, 8u);
+    }
+    begin(plan, {a, b}, {0, 0});
+    ta_error err;
+    require(ta_plan_abort(plan.get(), &err), err);
+    EXPECT_EQ(residency(pool, idle).disk_blocks, 8u);
+    EXPECT_EQ(dropped(), 4u);
+}
+
+// Places that an open plan may be reading are not free before it ends.
+TEST_F(Dropping, NoMoreGoesWhileAnotherPlanIsOpen) {
+    make({.device_blocks = 12, .host_bytes = 512 << 10, .bits = 8, .drop_coldest = TA_ON});
+    const ta_seq idle = make_sequence(pool), held = make_sequence(pool), fresh = make_sequence(pool);
+    step(held, 2 * 64);
+    for (int i = 0; i < 100 && dropped() == 0; ++i) step(idle, 64);
+    const uint64_t before = dropped();
+    ASSERT_GT(before, 0u);
+    const Plan open = make_plan(pool);
+    begin(open, {held}, {0});
+    std::jthread ends([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        ta_error err;
+        EXPECT_EQ(ta_plan_abort(open.get(), &err), TA_OK) << err.message;
+    });
+    step(fresh, 3 * 64);
+    EXPECT_LE(dropped() - before, 4u);
 }
 
 TEST_F(Dropping, TiersAreFilledFirst) {

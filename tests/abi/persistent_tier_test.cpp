@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -122,6 +123,32 @@ TEST_F(PersistentTier, FlushWritesWhatIsInMemory) {
     const KvPool pool = open_pool();
     EXPECT_EQ(match(pool, make_namespace(pool, 1), 1, 6).second, 0) << "its namespace had been ended";
     EXPECT_EQ(disk_stats(pool).blocks, 0u);
+}
+
+TEST_F(PersistentTier, AnEndedNamespaceHasNoRecords) {
+    const KvPool pool = open_pool();
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 4 * 64, 1);
+    publish(pool, seq, space, 1, 4);
+    ta_error err;
+    require(ta_namespace_flush(pool.get(), space, &err), err);
+    EXPECT_EQ(disk_stats(pool).blocks, 4u);
+    require(ta_namespace_destroy(pool.get(), space, &err), err);
+    for (int i = 0; i < 1000 && disk_stats(pool).blocks > 0; ++i) usleep(1000);
+    EXPECT_EQ(disk_stats(pool).blocks, 0u) << "though a sequence has the blocks";
+    verify(pool, seq);
+}
+
+TEST_F(PersistentTier, AFullDiskWithLittleToDropDoesNotWait) {
+    const KvPool pool = open_pool(context, file, uint64_t{1} << 19);
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 64 * 64, 1);
+    publish(pool, seq, space, 1, 1);
+    ta_error err;
+    require(ta_namespace_flush(pool.get(), space, &err), err);  // one record is all that can be dropped
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_GT(move(pool, seq, 64, TA_TIER_DISK).failed, 0u);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(900)) << "erasures may take a second";
 }
 
 TEST_F(PersistentTier, AFullDiskDropsWhatNobodyAskedForLongest) {

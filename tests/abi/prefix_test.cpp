@@ -1,7 +1,10 @@
 // Published prefixes: a sequence that begins with one is what a fork of the publisher is, namespaces see nothing of one another, and
 // what nobody uses makes room.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <mutex>
 #include <thread>
 
@@ -178,6 +181,24 @@ TEST_F(Prefix, QuotasAreKept) {
     EXPECT_EQ(match(pool, space, 0, 3).second, 192);
 }
 
+TEST_F(Prefix, WhatIsPublishedAlreadyNeedsNoQuota) {
+    const std::string path = ::testing::TempDir() + "/ta-over-quota-" + std::to_string(getpid());
+    const KvPool from = make_pool(context, options()), pool = make_pool(context, options());
+    publish(from, write(from, 192, 1), make_namespace(from, 1), 1, 3);
+    ta_error err;
+    require(ta_kv_pool_save(from.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, &err), err);
+    const ta_namespace space = make_namespace(pool, 1, 1000);
+    ta_loaded_seq loaded{};
+    uint64_t n = 0;
+    const ta_status s = ta_kv_pool_load(pool.get(), path.c_str(), nullptr, nullptr, &loaded, 1, &n, &err);
+    std::remove(path.c_str());
+    require(s, err);
+    ASSERT_EQ(n, 1u);
+    ASSERT_GT(space_stats(pool, space).bytes, 1000u) << "the sequence has them";
+    publish(pool, loaded.loaded, space, 1, 3);
+    EXPECT_EQ(ta_seq_publish(pool.get(), loaded.loaded, space, keys(2, 3).data(), 3, &err), TA_E_LIMIT);
+}
+
 TEST_F(Prefix, UnusedEntriesMakeRoomEndFirst) {
     const KvPool pool = make_pool(context, small_options(12));
     const ta_namespace space = make_namespace(pool, 1);
@@ -199,6 +220,82 @@ TEST_F(Prefix, UnusedEntriesMakeRoomEndFirst) {
     const Plan plan = make_plan(pool);
     EXPECT_EQ(ta_plan_begin(plan.get(), 1, &large, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(space_stats(pool, space).entries, s.entries);
+}
+
+TEST_F(Prefix, ABeginDropsWhatItNeedsOrNothing) {
+    const KvPool pool = make_pool(context, small_options(12));
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 9 * 64, 1), held = write(pool, 4 * 64, 2);
+    publish(pool, seq, space, 1, 9);
+    release(pool, seq);
+    const ta_seq next = make_sequence(pool);
+    const Plan plan = make_plan(pool);
+    ta_error err;
+    // No tier below, and the unused blocks would not be enough.
+    const int32_t much = 24 * 64;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(space_stats(pool, space).entries, 9u);
+    // One block is missing.
+    const ta_kv_pool_stats s = stats(pool);
+    const uint64_t free = s.bytes_budget - s.bytes_used;
+    const auto fits = [&](uint64_t blocks) {
+        return s.token_block_bytes + (blocks - 1) * s.channel_block_bytes;  // a sink and the rest
+    };
+    uint64_t blocks = 1;
+    while (fits(blocks) <= free) ++blocks;
+    begin(plan, {next}, {int32_t(blocks * 64)});
+    EXPECT_EQ(space_stats(pool, space).entries, 8u);
+    require(ta_plan_abort(plan.get(), &err), err);
+    verify(pool, held);
+}
+
+TEST_F(Prefix, ABlockUnderTwoKeysMakesRoom) {
+    const KvPool pool = make_pool(context, small_options(12));
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 9 * 64, 1);
+    publish(pool, seq, space, 1, 9);
+    publish(pool, seq, space, 2, 9);
+    EXPECT_EQ(space_stats(pool, space).entries, 18u);
+    EXPECT_EQ(space_stats(pool, space).bytes_shared, space_stats(pool, space).bytes);
+    release(pool, seq);
+    EXPECT_EQ(space_stats(pool, space).bytes_shared, 0u);
+    const ta_seq large = write(pool, 12 * 64, 2);
+    const ta_namespace_stats s = space_stats(pool, space);
+    EXPECT_EQ(s.entries + s.evicted, 18u);
+    EXPECT_EQ(match(pool, space, 2, 9).second, int64_t(s.entries / 2 * 64)) << "both entries of a block went";
+    verify(pool, large);
+    // A quota counts a block once for each key, and drops one key without the other.
+    const ta_seq three = write(pool, 64, 3);
+    const ta_namespace small = make_namespace(pool, 2, 2 * stats(pool).token_block_bytes);
+    publish(pool, three, small, 3, 1);
+    publish(pool, three, small, 4, 1);
+    release(pool, three);
+    publish(pool, write(pool, 64, 5), small, 5, 1);
+    EXPECT_EQ(match(pool, small, 3, 1).second, 0);
+    EXPECT_EQ(match(pool, small, 4, 1).second, 64);
+}
+
+TEST_F(Prefix, BlocksUnderTwoKeysAreEvictedOnce) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = uint64_t{1} << 20;
+    const KvPool pool = make_pool(context, small_options(12, &tiers));
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 9 * 64, 1);
+    publish(pool, seq, space, 1, 9);
+    publish(pool, seq, space, 2, 9);
+    release(pool, seq);
+    const ta_seq large = write(pool, 17 * 64, 2);
+    EXPECT_EQ(space_stats(pool, space).entries, 18u) << "they moved";
+    const auto [matched, n] = match(pool, space, 1, 9);
+    EXPECT_EQ(n, 9 * 64);
+    EXPECT_GT(residency(pool, matched).host_blocks, 0u);
+    auto s = sized<ta_tier_stats>();
+    ta_error err;
+    require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_HOST, &s, &err), err);
+    EXPECT_EQ(s.blocks, residency(pool, matched).host_blocks + residency(pool, large).host_blocks);
+    require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, &s, &err), err);
+    EXPECT_EQ(s.evicted_blocks, s.blocks_out) << "those that no sequence had, too";
+    verify(pool, matched);
 }
 
 TEST_F(Prefix, EntriesLiveInAllTiers) {

@@ -126,6 +126,35 @@ TEST(Tiers, FullTiersRefuseAndChangeNothing) {
     twins.verify();
 }
 
+// The host tier holds half of the step and must not pass it on to the disk while the other half comes from there.
+TEST(Tiers, AStepWhoseBlocksAnIdleForkHasToo) {
+    Twins twins({.device_blocks = 16, .host_bytes = 512 << 10, .disk_bytes = kPlenty});
+    const size_t a = twins.add();
+    twins.step({a}, {64 * 22 + 1});
+    const size_t b = twins.fork(a);
+    for (const auto& [to, at] : {std::pair{TA_TIER_HOST, 0}, std::pair{TA_TIER_DISK, 11}})
+        EXPECT_EQ(move_now(twins.pool, twins.seqs[a], uint64_t(at), 11, to).state, TA_MOVE_DONE);
+    twins.step({a}, {1});
+    const ta_tier_stats disk = tier_stats(twins.pool, TA_TIER_DISK);
+    EXPECT_LE(disk.blocks_in, 22u) << "blocks of the step went to the disk again and again";
+    EXPECT_EQ(residency(twins.pool, twins.seqs[a]).disk_blocks, 0u);
+    twins.step({b}, {1});
+    twins.verify();
+}
+
+TEST(Tiers, ASequenceIsNotAsRecentAsTheOneThatHadItsSlot) {
+    Twins twins({.device_blocks = 12, .host_bytes = kPlenty});
+    const size_t a = twins.add(), b = twins.add(), last = twins.add();
+    for (const size_t s : {a, b, last}) twins.step({s}, {s == last ? 1 : 5 * 64});
+    ta_error err;
+    require(ta_seq_release(twins.pool.get(), twins.seqs[last], &err), err);
+    const ta_seq c = fork_sequence(twins.pool, twins.seqs[a]);
+    require(ta_seq_release(twins.pool.get(), twins.seqs[a], &err), err);
+    twins.step({twins.add()}, {14 * 64});
+    EXPECT_GT(residency(twins.pool, c).host_blocks, 0u);
+    EXPECT_EQ(residency(twins.pool, twins.seqs[b]).host_blocks, 0u) << "a plan used it, and never the fork";
+}
+
 TEST(Tiers, TicketsAndArguments) {
     Twins twins({.device_blocks = 100, .host_bytes = kPlenty});
     const size_t a = twins.add();
