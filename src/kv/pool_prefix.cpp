@@ -80,8 +80,11 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted) {
     // A slot of a persistent disk is free only when its record was erased. Others may take what becomes free meanwhile.
     constexpr std::chrono::milliseconds kPatience{1000};
     const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (tier == TierKind::kDisk && disk_->stats().used + freed > before && std::chrono::steady_clock::now() < end)
+    while (tier == TierKind::kDisk && std::chrono::steady_clock::now() < end) {
+        const TierStats now = disk_->stats();
+        if (now.erasing == 0 || now.used + freed <= before) break;
         std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
     return true;
 }
 

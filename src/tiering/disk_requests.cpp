@@ -316,6 +316,9 @@ TierStats DiskEngine::stats() const {
                (to_erase_.capacity() + not_erased_.capacity()) * sizeof(uint32_t);
     s.queued = queued_.size();
     s.in_flight = active_.size();
+    const auto erasing =
+        std::count_if(active_.begin(), active_.end(), [](const Op& op) { return op.kind == Op::Kind::kErase; });
+    s.erasing = to_erase_.size() + uint64_t(erasing);
     return s;
 }
 

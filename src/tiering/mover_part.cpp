@@ -176,7 +176,8 @@ void MovePart::find_room() {
     if (all.code() == TA_E_TIER_FULL && reason_ != MoveReason::kPrefetch) {
         std::vector<PageKind> kinds;
         for (const Work& w : work_) kinds.push_back(w.item->block->kind());
-        if (pool.make_room(to_, kinds)) all = acquire(work_);
+        constexpr int kAttempts = 8;  // other parts may take the room that was made
+        for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL && pool.make_room(to_, kinds); ++i) all = acquire(work_);
     }
     if (all.ok()) return;
     for (Work& w : work_) w.status = acquire({&w, 1});

@@ -92,6 +92,7 @@ struct TierStats {
     uint64_t failed = 0, corrupt = 0, stalled = 0, cancelled = 0;       // each request in one of them
     // Now.
     uint64_t queued = 0, in_flight = 0;
+    uint64_t erasing = 0;  // slots of a persistent disk that are free when their records are erased
 };
 
 using TierBatch = uint64_t;  // never 0
