@@ -142,19 +142,6 @@ TEST(Tiers, AStepWhoseBlocksAnIdleForkHasToo) {
     twins.verify();
 }
 
-TEST(Tiers, ASequenceIsNotAsRecentAsTheOneThatHadItsSlot) {
-    Twins twins({.device_blocks = 12, .host_bytes = kPlenty});
-    const size_t a = twins.add(), b = twins.add(), last = twins.add();
-    for (const size_t s : {a, b, last}) twins.step({s}, {s == last ? 1 : 5 * 64});
-    ta_error err;
-    require(ta_seq_release(twins.pool.get(), twins.seqs[last], &err), err);
-    const ta_seq c = fork_sequence(twins.pool, twins.seqs[a]);
-    require(ta_seq_release(twins.pool.get(), twins.seqs[a], &err), err);
-    twins.step({twins.add()}, {14 * 64});
-    EXPECT_GT(residency(twins.pool, c).host_blocks, 0u);
-    EXPECT_EQ(residency(twins.pool, twins.seqs[b]).host_blocks, 0u) << "a plan used it, and never the fork";
-}
-
 TEST(Tiers, TicketsAndArguments) {
     Twins twins({.device_blocks = 100, .host_bytes = kPlenty});
     const size_t a = twins.add();
