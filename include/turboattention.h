@@ -69,7 +69,7 @@ enum {
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
     TA_E_STATE = 0x0201,     /* wrong order of calls: the text says which call belongs first */
-    TA_E_BUSY = 0x0202,      /* the sequence or pool is in use by an open plan */
+    TA_E_BUSY = 0x0202,      /* an open plan uses the sequence or pool, or another pool the file */
     TA_E_STALE = 0x0203,     /* the id was released, or was never given out */
     TA_E_CLOSED = 0x0204,    /* the pool is closed */
     TA_E_FORKED = 0x0205,    /* the handle was made by the parent process */
