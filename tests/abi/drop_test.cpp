@@ -1,6 +1,5 @@
 // ta_tier_options.drop_coldest: what goes when no tier has room, what never goes, and that attention is exactly attention over the
 // tokens that are left.
-#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
@@ -8,6 +7,7 @@
 #include <thread>
 
 #include "abi/tier_twins.h"
+#include "support/files.h"
 
 namespace ta::testing {
 namespace {
@@ -170,7 +170,8 @@ TEST_F(Dropping, WhatCanBeDoneWithTheRest) {
     ASSERT_LT(gone, 30);
     ASSERT_LT(left, 30);
     ta_error err;
-    const std::string path = std::filesystem::temp_directory_path() / ("ta-drop-" + std::to_string(getpid()));
+    const Folder folder;
+    const std::string path = folder.file("sequence");
     EXPECT_EQ(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, nullptr, &err), TA_E_STATE) << err.message;
     EXPECT_GE(err.block, 1);
     EXPECT_FALSE(std::filesystem::exists(path));

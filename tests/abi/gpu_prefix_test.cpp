@@ -2,11 +2,10 @@
 // outputs to the bit. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstring>
-#include <filesystem>
 
+#include "support/files.h"
 #include "support/gpu.h"
 
 namespace ta::testing {
@@ -94,9 +93,8 @@ TEST_F(GpuPrefix, AMatchedSequenceGoesOnLikeAFork) {
 }
 
 TEST_F(GpuPrefix, FilesAndADiskTierThatLasts) {
-    const auto folder = std::filesystem::temp_directory_path() / ("ta-gpu-prefix-" + std::to_string(getpid()));
-    std::filesystem::create_directories(folder);
-    const std::string disk = folder / "tier", file = folder / "pool";
+    const Folder folder;
+    const std::string disk = folder.file("tier"), file = folder.file("pool");
     auto tiers = sized<ta_tier_options>();
     tiers.host_bytes = tiers.disk_bytes = uint64_t{16} << 20;
     tiers.disk_path = disk.c_str();
@@ -132,7 +130,6 @@ TEST_F(GpuPrefix, FilesAndADiskTierThatLasts) {
     const auto [seq, n] = match(pool, make_namespace(pool, 1), 4);
     ASSERT_EQ(n, 256);
     EXPECT_TRUE(same_bits(grow(pool, seq, 3, 2), expected)) << "from a file";
-    std::filesystem::remove_all(folder);
 }
 
 }  // namespace

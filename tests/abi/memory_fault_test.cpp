@@ -5,90 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <new>
 
 #include "support/counting_allocator.h"
+#include "support/failing_memory.h"
 #include "support/handles.h"
-
-namespace {
-
-// Counts down while a library call runs.
-std::atomic<bool> g_armed_hooks{false}, g_armed_new{false}, g_sticky{false};
-std::atomic<int64_t> g_countdown{-1};
-
-bool fails_now() {
-    const int64_t left = g_countdown.fetch_sub(1);
-    if (left == 0) return true;
-    if (left > 0) return false;
-    return g_sticky.load();
-}
-
-void* allocate(size_t bytes, size_t alignment) {
-    if (g_armed_new.load() && fails_now()) return nullptr;
-    if (alignment <= alignof(std::max_align_t)) return std::malloc(bytes ? bytes : 1);
-    void* p = nullptr;
-    return posix_memalign(&p, alignment, bytes ? bytes : 1) == 0 ? p : nullptr;
-}
-void* allocate_or_throw(size_t bytes, size_t alignment) {
-    if (void* p = allocate(bytes, alignment)) return p;
-    throw std::bad_alloc();
-}
-
-}  // namespace
-
-void* operator new(size_t n) {
-    return allocate_or_throw(n, 1);
-}
-void* operator new[](size_t n) {
-    return allocate_or_throw(n, 1);
-}
-void* operator new(size_t n, std::align_val_t a) {
-    return allocate_or_throw(n, size_t(a));
-}
-void* operator new[](size_t n, std::align_val_t a) {
-    return allocate_or_throw(n, size_t(a));
-}
-void* operator new(size_t n, const std::nothrow_t&) noexcept {
-    return allocate(n, 1);
-}
-void* operator new[](size_t n, const std::nothrow_t&) noexcept {
-    return allocate(n, 1);
-}
-void* operator new(size_t n, std::align_val_t a, const std::nothrow_t&) noexcept {
-    return allocate(n, size_t(a));
-}
-void* operator new[](size_t n, std::align_val_t a, const std::nothrow_t&) noexcept {
-    return allocate(n, size_t(a));
-}
-void operator delete(void* p) noexcept {
-    std::free(p);
-}
-void operator delete[](void* p) noexcept {
-    std::free(p);
-}
-void operator delete(void* p, size_t) noexcept {
-    std::free(p);
-}
-void operator delete[](void* p, size_t) noexcept {
-    std::free(p);
-}
-void operator delete(void* p, std::align_val_t) noexcept {
-    std::free(p);
-}
-void operator delete[](void* p, std::align_val_t) noexcept {
-    std::free(p);
-}
-void operator delete(void* p, size_t, std::align_val_t) noexcept {
-    std::free(p);
-}
-void operator delete[](void* p, size_t, std::align_val_t) noexcept {
-    std::free(p);
-}
 
 namespace ta::testing {
 namespace {
@@ -96,15 +19,12 @@ namespace {
 constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
 constexpr int64_t kRow = kHeads * kDim;
 
-enum class Source { kHooks, kNew };
-
 // One run of a scenario with at most one fault.
 class Life {
   public:
-    Life(Source source, int64_t fails_at, bool sticky) : source_(source), sticky_(sticky) {
-        allocator_.fails = [] { return g_armed_hooks.load() && fails_now(); };
-        g_countdown = fails_at < 0 ? INT64_MAX : fails_at;
-        g_sticky = false;
+    Life(MemorySource source, int64_t fails_at, bool sticky) : source_(source), sticky_(sticky) {
+        allocator_.fails = hook_fails;
+        skip_allocations(fails_at < 0 ? INT64_MAX : fails_at);
         sequences.reserve(64);  // what follows an armed call within its lambda must not allocate
     }
     ~Life() { finish(); }
@@ -121,7 +41,7 @@ class Life {
         EXPECT_EQ(status, TA_E_MEMORY) << err.message;
         EXPECT_EQ(err.code, status);
         EXPECT_TRUE(state() == before) << "a call that failed has changed something";
-        g_countdown = INT64_MAX;
+        skip_allocations(INT64_MAX);
         status = make(&err);
         ASSERT_EQ(status, TA_OK) << "again, with memory: " << err.message;
     }
@@ -236,7 +156,7 @@ class Life {
         EXPECT_EQ(allocator_.faults(), 0u) << "the hooks were called with wrong sizes or alignments";
     }
     // Allocations that were left to count when the scenario ended: negative where the fault came.
-    bool fault_came() const { return failures_ > 0 || g_countdown.load() < 0; }
+    bool fault_came() const { return failures_ > 0 || memory_failed(); }
 
     Context context;
     KvPool pool;
@@ -273,16 +193,14 @@ class Life {
 
     template <class Call>
     ta_status armed(Call&& make) {
-        (source_ == Source::kHooks ? g_armed_hooks : g_armed_new) = true;
-        g_sticky = sticky_;
+        arm_memory(source_, sticky_);
         const ta_status status = make();
-        g_sticky = false;
-        g_armed_hooks = g_armed_new = false;
+        heal_memory();
         return status;
     }
 
     CountingAllocator allocator_;
-    const Source source_;
+    const MemorySource source_;
     const bool sticky_;
     int failures_ = 0;
     bool finished_ = false;
@@ -290,7 +208,7 @@ class Life {
 
 using Scenario = std::function<void(Life&)>;
 
-class MemoryFaults : public ::testing::TestWithParam<std::tuple<Source, bool>> {
+class MemoryFaults : public ::testing::TestWithParam<std::tuple<MemorySource, bool>> {
   protected:
     // `prepare` runs with memory, `scenario` with the fault.
     void for_every_fault(const Scenario& prepare, const Scenario& scenario, int64_t at_least) {
@@ -302,21 +220,21 @@ class MemoryFaults : public ::testing::TestWithParam<std::tuple<Source, bool>> {
         int64_t n = 0;
         for (;; ++n) {
             SCOPED_TRACE(::testing::Message()
-                         << "allocation " << n << " of the " << (source == Source::kHooks ? "hooks" : "operator new")
+                         << "allocation " << n << " of the " << (source == MemorySource::kHooks ? "hooks" : "operator new")
                          << (sticky ? " and all after it fail" : " fails"));
             Life run(source, -1, sticky);
             prepare(run);
-            g_countdown = n;
+            skip_allocations(n);
             scenario(run);
             const bool came = run.fault_came();
-            g_countdown = INT64_MAX;
+            skip_allocations(INT64_MAX);
             run.finish();
             EXPECT_EQ(run.results.size(), clean.results.size());
             EXPECT_TRUE(run.results == clean.results) << "the results differ from those of a run with enough memory";
             if (!came || HasFailure()) break;
             ASSERT_LT(n, 5000);
         }
-        EXPECT_TRUE(HasFailure() || source == Source::kHooks || n >= at_least)
+        EXPECT_TRUE(HasFailure() || source == MemorySource::kHooks || n >= at_least)
             << "the scenario hardly takes memory: is it armed?";
     }
 };
@@ -522,9 +440,9 @@ TEST_P(MemoryFaults, PrefixesAndPoolFiles) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MemoryFaults,
-                         ::testing::Combine(::testing::Values(Source::kHooks, Source::kNew), ::testing::Bool()),
+                         ::testing::Combine(::testing::Values(MemorySource::kHooks, MemorySource::kNew), ::testing::Bool()),
                          [](const auto& i) {
-                             return std::string(std::get<0>(i.param) == Source::kHooks ? "Hooks" : "New") +
+                             return std::string(std::get<0>(i.param) == MemorySource::kHooks ? "Hooks" : "New") +
                                     (std::get<1>(i.param) ? "FromThenOn" : "Once");
                          });
 

@@ -14,6 +14,7 @@
 #include <new>
 
 #include "abi/prefix_steps.h"
+#include "support/files.h"
 
 namespace ta::testing {
 namespace {
@@ -22,13 +23,6 @@ constexpr uint64_t kTexts = 6, kBlocks = 4;
 
 class PersistentTier : public PrefixSteps {
   protected:
-    void SetUp() override {
-        folder = std::filesystem::temp_directory_path() / ("ta-persistent-" + std::to_string(getpid()));
-        std::filesystem::create_directories(folder);
-        file = folder / "tier";
-    }
-    void TearDown() override { std::filesystem::remove_all(folder); }
-
     static KvPool open_pool(const Context& context, const std::string& path, uint64_t disk_bytes = uint64_t{2} << 20,
                             uint32_t bits = 4) {
         auto tiers = sized<ta_tier_options>();
@@ -47,8 +41,8 @@ class PersistentTier : public PrefixSteps {
         return s;
     }
 
-    std::filesystem::path folder;
-    std::string file;
+    const Folder folder;
+    const std::string file = folder.file("tier");
 };
 
 TEST_F(PersistentTier, PublishedBlocksAreFoundByTheNextPool) {
@@ -185,9 +179,8 @@ TEST_F(PersistentTier, WrongFilesAndDamage) {
     const KvPool plain = make_pool(context, options());
     const ta_seq reference = write(plain, 5 * 64, 1);
     const auto size = std::filesystem::file_size(file);
-    const std::string good = folder / "good";
-    std::ifstream source(file, std::ios::binary);
-    const std::vector<char> bytes{std::istreambuf_iterator<char>(source), {}};
+    const std::string good = folder.file("good");
+    const std::vector<char> bytes = read_file(file);
     std::filesystem::copy(file, good);
     Random random(5);
     int refused = 0;
@@ -228,7 +221,7 @@ TEST_F(PersistentTier, WrongFilesAndDamage) {
     numerics.profile = TA_PROFILE_PAPER;
     auto tiers = sized<ta_tier_options>();
     tiers.disk_bytes = uint64_t{2} << 20;
-    const std::string paper = folder / "paper";
+    const std::string paper = folder.file("paper");
     tiers.disk_path = paper.c_str();
     auto o = options(4, &numerics);
     o.tiers = &tiers;

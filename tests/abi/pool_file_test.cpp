@@ -2,13 +2,12 @@
 // was saved.
 #define XXH_INLINE_ALL
 #include <sys/stat.h>
-#include <unistd.h>
 #include <xxhash.h>
 
 #include <filesystem>
-#include <fstream>
 
 #include "abi/prefix_steps.h"
+#include "support/files.h"
 
 namespace ta::testing {
 namespace {
@@ -18,20 +17,7 @@ constexpr size_t kHeaderBytes = 96;
 
 class PoolFile : public PrefixSteps {
   protected:
-    void SetUp() override {
-        folder = std::filesystem::temp_directory_path() / ("ta-pool-" + std::to_string(getpid()));
-        std::filesystem::create_directories(folder);
-    }
-    void TearDown() override { std::filesystem::remove_all(folder); }
-
-    std::string path(const char* name) const { return folder / name; }
-    static Bytes read(const std::string& from) {
-        std::ifstream file(from, std::ios::binary);
-        return {std::istreambuf_iterator<char>(file), {}};
-    }
-    static void write_bytes(const std::string& to, const Bytes& bytes) {
-        std::ofstream(to, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
-    }
+    std::string path(const char* name) const { return folder.file(name); }
     static void save(const KvPool& pool, const std::string& to, ta_save_flags flags = 0) {
         ta_error err;
         require(ta_kv_pool_save(pool.get(), to.c_str(), flags, nullptr, nullptr, &err), err);
@@ -54,7 +40,7 @@ class PoolFile : public PrefixSteps {
         return 0;
     }
 
-    std::filesystem::path folder;
+    const Folder folder;
 };
 
 TEST_F(PoolFile, AllSequencesComeBackSharingWhatTheyShared) {
@@ -124,12 +110,12 @@ TEST_F(PoolFile, DamageIsFoundAndChangesNothing) {
     truncate(from, fork_sequence(from, seq), 100);
     publish(from, seq, space, 1, 3);
     save(from, path("good"), TA_SAVE_PUBLISHED);
-    const Bytes good = read(path("good"));
+    const Bytes good = read_file(path("good"));
     const ta_seq there = write(pool, 70, 3);
     const ta_namespace same = make_namespace(pool, 1);
     const ta_kv_pool_stats before = stats(pool);
     const auto refuse = [&](const Bytes& bytes, const std::string& what) {
-        write_bytes(path("bad"), bytes);
+        write_file(path("bad"), bytes);
         ta_loaded_seq out[4] = {{77, 77}, {77, 77}, {77, 77}, {77, 77}};
         uint64_t n = 77;
         ta_error err;
@@ -164,7 +150,7 @@ TEST_F(PoolFile, DamageIsFoundAndChangesNothing) {
     refuse(longer, "a byte more");
     EXPECT_EQ(space_stats(pool, same).entries, 0u);
     verify(pool, there);
-    write_bytes(path("bad"), good);
+    write_file(path("bad"), good);
     EXPECT_EQ(load(pool, path("bad")).size(), 2u);
     EXPECT_EQ(space_stats(pool, same).entries, 3u);
 }
@@ -181,7 +167,7 @@ TEST_F(PoolFile, ForgedFields) {
         publish(from, seq, space, 1, 3);
         const std::string saved = path(profile == TA_PROFILE_PAPER ? "paper" : "accurate");
         save(from, saved, TA_SAVE_PUBLISHED);
-        const Bytes good = read(saved);
+        const Bytes good = read_file(saved);
         uint64_t index_bytes;
         std::memcpy(&index_bytes, good.data() + 72, sizeof index_bytes);
         const size_t end = kHeaderBytes + size_t(index_bytes), step = profile == TA_PROFILE_PAPER ? 4 : 8;
@@ -201,7 +187,7 @@ TEST_F(PoolFile, ForgedFields) {
                 }
                 const uint64_t hash = XXH3_64bits(bad.data(), 88);
                 std::memcpy(bad.data() + 88, &hash, sizeof hash);
-                write_bytes(path("bad"), bad);
+                write_file(path("bad"), bad);
                 ta_loaded_seq out[4] = {};
                 uint64_t n = 0;
                 ta_error err;
@@ -241,7 +227,7 @@ TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     EXPECT_EQ(load_status(other, path("file")), TA_E_INVALID) << err.message;
     EXPECT_EQ(load_status(pool, path("file"), 1), TA_E_INVALID) << err.message;
     EXPECT_EQ(load_status(pool, path("absent")), TA_E_IO) << err.message;
-    EXPECT_EQ(load_status(pool, folder), TA_E_INVALID) << err.message;
+    EXPECT_EQ(load_status(pool, folder.path()), TA_E_INVALID) << err.message;
     std::filesystem::create_symlink(path("file"), path("link"));
     EXPECT_EQ(load_status(pool, path("link")), TA_E_IO) << err.message;
     require(ta_seq_save(pool.get(), a, path("sequence").c_str(), nullptr, nullptr, &err), err);
@@ -286,9 +272,7 @@ TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     require(ta_kv_pool_load(pool.get(), path("file").c_str(), progress, &all, out, 2, &n, &err), err);
     EXPECT_EQ(all.done, all.total);
     EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
-    size_t files = 0;
-    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++files;
-    EXPECT_EQ(files, 3u);  // nothing else is left behind
+    EXPECT_EQ(folder.entries(), 3u);  // nothing else is left behind
 }
 
 // A pool larger than the device tier, saved from all tiers and loaded into them.

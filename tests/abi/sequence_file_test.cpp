@@ -1,12 +1,11 @@
 // Sequences saved and loaded: the same stored values, the same results afterwards, and no file that is not what was saved.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 
+#include "support/files.h"
 #include "support/handles.h"
 
 namespace ta::testing {
@@ -19,20 +18,7 @@ using Bytes = std::vector<char>;
 
 class SequenceFile : public ::testing::Test {
   protected:
-    void SetUp() override {
-        folder = std::filesystem::temp_directory_path() / ("ta-sequence-" + std::to_string(getpid()));
-        std::filesystem::create_directories(folder);
-    }
-    void TearDown() override { std::filesystem::remove_all(folder); }
-
-    std::string path(const char* name) const { return folder / name; }
-    static Bytes read(const std::string& from) {
-        std::ifstream file(from, std::ios::binary);
-        return {std::istreambuf_iterator<char>(file), {}};
-    }
-    static void write(const std::string& to, const Bytes& bytes) {
-        std::ofstream(to, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
-    }
+    std::string path(const char* name) const { return folder.file(name); }
     void grow(const KvPool& pool, ta_seq seq, int32_t n) {
         const Plan plan = make_plan(pool);
         begin(plan, {seq}, {n});
@@ -70,7 +56,7 @@ class SequenceFile : public ::testing::Test {
         require(ta_seq_save(pool.get(), seq, to.c_str(), nullptr, nullptr, &err), err);
     }
 
-    std::filesystem::path folder;
+    const Folder folder;
     Random random{11};
     Context context = make_context(2);
 };
@@ -126,10 +112,10 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
     const ta_seq seq = make_sequence(pool);
     grow(pool, seq, 200);
     save(pool, seq, path("good"));
-    const Bytes good = read(path("good"));
+    const Bytes good = read_file(path("good"));
     const ta_kv_pool_stats before = stats(pool);
     const auto refuse = [&](const Bytes& bytes, const std::string& what) {
-        write(path("bad"), bytes);
+        write_file(path("bad"), bytes);
         ta_seq out = 77;
         ta_error err;
         const ta_status s = ta_seq_load(pool.get(), path("bad").c_str(), nullptr, nullptr, &out, &err);
@@ -171,7 +157,7 @@ TEST_F(SequenceFile, WrongFilesAndCallbacks) {
     EXPECT_EQ(ta_seq_save(pool.get(), seq, path("none/file").c_str(), nullptr, nullptr, &err), TA_E_IO) << err.message;
     EXPECT_EQ(ta_seq_load(other.get(), path("file").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
     EXPECT_EQ(ta_seq_load(pool.get(), path("absent").c_str(), nullptr, nullptr, &out, &err), TA_E_IO) << err.message;
-    EXPECT_EQ(ta_seq_load(pool.get(), folder.c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), folder.path().c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
     EXPECT_EQ(ta_seq_load(pool.get(), nullptr, nullptr, nullptr, &out, &err), TA_E_INVALID);
     EXPECT_EQ(ta_seq_save(pool.get(), seq + 1, path("x").c_str(), nullptr, nullptr, &err), TA_E_STALE);
     std::filesystem::create_symlink(path("file"), path("link"));
@@ -201,9 +187,7 @@ TEST_F(SequenceFile, WrongFilesAndCallbacks) {
     EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), progress, &all, &out, &err), TA_OK) << err.message;
     EXPECT_EQ(all.done, all.total);
     EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
-    size_t files = 0;
-    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++files;
-    EXPECT_EQ(files, 2u);  // the file and the link: nothing else is left behind
+    EXPECT_EQ(folder.entries(), 2u);  // the file and the link: nothing else is left behind
 }
 
 // A sequence larger than the device tier, saved from all tiers and loaded into them.

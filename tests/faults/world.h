@@ -10,8 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "faults/memory.h"
 #include "support/counting_allocator.h"
+#include "support/failing_memory.h"
+#include "support/files.h"
 #include "support/handles.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "src/tiering/disk.h"
+#include "support/files.h"
 #include "tiering/faulty_files.h"
 #include "tiering/tier_client.h"
 

@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 
+#include "support/files.h"
 #include "tiering/faulty_files.h"
 #include "tiering/tier_client.h"
 

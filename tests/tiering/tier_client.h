@@ -1,14 +1,11 @@
-// What the tests of tiers share: a client that collects completions, blocks whose bytes follow from their identity, a folder.
+// What the tests of tiers share: a client that collects completions, blocks whose bytes follow from their identity.
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <mutex>
 #include <string>
@@ -139,33 +136,5 @@ inline Status read_status(Tier& tier, Slot slot, const BlockIdentity& id) {
 inline ::testing::AssertionResult read_block(Tier& tier, Slot slot, const BlockIdentity& id) {
     return is_ok(read_status(tier, slot, id));
 }
-
-// Removed with what is in it. In memory where possible, so that sweeps of thousands of runs do not wait for a disk.
-class Folder {
-  public:
-    explicit Folder(bool in_memory = true) {
-        const char* given = std::getenv("TMPDIR");
-        std::string base = in_memory && access("/dev/shm", W_OK) == 0 ? "/dev/shm" : given ? given : "/tmp";
-        base += "/ta-tiering-XXXXXX";
-        if (!mkdtemp(base.data())) ADD_FAILURE() << "no folder " << base;
-        path_ = base;
-    }
-    ~Folder() {
-        std::error_code ignored;
-        std::filesystem::remove_all(path_, ignored);
-    }
-    Folder(const Folder&) = delete;
-    Folder& operator=(const Folder&) = delete;
-    const std::string& path() const { return path_; }
-    std::string file(const char* name) const { return path_ + "/" + name; }
-    size_t entries() const {
-        size_t n = 0;
-        for ([[maybe_unused]] const auto& e : std::filesystem::directory_iterator(path_)) ++n;
-        return n;
-    }
-
-  private:
-    std::string path_;
-};
 
 }  // namespace ta::testing

@@ -8,6 +8,7 @@
 
 #include "src/tiering/disk.h"
 #include "src/tiering/host.h"
+#include "support/files.h"
 #include "tiering/simulated_tier.h"
 #include "tiering/tier_client.h"
 

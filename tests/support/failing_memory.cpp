@@ -1,4 +1,4 @@
-#include "faults/memory.h"
+#include "support/failing_memory.h"
 
 #include <atomic>
 #include <cstddef>
@@ -33,10 +33,19 @@ void* allocate_or_throw(size_t bytes, size_t alignment) {
 
 }  // namespace
 
-void break_memory(MemorySource source, bool forever, int64_t skip) {
-    g_left = skip;
+void skip_allocations(int64_t n) {
+    g_left = n;
+}
+void arm_memory(MemorySource source, bool forever) {
     g_forever = forever;
     g_armed = source == MemorySource::kHooks ? Armed::kHooks : Armed::kNew;
+}
+void break_memory(MemorySource source, bool forever, int64_t skip) {
+    skip_allocations(skip);
+    arm_memory(source, forever);
+}
+bool memory_failed() {
+    return g_left.load() < 0;
 }
 void heal_memory() {
     g_armed = Armed::kNothing;

@@ -1,4 +1,5 @@
-// Memory that runs out on demand: operator new of this program, and the allocator hooks of a context.
+// Memory that runs out on demand: operator new of this program, which failing_memory.cpp replaces, and the allocator hooks of a
+// context.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,12 @@ enum class MemorySource { kHooks, kNew };
 // From now on the allocation after the next `skip` ones of the source fails, in all threads; with `forever` all after it too.
 void break_memory(MemorySource source, bool forever, int64_t skip);
 void heal_memory();
+// The same in two steps, for a program that counts only what some of its calls allocate: allocations are counted, and fail, between
+// arm_memory and heal_memory.
+void skip_allocations(int64_t n);
+void arm_memory(MemorySource source, bool forever);
+// Whether more than the skipped allocations have been asked for.
+bool memory_failed();
 // Allocations of either source since the program began, while faults were set for it.
 uint64_t allocations();
 // For allocator hooks: whether the next allocation fails.
