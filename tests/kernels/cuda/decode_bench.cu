@@ -12,19 +12,13 @@
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/format/rotation.h"
 #include "support/numbers.h"
+#include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/pages.h"
 
 namespace ta::cuda::testing {
 namespace {
 
 using ta::testing::Random;
-
-void check(cudaError_t e, const char* what) {
-    if (e == cudaSuccess) return;
-    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(e));
-    std::exit(2);
-}
-#define CHECK(x) check(x, #x)
 
 constexpr double kReadBandwidth = 4.55e12;  // of an H200, measured
 constexpr int kTemplates = 16, kRuns = 25, kBackToBack = 16;

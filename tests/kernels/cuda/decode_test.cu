@@ -19,6 +19,7 @@
 #include "kernels/cuda/common/generation.h"
 #include "support/data.h"
 #include "support/numbers.h"
+#include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/gpu.h"
 #include "tests/kernels/cuda/pages.h"
 
@@ -29,43 +30,6 @@ using ta::testing::AttentionData;
 using ta::testing::AttentionShape;
 using ta::testing::DataKind;
 using ta::testing::Random;
-
-void check(cudaError_t e, const char* what) {
-    if (e == cudaSuccess) return;
-    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(e));
-    std::exit(2);
-}
-#define CHECK(x) check(x, #x)
-
-// Device memory of its own, so that compute-sanitizer sees accesses beyond it.
-template <class T>
-class Device {
-  public:
-    Device() = default;
-    explicit Device(size_t n) : n_(n) {
-        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
-        CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n) * sizeof(T)));
-    }
-    explicit Device(const std::vector<T>& v) : Device(v.size()) { set(v); }
-    Device(Device&& o) noexcept : p_(std::exchange(o.p_, nullptr)), n_(o.n_) {}
-    Device& operator=(Device&& o) noexcept {
-        std::swap(p_, o.p_);
-        std::swap(n_, o.n_);
-        return *this;
-    }
-    ~Device() { cudaFree(p_); }
-    T* get() const { return p_; }
-    void set(const std::vector<T>& v) { CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
-    std::vector<T> copy() const {
-        std::vector<T> v(n_);
-        CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
-        return v;
-    }
-
-  private:
-    T* p_ = nullptr;
-    size_t n_ = 0;
-};
 
 // -------------------------------------------------------------------------------------------------------------- one case
 

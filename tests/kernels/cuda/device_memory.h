@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 namespace ta::cuda::testing {
@@ -17,19 +18,25 @@ inline void check(int e, const char* what) {
 }
 #define CHECK(x) ::ta::cuda::testing::check(int(x), #x)
 
-// Device memory of its own, so that compute-sanitizer sees accesses beyond it.
+// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned.
 template <class T>
 class Device {
   public:
+    Device() = default;
     explicit Device(size_t n) : n_(n) {
-        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
-        CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n) * sizeof(T)));
+        CHECK(cudaMalloc(&p_, bytes()));
+        poison();
     }
     explicit Device(const std::vector<T>& v) : Device(v.size()) { set(v); }
-    Device(const Device&) = delete;
-    Device& operator=(const Device&) = delete;
+    Device(Device&& o) noexcept : p_(std::exchange(o.p_, nullptr)), n_(o.n_) {}
+    Device& operator=(Device&& o) noexcept {
+        std::swap(p_, o.p_);
+        std::swap(n_, o.n_);
+        return *this;
+    }
     ~Device() { cudaFree(p_); }
     T* get() const { return p_; }
+    void poison() { CHECK(cudaMemset(p_, 0xFF, bytes())); }
     void set(const std::vector<T>& v) { CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
     std::vector<T> copy() const {
         std::vector<T> v(n_);
@@ -38,6 +45,8 @@ class Device {
     }
 
   private:
+    size_t bytes() const { return std::max<size_t>(1, n_) * sizeof(T); }
+
     T* p_ = nullptr;
     size_t n_ = 0;
 };

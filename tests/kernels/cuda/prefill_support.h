@@ -1,59 +1,18 @@
 // What the test and the benchmark of the CUDA prefill kernel share: memory, and pages with one scale each.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
 #include "src/attend/stage1.h"
+#include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/pages.h"
 
 namespace ta::cuda::testing {
-
-inline void check(cudaError_t e, const char* what) {
-    if (e == cudaSuccess) return;
-    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(e));
-    std::exit(2);
-}
-#define CHECK(x) ::ta::cuda::testing::check(x, #x)
-
-// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned.
-template <class T>
-class Device {
-  public:
-    explicit Device(size_t n = 0) : n_(n) {
-        CHECK(cudaMalloc(&p_, std::max<size_t>(1, n) * sizeof(T)));
-        poison();
-    }
-    explicit Device(const std::vector<T>& v) : Device(v.size()) {
-        CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    Device(const Device&) = delete;
-    Device& operator=(Device&& o) noexcept {
-        std::swap(p_, o.p_);
-        std::swap(n_, o.n_);
-        return *this;
-    }
-    ~Device() { cudaFree(p_); }
-    void poison() { CHECK(cudaMemset(p_, 0xFF, std::max<size_t>(1, n_) * sizeof(T))); }
-    T* get() const { return p_; }
-    std::vector<T> copy() const {
-        std::vector<T> v(n_);
-        CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
-        return v;
-    }
-
-  private:
-    T* p_ = nullptr;
-    size_t n_ = 0;
-};
 
 // Pinned host memory that the device reads.
 class HostCopy {
