@@ -63,6 +63,7 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
     const int64_t length = s.length;
     Result<ta_seq> seq = adopt(std::move(s));
     if (!seq.ok()) return std::move(seq).status();
+    prefixes_.count_match(space, uint64_t(length) / kPageTokens, keys.size() / kPrefixKeyBytes);
     return std::pair(seq.value(), length);
 }
 

@@ -265,10 +265,16 @@ Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t
         m.blocks.push_back(entry->second->block);
     }
     if (!chain.empty()) m.open_amax = chain.back()->open_amax;
-    space.hits += chain.size();
-    space.misses += n - chain.size();
     touch(space, chain);
     return m;
+}
+
+void PrefixStore::count_match(Tenant id, uint64_t found, uint64_t asked) {
+    std::lock_guard lock(mutex_);
+    const auto space = by_id_.find(id);
+    if (space == by_id_.end()) return;  // ended meanwhile
+    space->second->hits += found;
+    space->second->misses += asked - found;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------- room

@@ -60,6 +60,8 @@ class PrefixStore {
     Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks, const OpenAmax& open_amax);
     // The blocks of the first keys, up to one that has none.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
+    // Of a match that came to something, for the statistics: keys found, and keys asked for.
+    void count_match(Tenant id, uint64_t found, uint64_t asked);
 
     // Blocks of a tier that nobody but the tables owns, those first that were not asked for longest, of at least so many bytes or
     // all there are. Of a prefix the end comes before the beginning.
