@@ -92,8 +92,10 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::shared_ptr<FileSystem> fil
     engine_options.check = options.check;
     Result<std::shared_ptr<DiskEngine>> engine = DiskEngine::create(file.take(), std::move(engine_options));
     if (!engine.ok()) return std::move(engine).status();
-    TA_RETURN_IF_ERROR(DiskEngine::start(engine.value()));
-    return std::unique_ptr<DiskTier>(new DiskTier(engine.take(), options.budget));
+    // First the tier: it stops the threads, which keep the engine and its file, when one of them could not be started.
+    std::unique_ptr<DiskTier> tier(new DiskTier(engine.take(), options.budget));
+    TA_RETURN_IF_ERROR(DiskEngine::start(tier->engine_));
+    return tier;
 }
 
 DiskTier::~DiskTier() {

@@ -81,7 +81,6 @@ Status DiskEngine::start(const std::shared_ptr<DiskEngine>& engine) {
         e.supervisor_ = std::thread([engine] { engine->supervise(); });
         for (unsigned i = 0; i < e.queues_.size(); ++i) e.workers_.emplace_back([engine, i] { engine->work(i); });
     } catch (const std::system_error&) {
-        e.stop();
         return fail(TA_E_LIMIT, "the threads of the disk tier could not be started");
     }
     return {};
@@ -334,6 +333,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
         --slot->busy;
         if (slot->on_disk) {
             not_erased_.push_back(op.request.slot.index);
+            erase_again_at_ = Clock::now() + options_.retry_after;
         } else {
             free_slot(op.request.slot.index);
         }

@@ -29,7 +29,7 @@ class DiskEngine {
     DiskEngine(const DiskEngine&) = delete;
     DiskEngine& operator=(const DiskEngine&) = delete;
 
-    // The threads keep the engine alive for as long as the operating system keeps one of them.
+    // The threads keep the engine alive for as long as the operating system keeps one of them. To be stopped also when this fails.
     static Status start(const std::shared_ptr<DiskEngine>& engine);
     void stop();
 
@@ -97,6 +97,7 @@ class DiskEngine {
     Status io_status(const Op& op, int64_t error) const;
     void write_failed(int64_t error);
     void write_succeeded();
+    void erase_again();
     void leave_slot(Op& op);
     void free_slot(uint32_t index);
     Status admit(Op& op);
@@ -129,8 +130,8 @@ class DiskEngine {
 
     SlotMap map_;
     std::vector<SlotInfo> slots_;  // by index
-    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds. Their capacity is
-    // all slots.
+    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush, and
+    // when slots are wanted after a while. Their capacity is all slots.
     std::vector<uint32_t> to_erase_, not_erased_;
     std::vector<uint8_t*> idle_staging_;
     Ops queued_, active_;
@@ -144,7 +145,7 @@ class DiskEngine {
 
     bool read_only_ = false;
     int failed_writes_ = 0;  // in a row
-    Clock::time_point retry_at_;
+    Clock::time_point retry_at_, erase_again_at_;
     char reason_[sizeof TierHealth::reason] = "";
 
     TierStats counters_;

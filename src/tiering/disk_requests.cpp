@@ -22,6 +22,7 @@ Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
     slots.reserve(wanted.size());
     std::lock_guard lock(mutex_);
     if (stopping_) return fail(TA_E_CLOSED, "the disk tier is closed");
+    if (!not_erased_.empty() && Clock::now() >= erase_again_at_) erase_again();
     if (read_only_ && Clock::now() < retry_at_) return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
     for (const uint8_t slot_class : wanted) {
         Slot slot;
@@ -159,8 +160,14 @@ void DiskEngine::write_failed(int64_t error) {
 void DiskEngine::write_succeeded() {
     read_only_ = false;
     failed_writes_ = 0;
+    erase_again();
+}
+
+void DiskEngine::erase_again() {
+    if (not_erased_.empty()) return;
     to_erase_.insert(to_erase_.end(), not_erased_.begin(), not_erased_.end());
     not_erased_.clear();
+    wake_workers();
 }
 
 // Tells the client. The operation may be gone afterwards, since the lock is given up meanwhile.
@@ -226,6 +233,10 @@ Status DiskEngine::flush() {
     Op& op = ops.emplace_back();
     op.kind = Op::Kind::kSync;
     op.client = &waiter;
+    {
+        std::lock_guard lock(mutex_);
+        erase_again();
+    }
     Result<TierBatch> batch = enqueue(ops);
     if (!batch.ok()) return std::move(batch).status();
     Lock lock(mutex_);
