@@ -201,8 +201,8 @@ class BlockStore {
     // A record of the block, under its key, that was written beside it.
     void set_record(Block& block, Slot slot);
     bool has_record(const Block& block) const;
-    // The pool ends: records of published blocks stay on disk for the next one.
-    void keep_records() { keep_records_.store(true, std::memory_order_release); }
+    // While the pool begins or ends: records of published blocks stay on disk for the next one.
+    void keep_records(bool keep = true) { keep_records_.store(keep, std::memory_order_release); }
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
     // Of prefetched blocks: used by a step, wanted by one before they came, gone without having been used.

@@ -173,12 +173,16 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         if (!disk.ok()) return std::move(disk).status();
         blocks_->attach(host_.get(), disk.value().get());
         disk_ = disk.take();
+        // A creation that fails loses nothing of what the file brought along.
+        blocks_->keep_records();
         if (o.persistent) recover_published(static_cast<DiskTier&>(*disk_));
     }
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
     mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
-    return mover_->start(settings.route);
+    TA_RETURN_IF_ERROR(mover_->start(settings.route));
+    blocks_->keep_records(false);
+    return {};
 }
 
 TierKind Pool::below(TierKind tier) const {
