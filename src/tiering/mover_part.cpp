@@ -332,6 +332,26 @@ void MovePart::give_back(const Work& w) {
     }
 }
 
+// Whether what did not match is the block where it lies, and not only what arrived of it. Who cannot tell says no: the next move does.
+bool MovePart::is_damaged(const Work& w) const {
+    if (w.status.code() != TA_E_CORRUPT) return false;
+    const Pool& pool = sharing_.pool;
+    const Block& block = *w.item->block;
+    try {
+        if (w.from.tier == TierKind::kDisk) return pool.read_from_disk(block, w.item->index, nullptr).code() == TA_E_CORRUPT;
+        const uint8_t* slot = w.from.address;
+        std::vector<uint8_t> copy;
+        if (Device* device = pool.context().device(); device && w.from.tier == TierKind::kDevice) {
+            copy.resize(pool.geometry().slot_bytes(block.kind()));
+            if (!device->read(copy.data(), slot, copy.size()).ok()) return false;
+            slot = copy.data();
+        }
+        return block.verify(pool.geometry(), pool.fingerprint(), w.item->index, slot).code() == TA_E_CORRUPT;
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+}
+
 void MovePart::publish(double seconds) {
     MoveCounters counted;
     const auto now = std::chrono::steady_clock::now();
@@ -366,11 +386,12 @@ void MovePart::publish(double seconds) {
             w.over = true;
             ++progress_.skipped;
         } else {
+            const bool damaged = is_damaged(w);
             give_back(w);
             w.over = true;
-            if (w.status.code() == TA_E_CORRUPT) block.set_stuck();
+            if (damaged) block.set_stuck();
             ++progress_.failed;
-            ++(w.status.code() == TA_E_CORRUPT ? counted.corrupt : counted.failed);
+            ++(damaged ? counted.corrupt : counted.failed);
             if (progress_.status.ok()) progress_.status = std::move(w.status).block(int64_t(w.item->index));
         }
         block.end_move();
