@@ -182,6 +182,92 @@ void corrupt_block(World& w) {
     w.step({0, f}, {64, 1});
 }
 
+// Two namespaces, blocks in all tiers that sequences share with them, copies on write.
+void publish_and_match(World& w) {
+    w.make_space(1);
+    w.make_space(2);
+    w.publish(0, 1, 7, 9);
+    const size_t a = w.match(1, 7, 10), none = w.match(2, 7, 9);
+    w.step({a, none}, {70, 66});
+    w.publish(a, 1, 7, 10);
+    w.publish(none, 2, 8, 1);
+    const size_t b = w.match(1, 7, 10);
+    w.truncate(b, 64 * 5 + 3);
+    w.move(0, 1, 4, TA_TIER_DISK);
+    w.step({b}, {64});
+    w.release(a);
+    w.end_space(1);
+    w.step({0, b}, {1, 1});
+    w.make_space(1);
+    const size_t c = w.add();
+    w.step({c}, {200});
+    w.publish(c, 1, 7, 3);
+    w.step({w.match(1, 7, 9)}, {1});
+}
+
+// What only the namespace has leaves the device before all else, is found there, and goes where the quota needs it.
+void prefixes_without_users(World& w) {
+    w.make_space(1);
+    w.publish(0, 1, 7, 10);
+    w.release(0);
+    const size_t b = w.add();
+    w.step({b}, {300});
+    w.step({b}, {140});
+    w.make_space(2, 4);
+    w.publish(b, 2, 1, 4);
+    const size_t c = w.match(1, 7, 10);
+    w.step({c}, {5});
+    w.truncate(c, 64 * 6);
+    const size_t d = w.add();
+    w.step({d}, {256});
+    w.refuse_publish(d, 2, 3, 4);
+    w.release(b);
+    w.publish(d, 2, 3, 4);
+    w.release(d);
+    w.step({w.match(2, 3, 4), w.match(2, 1, 4)}, {1, 65});
+    w.step({c}, {1});
+}
+
+void save_and_load_pool(World& w) {
+    const size_t f = w.fork(0), empty = w.add();
+    w.truncate(f, 64 * 4 + 10);
+    w.make_space(1);
+    w.publish(0, 1, 7, 10);
+    w.save_pool();
+    w.end_space(1);
+    const size_t copies = w.load_pool();
+    w.make_space(1);
+    w.step({copies + f, copies + empty}, {2, 1});
+    w.release(copies);
+    w.step({w.match(1, 7, 10), 0}, {1, 1});
+}
+
+// What is flushed is in the next pool, and in the one after that.
+void persistent_disk(World& w) {
+    w.make_pool();
+    w.make_space(1);
+    const size_t a = w.add(), b = w.add();
+    w.step({a}, {330});
+    w.move(a, 1, 2, TA_TIER_DISK);
+    w.publish(a, 1, 7, 5);
+    w.move(a, 3, 2, TA_TIER_DISK);
+    w.step({b}, {130});
+    w.publish(b, 1, 8, 2);
+    w.flush(1);
+    w.reopen();
+    w.make_space(1);
+    const size_t c = w.match(1, 7, 5);
+    w.step({c}, {70});
+    w.publish(c, 1, 7, 6);
+    w.flush(1);
+    w.reopen();
+    w.make_space(1);
+    const size_t d = w.match(1, 7, 6), e = w.match(1, 8, 2);
+    w.step({d, e}, {1, 64});
+    w.end_space(1);
+    w.step({d}, {1});
+}
+
 constexpr Scenario kScenarios[] = {
     {"Create", {.host_blocks = 12, .disk_blocks = 24}, nothing, create},
     {"GrowPastDevice", {.device_blocks = 8, .host_blocks = 40, .disk_blocks = 24}, one_sequence, grow_past_device},
@@ -201,6 +287,13 @@ constexpr Scenario kScenarios[] = {
      one_sequence,
      background_watermarks},
     {"CorruptBlock", {.device_blocks = 14, .host_blocks = 16, .disk_blocks = 24}, in_three_tiers, corrupt_block},
+    {"PublishAndMatch", {.device_blocks = 16, .host_blocks = 20, .disk_blocks = 40}, in_three_tiers, publish_and_match},
+    {"PrefixesWithoutUsers", {.device_blocks = 12, .host_blocks = 14, .disk_blocks = 40}, in_three_tiers, prefixes_without_users},
+    {"SaveAndLoadPool", {.device_blocks = 14, .host_blocks = 24, .disk_blocks = 40}, in_three_tiers, save_and_load_pool},
+    {"PersistentDisk",
+     {.device_blocks = 12, .host_blocks = 14, .disk_blocks = 30, .persistent = true},
+     nothing,
+     persistent_disk},
 };
 
 }  // namespace

@@ -61,6 +61,7 @@ struct PoolShape {
     uint64_t device_blocks = 12;                // channel blocks beside six token blocks
     uint64_t host_blocks = 0, disk_blocks = 0;  // channel blocks, about
     int high = 100, low = 100;                  // by default no moves in the background
+    bool persistent = false;                    // the disk tier has a name
 };
 
 // What a run without tiers leaves to be compared with.
@@ -69,10 +70,16 @@ struct Reference {
         ta_kv_pool_stats stats{};
         std::vector<int64_t> lengths;
         std::vector<uint64_t> stored;  // a hash of each sequence's tokens
+        std::vector<ta_namespace_stats> spaces;
     };
     std::vector<float> results;
     std::vector<State> before;  // each call
+    std::vector<int64_t> matched;  // tokens, of each match
 };
+
+// A pool with tiers has dropped published blocks that nobody used, as it may where a fault left no room, and a match found fewer: from here
+// on there is nothing to compare with.
+struct LostPrefix {};
 
 // Inputs of steps: the same in all lives of a scenario.
 class Inputs {
@@ -114,6 +121,26 @@ class World {
     // Saves and loads, the copy takes a new place; both without faults are the sequence.
     size_t save_and_load(size_t s);
     void close_pool();
+
+    // Prefix reuse: world_prefix.cpp. Namespaces go by their salts, keys of a text by its number.
+    // `quota`: of sequences of so many blocks, 0: none.
+    void make_space(uint8_t salt, uint64_t quota = 0);
+    void end_space(uint8_t salt);
+    void publish(size_t s, uint8_t salt, uint64_t text, uint64_t n);
+    // Beyond the quota.
+    void refuse_publish(size_t s, uint8_t salt, uint64_t text, uint64_t n);
+    // Throws LostPrefix.
+    size_t match(uint8_t salt, uint64_t text, uint64_t n);
+    // All sequences and what is published, to a file.
+    void save_pool();
+    // They come back as new sequences, in the order of the old ones. Returns the first.
+    size_t load_pool();
+    void flush(uint8_t salt);
+    // Another pool on the same persistent file; sequences and namespaces are gone. On a pool without tiers what was published stays for a
+    // namespace of the same salt.
+    void reopen();
+    void lost_prefix() { lost_ = true; }
+
     // Until nothing moves.
     void settle();
     // Where full blocks are.
@@ -165,6 +192,11 @@ class World {
     uint64_t source_count() const;
     Status create_context();
     Reference::State state();
+    void add_spaces(Reference::State& s);
+    // False: they differ by more than what unused entries may come to.
+    bool spaces_match(const Reference::State& now, const Reference::State& expected) const;
+    static std::string name_spaces(const Reference::State& s);
+    void create_pool();
     void expect_state(const char* what);
     void expect_slots(const char* what);
     bool slots_match(std::string& why);
@@ -179,8 +211,17 @@ class World {
     const bool on_device_;
     Reference record_;
     size_t calls_ = 0, steps_ = 0, results_ = 0, saves_ = 0;
+    size_t matches_ = 0;
     uint64_t failures_ = 0;
-    bool faults_on_ = false, armed_ = false, finished_ = false, closed_ = false;
+    bool faults_on_ = false, armed_ = false, finished_ = false, closed_ = false, lost_ = false;
+    struct Space {
+        ta_namespace id = 0;
+        bool open = false;
+        ta_namespace_stats before{};  // what it counted before the pool was made again
+    };
+    std::map<uint8_t, Space> spaces_;
+    std::vector<ta_seq> saved_;    // sequences of the pool's file
+    ta_kv_pool_stats before_{};  // what the pool counted before it was made again
     int64_t left_ = 0;         // operations until the fault
     uint64_t counted_ = 0;     // in earlier armed stretches
     uint64_t armed_from_ = 0;  // the source's count then

@@ -1,0 +1,193 @@
+// What a World does with published prefixes, files of whole pools and a persistent disk tier.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+#include "faults/world.h"
+#include "src/api/api.h"
+
+namespace ta::testing {
+namespace {
+
+// Of the first n blocks of a text.
+std::vector<uint8_t> keys_of(uint64_t text, uint64_t n) {
+    std::vector<uint8_t> keys(n * 32, 0);
+    for (uint64_t i = 0; i < n; ++i) {
+        std::memcpy(keys.data() + i * 32, &text, sizeof text);
+        std::memcpy(keys.data() + i * 32 + 8, &i, sizeof i);
+    }
+    return keys;
+}
+
+}  // namespace
+
+void World::add_spaces(Reference::State& state) {
+    for (const auto& [salt, space] : spaces_) {
+        if (!space.open) continue;
+        auto s = sized<ta_namespace_stats>();
+        ta_error err;
+        require(ta_namespace_get_stats(pool.get(), space.id, &s, &err), err);
+        s.hits -= space.before.hits;
+        s.misses -= space.before.misses;
+        s.published -= space.before.published;
+        s.evicted -= space.before.evicted;
+        state.spaces.push_back(s);
+    }
+}
+
+bool World::spaces_match(const Reference::State& now, const Reference::State& expected) const {
+    if (now.spaces.size() != expected.spaces.size()) return false;
+    for (size_t i = 0; i < now.spaces.size(); ++i) {
+        ta_namespace_stats a = now.spaces[i];
+        const ta_namespace_stats& b = expected.spaces[i];
+        if (fault_.kind != FaultKind::kNone && a.evicted > b.evicted && a.entries + a.evicted == b.entries + b.evicted) {
+            a.evicted = b.evicted;  // where a fault leaves no room, what nobody uses goes
+            a.entries = b.entries;
+            a.bytes = b.bytes;
+        }
+        if (std::memcmp(&a, &b, sizeof a) != 0) return false;
+    }
+    return true;
+}
+
+std::string World::name_spaces(const Reference::State& state) {
+    std::string text;
+    for (const ta_namespace_stats& s : state.spaces) {
+        text += (text.empty() ? "" : "; ") + std::to_string(s.entries) + " entries of " + std::to_string(s.bytes) + " bytes (" +
+                std::to_string(s.bytes_shared) + " shared), " + std::to_string(s.hits) + " hits, " + std::to_string(s.misses) +
+                " misses, " + std::to_string(s.published) + " published, " + std::to_string(s.evicted) + " evicted";
+    }
+    return text;
+}
+
+void World::make_space(uint8_t salt, uint64_t quota) {
+    static const ta_kv_pool_stats sizes = stats(testing::make_pool(make_context(), pool_options(kLayers, kHeads, kDim)));
+    auto options = sized<ta_namespace_options>();
+    std::memset(options.salt, salt, sizeof options.salt);
+    if (quota) options.quota_bytes = sizes.token_block_bytes + (quota - 1) * sizes.channel_block_bytes;
+    Space& space = spaces_[salt];
+    call("ta_namespace_create", Kind::kCommon, [&](ta_error* err) -> ta_status {
+        if (!tiered() && space.id) return space.open = true, TA_OK;
+        ta_namespace id = 0;
+        const ta_status status = ta_namespace_create(pool.get(), &options, &id, err);
+        if (status == TA_OK) space = {id, true, {}};
+        return status;
+    });
+}
+
+void World::end_space(uint8_t salt) {
+    call("ta_namespace_destroy", Kind::kCommon, [&](ta_error* err) {
+        const ta_status status = ta_namespace_destroy(pool.get(), spaces_[salt].id, err);
+        if (status == TA_OK) spaces_[salt] = {};
+        return status;
+    });
+}
+
+void World::publish(size_t s, uint8_t salt, uint64_t text, uint64_t n) {
+    const std::vector<uint8_t> keys = keys_of(text, n);
+    call("ta_seq_publish", Kind::kCommon,
+         [&](ta_error* err) { return ta_seq_publish(pool.get(), seqs[s], spaces_[salt].id, keys.data(), n, err); });
+}
+
+void World::refuse_publish(size_t s, uint8_t salt, uint64_t text, uint64_t n) {
+    const std::vector<uint8_t> keys = keys_of(text, n);
+    call("ta_seq_publish beyond the quota", Kind::kCommon, [&](ta_error* err) -> ta_status {
+        const ta_status status = ta_seq_publish(pool.get(), seqs[s], spaces_[salt].id, keys.data(), n, err);
+        EXPECT_NE(status, TA_OK);
+        return status == TA_E_LIMIT ? TA_OK : status;
+    });
+}
+
+size_t World::match(uint8_t salt, uint64_t text, uint64_t n) {
+    const std::vector<uint8_t> keys = keys_of(text, n);
+    int64_t found = -1;
+    call("ta_seq_match_prefix", Kind::kCommon, [&](ta_error* err) {
+        ta_seq seq = 0;
+        const ta_status status = ta_seq_match_prefix(pool.get(), spaces_[salt].id, keys.data(), n, &seq, &found, err);
+        if (status == TA_OK) seqs.push_back(seq);
+        return status;
+    });
+    if (!tiered()) {
+        record_.matched.push_back(found);
+        return seqs.size() - 1;
+    }
+    const int64_t expected = reference_->matched.at(matches_++);
+    EXPECT_LE(found, expected);
+    if (found < expected) throw LostPrefix();
+    return seqs.size() - 1;
+}
+
+void World::save_pool() {
+    // As saving a sequence: it waits for its file as long as the system does.
+    const bool faults = faults_on_;
+    if (fault_.kind == FaultKind::kStall) {
+        disarm();
+        faults_on_ = false;
+    }
+    const std::string path = folder_.file("pool");
+    const size_t others = shape_.persistent && tiered() ? 1 : 0;
+    call("ta_kv_pool_save", Kind::kCommon,
+         [&](ta_error* err) { return ta_kv_pool_save(pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, err); });
+    const bool unlinks = !fault_.forever || fault_.kind == FaultKind::kEnospc || !is_file(fault_.kind);
+    EXPECT_TRUE(folder_.entries() == 1 + others || !unlinks) << "a save that failed has left something behind";
+    saved_ = seqs;
+    faults_on_ = faults;
+}
+
+size_t World::load_pool() {
+    const bool faults = faults_on_;
+    if (fault_.kind == FaultKind::kStall) {
+        disarm();
+        faults_on_ = false;
+    }
+    const std::string path = folder_.file("pool");
+    const size_t first = seqs.size();
+    std::vector<ta_loaded_seq> loaded(saved_.size());
+    uint64_t n = 0;
+    call("ta_kv_pool_load", Kind::kCommon, [&](ta_error* err) {
+        const ta_status status =
+            ta_kv_pool_load(pool.get(), path.c_str(), nullptr, nullptr, loaded.data(), loaded.size(), &n, err);
+        for (size_t s = 0; status == TA_OK && s < saved_.size(); ++s) {
+            const auto found = std::find_if(loaded.begin(), loaded.begin() + ptrdiff_t(n),
+                                            [&](const ta_loaded_seq& l) { return l.saved == saved_[s]; });
+            seqs.push_back(saved_[s] ? found->loaded : 0);
+        }
+        return status;
+    });
+    EXPECT_EQ(n, uint64_t(std::count_if(saved_.begin(), saved_.end(), [](ta_seq s) { return s != 0; })));
+    faults_on_ = faults;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) {
+        if (entry.path().filename().string().starts_with("pool")) std::filesystem::remove(entry.path());
+    }
+    return first;
+}
+
+void World::flush(uint8_t salt) {
+    call("ta_namespace_flush", Kind::kCommon,
+         [&](ta_error* err) -> ta_status { return tiered() ? ta_namespace_flush(pool.get(), spaces_[salt].id, err) : TA_OK; });
+}
+
+void World::reopen() {
+    if (!tiered()) before_ = stats(pool);
+    for (auto& [salt, space] : spaces_) {
+        if (!tiered() && space.open) {
+            space.before = sized<ta_namespace_stats>();
+            ta_error err;
+            require(ta_namespace_get_stats(pool.get(), space.id, &space.before, &err), err);
+        }
+        space.open = false;
+    }
+    for (ta_seq& seq : seqs) {
+        ta_error err;
+        if (!tiered() && seq) require(ta_seq_release(pool.get(), seq, &err), err);
+        seq = 0;
+    }
+    if (!tiered()) return;
+    arm();
+    plan.reset();
+    pool.reset();
+    relax();
+    create_pool();
+}
+
+}  // namespace ta::testing
