@@ -332,6 +332,8 @@ typedef struct ta_tier_options {
     ta_switch drop_coldest; /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
                                     in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and
                                     get no attention any more. Changes results. On a CPU; on a GPU TA_E_UNSUPPORTED */
+    int32_t begin_wait_ms; /* how long a begin waits for what others hold: room that open plans may be reading (default 1000), and
+                                    moves that take its blocks away (default 10000); up to 86,400,000; -1: not at all */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -638,7 +640,7 @@ TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* e
  *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
  * Errors: TA_E_INVALID, TA_E_ALIGNMENT, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already),
  * TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it waits for blocks to
- * come from disk and for room, also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
+ * come from disk and for room (ta_tier_options.begin_wait_ms), also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                                ta_error* err);
 

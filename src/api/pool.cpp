@@ -44,6 +44,12 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     if (o.drop_coldest < TA_DEFAULT || o.drop_coldest > TA_OFF)
         return fail(TA_E_INVALID, "options.tiers.drop_coldest is %d, no value of ta_switch", int(o.drop_coldest));
     settings.drop_coldest = o.drop_coldest == TA_ON;
+    constexpr int32_t kMostWait = 24 * 3600 * 1000;
+    if (o.begin_wait_ms < -1 || o.begin_wait_ms > kMostWait) {
+        return fail(TA_E_INVALID, "options.tiers.begin_wait_ms is %d; it takes -1 to %d", int(o.begin_wait_ms), kMostWait);
+    }
+    if (o.begin_wait_ms != 0)
+        settings.plans_patience = settings.moves_patience = std::chrono::milliseconds(std::max(o.begin_wait_ms, 0));
     if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     return {};
 }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "src/core/profile.h"
 
@@ -134,7 +135,7 @@ void Plan::list_touched(StepMember& m) {
 Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
     constexpr int kMostAttempts = 64;
-    constexpr std::chrono::seconds kPatience{10}, kReadersPatience{1};
+    const std::chrono::milliseconds plans_patience = pool_->tier_settings().plans_patience;
     constexpr std::chrono::milliseconds kPause{20};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
@@ -144,8 +145,9 @@ Status Plan::bring_blocks() {
     std::chrono::steady_clock::time_point drop_until{};
     const auto may_drop = [&] {
         const auto now = std::chrono::steady_clock::now();
-        if (drop_until == std::chrono::steady_clock::time_point()) drop_until = now + kPatience;
-        return now < drop_until;
+        if (drop_until != std::chrono::steady_clock::time_point()) return now < drop_until;
+        drop_until = now + plans_patience;
+        return true;
     };
     if (!pool_->mover()) {
         for (;;) {
@@ -167,6 +169,7 @@ Status Plan::bring_blocks() {
             counters.wait_nanoseconds += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
         }
     } waits{pool_->counters(), start};
+    bool tried = false;
     for (int made = 0;;) {
         waits.for_blocks |= has_block_on_disk();
         Status s = pool_->make_resident(sequences_);
@@ -189,9 +192,10 @@ Status Plan::bring_blocks() {
         reading_.reset();
         const auto waited = std::chrono::steady_clock::now() - start;
         if (s.code() == TA_E_TIER_FULL) {
+            if (!std::exchange(tried, true) && !pool_->may_make_room(wanted)) return s;
             waits.for_room = true;
             // What blocks have left is room as soon as those are done who read there.
-            if (waited < kReadersPatience && store.wait_for_left(kPause)) continue;
+            if (waited < plans_patience && store.wait_for_left(kPause)) continue;
             const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon
             if (pool_->make_room(TierKind::kDevice, wanted)) {
                 if (++made > kMostAttempts) return s;
@@ -205,7 +209,7 @@ Status Plan::bring_blocks() {
         } else if (s.code() != TA_E_BUSY) {
             return s;
         }
-        if (waited > kPatience) return s;
+        if (waited > pool_->tier_settings().moves_patience) return s;
         std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
 }

@@ -55,6 +55,8 @@ struct TierSettings {
     Eviction eviction = Eviction::kLru;
     uint32_t half_life = 128;   // of attention, in steps
     bool drop_coldest = false;  // when nothing can leave for another tier any more
+    // How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.
+    std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
 };
 
 class DiskTier;
@@ -125,6 +127,7 @@ class Pool {
     bool observes_attention() const { return tier_settings_.eviction == Eviction::kAttention; }
     Fading fading() const { return Fading(tier_settings_.half_life, steps_.load(std::memory_order_relaxed)); }
 
+    const TierSettings& tier_settings() const { return tier_settings_; }
     // Tiers below the device: nullptr where there is none. The mover is there if one of them is.
     Tier* tier(TierKind kind) const {
         return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
@@ -134,6 +137,8 @@ class Pool {
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
     bool make_room(TierKind tier, std::span<const PageKind> wanted);
+    // False: published blocks that nobody uses would be lost, and the wanted ones not fit all the same.
+    bool may_make_room(std::span<const PageKind> wanted) const;
     // Counts where the blocks of a step are as it begins. Sequences are in the caller's plan.
     void count_lookups(std::span<Sequence* const> seqs);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.

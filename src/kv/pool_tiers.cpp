@@ -219,6 +219,34 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     return items;
 }
 
+// An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
+bool Pool::may_make_room(std::span<const PageKind> wanted) const {
+    const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
+    if (tier_settings_.drop_coldest || unused == std::array<uint64_t, 3>{}) return true;
+    uint64_t bytes = 0, below = 0;
+    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
+    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+        const Tier* there = tier(kind);
+        if (!there) continue;
+        below += blocks_->left_bytes(kind) + unused[size_t(kind)];
+        if (there->health().state == TierState::kOk) below += there->stats().free;
+    }
+    uint64_t leaves = 0;
+    {
+        std::lock_guard lock(mutex_);
+        std::unordered_set<const Block*> seen;
+        for (const auto& s : sequences_) {
+            for (size_t b = numerics_.sink_blocks; s->alive && b < s->blocks.size(); ++b) {
+                const Block& block = *s->blocks[b];
+                if (block.tier() != TierKind::kDevice || !block.sealed() || block.pins() > 0 || block.stuck()) continue;
+                if (s->blocks[b].use_count() == 1 || seen.insert(&block).second) leaves += geometry_.slot_bytes(block.kind());
+            }
+        }
+    }
+    const uint64_t free = blocks_->budget() - blocks_->usage().used + blocks_->left_bytes(TierKind::kDevice);
+    return bytes <= free + unused[0] + std::min(leaves, below);
+}
+
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
     if (tier == TierKind::kDisk) return drop_unused(tier, wanted);
     uint64_t bytes = 0;

@@ -311,6 +311,21 @@ std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
     return items;
 }
 
+std::array<uint64_t, 3> PrefixStore::unused_bytes() const {
+    std::array<uint64_t, 3> bytes{};
+    std::lock_guard lock(mutex_);
+    LastEntries entries;
+    for (const auto& [tag, space] : spaces_) {
+        for (const Entry& e : space->entries) {
+            const bool unused = is_unused(e), record = persistent_ && blocks_.has_record(*e.block);
+            if ((!unused && !record) || !entries.is_last(*e.block)) continue;
+            if (unused) bytes[size_t(e.block->tier())] += bytes_of(e);
+            if (record && e.block->tier() != TierKind::kDisk) bytes[size_t(TierKind::kDisk)] += bytes_of(e);
+        }
+    }
+    return bytes;
+}
+
 uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     Entries dropped;  // after the lock
     std::lock_guard lock(mutex_);

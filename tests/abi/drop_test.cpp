@@ -230,7 +230,7 @@ TEST_F(Dropping, AStepLargerThanTheDeviceLosesItsOwn) {
 
 // Places that an open plan may be reading are not free before it ends.
 TEST_F(Dropping, NoMoreGoesWhileAnotherPlanIsOpen) {
-    make({.device_blocks = 12, .host_bytes = 512 << 10, .bits = 8, .drop_coldest = TA_ON});
+    make({.device_blocks = 12, .host_bytes = 512 << 10, .bits = 8, .drop_coldest = TA_ON, .begin_wait_ms = 20000});
     const ta_seq idle = make_sequence(pool), held = make_sequence(pool), fresh = make_sequence(pool);
     step(held, 2 * 64);
     for (int i = 0; i < 100 && dropped() == 0; ++i) step(idle, 64);
@@ -245,6 +245,32 @@ TEST_F(Dropping, NoMoreGoesWhileAnotherPlanIsOpen) {
     });
     step(fresh, 3 * 64);
     EXPECT_LE(dropped() - before, 4u);
+}
+
+TEST_F(Dropping, ABeginWaitsForAnOpenPlanAsLongAsItMay) {
+    for (const int wait : {-1, 100, 0}) {
+        for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{512} << 10}) {
+            SCOPED_TRACE(std::to_string(wait) + " ms, host tier of " + std::to_string(host_bytes));
+            make({.device_blocks = 12, .host_bytes = host_bytes, .bits = 8, .drop_coldest = TA_ON, .begin_wait_ms = wait});
+            const ta_seq idle = make_sequence(pool), held = make_sequence(pool), fresh = make_sequence(pool);
+            step(held, 2 * 64);
+            for (int i = 0; i < 100 && dropped() == 0; ++i) step(idle, 64);
+            const Plan open = make_plan(pool);
+            begin(open, {held}, {0});
+            ta_error err;
+            const int32_t n = 3 * 64;
+            const auto start = std::chrono::steady_clock::now();
+            const ta_status s = ta_plan_begin(plan.get(), 1, &fresh, &n, nullptr, &err);
+            const auto took = std::chrono::steady_clock::now() - start;
+            // Without tiers below nobody reads what was dropped but a plan with tiers.
+            EXPECT_TRUE(s == TA_E_TIER_FULL || (s == TA_OK && host_bytes == 0)) << ta_status_name(s) << ": " << err.message;
+            EXPECT_GE(took, std::chrono::milliseconds(s == TA_OK ? 0 : std::max(wait, 0)));
+            EXPECT_LT(took, std::chrono::milliseconds(wait == 0 ? 5000 : 1500));
+            if (s == TA_OK) require(ta_plan_abort(plan.get(), &err), err);
+            require(ta_plan_abort(open.get(), &err), err);
+            step(fresh, n);
+        }
+    }
 }
 
 TEST_F(Dropping, TiersAreFilledFirst) {

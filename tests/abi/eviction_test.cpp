@@ -223,6 +223,11 @@ TEST(Eviction, WrongValuesAreRefused) {
     tiers.attention_half_life = -1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.attention_half_life = 0;
+    tiers.begin_wait_ms = -2;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.begin_wait_ms = 86'400'001;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.begin_wait_ms = 0;
     tiers.drop_coldest = 3;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));

@@ -249,6 +249,41 @@ TEST_F(Prefix, ABeginDropsWhatItNeedsOrNothing) {
     verify(pool, held);
 }
 
+TEST_F(Prefix, ABeginThatCannotFitLosesNothingInTiers) {
+    for (const uint64_t disk_bytes : {uint64_t{0}, uint64_t{1} << 18}) {
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = uint64_t{1} << 17;
+        tiers.disk_bytes = disk_bytes;
+        const KvPool pool = make_pool(context, small_options(12, &tiers));
+        const ta_namespace space = make_namespace(pool, 1);
+        uint64_t entries = 0;
+        for (uint64_t text = 0; text < 8 && space_stats(pool, space).evicted == 0; ++text) {
+            const ta_seq seq = write(pool, 6 * 64, text);
+            publish(pool, seq, space, text, 6);
+            release(pool, seq);
+        }
+        entries = space_stats(pool, space).entries;
+        ASSERT_GT(space_stats(pool, space).evicted, 0u) << "all tiers are full of them";
+        const ta_seq held = write(pool, 6 * 64, 20), next = make_sequence(pool);
+        ta_error err;
+        require(ta_seq_pin(pool.get(), held, 0, 6, &err), err);
+        entries = space_stats(pool, space).entries;
+        ASSERT_GT(entries, 6u);
+        // All but the pinned blocks would have to go, and one more.
+        const ta_kv_pool_stats s = stats(pool);
+        const uint64_t pinned = s.token_block_bytes + 5 * s.channel_block_bytes;
+        uint64_t blocks = 1;
+        while (s.token_block_bytes + (blocks - 1) * s.channel_block_bytes <= s.bytes_budget - pinned) ++blocks;
+        const int32_t much = int32_t(blocks * 64);
+        const Plan plan = make_plan(pool);
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(space_stats(pool, space).entries, entries);
+        begin(plan, {next}, {much / 2});
+        EXPECT_LT(space_stats(pool, space).entries, entries);
+        require(ta_plan_abort(plan.get(), &err), err);
+    }
+}
+
 TEST_F(Prefix, ABlockUnderTwoKeysMakesRoom) {
     const KvPool pool = make_pool(context, small_options(12));
     const ta_namespace space = make_namespace(pool, 1);

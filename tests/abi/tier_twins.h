@@ -21,6 +21,7 @@ struct Budgets {
     int high = 0, low = 0;
     ta_eviction eviction = TA_EVICT_LRU;
     ta_switch drop_coldest = TA_DEFAULT;
+    int begin_wait_ms = 0;
 };
 
 inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
@@ -36,6 +37,7 @@ inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
     tiers.low_percent = b.low;
     tiers.eviction = b.eviction;
     tiers.drop_coldest = b.drop_coldest;
+    tiers.begin_wait_ms = b.begin_wait_ms;
     options.tiers = &tiers;
     return options;
 }
