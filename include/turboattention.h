@@ -424,7 +424,8 @@ typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
 TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
                              ta_error* err);
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it. Every
- * byte is checked against hashes: damage is found, forgery by somebody who can compute them is not.
+ * byte is checked against hashes: damage is found, forgery by somebody who can compute them is not. It belongs to the namespace of the
+ * same salt as the one that it was saved from.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (a later
  * version), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
@@ -436,7 +437,8 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn 
  * a cryptographic hash, and stands for ALL tokens up to the end of its block (and for the model that made them): key i of a
  * list is the one of block i. Namespaces keep tenants apart: keys are hashed with a salt, so that nobody without it finds or
  * guesses what others have, and memory is zeroed before it goes from one namespace to another. A sequence belongs to the
- * namespace that it was matched in or published to, forks of it too; it can be published there alone. More: docs/tiers.md. */
+ * namespace that it was matched in or published to, forks of it too; it can be published there alone, and in the namespace of the
+ * same salt when it comes from a file. More: docs/tiers.md. */
 
 /* A namespace of one pool. 0 is never one. */
 typedef uint64_t ta_namespace;

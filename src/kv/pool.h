@@ -179,6 +179,8 @@ class Pool {
         Tenant tenant = 0;
     };
     Result<Snapshot> snapshot(ta_seq seq) const;
+    // The namespace that it belongs to, by itself or by blocks that it shares, as files name it.
+    SpaceTag tag_of(const Snapshot& s) const;
     // A sequence with these blocks, full ones but for the last.
     Result<ta_seq> adopt(Snapshot&& s);
     // The same for all sequences with their ids, at one moment; TA_E_BUSY while one is in a plan.

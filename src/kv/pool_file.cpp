@@ -13,7 +13,7 @@ namespace ta {
 namespace {
 
 constexpr uint32_t kFileMagic = 0x4C4F5054;  // "TPOL" in little endian
-constexpr uint16_t kFileVersion = 1;
+constexpr uint16_t kFileVersion = 2;
 constexpr uint64_t kMostIndexBytes = uint64_t{1} << 32;
 constexpr uint64_t kNoState = UINT64_MAX;
 
@@ -39,8 +39,7 @@ struct SequenceRecord {
     uint64_t id;
     int64_t length;
     uint64_t state;  // kNoState: none
-    uint32_t owned;  // by a namespace
-    uint32_t reserved;
+    SpaceTag space;  // that it belongs to
 };
 static_assert(sizeof(SequenceRecord) == 32);
 
@@ -110,7 +109,7 @@ Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& f
     if (h.magic != kFileMagic || h.hash != header_hash(h))
         return fail(TA_E_CORRUPT, "%s is no file of a pool, or damaged", path.c_str());
     if (h.version != kFileVersion)
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 1", path.c_str(), h.version);
+        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", path.c_str(), h.version);
     if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes ||
         h.slot_bytes[1] != g.channel_slot_bytes) {
         return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", path.c_str());
@@ -149,7 +148,7 @@ Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& f
     const auto good_state = [&](uint64_t s) { return has_states ? s < h.states : s == kNoState; };
     for (const SequenceRecord& s : index.sequences) {
         good =
-            good && s.length >= 0 && blocks_for(s.length) <= h.references - references && good_state(s.state) && s.owned <= 1;
+            good && s.length >= 0 && blocks_for(s.length) <= h.references - references && good_state(s.state);
         if (!good) break;
         references += blocks_for(s.length);
     }
@@ -182,7 +181,7 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         return states++;
     };
     for (const auto& [id, s] : all) {
-        index.sequences.push_back({id, s.length, add_state(s.open_amax), s.tenant != 0, 0});
+        index.sequences.push_back({id, s.length, add_state(s.open_amax), pool.tag_of(s)});
         for (size_t b = 0; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
             const auto tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens));
@@ -287,7 +286,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         Pool::Snapshot s;
         s.length = r.length;
         s.open_amax = state_of(r.state);
-        s.tenant = r.owned ? kUnknownTenant : 0;
+        s.tenant = pool.prefixes().tenant_of(r.space);
         for (uint64_t b = 0; b < blocks_for(r.length); ++b) {
             const size_t i = size_t(index.references[reference++]);
             if (blocks[i].index != b ||
@@ -295,7 +294,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
                 return fail(TA_E_CORRUPT, "a sequence in %s has a block of another place", path.c_str()).block(int64_t(b));
             used[i] = true;
             s.blocks.push_back(blocks[i].block);
-            if (r.owned) blocks[i].block->set_tenant(kUnknownTenant);
+            if (s.tenant != 0) blocks[i].block->set_tenant(s.tenant);
         }
         sequences.push_back(std::move(s));
         loaded.push_back({r.id, 0});

@@ -33,9 +33,10 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     }
     for (size_t b = 0; b < s.blocks.size(); ++b) {
         const Tenant of = s.blocks[b]->tenant();
-        if (of == 0 || of == space || of == kUnknownTenant) continue;  // unknown: from a file
+        if (of == 0 || of == space) continue;
         return fail(TA_E_INVALID, "the sequence has blocks of another namespace").argument(2).block(int64_t(b));
     }
+    if (s.tenant != 0 && s.tenant != space) return fail(TA_E_INVALID, "the sequence belongs to another namespace").argument(2);
     for (size_t b = 0; b < n; ++b) {
         if (s.blocks[b]->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(b));
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
@@ -48,6 +49,12 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     std::lock_guard lock(mutex_);
     if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;
     return {};
+}
+
+SpaceTag Pool::tag_of(const Snapshot& s) const {
+    Tenant tenant = s.tenant;
+    for (size_t b = 0; tenant == 0 && b < s.blocks.size(); ++b) tenant = s.blocks[b]->tenant();
+    return prefixes_.tag_of(tenant);
 }
 
 Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<const uint8_t> keys) {

@@ -10,9 +10,10 @@ namespace {
 
 constexpr size_t kTagBytes = 8;  // of a key: which namespace it is of
 constexpr size_t kMostNamespaces = 65536;
+constexpr size_t kMostUnclaimed = 65536;  // that files name
 
 // The same for every key of a namespace, and telling nothing of its salt.
-uint64_t tag_of(const Salt& salt) {
+SpaceTag tag_for(const Salt& salt) {
     static constexpr char kLabel[] = "turboattention namespace";
     const Blake2sDigest digest = blake2s(salt.data(), salt.size(), kLabel, sizeof kLabel);
     uint64_t tag;
@@ -55,7 +56,7 @@ size_t PrefixStore::HashKey::operator()(const BlockKey& key) const {
 Result<PrefixStore::Space*> PrefixStore::find(Tenant id) const {
     if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
     const auto found = by_id_.find(id);
-    if (found != by_id_.end()) return found->second;
+    if (found != by_id_.end() && found->second->claimed) return found->second;
     return fail(TA_E_STALE, "0x%llx is no living namespace of this pool", (unsigned long long)id);
 }
 
@@ -68,30 +69,53 @@ Result<Tenant> PrefixStore::create(const Salt& salt, uint64_t quota) {
     Entries dropped;  // after the lock
     std::lock_guard lock(mutex_);
     if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
-    if (by_id_.size() >= kMostNamespaces)
-        return fail(TA_E_LIMIT, "the pool has its maximum of %zu namespaces", kMostNamespaces);
-    const Tag tag = tag_of(salt);
+    if (claimed_ >= kMostNamespaces) return fail(TA_E_LIMIT, "the pool has its maximum of %zu namespaces", kMostNamespaces);
+    const SpaceTag tag = tag_for(salt);
     const auto present = spaces_.find(tag);
-    if (present != spaces_.end() && present->second->id != 0)
+    if (present != spaces_.end() && present->second->claimed)
         return fail(TA_E_INVALID, "the pool has a namespace with this salt already");
-    by_id_.reserve(by_id_.size() + 1);
-    std::unique_ptr<Space> fresh = present == spaces_.end() ? std::make_unique<Space>() : nullptr;
-    Space* space = fresh ? fresh.get() : present->second.get();
-    const Tenant id = last_id_ + 1;
-    by_id_.emplace(id, space);
-    try {
-        if (fresh) spaces_.emplace(tag, std::move(fresh));
-    } catch (...) {
-        by_id_.erase(id);
-        throw;
-    }
-    last_id_ = id;
-    space->id = id;
+    Space* const space = &space_of(tag);
+    const Tenant id = space->id;
+    space->claimed = true;
+    ++claimed_;
     space->salt = salt;
     space->quota = quota;
-    for (Entry& e : space->entries) e.block->set_tenant(id);
     if (space->bytes > quota) shrink(*space, space->bytes - quota, UINT64_MAX, dropped);
     return id;
+}
+
+// The space with this tag; makes one. Under the lock.
+PrefixStore::Space& PrefixStore::space_of(SpaceTag tag) {
+    if (const auto present = spaces_.find(tag); present != spaces_.end()) return *present->second;
+    auto fresh = std::make_unique<Space>();
+    Space* const space = fresh.get();
+    space->id = last_id_ + 1;
+    space->tag = tag;
+    by_id_.emplace(space->id, space);
+    try {
+        spaces_.emplace(tag, std::move(fresh));
+    } catch (...) {
+        by_id_.erase(last_id_ + 1);
+        throw;
+    }
+    ++last_id_;
+    return *space;
+}
+
+SpaceTag PrefixStore::tag_of(Tenant id) const {
+    if (id == 0) return 0;
+    std::lock_guard lock(mutex_);
+    const auto found = by_id_.find(id);
+    return found == by_id_.end() ? kEndedSpace : found->second->tag;
+}
+
+Tenant PrefixStore::tenant_of(SpaceTag tag) {
+    if (tag == 0) return 0;
+    if (tag == kEndedSpace) return kUnknownTenant;
+    std::lock_guard lock(mutex_);
+    // What hostile files name must end somewhere.
+    if (spaces_.size() - claimed_ >= kMostUnclaimed && spaces_.count(tag) == 0) return kUnknownTenant;
+    return space_of(tag).id;
 }
 
 Status PrefixStore::destroy(Tenant id) {
@@ -99,7 +123,7 @@ Status PrefixStore::destroy(Tenant id) {
     std::lock_guard lock(mutex_);
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
-    const auto space = spaces_.find(tag_of(found.value()->salt));
+    const auto space = spaces_.find(tag_for(found.value()->salt));
     for (Entry& e : space->second->entries) {
         forget(e);
         if (!e.block->published()) blocks_.drop_record(*e.block);
@@ -107,14 +131,16 @@ Status PrefixStore::destroy(Tenant id) {
     ended = std::move(space->second);
     spaces_.erase(space);
     by_id_.erase(id);
+    --claimed_;
     return {};
 }
 
 void PrefixStore::close() {
-    std::unordered_map<Tag, std::unique_ptr<Space>> ended;  // after the lock
+    std::unordered_map<SpaceTag, std::unique_ptr<Space>> ended;  // after the lock
     std::lock_guard lock(mutex_);
     closed_ = true;
     by_id_.clear();
+    claimed_ = 0;
     ended.swap(spaces_);
 }
 
@@ -128,7 +154,7 @@ Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const 
         if (!space.ok()) return std::move(space).status();
         salt = space.value()->salt;
     }
-    const Tag tag = tag_of(salt);
+    const SpaceTag tag = tag_for(salt);
     std::vector<BlockKey> hashed(keys.size() / kPrefixKeyBytes);
     for (size_t i = 0; i < hashed.size(); ++i) hashed[i] = hash_key(salt, tag, keys.data() + i * kPrefixKeyBytes, i);
     return hashed;
@@ -385,9 +411,8 @@ void PrefixStore::recover(std::vector<Record>&& records) {
     if (closed_) return;
     // What can fail comes first.
     for (const Entry& e : fresh) {
-        std::unique_ptr<Space>& space = spaces_[tag_in(e.key)];
-        if (!space) space = std::make_unique<Space>();
-        space->table.reserve(space->table.size() + fresh.size());
+        Space& space = space_of(tag_in(e.key));
+        space.table.reserve(space.table.size() + fresh.size());
     }
     while (!fresh.empty()) {
         Entry& e = fresh.front();
@@ -398,7 +423,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         }
         if (persistent_) blocks_.set_key(*e.block, e.key);
         if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
-        e.block->set_tenant(space.id ? space.id : kUnknownTenant);
+        e.block->set_tenant(space.id);
         e.stamp = stamp_;
         e.block->add_entry();
         space.bytes += bytes_of(e);
@@ -441,7 +466,9 @@ Result<NamespaceStats> PrefixStore::stats(Tenant id) const {
 std::vector<NamespaceStats> PrefixStore::all_stats() const {
     std::vector<NamespaceStats> all;
     std::lock_guard lock(mutex_);
-    for (const auto& [id, space] : by_id_) all.push_back(describe(*space));
+    for (const auto& [id, space] : by_id_) {
+        if (space->claimed) all.push_back(describe(*space));
+    }
     std::sort(all.begin(), all.end(), [](const NamespaceStats& a, const NamespaceStats& b) { return a.id < b.id; });
     return all;
 }

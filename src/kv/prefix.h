@@ -21,6 +21,10 @@ namespace ta {
 inline constexpr size_t kPrefixKeyBytes = 32;
 using Salt = std::array<uint8_t, 32>;
 
+// Names a namespace in files: a hash of its salt, which tells nothing of it. 0: none.
+using SpaceTag = uint64_t;
+inline constexpr SpaceTag kEndedSpace = UINT64_MAX;  // one that is no more: what belonged to it belongs nowhere
+
 struct NamespaceStats {
     Tenant id = 0;
     uint64_t entries = 0, bytes = 0, quota = 0, bytes_shared = 0;
@@ -55,6 +59,9 @@ class PrefixStore {
     Result<NamespaceStats> stats(Tenant id) const;
     std::vector<NamespaceStats> all_stats() const;
     Status check(Tenant id) const;
+    // How a file names the namespace, and whose the tokens are that a file says are of it, be the namespace there already or not yet.
+    SpaceTag tag_of(Tenant id) const;
+    Tenant tenant_of(SpaceTag tag);
 
     // Blocks [0, n) of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing.
     Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks, const OpenAmax& open_amax);
@@ -93,19 +100,20 @@ class PrefixStore {
     };
     using Table = std::unordered_map<BlockKey, Entries::iterator, HashKey>;
     struct Space {
-        Tenant id = 0;  // 0: no namespace has claimed these entries yet
+        Tenant id = 0;
+        SpaceTag tag = 0;
+        bool claimed = false;  // by a namespace; till then it keeps what came from files
         Salt salt{};
         Entries entries;  // those not asked for longest first; of one prefix the end first
         Table table;
         uint64_t bytes = 0, quota = UINT64_MAX;
         uint64_t hits = 0, misses = 0, published = 0, evicted = 0;
     };
-    using Tag = uint64_t;
-
     // A block published under several keys has an entry for each.
     static bool is_unused(const Entry& e) { return e.block.use_count() == long{e.block->entries()}; }
     static void forget(Entry& e);
     Result<Space*> find(Tenant id) const;
+    Space& space_of(SpaceTag tag);
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
     void touch(Space& space, std::span<const Entries::iterator> chain);
@@ -119,7 +127,8 @@ class PrefixStore {
     bool closed_ = false, persistent_ = false;
     uint64_t stamp_ = 0;
     Tenant last_id_;
-    std::unordered_map<Tag, std::unique_ptr<Space>> spaces_;
+    size_t claimed_ = 0;
+    std::unordered_map<SpaceTag, std::unique_ptr<Space>> spaces_;
     std::unordered_map<Tenant, Space*> by_id_;
 };
 

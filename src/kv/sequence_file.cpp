@@ -8,7 +8,7 @@ namespace ta {
 namespace {
 
 constexpr uint32_t kFileMagic = 0x51455354;  // "TSEQ" in little endian
-constexpr uint16_t kFileVersion = 1;
+constexpr uint16_t kFileVersion = 2;
 
 struct FileHeader {
     uint32_t magic;
@@ -20,9 +20,10 @@ struct FileHeader {
     uint64_t open_amax;  // floats after this header: largest magnitudes of universal scales
     uint64_t slot_bytes[2];
     uint64_t amax_hash;  // XXH3 of those floats
+    SpaceTag space;      // that it belongs to
     uint64_t hash;       // XXH3 of the fields above
 };
-static_assert(sizeof(FileHeader) == 72);
+static_assert(sizeof(FileHeader) == 80);
 
 }  // namespace
 
@@ -43,6 +44,7 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
         h.slot_bytes[0] = g.token_slot_bytes;
         h.slot_bytes[1] = g.channel_slot_bytes;
         h.amax_hash = hash_bytes(s.open_amax.data(), s.open_amax.size() * sizeof(float));
+        h.space = pool.tag_of(s);
         h.hash = header_hash(h);
         TA_RETURN_IF_ERROR(file.write(&h, sizeof h));
         TA_RETURN_IF_ERROR(file.write(s.open_amax.data(), s.open_amax.size() * sizeof(float)));
@@ -74,7 +76,7 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     if (h.magic != kFileMagic || h.hash != header_hash(h))
         return fail(TA_E_CORRUPT, "%s is no sequence, or damaged", path.c_str());
     if (h.version != kFileVersion)
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 1", path.c_str(), h.version);
+        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", path.c_str(), h.version);
     if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes ||
         h.slot_bytes[1] != g.channel_slot_bytes) {
         return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", path.c_str());
@@ -88,6 +90,7 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     }
     Pool::Snapshot s;
     s.length = h.length;
+    s.tenant = pool.prefixes().tenant_of(h.space);
     s.open_amax.resize(amax);
     TA_RETURN_IF_ERROR(file.read(s.open_amax.data(), amax * sizeof(float)));
     bool good = hash_bytes(s.open_amax.data(), amax * sizeof(float)) == h.amax_hash;
@@ -106,6 +109,7 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
         }
         blocks.push_back({block.take(), i});
         s.blocks.push_back(blocks.back().block);
+        if (s.tenant != 0) s.blocks.back()->set_tenant(s.tenant);
     }
     if (file.at() != info.bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", path.c_str());
     if (progress && !progress(info.bytes, info.bytes)) return stopped(path);

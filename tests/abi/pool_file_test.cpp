@@ -211,6 +211,53 @@ TEST_F(PoolFile, ForgedFields) {
     }
 }
 
+// A file does not carry a tenant's tokens into another's namespace.
+TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
+    const KvPool from = make_pool(context, options());
+    const ta_namespace space = make_namespace(from, 1), ends = make_namespace(from, 3);
+    const ta_seq of = write(from, 130, 1), before = fork_sequence(from, of);
+    publish(from, of, space, 1, 2);
+    const auto [matched, n] = match(from, space, 1, 2);
+    const auto [fresh, none] = match(from, space, 0, 0);
+    grow(from, fresh, 70, 3);
+    const ta_seq gone = write(from, 70, 4), free = write(from, 70, 5);
+    publish(from, gone, ends, 4, 1);
+    ta_error err;
+    require(ta_namespace_destroy(from.get(), ends, &err), err);
+    save(from, path("all"));
+    const std::vector<ta_seq> seqs = {of, before, matched, fresh, gone, free};
+    for (size_t i = 0; i < seqs.size(); ++i)
+        require(ta_seq_save(from.get(), seqs[i], path(std::to_string(i).c_str()).c_str(), nullptr, nullptr, &err), err);
+    for (const bool one_by_one : {false, true}) {
+        for (const bool there_already : {false, true}) {
+            SCOPED_TRACE(std::string(one_by_one ? "sequences" : "a pool") + (there_already ? ", namespace there" : ""));
+            const KvPool pool = make_pool(context, options());
+            ta_namespace same = there_already ? make_namespace(pool, 1) : 0;
+            std::vector<ta_seq> loaded(seqs.size());
+            if (one_by_one) {
+                for (size_t i = 0; i < seqs.size(); ++i)
+                    require(ta_seq_load(pool.get(), path(std::to_string(i).c_str()).c_str(), nullptr, nullptr, &loaded[i], &err), err);
+            } else {
+                const std::vector<ta_loaded_seq> all = load(pool, path("all"));
+                for (size_t i = 0; i < seqs.size(); ++i) loaded[i] = loaded_as(all, seqs[i]);
+            }
+            const ta_namespace other = make_namespace(pool, 2);
+            if (!same) same = make_namespace(pool, 1);
+            const auto status = [&](size_t i, ta_namespace to) {
+                return ta_seq_publish(pool.get(), loaded[i], to, keys(9 + i, 1).data(), 1, &err);
+            };
+            for (size_t i = 0; i < 5; ++i) EXPECT_EQ(status(i, other), TA_E_INVALID) << i;
+            EXPECT_EQ(space_stats(pool, other).entries, 0u);
+            for (size_t i = 0; i < 4; ++i) EXPECT_EQ(status(i, same), TA_OK) << i << ": " << err.message;
+            EXPECT_EQ(status(4, same), TA_E_INVALID) << "of a namespace that had ended";
+            EXPECT_EQ(status(4, make_namespace(pool, 3)), TA_E_INVALID) << "though its salt is here again";
+            EXPECT_EQ(status(5, other), TA_OK) << "it was of none";
+            EXPECT_EQ(status(5, same), TA_E_INVALID);
+            for (size_t i = 0; i < 6; ++i) EXPECT_EQ(length(pool, loaded[i]), length(from, seqs[i]));
+        }
+    }
+}
+
 TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     const KvPool pool = make_pool(context, options()), other = make_pool(context, options(2));
     const ta_seq a = write(pool, 200, 1), b = write(pool, 100, 2);

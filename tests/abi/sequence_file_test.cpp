@@ -124,7 +124,7 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
         EXPECT_EQ(stats(pool).sequences, before.sequences) << what;
         EXPECT_EQ(stats(pool).bytes_used, before.bytes_used) << what;
     };
-    for (size_t at = 0; at < 72 + 48; ++at) {  // both headers, every bit
+    for (size_t at = 0; at < 80 + 48; ++at) {  // both headers, every bit
         for (int bit = 0; bit < 8; ++bit) {
             Bytes bad = good;
             bad[at] = char(bad[at] ^ (1 << bit));
@@ -137,7 +137,7 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
         bad[at] = char(bad[at] ^ (1 << random.below(8)));
         refuse(bad, "byte " + std::to_string(at));
     }
-    for (size_t n : {size_t{0}, size_t{1}, size_t{71}, size_t{72}, size_t{100}, good.size() / 2, good.size() - 1}) {
+    for (size_t n : {size_t{0}, size_t{1}, size_t{79}, size_t{80}, size_t{100}, good.size() / 2, good.size() - 1}) {
         refuse(Bytes(good.begin(), good.begin() + std::ptrdiff_t(n)), "cut after " + std::to_string(n));
     }
     Bytes longer = good;
