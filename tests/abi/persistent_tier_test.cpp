@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -270,6 +271,7 @@ struct Notes {
             if (info.state != TA_MOVE_DONE) _exit(4);
             if (notes.published[text].load() < blocks) notes.published[text] = blocks;
             if (random.below(3) == 0) to(pool, seq, blocks, TA_TIER_DEVICE);
+            if (random.below(4) == 0) require(ta_namespace_flush(pool.get(), space, &err), err);
             require(ta_seq_release(pool.get(), seq, &err), err);
             ++notes.done;
         }
@@ -320,8 +322,12 @@ TEST_F(PersistentTier, WhatWasPromisedSurvivesKill9) {
             verify(pool, seq);
             const ta_seq reference = write(plain, int32_t(n), text);
             ASSERT_TRUE(same_values(pool, seq, plain, reference, n)) << "text " << text << " in round " << round;
+            // Steps that bring it back give what they give where it was never away.
+            ASSERT_TRUE(same_bits(grow(pool, seq, 3, 90 + text), grow(plain, reference, 3, 90 + text))) << "round " << round;
         }
     }
+    std::printf("%d kills, %llu texts acknowledged, %lld blocks found again\n", rounds, (unsigned long long)notes.done.load(),
+                (long long)kept);
     EXPECT_GT(kept, rounds);
     EXPECT_GT(notes.done.load(), uint64_t(rounds / 2));
     munmap(shared, sizeof(Notes));

@@ -33,7 +33,9 @@ class Fading {
     float at_now(AttentionMass mass) {
         if (mass.at != at_) {
             at_ = mass.at;
-            left_ = std::exp2(float(now_ - at_) * per_step_);
+            // Another plan may have begun, and left its weights, since this step was counted.
+            constexpr uint32_t kLater = 1 << 20;
+            left_ = at_ - now_ < kLater ? 1.0f : std::exp2(float(now_ - at_) * per_step_);
         }
         return mass.sum * left_;
     }

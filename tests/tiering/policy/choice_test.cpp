@@ -50,6 +50,39 @@ std::vector<ta_seq> add_sequences(Pool& pool, size_t sequences, size_t blocks) {
     return seqs;
 }
 
+TEST(SlotAge, ASequenceIsNotAsRecentAsTheOneThatHadItsSlot) {
+    for (const Eviction eviction : {Eviction::kLru, Eviction::kPriority}) {
+        const auto pool = make_pool(eviction, uint64_t{64} << 20);
+        ASSERT_TRUE(pool);
+        const std::vector<ta_seq> seqs = add_sequences(*pool, 3, 6);
+        const ta_seq idle = seqs[0], used = seqs[1], last = seqs[2];
+        const auto use = [&](ta_seq seq) {
+            Result<std::vector<Sequence*>> plan = pool->lock_for_plan({&seq, 1});
+            ASSERT_TRUE(plan.ok());
+            pool->unlock_for_plan(plan.value());
+        };
+        use(used);
+        use(last);
+        ASSERT_TRUE(pool->release(last).ok());
+        Result<ta_seq> fork = pool->fork_sequence(idle);
+        ASSERT_TRUE(fork.ok());
+        EXPECT_EQ(uint32_t(fork.value()), uint32_t(last)) << "it has the slot";
+        ASSERT_TRUE(pool->release(idle).ok());
+        std::vector<const Block*> blocks;
+        ASSERT_TRUE(pool->inspect(fork.value(), [&](const Sequence& s) {
+                            for (const BlockPtr& b : s.blocks) blocks.push_back(b.get());
+                            return Status();
+                        }).ok());
+        const std::vector<MoveItem> first =
+            pool->coldest(TierKind::kDevice, 5 * pool->geometry().channel_slot_bytes, false);
+        ASSERT_EQ(first.size(), 5u);
+        for (const MoveItem& item : first) {
+            EXPECT_TRUE(std::find(blocks.begin(), blocks.end(), item.block.get()) != blocks.end()) << "no plan used the fork";
+            EXPECT_EQ(item.last_used_at, std::chrono::steady_clock::time_point());
+        }
+    }
+}
+
 class Choice : public ::testing::TestWithParam<Eviction> {};
 
 TEST_P(Choice, WhatMayNotLeaveStays) {

@@ -168,6 +168,8 @@ TEST(Fading, HalvesInItsHalfLife) {
     EXPECT_FLOAT_EQ(fading.at_now({4.0f, 900}), 2.0f);
     EXPECT_FLOAT_EQ(fading.at_now({4.0f, 700}), 0.5f);
     EXPECT_FLOAT_EQ(Fading(100, 50).at_now({4.0f, uint32_t(0) - 50}), 2.0f) << "the count of steps went around";
+    EXPECT_FLOAT_EQ(Fading(100, 50).at_now({4.0f, 53}), 4.0f) << "of a step that began later";
+    EXPECT_FLOAT_EQ(Fading(100, uint32_t(0) - 1).at_now({4.0f, 2}), 4.0f);
 }
 
 }  // namespace
