@@ -343,8 +343,10 @@ bool BlockStore::drop_record(Block& block) {
 
 void BlockStore::set_record(Block& block, Slot slot) {
     std::lock_guard lock(mutex_);
-    if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
-    block.record_ = slot;
+    // Meanwhile it may have moved to disk, under its key, or its namespace have ended.
+    const bool unwanted = !block.published() || (block.tier_ == TierKind::kDisk && block.tier_keyed_);
+    if (unwanted || block.record_.index != Slot::kNone) disk_->release({unwanted ? &slot : &block.record_, 1});
+    if (!unwanted) block.record_ = slot;
 }
 
 bool BlockStore::has_record(const Block& block) const {

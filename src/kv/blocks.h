@@ -198,7 +198,7 @@ class BlockStore {
     void set_key(Block& block, const BlockKey& key);
     // Gives up the record that a block left on disk; false when there is none.
     bool drop_record(Block& block);
-    // A record of the block, under its key, that was written beside it.
+    // A record of the block, under its key, that was written beside it. Released if none is needed any more.
     void set_record(Block& block, Slot slot);
     bool has_record(const Block& block) const;
     // While the pool begins or ends: records of published blocks stay on disk for the next one.

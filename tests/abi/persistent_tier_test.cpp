@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 #include <new>
+#include <thread>
 
 #include "abi/prefix_steps.h"
 #include "support/files.h"
@@ -132,6 +133,58 @@ TEST_F(PersistentTier, AnEndedNamespaceHasNoRecords) {
     for (int i = 0; i < 1000 && disk_stats(pool).blocks > 0; ++i) usleep(1000);
     EXPECT_EQ(disk_stats(pool).blocks, 0u) << "though a sequence has the blocks";
     verify(pool, seq);
+}
+
+// A block has one record, whoever writes it: a flush, or a move at the same time.
+TEST_F(PersistentTier, AFlushBesideMoves) {
+    constexpr uint64_t kRounds = 24;
+    const KvPool pool = open_pool(context, file, uint64_t{8} << 20);
+    const ta_namespace space = make_namespace(pool, 1);
+    std::vector<ta_seq> seqs;
+    for (uint64_t round = 0; round < kRounds; ++round) {
+        seqs.push_back(write(pool, 5 * 64, round));
+        publish(pool, seqs.back(), space, round, 5);
+        std::thread mover([&, usleep_for = useconds_t(round % 8 * 100)] {
+            usleep(usleep_for);
+            EXPECT_EQ(move(pool, seqs.back(), 5, TA_TIER_DISK).moved, 5u);
+            EXPECT_EQ(move(pool, seqs.back(), 5, TA_TIER_DEVICE).moved, 5u);
+        });
+        ta_error err;
+        const ta_status s = ta_namespace_flush(pool.get(), space, &err);
+        mover.join();
+        EXPECT_EQ(s, TA_OK) << err.message;
+    }
+    const auto blocks_are = [&](uint64_t n) {
+        for (int i = 0; i < 2000 && disk_stats(pool).blocks != n; ++i) usleep(1000);
+        return disk_stats(pool).blocks == n;
+    };
+    EXPECT_TRUE(blocks_are(kRounds * 5)) << disk_stats(pool).blocks;
+    for (ta_seq s : seqs) verify(pool, s);
+    ta_error err;
+    require(ta_namespace_destroy(pool.get(), space, &err), err);
+    EXPECT_TRUE(blocks_are(0)) << disk_stats(pool).blocks << " records are nobody's";
+}
+
+TEST_F(PersistentTier, AFlushBesideTheEndOfItsNamespace) {
+    const KvPool pool = open_pool(context, file, uint64_t{8} << 20);
+    std::vector<ta_seq> seqs;
+    for (uint8_t round = 1; round <= 24; ++round) {
+        const ta_namespace space = make_namespace(pool, round);
+        seqs.push_back(write(pool, 5 * 64, round));
+        publish(pool, seqs.back(), space, round, 5);
+        std::thread ends([&, usleep_for = useconds_t(round % 8 * 100)] {
+            usleep(usleep_for);
+            ta_error err;
+            EXPECT_EQ(ta_namespace_destroy(pool.get(), space, &err), TA_OK);
+        });
+        ta_error err;
+        const ta_status s = ta_namespace_flush(pool.get(), space, &err);
+        ends.join();
+        EXPECT_TRUE(s == TA_OK || s == TA_E_STALE) << err.message;
+    }
+    for (int i = 0; i < 2000 && disk_stats(pool).blocks > 0; ++i) usleep(1000);
+    EXPECT_EQ(disk_stats(pool).blocks, 0u) << "the next pool would find them";
+    for (ta_seq s : seqs) verify(pool, s);
 }
 
 TEST_F(PersistentTier, AFullDiskWithLittleToDropDoesNotWait) {
