@@ -332,8 +332,9 @@ typedef struct ta_tier_options {
     ta_switch drop_coldest; /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
                                     in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and
                                     get no attention any more. Changes results. On a CPU; on a GPU TA_E_UNSUPPORTED */
-    int32_t begin_wait_ms; /* how long a begin waits for what others hold: room that open plans may be reading (default 1000), and
-                                    moves that take its blocks away (default 10000); up to 86,400,000; -1: not at all */
+    /* How long a begin waits for what others hold: room that open plans may be reading (default 1000), and moves that take its
+     * blocks away (default 10000); up to 86,400,000; -1: not at all. */
+    int32_t begin_wait_ms;
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {

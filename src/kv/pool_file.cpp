@@ -147,8 +147,7 @@ Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& f
     uint64_t references = 0;
     const auto good_state = [&](uint64_t s) { return has_states ? s < h.states : s == kNoState; };
     for (const SequenceRecord& s : index.sequences) {
-        good =
-            good && s.length >= 0 && blocks_for(s.length) <= h.references - references && good_state(s.state);
+        good = good && s.length >= 0 && blocks_for(s.length) <= h.references - references && good_state(s.state);
         if (!good) break;
         references += blocks_for(s.length);
     }

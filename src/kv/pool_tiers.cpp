@@ -423,9 +423,8 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
         }
         if (progress.failed > 0 && progress.status.code() == TA_E_CORRUPT) {
             // Where only what arrived was bad, the record is good to be read again.
-            std::erase_if(items, [](const MoveItem& item) {
-                return item.block->tier() != TierKind::kDisk || item.block->stuck();
-            });
+            std::erase_if(items,
+                          [](const MoveItem& item) { return item.block->tier() != TierKind::kDisk || item.block->stuck(); });
             if (!items.empty()) {
                 MoveProgress again = mover_->run(items, host_ ? TierKind::kHost : TierKind::kDevice, MoveReason::kNeeded);
                 if (again.failed == 0 && again.moved == progress.failed) progress = std::move(again);

@@ -43,7 +43,8 @@ struct MoveCounters {
     uint64_t bytes_in[3] = {0, 0, 0}, bytes_out[3] = {0, 0, 0};
     uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
     uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // between a device and the host
-    uint64_t failed = 0, corrupt = 0;   // corrupt: the block itself does not match, not only what arrived of it
+    // Corrupt are blocks that are damaged themselves, not only in what arrived of them.
+    uint64_t failed = 0, corrupt = 0;
     uint64_t evicted[3] = {0, 0, 0};    // blocks, by the tier that they left
     double evicted_age[3] = {0, 0, 0};  // seconds since the last step of their sequences, summed
 

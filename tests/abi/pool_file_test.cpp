@@ -236,7 +236,9 @@ TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
             std::vector<ta_seq> loaded(seqs.size());
             if (one_by_one) {
                 for (size_t i = 0; i < seqs.size(); ++i)
-                    require(ta_seq_load(pool.get(), path(std::to_string(i).c_str()).c_str(), nullptr, nullptr, &loaded[i], &err), err);
+                    require(
+                        ta_seq_load(pool.get(), path(std::to_string(i).c_str()).c_str(), nullptr, nullptr, &loaded[i], &err),
+                        err);
             } else {
                 const std::vector<ta_loaded_seq> all = load(pool, path("all"));
                 for (size_t i = 0; i < seqs.size(); ++i) loaded[i] = loaded_as(all, seqs[i]);

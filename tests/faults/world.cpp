@@ -220,7 +220,8 @@ void World::expect_state(const char* what) {
         const bool same = counts && now.lengths == expected.lengths && now.stored == expected.stored;
         if ((same && spaces_match(now, expected)) || Clock::now() > end) break;
     }
-    EXPECT_TRUE(spaces_match(now, expected)) << "after " << what << ": " << name_spaces(now) << ", expected " << name_spaces(expected);
+    EXPECT_TRUE(spaces_match(now, expected))
+        << "after " << what << ": " << name_spaces(now) << ", expected " << name_spaces(expected);
     EXPECT_EQ(now.lengths, expected.lengths) << "after " << what;
     EXPECT_TRUE(now.stored == expected.stored) << "after " << what << ": stored tokens have changed";
     EXPECT_EQ(now.stats.shared_blocks, expected.stats.shared_blocks) << "after " << what;

@@ -73,7 +73,7 @@ struct Reference {
         std::vector<ta_namespace_stats> spaces;
     };
     std::vector<float> results;
-    std::vector<State> before;  // each call
+    std::vector<State> before;     // each call
     std::vector<int64_t> matched;  // tokens, of each match
 };
 
@@ -220,11 +220,11 @@ class World {
         ta_namespace_stats before{};  // what it counted before the pool was made again
     };
     std::map<uint8_t, Space> spaces_;
-    std::vector<ta_seq> saved_;    // sequences of the pool's file
+    std::vector<ta_seq> saved_;  // sequences of the pool's file
     ta_kv_pool_stats before_{};  // what the pool counted before it was made again
-    int64_t left_ = 0;         // operations until the fault
-    uint64_t counted_ = 0;     // in earlier armed stretches
-    uint64_t armed_from_ = 0;  // the source's count then
+    int64_t left_ = 0;           // operations until the fault
+    uint64_t counted_ = 0;       // in earlier armed stretches
+    uint64_t armed_from_ = 0;    // the source's count then
     CountingAllocator allocator_;
     std::shared_ptr<FaultyFiles> files_;
     SimulatedDevice* device_ = nullptr;

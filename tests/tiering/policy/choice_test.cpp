@@ -69,12 +69,13 @@ TEST(SlotAge, ASequenceIsNotAsRecentAsTheOneThatHadItsSlot) {
         EXPECT_EQ(uint32_t(fork.value()), uint32_t(last)) << "it has the slot";
         ASSERT_TRUE(pool->release(idle).ok());
         std::vector<const Block*> blocks;
-        ASSERT_TRUE(pool->inspect(fork.value(), [&](const Sequence& s) {
-                            for (const BlockPtr& b : s.blocks) blocks.push_back(b.get());
-                            return Status();
-                        }).ok());
-        const std::vector<MoveItem> first =
-            pool->coldest(TierKind::kDevice, 5 * pool->geometry().channel_slot_bytes, false);
+        ASSERT_TRUE(pool->inspect(fork.value(),
+                                  [&](const Sequence& s) {
+                                      for (const BlockPtr& b : s.blocks) blocks.push_back(b.get());
+                                      return Status();
+                                  })
+                        .ok());
+        const std::vector<MoveItem> first = pool->coldest(TierKind::kDevice, 5 * pool->geometry().channel_slot_bytes, false);
         ASSERT_EQ(first.size(), 5u);
         for (const MoveItem& item : first) {
             EXPECT_TRUE(std::find(blocks.begin(), blocks.end(), item.block.get()) != blocks.end()) << "no plan used the fork";
