@@ -170,6 +170,32 @@ Result<std::vector<uint8_t*>> BlockStore::acquire_slots(std::span<const PageKind
     return slots;
 }
 
+std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size_t most) {
+    std::vector<Scratch> scratch;
+    {
+        std::lock_guard lock(mutex_);
+        const uint64_t in_use = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
+        most = size_t(std::min<uint64_t>(most, (budget_ - in_use) / geometry_.slot_bytes(kind)));
+    }
+    // Fragmentation may leave less than that, and others may take some meanwhile.
+    std::vector<PageKind> wanted(most, kind);
+    std::vector<Taken> taken;
+    scratch.reserve(most);
+    for (; !wanted.empty(); wanted.resize(wanted.size() / 2)) {
+        taken.clear();
+        if (!take_slots(wanted, taken, nullptr).ok()) continue;
+        for (const Taken& t : taken) scratch.push_back({t.slot, t.tenant});
+        scratch_[size_t(kind)] += scratch.size();
+        break;
+    }
+    return scratch;
+}
+
+void BlockStore::release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant) {
+    --scratch_[size_t(kind)];
+    release_slot(kind, scratch.slot, scratch.tenant == tenant ? tenant : kUnknownTenant);
+}
+
 Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {
     slots.reserve(wanted.size());
     size_t need[2] = {0, 0};
@@ -412,8 +438,8 @@ uint64_t BlockStore::left_bytes(TierKind tier) const {
 BlockStore::Usage BlockStore::usage() const {
     std::lock_guard lock(mutex_);
     Usage u;
-    u.token_blocks = in_use_[0];
-    u.channel_blocks = in_use_[1];
+    u.token_blocks = in_use_[0] - scratch_[0];
+    u.channel_blocks = in_use_[1] - scratch_[1];
     u.used = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
     u.cached = held_ - u.used;
     u.peak = peak_;

@@ -175,6 +175,14 @@ class BlockStore {
     // The same without blocks around the slots, for blocks that come back from other tiers and overwrite all of them.
     Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
     void release_slot(PageKind kind, uint8_t* slot);
+    // Room for a while, without blocks: as many slots as there are free, at most so many. Once the caller has put bytes of `tenant` into
+    // them it gives them back so.
+    struct Scratch {
+        uint8_t* slot;
+        Tenant tenant;  // whose bytes are in it
+    };
+    std::vector<Scratch> acquire_scratch(PageKind kind, size_t most);
+    void release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant);
 
     Barriers& barriers() { return barriers_; }
     // The tiers below the device, or nullptr. They outlive the store's blocks.
@@ -267,6 +275,7 @@ class BlockStore {
     uint64_t held_ = 0;            // bytes, in use and cached
     uint64_t peak_ = 0;            // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
+    std::atomic<uint64_t> scratch_[2] = {0, 0};  // of in_use_, without blocks
     std::atomic<uint64_t> moves_{0}, on_disk_{0};
     PrefetchCounters prefetches_;
     std::vector<uint64_t> reading_;  // moves_ when each reader started

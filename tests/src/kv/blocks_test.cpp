@@ -252,6 +252,47 @@ TEST_F(Blocks, SlotsAreZeroedBetweenTenants) {
     }
 }
 
+TEST_F(Blocks, ScratchIsWhatRoomThereIs) {
+    BlockStore& s = store(2 * token + 5 * channel);
+    std::vector<BlockPtr> blocks;
+    for (int i = 0; i < 2; ++i) blocks.push_back(take(s, PageKind::kToken));
+    blocks.push_back(take(s, PageKind::kChannel));
+    EXPECT_EQ(s.acquire_scratch(PageKind::kChannel, 0).size(), 0u);
+    std::vector<BlockStore::Scratch> scratch = s.acquire_scratch(PageKind::kChannel, 100);
+    EXPECT_EQ(scratch.size(), 4u);
+    EXPECT_EQ(s.usage().used, s.budget());
+    EXPECT_EQ(s.usage().channel_blocks, 1u);
+    EXPECT_EQ(take(s, PageKind::kChannel), nullptr);
+    EXPECT_TRUE(s.acquire_scratch(PageKind::kChannel, 1).empty());
+    for (const BlockStore::Scratch& slot : scratch) s.release_scratch(PageKind::kChannel, slot, 0);
+    EXPECT_EQ(s.acquire_scratch(PageKind::kChannel, 3).size(), 3u);
+    EXPECT_EQ(s.usage().channel_blocks, 1u);
+}
+
+// What was put into scratch is zeroed before another tenant gets the slot, and before the same one does where it was a third one's.
+TEST_F(Blocks, ScratchIsOfTheTenantWhoseBytesAreInIt) {
+    BlockStore& s = store(channel);
+    const PageKind kind = PageKind::kChannel;
+    const auto use = [&](Tenant tenant, uint8_t byte) {
+        const std::vector<BlockStore::Scratch> scratch = s.acquire_scratch(kind, 1);
+        ASSERT_EQ(scratch.size(), 1u);
+        std::memset(scratch[0].slot, byte, channel);
+        s.release_scratch(kind, scratch[0], tenant);
+    };
+    const auto first_byte_for = [&](Tenant tenant) {
+        Result<std::vector<BlockPtr>> b = s.acquire({&kind, 1}, nullptr, {&tenant, 1});
+        return b.ok() ? int(b.value()[0]->slot()[0]) : -1;
+    };
+    EXPECT_EQ(first_byte_for(5), 0);
+    use(5, 0xAA);
+    EXPECT_EQ(first_byte_for(5), 0xAA);
+    EXPECT_EQ(first_byte_for(6), 0);
+    use(5, 0xAA);  // beside what 6 may have left
+    EXPECT_EQ(first_byte_for(5), 0);
+    use(5, 0xAA);
+    EXPECT_EQ(first_byte_for(0), 0);
+}
+
 TEST_F(Blocks, SlotsOfASlabDoNotOverlap) {
     FakeDevice device;
     Allocator system{ta_allocator{}};
