@@ -69,6 +69,8 @@ class CudaDevice final : public Device {
     // The status for the result of a CUDA call: `what` says what was tried. Errors that end the device are remembered.
     Status check(cudaError_t error, const char* what) const;
 
+    CudaMoves& moves() { return *moves_; }
+
     // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.
     Status wait_for(cudaEvent_t event, const char* what) const;
 

@@ -120,18 +120,26 @@ cudaError_t CudaMoves::enqueue_kernel(const Copies& copies, cudaStream_t stream)
     return cudaError_t(cuda::launch_move_blocks(list.data(), list.size(), device_.kernel_generation(), stream));
 }
 
+MoveRoute CudaMoves::route_for(const Copies& copies, bool to_host, MoveRoute route) const {
+    if (route != MoveRoute::kCalibrated) return route;
+    uint64_t bytes = 0;
+    for (const DeviceCopy& c : copies) bytes += c.bytes;
+    const uint64_t measured = crossover_[to_host ? 0 : 1].load(std::memory_order_relaxed);
+    const uint64_t crossover = measured ? measured : kUnmeasuredCrossover;
+    return bytes >= crossover * copies.size() ? MoveRoute::kCopyEngine : MoveRoute::kKernel;
+}
+
+Status CudaMoves::enqueue(std::span<const DeviceCopy> copies, bool to_host, MoveRoute route, cudaStream_t stream) {
+    const Copies runs = joined(copies);
+    const bool kernel = route_for(runs, to_host, route) == MoveRoute::kKernel;
+    return device_.check(kernel ? enqueue_kernel(runs, stream) : enqueue_engine(runs, stream), "moving pages");
+}
+
 Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceCopy> copies, const CopyOptions& options) {
     const CudaScope scope(device_.ordinal());
     const int direction = options.to_host ? 0 : 1;
     const Copies runs = joined(copies);
-    uint64_t bytes = 0;
-    for (const DeviceCopy& c : runs) bytes += c.bytes;
-    MoveRoute route = options.route;
-    if (route == MoveRoute::kCalibrated) {
-        const uint64_t measured = crossover_[direction].load(std::memory_order_relaxed);
-        const uint64_t crossover = measured ? measured : kUnmeasuredCrossover;
-        route = bytes >= crossover * runs.size() ? MoveRoute::kCopyEngine : MoveRoute::kKernel;
-    }
+    const MoveRoute route = route_for(runs, options.to_host, options.route);
     const bool kernel = route == MoveRoute::kKernel;
     const cudaStream_t stream = streams_[direction][kernel ? turn_[direction].fetch_add(1) % 2 : 0];
     if (options.behind_steps) TA_RETURN_IF_ERROR(device_.wait_for_fences(stream, nullptr));
@@ -185,6 +193,7 @@ cudaError_t CudaMoves::measure() {
             }
             double engine = 0, kernel = 0;
             e = time_copies(copies, MoveRoute::kCopyEngine, streams_[direction][0], engine);
+            if (e == cudaSuccess && direction == 1 && size == kLargest) up_bytes_per_s_ = double(kBytes) / engine;
             if (e == cudaSuccess) e = time_copies(copies, MoveRoute::kKernel, streams_[direction][0], kernel);
             if (e != cudaSuccess || engine > kMuchSlower * kernel) break;
             crossover = size;

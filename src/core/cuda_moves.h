@@ -37,6 +37,10 @@ class CudaMoves {
     Status open();
     Result<std::unique_ptr<DeviceTransfer>> start(std::span<const DeviceCopy> copies, const CopyOptions& options);
     Status calibrate();
+    // Enqueues copies, in no order, on the caller's stream, which orders them with everything else.
+    Status enqueue(std::span<const DeviceCopy> copies, bool to_host, MoveRoute route, cudaStream_t stream);
+    // Bytes/s of large copies from the host, as measured; a guess before that.
+    double up_bytes_per_s() const { return up_bytes_per_s_.load(std::memory_order_relaxed); }
     MoveCrossover crossover() const { return {crossover_[0].load(), crossover_[1].load()}; }
 
     CudaDevice& device() { return device_; }
@@ -46,6 +50,7 @@ class CudaMoves {
 
   private:
     using Copies = std::vector<DeviceCopy>;
+    MoveRoute route_for(const Copies& copies, bool to_host, MoveRoute route) const;
     cudaError_t enqueue_engine(const Copies& copies, cudaStream_t stream);
     cudaError_t enqueue_kernel(const Copies& copies, cudaStream_t stream);
     cudaError_t time_copies(const Copies& copies, MoveRoute route, cudaStream_t stream, double& seconds);
@@ -56,7 +61,8 @@ class CudaMoves {
     cudaStream_t streams_[2][2] = {};
     std::atomic<unsigned> turn_[2] = {0, 0};
     std::atomic<uint64_t> crossover_[2] = {0, 0};  // bytes
-    std::atomic<bool> batches_{true};              // the driver takes many copies in one call
+    std::atomic<double> up_bytes_per_s_{20e9};
+    std::atomic<bool> batches_{true};  // the driver takes many copies in one call
     std::once_flag calibrated_;
     cudaError_t calibration_ = cudaSuccess;
     std::mutex mutex_;
