@@ -313,6 +313,12 @@ enum {
 typedef int32_t ta_move_route;
 enum { TA_MOVE_ROUTE_AUTO = 0, TA_MOVE_ROUTE_COPY_ENGINE = 1, TA_MOVE_ROUTE_KERNEL = 2 };
 
+/* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages beside the layers before it, into room
+ * that the device tier has free, or read them in place. Results are the same to the bit. TA_STAGING_AUTO: whichever is predicted to be
+ * faster; a step with many query rows reads pages in place again and again. Captured calls read in place. */
+typedef int32_t ta_staging;
+enum { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
+
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place; those on
  * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk tier
  * needs one. */
@@ -335,6 +341,9 @@ typedef struct ta_tier_options {
     /* How long a begin waits for what others hold: room that open plans may be reading (default 1000), and moves that take its
      * blocks away (default 10000); up to 86,400,000; -1: not at all. */
     int32_t begin_wait_ms;
+    ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
+    /* Of the device budget, that a step may take to stage in, where they are free; default: an eighth of it. */
+    uint64_t staging_bytes;
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -605,6 +614,10 @@ typedef struct ta_tier_stats {
     uint64_t waits_for_blocks; /* begins that waited for blocks to come from disk */
     double wait_seconds;       /* of these, summed */
     uint64_t dropped_blocks;   /* lost because no tier had room: ta_tier_options.drop_coldest */
+    uint64_t host_steps;       /* steps that read blocks in host memory */
+    uint64_t staged_steps;     /* those of them that staged some of these: ta_tier_options.staging */
+    uint64_t staged_pages;     /* that they copied; a page is what a block has of one layer */
+    uint64_t staged_bytes;
 } ta_tier_stats;
 
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */

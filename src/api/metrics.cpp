@@ -143,6 +143,11 @@ constexpr TierMetric kMoveMetrics[] = {
      [](auto& s) { return double(s.waits_for_blocks); }},
     {"dropped_blocks", "counter", "Blocks that were dropped because no tier had room.",
      [](auto& s) { return double(s.dropped_blocks); }},
+    {"host_steps", "counter", "Steps that read blocks in host memory.", [](auto& s) { return double(s.host_steps); }},
+    {"staged_steps", "counter", "Those of them that copied pages to the device layer by layer.",
+     [](auto& s) { return double(s.staged_steps); }},
+    {"staged_pages", "counter", "Pages that were copied so.", [](auto& s) { return double(s.staged_pages); }},
+    {"staged_bytes", "counter", "Their bytes.", [](auto& s) { return double(s.staged_bytes); }},
     {"begin_wait_seconds", "counter", "Time that begins waited, summed.", [](auto& s) { return s.wait_seconds; }},
 };
 

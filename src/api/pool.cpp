@@ -51,6 +51,10 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     if (o.begin_wait_ms != 0)
         settings.plans_patience = settings.moves_patience = std::chrono::milliseconds(std::max(o.begin_wait_ms, 0));
     if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
+    if (o.staging < TA_STAGING_AUTO || o.staging > TA_STAGING_ALWAYS)
+        return fail(TA_E_INVALID, "options.tiers.staging is %d, no value of ta_staging", int(o.staging));
+    settings.staging = StagingMode(o.staging);
+    settings.staging_bytes = o.staging_bytes;
     return {};
 }
 

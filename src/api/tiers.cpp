@@ -187,6 +187,10 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
         r.waits_for_room = counted.waits_for_room;
         r.waits_for_blocks = counted.waits_for_blocks;
         r.dropped_blocks = counted.dropped_blocks;
+        r.host_steps = counted.host_steps;
+        r.staged_steps = counted.staged_steps;
+        r.staged_pages = counted.staged_pages;
+        r.staged_bytes = counted.staged_bytes;
         r.wait_seconds = 1e-9 * double(counted.wait_nanoseconds.load());
         const BlockStore::PrefetchCounters& prefetches = p.blocks().prefetches();
         r.prefetch_used = prefetches.used;

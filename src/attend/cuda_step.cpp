@@ -6,7 +6,9 @@
 #include <map>
 
 #include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/sm90/prefill/prefill.h"
 #include "src/attend/cuda_attend.h"
+#include "src/attend/cuda_staging.h"
 #include "src/attend/cuda_tables.h"
 #include "src/kv/cuda_hasher.h"
 
@@ -24,6 +26,7 @@ class CudaStep final : public StepBackend {
           device_(device),
           constants_(device),
           tables_(pool, device),
+          staging_(pool, device),
           decode_workspace_(device),
           hasher_(pool, device) {}
     ~CudaStep() override;
@@ -91,6 +94,7 @@ class CudaStep final : public StepBackend {
     size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0;
 
     CudaTables tables_;
+    CudaStaging staging_;
     DeviceBuffer decode_workspace_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
@@ -172,7 +176,7 @@ Status CudaStep::begin(Step& step) {
     if (tables_.any_prefill()) {
         for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
-    return {};
+    return staging_.begin(step, tables_, captured_, stream_);
 }
 
 Status CudaStep::prepare() {
@@ -336,13 +340,23 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const int rows = tables_.max_decode_rows();
     if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
     if (tables_.any_prefill()) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
-    // Decode may start while the kernel before it runs, and reads the tables at once.
-    if (tables_are_last_) decode.plan.overlap = prefill.plan.overlap = false;
-    tables_are_last_ = false;
-    if (rows > 0) TA_RETURN_IF_ERROR(launch_attend(device_, decode, decode_workspace_.data(), stream_));
-    if (tables_.any_prefill()) {
-        TA_RETURN_IF_ERROR(launch_attend(device_, prefill, decode_workspace_.data(), stream_));
+    bool staged = false;
+    if (!captured) {
+        CudaStaging::Call like{0, a.window};
+        if (tables_.any_prefill())
+            like.rows_at_once = prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
+        Result<const uint64_t*> table = staging_.before_attend(layer, like, &staged, stream_);
+        if (!table.ok()) return std::move(table).status();
+        decode.args.table = prefill.args.table = table.value();
     }
+    // Decode may start while the kernel before it runs, and reads the tables at once.
+    if (tables_are_last_ || staged) decode.plan.overlap = prefill.plan.overlap = false;
+    tables_are_last_ = false;
+    Status launched;
+    if (rows > 0) launched = launch_attend(device_, decode, decode_workspace_.data(), stream_);
+    if (launched.ok() && tables_.any_prefill()) launched = launch_attend(device_, prefill, decode_workspace_.data(), stream_);
+    if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
+    TA_RETURN_IF_ERROR(std::move(launched));
     see_call(captured);
     return {};
 }
@@ -425,7 +439,9 @@ void CudaStep::finish() {
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());
+    staging_.finish(stream_);
     cudaEventRecord(fence_, stream_);
+    staging_.release();
     ran_ = false;
 }
 

@@ -28,6 +28,7 @@ class CudaTables {
     const int32_t* n_tasks() const { return reinterpret_cast<const int32_t*>(tasks_.data()); }
     const cuda::AppendTask* tasks() const { return reinterpret_cast<const cuda::AppendTask*>(tasks_.data() + 16); }
     const uint64_t* entries() const { return reinterpret_cast<const uint64_t*>(entries_.data()); }
+    size_t entries_bytes() const { return used_entries_ * sizeof(uint64_t); }  // with other sequences', all that are in use
     // Sequences for the decode kernel: those of more query rows per kv head than it takes have n_query = 0 here.
     const cuda::SequenceArgs* sequences() const { return reinterpret_cast<const cuda::SequenceArgs*>(sequences_.data()); }
     const int32_t* pages_before() const {

@@ -192,16 +192,23 @@ Status Plan::bring_blocks() {
         reading_.reset();
         const auto waited = std::chrono::steady_clock::now() - start;
         if (s.code() == TA_E_TIER_FULL) {
-            if (!std::exchange(tried, true) && !pool_->may_make_room(wanted)) return s;
+            const bool may_wait = waited < plans_patience;
+            if (!tried && !(tried = pool_->may_make_room(wanted))) {
+                // Where other steps stage is room when they end.
+                if (!may_wait || !store.wait_for_scratch(kPause)) return s;
+                waits.for_room = true;
+                continue;
+            }
             waits.for_room = true;
             // What blocks have left is room as soon as those are done who read there.
-            if (waited < plans_patience && store.wait_for_left(kPause)) continue;
+            if (may_wait && store.wait_for_left(kPause)) continue;
             const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon
             if (pool_->make_room(TierKind::kDevice, wanted)) {
                 if (++made > kMostAttempts) return s;
                 continue;
             }
             if (!moving) {
+                if (may_wait && store.wait_for_scratch(kPause)) continue;
                 if (!may_drop() || !pool_->drop_coldest(wanted, sequences_)) return s;
                 store.wait_for_left(kPause);
                 continue;

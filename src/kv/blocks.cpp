@@ -185,6 +185,7 @@ std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size
         taken.clear();
         if (!take_slots(wanted, taken, nullptr).ok()) continue;
         for (const Taken& t : taken) scratch.push_back({t.slot, t.tenant});
+        std::lock_guard lock(mutex_);
         scratch_[size_t(kind)] += scratch.size();
         break;
     }
@@ -192,8 +193,17 @@ std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size
 }
 
 void BlockStore::release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant) {
-    --scratch_[size_t(kind)];
     release_slot(kind, scratch.slot, scratch.tenant == tenant ? tenant : kUnknownTenant);
+    std::lock_guard lock(mutex_);
+    --scratch_[size_t(kind)];
+    freed_.notify_all();
+}
+
+bool BlockStore::wait_for_scratch(std::chrono::milliseconds most) {
+    std::unique_lock lock(mutex_);
+    const uint64_t before = scratch_[0] + scratch_[1];
+    if (before > 0) freed_.wait_for(lock, most, [&] { return scratch_[0] + scratch_[1] < before; });
+    return before > 0;
 }
 
 Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {

@@ -183,6 +183,8 @@ class BlockStore {
     };
     std::vector<Scratch> acquire_scratch(PageKind kind, size_t most);
     void release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant);
+    // Until some is given back, or time is up. False when there is none.
+    bool wait_for_scratch(std::chrono::milliseconds most);
 
     Barriers& barriers() { return barriers_; }
     // The tiers below the device, or nullptr. They outlive the store's blocks.
@@ -275,7 +277,7 @@ class BlockStore {
     uint64_t held_ = 0;            // bytes, in use and cached
     uint64_t peak_ = 0;            // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
-    std::atomic<uint64_t> scratch_[2] = {0, 0};  // of in_use_, without blocks
+    uint64_t scratch_[2] = {0, 0};  // of in_use_, without blocks
     std::atomic<uint64_t> moves_{0}, on_disk_{0};
     PrefetchCounters prefetches_;
     std::vector<uint64_t> reading_;  // moves_ when each reader started

@@ -42,6 +42,9 @@ struct Sequence {
     std::atomic<Tenant> tenant{0};     // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
 };
 
+// Whether steps on a GPU copy pages in host memory to device memory before a layer reads them, or read them in place.
+enum class StagingMode : uint8_t { kAuto, kNever, kAlways };  // kAuto: whichever is predicted to be faster
+
 // The tiers below the device, each on if it has a budget.
 struct TierSettings {
     uint64_t host_budget = 0, disk_budget = 0;
@@ -57,6 +60,8 @@ struct TierSettings {
     bool drop_coldest = false;  // when nothing can leave for another tier any more
     // How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.
     std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
+    StagingMode staging = StagingMode::kAuto;
+    uint64_t staging_bytes = 0;  // of the device budget, that each plan may take for it while it has room
 };
 
 class DiskTier;
@@ -73,6 +78,8 @@ class Pool {
         // Begins that waited for room, for blocks on disk, and how long in all.
         std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
         std::atomic<uint64_t> dropped_blocks{0};
+        // Steps with blocks in host memory; those of them that staged some; what was staged, a page for each block and layer.
+        std::atomic<uint64_t> host_steps{0}, staged_steps{0}, staged_pages{0}, staged_bytes{0};
     };
 
     static Result<std::shared_ptr<Pool>> create(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics,
@@ -133,6 +140,8 @@ class Pool {
         return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
     }
     Mover* mover() const { return mover_.get(); }
+    StagingMode staging() const { return tier_settings_.staging; }
+    uint64_t staging_bytes() const { return tier_settings_.staging_bytes; }
     // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be reading.
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.

@@ -119,6 +119,7 @@ bool may_drop(const Sequence& s, std::span<Sequence* const> mine) {
 
 Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
+    if (settings.staging_bytes == 0) tier_settings_.staging_bytes = blocks_->budget() / 8;
     policy_ = make_policy(settings);
     if (settings.drop_coldest && context_->device())
         return fail(TA_E_UNSUPPORTED, "the kernels of a GPU do not pass over dropped blocks; drop_coldest is for CPU contexts");
@@ -401,6 +402,7 @@ void Pool::count_lookups(std::span<Sequence* const> seqs) {
             }
         }
     }
+    if (host_ && found[size_t(TierKind::kHost)] + found[size_t(TierKind::kDisk)] > 0) ++counters_.host_steps;
     for (size_t t = 0; t < 3; ++t) {
         counters_.hits[t] += found[t];
         for (size_t above = 0; above < t; ++above) counters_.absent[above] += found[t];

@@ -51,6 +51,8 @@ TEST(TierMetrics, HitsAndMissesOfEachTier) {
     EXPECT_EQ(device.hits, 3u + 4u);
     EXPECT_EQ(host.hits, 5u + 7u);
     EXPECT_EQ(device.waits_for_blocks, 1u);
+    EXPECT_EQ(device.host_steps, 2u);
+    EXPECT_EQ(device.staged_steps, 0u);  // a CPU reads in place
     EXPECT_EQ(tier_stats(twins.plain_pool, TA_TIER_DEVICE).hits, 10u + 11u);
 }
 

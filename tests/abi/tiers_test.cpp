@@ -177,6 +177,11 @@ TEST(Tiers, TicketsAndArguments) {
     ta_kv_pool* none = nullptr;
     EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.high_percent = tiers.low_percent = 0;
+    for (const ta_staging staging : {-1, 3}) {
+        tiers.staging = staging;
+        EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    }
+    tiers.staging = TA_STAGING_AUTO;
     tiers.disk_bytes = kPlenty;
     tiers.disk_folder = "/nonexistent/folder";
     EXPECT_NE(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_OK);

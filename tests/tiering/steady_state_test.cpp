@@ -112,5 +112,49 @@ TEST(SteadyState, WithoutWatermarksItWaits) {
     EXPECT_GE(run.longest, kPerSlot);
 }
 
+// Room that other steps stage in is waited for where no blocks may leave, as long as the pool says.
+TEST(SteadyState, BeginWaitsForScratch) {
+    for (const milliseconds patience : {milliseconds(60000), milliseconds(0)}) {
+        Context::Options context_options;
+        context_options.threads = 1;
+        Result<std::shared_ptr<Context>> context = Context::create(context_options);
+        Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+        ta_numerics settings{};
+        Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+        TierSettings tiers;
+        tiers.host_budget = uint64_t{16} << 20;
+        tiers.plans_patience = patience;
+        const uint64_t budget = 20 * g.value().channel_slot_bytes;
+        Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);
+        const std::shared_ptr<Pool> pool = made.take();
+        const ta_seq seq = pool->create_sequence().value();
+        std::vector<BlockStore::Scratch> scratch = pool->blocks().acquire_scratch(PageKind::kChannel, 20);
+        ASSERT_EQ(scratch.size(), 20u);
+        const auto release = [&] {
+            for (const BlockStore::Scratch& slot : scratch) pool->blocks().release_scratch(PageKind::kChannel, slot, 0);
+        };
+        std::thread other;
+        if (patience.count() > 0) {
+            other = std::thread([&] {
+                std::this_thread::sleep_for(milliseconds(50));
+                release();
+            });
+        }
+        Plan plan(pool);
+        const int32_t one = 1;
+        const auto start = std::chrono::steady_clock::now();
+        const Status begun = plan.begin({&seq, 1}, &one, nullptr);
+        const auto waited = std::chrono::steady_clock::now() - start;
+        if (other.joinable()) {
+            other.join();
+        } else {
+            release();
+        }
+        EXPECT_EQ(begun.code(), patience.count() > 0 ? TA_OK : TA_E_TIER_FULL);
+        EXPECT_LT(waited, milliseconds(30000));
+        EXPECT_EQ(pool->counters().waits_for_room.load(), 1u);
+    }
+}
+
 }  // namespace
 }  // namespace ta
