@@ -1,5 +1,5 @@
-"""Draws what moves of blocks reach, and decode over blocks in host memory, from the output of `ta bench tiers --json`. Needs nothing
-but Python.
+"""Draws what moves of blocks reach, and decode and chunks of prompts over blocks in host memory, from the output of `ta bench tiers
+--json`, of the parts that it has. Needs nothing but Python.
 
 usage: plot_tiers.py tiers.json out.svg
 """
@@ -13,10 +13,14 @@ def size(n):
     return f"{n / 1e6:.1f} MB" if n >= 1e6 else f"{n / 1e3:.0f} KB"
 
 
+def size_of_context(chunks, tokens):
+    return next(row["over"] for row in chunks if row["tokens"] == tokens)
+
+
 def main():
     with open(sys.argv[1], encoding="utf-8") as file:
         rows = json.load(file)["rows"]
-    moves = [row for row in rows if row["part"] == "moves" and row["route"] == "auto"]
+    moves = [row for row in rows if row["part"] == "moves" and row["route"] == "auto" and row.get("node") != "far"]
     panels = []
     for what, title in [("demote", "To the host"), ("promote", "To the GPU"), ("both", "Both at once, the sum")]:
         series = {}
@@ -31,6 +35,13 @@ def main():
             decode.setdefault(row["pages"], []).append((int(row["percent_on_host"]) + 1, row["times_resident"]))
     if decode:
         panels.append(("Decode, times all resident, over 1 + % of blocks on the host", "x", decode))
+    chunks = [row for row in rows if row["part"] == "chunk" and row["what"] in ("in place", "auto")]  # forced ones are like auto
+    for tokens in sorted({row["tokens"] for row in chunks if row["tokens"] >= 256}):
+        chunk = {}
+        for row in chunks:
+            if row["tokens"] == tokens:
+                chunk.setdefault(row["what"], []).append((int(row["percent_on_host"]) + 1, row["p50_us"] / 1000))
+        panels.append((f"{tokens} tokens over {size_of_context(chunks, tokens)}, ms a layer, over 1 + % on the host", "", chunk))
     step = WIDTH + GAP + 40
     body = [line for i, (title, unit, series) in enumerate(panels) for line in panel(LEFT + i * step, title, unit, series)]
     with open(sys.argv[2], "w", encoding="utf-8") as file:

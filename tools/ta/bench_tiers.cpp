@@ -48,7 +48,7 @@ std::span<const Route> routes_of(const Machine& machine) {
 class Cache {
   public:
     Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, uint64_t device_bytes, uint64_t host_bytes,
-          uint64_t disk_bytes, ta_move_route route = TA_MOVE_ROUTE_AUTO)
+          uint64_t disk_bytes, ta_move_route route = TA_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO)
         : machine_(machine), g_(g), k_(machine, kChunk, g.kv_heads, g.head_dim), v_(machine, kChunk, g.kv_heads, g.head_dim) {
         auto co = sized<ta_context_options>();
         co.device = machine.kind();
@@ -60,6 +60,7 @@ class Cache {
         tiers.disk_folder = options.disk_folder.empty() ? nullptr : options.disk_folder.c_str();
         tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
         tiers.route = route;
+        tiers.staging = staging;
         auto po = sized<ta_kv_pool_options>();
         po.layers = g.layers;
         po.kv_heads = g.kv_heads;
@@ -139,6 +140,36 @@ class Cache {
         const double s = seconds_since(start);
         TA_CHECK(ta_plan_abort(plan_, &error));
         return s;
+    }
+
+    // Seconds of a layer in a step whose last tokens attend, its begin included; all layers are enqueued at once.
+    double attend_layers(ta_seq seq, int32_t tokens, const Rows& q, Rows& out) {
+        const int32_t none = 0;
+        const ta_tensor qt = q.first(tokens), ot = out.first(tokens);
+        machine_.wait();
+        const auto start = Clock::now();
+        TA_CHECK(ta_plan_begin(plan_, 1, &seq, &none, &tokens, &error));
+        for (uint32_t layer = 0; layer < g_.layers; ++layer)
+            TA_CHECK(ta_attend(plan_, layer, &qt, &ot, nullptr, nullptr, &error));
+        machine_.wait();
+        const double s = seconds_since(start);
+        TA_CHECK(ta_plan_end(plan_, &error));
+        return s / g_.layers;
+    }
+    uint64_t staged_bytes() const {
+        auto s = sized<ta_tier_stats>();
+        TA_CHECK(ta_kv_pool_get_tier_stats(pool_, TA_TIER_DEVICE, &s, &error));
+        return s.staged_bytes;
+    }
+    // Moves blocks so that of n behind the sink so many percent are on the host, spread evenly: every block b with b * away / n of
+    // another whole part than b - 1. Returns how many that are; `away`: as many were there.
+    uint64_t spread(ta_seq seq, uint64_t n, uint64_t away, uint64_t percent) {
+        const uint64_t wanted = n * percent / 100;
+        for (uint64_t b = 1; b <= n; ++b) {
+            const bool is = b * away / n != (b - 1) * away / n, will = b * wanted / n != (b - 1) * wanted / n;
+            if (is != will) move(seq, b, 1, will ? TA_TIER_HOST : TA_TIER_DEVICE);
+        }
+        return wanted;
     }
 
   private:
@@ -322,15 +353,9 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
         Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
         const double link = machine.copy_bytes_per_s(false, false);
         double resident = 0;
-        uint64_t away =
-            0;  // blocks on the host, spread evenly: every block b with b * away / n of another whole part than b - 1
+        uint64_t away = 0;
         for (int percent : {0, 1, 10, 50, 90, 99}) {
-            const uint64_t wanted = n * uint64_t(percent) / 100;
-            for (uint64_t b = 1; b <= n; ++b) {
-                const bool is = b * away / n != (b - 1) * away / n, will = b * wanted / n != (b - 1) * wanted / n;
-                if (is != will) cache.move(a, b, 1, will ? TA_TIER_HOST : TA_TIER_DEVICE);
-            }
-            away = wanted;
+            away = cache.spread(a, n, away, uint64_t(percent));
             std::vector<double> times;
             for (int i = 0; i < options.repeats + 2; ++i) {
                 const double s = cache.attend_once(a, q, out);
@@ -343,6 +368,51 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
             if (percent == 0) resident = quantile(times, 0.5);
             r["times_resident"] = quantile(times, 0.5) / resident;
             row(r);
+        }
+        cache.verify(a);
+    }
+}
+
+// Chunks of a prompt over blocks of which some are in host memory, in place and staged: a layer of several.
+void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    const bool gpu = machine.kind() == TA_DEVICE_CUDA;
+    struct Way {
+        const char* name;
+        ta_staging staging;
+        ta_move_route route;
+    };
+    constexpr Way kWays[] = {{"in place", TA_STAGING_NEVER, TA_MOVE_ROUTE_AUTO},
+                             {"staged, copy engine", TA_STAGING_ALWAYS, TA_MOVE_ROUTE_COPY_ENGINE},
+                             {"staged, kernel", TA_STAGING_ALWAYS, TA_MOVE_ROUTE_KERNEL},
+                             {"auto", TA_STAGING_AUTO, TA_MOVE_ROUTE_AUTO}};
+    constexpr Geometry g{8, 8};
+    const uint64_t size = block_bytes_of(machine, options, g);
+    const uint64_t n = std::clamp<uint64_t>(options.memory_bytes / size, 16, 511);
+    const double link = machine.copy_bytes_per_s(false, false);
+    for (const Way& way : std::span(kWays).first(gpu ? std::size(kWays) : 1)) {
+        Cache cache(machine, options, g, 2 * device_bytes_for(g, n, size), tier_bytes_for(n, size), 0, way.route, way.staging);
+        const ta_seq a = cache.add(n);
+        const int64_t most = gpu ? 2048 : 16;
+        const Rows q(machine, most, g.kv_heads * g.group, g.head_dim);
+        Rows out(machine, most, g.kv_heads * g.group, g.head_dim);
+        uint64_t away = 0;
+        for (const uint64_t percent : {0, 10, 50, 90}) {
+            away = cache.spread(a, n, away, percent);
+            for (int32_t tokens = 1; tokens <= most; tokens *= tokens == 256 ? 8 : 4) {
+                std::vector<double> times;
+                const uint64_t before = cache.staged_bytes();
+                const int repeats = std::max(3, options.repeats / 3);
+                for (int i = 0; i < repeats + 1; ++i) {
+                    const double s = cache.attend_layers(a, tokens, q, out);
+                    if (i >= 1) times.push_back(s);
+                }
+                json r = times_row("chunk", way.name, away * (size / g.layers), times, away > 0 ? link : 0);
+                r["tokens"] = tokens;
+                r["over"] = (n + 1) * 64 - uint64_t(tokens);
+                r["percent_on_host"] = percent;
+                r["staged_bytes"] = (cache.staged_bytes() - before) / uint64_t(repeats + 1) / g.layers;
+                row(r);
+            }
         }
         cache.verify(a);
     }
@@ -408,10 +478,12 @@ void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::
             bench_disk(machine, options, row);
         } else if (part == "decode") {
             bench_decode(machine, options, row);
+        } else if (part == "chunk") {
+            bench_chunk(machine, options, row);
         } else if (part == "busy") {
             bench_busy(machine, options, row);
         } else {
-            throw Failure("no part of the benchmark is called '" + part + "': moves, disk, decode, busy");
+            throw Failure("no part of the benchmark is called '" + part + "': moves, disk, decode, chunk, busy");
         }
     }
 }

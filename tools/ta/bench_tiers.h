@@ -1,4 +1,4 @@
-// ta bench tiers: how fast blocks move between tiers, and what decode costs while they are away.
+// ta bench tiers: how fast blocks move between tiers, and what decode and chunks of prompts cost while they are away.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace ta::tools {
 
 struct BenchTiersOptions {
-    std::vector<std::string> parts{"moves", "disk", "decode", "busy"};
+    std::vector<std::string> parts{"moves", "disk", "decode", "chunk", "busy"};
     uint64_t memory_bytes = uint64_t{1} << 30;  // that a case may take, in each tier
     uint64_t disk_bytes = uint64_t{1} << 30;
     std::string disk_folder;  // empty: TMPDIR or /tmp
