@@ -210,10 +210,24 @@ json times_row(const char* part, const char* what, uint64_t bytes, const std::ve
             {"percent", ceiling > 0 ? 100 * rate / ceiling : 0}};
 }
 
+// Where the host tier lies in bench_moves: near the device and, where the machine has such a node, far from it.
+struct HostNode {
+    std::string name;
+    uint32_t option;  // as ta_tier_options.host_node
+};
+std::vector<HostNode> host_nodes(const Machine& machine, const BenchTiersOptions& options) {
+    if (options.host_node > 0) return {{std::to_string(options.host_node - 1), options.host_node}};
+    const int near = machine.numa_node(), far = farthest_node(near);
+    if (far < 0) return {{"only", 0}};
+    return {{"near", uint32_t(near + 1)}, {"far", uint32_t(far + 1)}};
+}
+
 const Geometry kBlockSizes[] = {{1, 1}, {1, 8}, {8, 8}, {32, 8}, {64, 8}};
 
 // Batches of n blocks out of many, each time others: what was moved last is in the processor's caches.
-void bench_moves(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+void bench_moves(Machine& machine, BenchTiersOptions options, const HostNode& node,
+                 const std::function<void(const json&)>& row) {
+    options.host_node = node.option;
     const double to_host = machine.copy_bytes_per_s(true, false), from_host = machine.copy_bytes_per_s(false, false),
                  both = machine.copy_bytes_per_s(true, true);
     constexpr uint64_t kMostBytesOfCase = uint64_t{4} << 30;
@@ -260,6 +274,7 @@ void bench_moves(Machine& machine, const BenchTiersOptions& options, const std::
                     r["block_bytes"] = size;
                     r["blocks"] = n * times;
                     r["route"] = route.name;
+                    r["node"] = node.name;
                     cache.describe(r);
                     row(r);
                 };
@@ -473,7 +488,7 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
 void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json& row)>& row) {
     for (const std::string& part : options.parts) {
         if (part == "moves") {
-            bench_moves(machine, options, row);
+            for (const HostNode& node : host_nodes(machine, options)) bench_moves(machine, options, node, row);
         } else if (part == "disk") {
             bench_disk(machine, options, row);
         } else if (part == "decode") {

@@ -17,6 +17,7 @@ class GpuMachine final : public Machine {
     explicit GpuMachine(int ordinal) {
         cuda_check(cudaSetDevice(ordinal), "choosing the GPU");
         cuda_check(cudaGetDeviceProperties(&properties_, ordinal), "asking the GPU for its name");
+        if (cudaDeviceGetAttribute(&numa_node_, cudaDevAttrHostNumaId, ordinal) != cudaSuccess) numa_node_ = -1;
         for (cudaStream_t* s : {&stream_, &up_, &down_})
             cuda_check(cudaStreamCreateWithFlags(s, cudaStreamNonBlocking), "creating a stream");
     }
@@ -25,6 +26,7 @@ class GpuMachine final : public Machine {
     }
     ta_device_kind kind() const override { return TA_DEVICE_CUDA; }
     std::string name() const override { return properties_.name; }
+    int numa_node() const override { return numa_node_; }
     void* allocate(size_t bytes) override {
         void* p = nullptr;
         cuda_check(cudaMalloc(&p, bytes), "GPU memory for tensors");
@@ -71,6 +73,7 @@ class GpuMachine final : public Machine {
 
   private:
     cudaDeviceProp properties_{};
+    int numa_node_ = -1;
     cudaStream_t stream_ = nullptr, up_ = nullptr, down_ = nullptr;
 };
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <thread>
 
 namespace ta::tools {
@@ -50,6 +51,31 @@ class CpuMachine final : public Machine {
 }  // namespace
 
 ta_error error;
+
+int farthest_node(int node) {
+    const std::string nodes = "/sys/devices/system/node/";
+    std::ifstream has_memory(nodes + "has_memory");
+    std::vector<int> candidates;  // "0-1,4"
+    for (int first, last; has_memory >> first; has_memory.ignore(1, ',')) {
+        last = first;
+        if (has_memory.peek() == '-') has_memory.ignore() >> last;
+        for (int n = first; n <= last; ++n) candidates.push_back(n);
+    }
+    int farthest = -1, most = 0;
+    for (const int n : candidates) {
+        if (n == node) continue;
+        // Its distance from all nodes that are online, in order; without holes their numbers.
+        std::ifstream distances(nodes + "node" + std::to_string(n) + "/distance");
+        int distance = 0;
+        for (int i = 0; i <= node && distances >> distance; ++i) {
+        }
+        if (distances && distance > most) {
+            most = distance;
+            farthest = n;
+        }
+    }
+    return node < 0 ? -1 : farthest;
+}
 
 std::unique_ptr<Machine> make_cpu_machine() {
     return std::make_unique<CpuMachine>();

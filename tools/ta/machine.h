@@ -36,6 +36,8 @@ class Machine {
     virtual ~Machine() = default;
     virtual ta_device_kind kind() const = 0;
     virtual std::string name() const = 0;
+    // NUMA node that the device is nearest to, -1: unknown.
+    virtual int numa_node() const { return -1; }
     // Memory for tensors.
     virtual void* allocate(size_t bytes) = 0;
     virtual void release(void* p) = 0;
@@ -47,6 +49,9 @@ class Machine {
     // ceiling of moves. `to_host` counts for one direction only.
     virtual double copy_bytes_per_s(bool to_host, bool both) = 0;
 };
+
+// Of the NUMA nodes with memory the one that is farthest from `node`; -1 where there is none but that, or nothing is known.
+int farthest_node(int node);
 
 std::unique_ptr<Machine> make_cpu_machine();
 // Throws Failure in a build without CUDA and where there is no GPU.

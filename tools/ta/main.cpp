@@ -90,12 +90,13 @@ int main(int argc, char** argv) {
         bench->add_subcommand("tiers", "Moves of blocks between tiers, against the ceiling measured in the same run");
     BenchTiersOptions options;
     tiers->add_option("--device", device, "cpu, a GPU's number, or auto")->capture_default_str();
-    tiers->add_option("--parts", options.parts, "moves, disk, decode, busy")->delimiter(',');
+    tiers->add_option("--parts", options.parts, "moves, disk, decode, chunk, busy")->delimiter(',');
     tiers->add_option("--memory", options.memory_bytes, "bytes that a case may take in each tier")
         ->transform(CLI::AsSizeValue(false));
     tiers->add_option("--disk", options.disk_bytes, "bytes on disk")->transform(CLI::AsSizeValue(false));
     tiers->add_option("--folder", options.disk_folder, "where the disk tier's file goes; default TMPDIR or /tmp");
-    tiers->add_option("--node", options.host_node, "1 + the NUMA node of the host tier");
+    tiers->add_option("--node", options.host_node,
+                      "1 + the NUMA node of the host tier; default: the GPU's and, for moves, the farthest one too");
     tiers->add_option("--repeats", options.repeats, "of each case")->check(CLI::Range(3, 10000));
     bool quick = false;
     tiers->add_flag("--quick", quick, "a quarter of the memory, the disk and the repeats");
