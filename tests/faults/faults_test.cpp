@@ -57,7 +57,7 @@ class Watchdog {
 // How many k of a kind are tried, each once and from then on.
 uint64_t tries(FaultKind kind, const Scenario& scenario) {
     if (std::getenv("TA_FAULTS_ALL")) return UINT64_MAX;
-    uint64_t n = scenario.shape.persistent ? 8 : 16;  // each run of a persistent disk opens three pools
+    uint64_t n = scenario.shape.persistent ? 6 : 12;  // each run of a persistent disk opens three pools
     if (kind == FaultKind::kNew) n *= 2;
     if (kind == FaultKind::kStall || kind == FaultKind::kCopyLate) n = 6;
     return std::max<uint64_t>(n / kSlower, 2);
