@@ -38,6 +38,7 @@ struct DecodeRows {
 
     float q_scale[kTiles];
     float m[kTiles], l[kTiles];  // l: sum over this lane's tokens
+    float page[kTiles];          // the last page's part in l
     float o[kTiles][kOut];
     float o2[kTwoOrders ? kTiles : 1][kTwoOrders ? kOut2 : 1];
 
@@ -132,7 +133,7 @@ constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded tw
 template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                         float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
-                                        DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], uint32_t place, int lane) {
+                                        DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     const int r = lane / 4, i = lane % 4;
     const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
@@ -166,7 +167,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         }
         const float weight = ex2(base - rows.m[tile + n]);
         rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
-        leave_page_lse<kKind, kTiles>(p, place, tile + n, base, sum, lane);
+        rows.page[tile + n] = sum * weight;
         largest = p_running ? 1.0f : max_over_tokens(largest);
         const bool any = largest >= 0x1p-60f;
         const float to_code = any ? p.levels * reciprocal(largest) : 0.0f;
@@ -183,8 +184,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
 template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                                 float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
-                                                DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], uint32_t place,
-                                                int lane) {
+                                                DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
     mask(p, seg, first_key, tile, x, lane);
     __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
@@ -201,7 +201,7 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
             bits[k] = __float_as_uint(fmaf(prob, p.levels, 0x1p23f));
         }
         rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
-        leave_page_lse<kKind, kTiles>(p, place, tile + n, top[n], sum[0] + sum[1], lane);
+        rows.page[tile + n] = (sum[0] + sum[1]) * weight;
         factor[tile + n] = vfac * p.inverse_levels * weight;
         store_p(memory.p(tile + n), bits, lane);
     }
@@ -239,11 +239,11 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
     return largest;
 }
 
-// kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4. `place`: of the page, as mass_place has it.
+// kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4.
 template <int D, int kTiles, DecodeKind kKind, int kKBits, int kVBits, class Memory>
 __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
                                             int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
-                                            DecodeRows<D, kTiles>& rows, uint32_t place, int lane) {
+                                            DecodeRows<D, kTiles>& rows, int lane) {
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
     float factor[kTiles];
@@ -263,7 +263,7 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
             }
-            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, place, lane);
+            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
         }
     } else {
         constexpr ChannelLayout kLayout(D, kKBits, kVBits);
@@ -301,9 +301,9 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
                 float ratio[8];
 #pragma unroll
                 for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
-                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, place, lane);
+                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
             } else {
-                channel_softmax<kKind>(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, place, lane);
+                channel_softmax<kKind>(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
             }
         }
     }
@@ -515,16 +515,18 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         const uint32_t place = mass_place(p, seg.s, seg.head);
         for (int32_t page = first; page < first + pages; ++page) {
             loader.fill();
+            // Of the page before, while this one is on its way: a warp has room for one piece or two, and the memory waits for those
+            // who compute.
+            if (page > first) leave_page_lse<kKind>(p, place + page - 1, rows.m, rows.page, lane);
             const auto piece = loader.take();
             if (kTiered && piece.dropped) {
 #pragma unroll
-                for (int n = 0; n < kTiles; ++n) leave_page_lse<kKind, kTiles>(p, place + page, n, 0.0f, 0.0f, lane);
+                for (float& x : rows.page) x = 0.0f;
                 loader.release();
                 continue;
             }
             const auto attend = [&]<int kKBits, int kVBits>() {
-                attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows,
-                                                              place + page, lane);
+                attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
             };
             if (!piece.channel) {
                 attend.template operator()<8, 8>();
@@ -535,6 +537,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
             }
             loader.release();
         }
+        leave_page_lse<kKind>(p, place + first + pages - 1, rows.m, rows.page, lane);
         left -= pages;
         // The ring is free once the range is at its end.
         void* const partial = left == 0 ? static_cast<void*>(ring)

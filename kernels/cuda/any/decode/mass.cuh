@@ -18,17 +18,20 @@ __device__ __forceinline__ float lg2(float x) {
     return y;
 }
 
-// The row's weights in the page at `place` are `sum` over all lanes times 2^base.
+// The rows' weights in the page at `place` are `sum`, over all lanes, times 2^m.
 template <DecodeKind kKind, int kTiles>
-__device__ __forceinline__ void leave_page_lse(const DecodeParams& p, uint32_t place, int tile, float base, float sum,
-                                               int lane) {
+__device__ __forceinline__ void leave_page_lse(const DecodeParams& p, uint32_t place, const float (&m)[kTiles],
+                                               const float (&sum)[kTiles], int lane) {
     if constexpr (kKind != kPlain) {
-        // Where most calls ask for it there is no branch around the sum: what follows hides how long it takes.
-        if (kKind == kGeneral && !p.mass.page_lse) return;
+        if (!p.mass.page_lse) return;
+        float* const to = p.mass.page_lse + uint64_t(place) * (4 * kTiles) + lane;
 #pragma unroll
-        for (int h = 4; h <= 16; h *= 2) sum += __shfl_xor_sync(kAllLanes, sum, h);
-        const float lse = base + lg2(sum);
-        if (lane < 4 && p.mass.page_lse) p.mass.page_lse[(uint64_t(place) * kTiles + tile) * 4 + lane] = lse;
+        for (int n = 0; n < kTiles; ++n) {
+            float all = sum[n];
+#pragma unroll
+            for (int h = 4; h <= 16; h *= 2) all += __shfl_xor_sync(kAllLanes, all, h);
+            if (lane < 4) to[4 * n] = m[n] + lg2(all);
+        }
     }
 }
 
