@@ -303,7 +303,7 @@ enum {
     TA_EVICT_ATTENTION =
         2 /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over
                               layers, query heads and the last 16 query tokens, summed, halving in attention_half_life steps. On a
-                              CPU; on a GPU TA_E_UNSUPPORTED */
+                              GPU sequences of up to 16 query tokens x group in a step count, and longer prompts do not */
 };
 
 /* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for each
@@ -337,7 +337,7 @@ typedef struct ta_tier_options {
     int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps of the pool, whosever they are; default 128 */
     ta_switch drop_coldest; /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
                                     in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and
-                                    get no attention any more. Changes results. On a CPU; on a GPU TA_E_UNSUPPORTED */
+                                    get no attention any more. Changes results. */
     /* How long a begin waits for what others hold: room that open plans may be reading (default 1000), and moves that take its
      * blocks away (default 10000); up to 86,400,000; -1: not at all. */
     int32_t begin_wait_ms;

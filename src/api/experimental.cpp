@@ -132,8 +132,9 @@ ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first,
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(mass, "mass", 4));
         TA_RETURN_IF_ERROR(check_aligned(mass, "mass", 4));
-        const Pool& p = *pool->impl;
+        Pool& p = *pool->impl;
         if (!p.observes_attention()) return fail(TA_E_UNSUPPORTED, "the pool does not evict by TA_EVICT_ATTENTION").argument(0);
+        p.take_in_attention(true);
         return p.inspect(seq, [&](const Sequence& s) -> Status {
             if (first > s.blocks.size() || n > s.blocks.size() - first) {
                 return fail(TA_E_INVALID, "blocks %llu + %llu are asked for; the sequence has %zu", (unsigned long long)first,

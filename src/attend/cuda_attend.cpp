@@ -38,8 +38,8 @@ Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, Atten
     args.p_levels = format.levels;
     args.p_running = false;
     // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
-    // those too.
-    const bool by_kernel = device.kernel_generation() == 9 && !cuda::prefill_refusal(args);
+    // those too. It reads every page of the table.
+    const bool by_kernel = device.kernel_generation() == 9 && !args.may_lack_pages && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {
         return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
@@ -125,7 +125,8 @@ Status launch_attend(const CudaDevice& device, const AttendWork& work, void* wor
         const int ctas = device.properties().multiProcessorCount;
         return device.check(cuda::launch_prefill(work.args, work.schedule, ctas, stream), "a prefill");
     }
-    return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream), "attention");
+    const cuda::DecodeMass* mass = work.mass.page_lse ? &work.mass : nullptr;
+    return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass), "attention");
 }
 
 }  // namespace ta

@@ -64,6 +64,7 @@ struct AttendWork {
     cuda::AttendArgs args{};
     cuda::DecodePlan plan{};      // the decode kernel's
     uint8_t* schedule = nullptr;  // the prefill kernel's
+    cuda::DecodeMass mass{};      // the decode kernel's, unless page_lse is nullptr
 };
 // Sequences of at most `max_rows` query rows for the decode kernel. P's format is set already.
 Status plan_few_rows(const CudaDevice& device, const cuda::AttendArgs& args, int max_rows, AttendWork& work);

@@ -8,6 +8,7 @@
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 #include "src/attend/cuda_attend.h"
+#include "src/attend/cuda_mass.h"
 #include "src/attend/cuda_staging.h"
 #include "src/attend/cuda_tables.h"
 #include "src/kv/cuda_hasher.h"
@@ -26,6 +27,7 @@ class CudaStep final : public StepBackend {
           device_(device),
           constants_(device),
           tables_(pool, device),
+          mass_(pool, device),
           staging_(pool, device),
           decode_workspace_(device),
           hasher_(pool, device) {}
@@ -94,6 +96,7 @@ class CudaStep final : public StepBackend {
     size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0;
 
     CudaTables tables_;
+    CudaMass mass_;
     CudaStaging staging_;
     DeviceBuffer decode_workspace_;
     CudaHasher hasher_;
@@ -169,6 +172,7 @@ Status CudaStep::begin(Step& step) {
     }
     // With what the last steps attended with, so that their captured calls find this step's tables.
     TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), stream_));
+    TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     tables_are_last_ = true;
     step_ = &step;
     ++steps_;
@@ -365,11 +369,19 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool capture
     const PFormat format = p_format(p, max_rows);
     a.p_levels = format.levels;
     a.p_running = format.running;
+    a.may_lack_pages = pool_.may_drop();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
+    if (mass_.on()) {
+        const int mass_rows = 4 * work.plan.tiles;
+        if (captured && !mass_.holds(tables_, mass_rows)) return needs_a_run("this shape of a batch");
+        TA_RETURN_IF_ERROR(mass_.reserve(tables_, mass_rows));
+        work.mass = mass_.args();
+    }
     return reserve_workspace(work, captured);
 }
 
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
+    a.may_lack_pages = tables_.lacks_blocks();
     Result<ManyRowsKey> key = choose_for_many_rows(device_, p, a);
     if (!key.ok()) return std::move(key).status();
     Schedule& schedule = schedules_.try_emplace(key.value(), device_).first->second;
@@ -418,14 +430,19 @@ Status CudaStep::seal_blocks() {
         }
     }
     TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));
+    TA_RETURN_IF_ERROR(mass_.end(*step_, tables_, stream_));
     tables_.committed(*step_);
     return {};
 }
 
 // All that a captured launch depends on beside the tables.
 std::vector<uint64_t> CudaStep::kind_of_step() const {
-    std::vector<uint64_t> kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
-                               uint64_t(uintptr_t(decode_workspace_.data()))};
+    std::vector<uint64_t> kind{uint64_t(tables_.group()),
+                               uint64_t(tables_.max_decode_rows()),
+                               uint64_t(tables_.any_prefill()),
+                               uint64_t(uintptr_t(decode_workspace_.data())),
+                               mass_.address(),
+                               uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
     tables_.addresses(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {

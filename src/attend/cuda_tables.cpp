@@ -73,7 +73,7 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
 // A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given up.
 Status CudaTables::place_rows(const Step& step) {
     const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
-    const size_t have = entries_.bytes() / sizeof(uint64_t);
+    const size_t have = capacity();
     size_t all = 0, missing = 0;
     uint32_t slots = 0;
     for (const StepMember& m : step.members) slots = std::max(slots, m.sequence->slot + 1);
@@ -134,18 +134,24 @@ void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTable
     args.copies[0] = {tasks_.data(), staged, bytes};
 }
 
-void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const {
+void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) {
     auto* const first = static_cast<TablePatch*>(staging.part(0));
     TablePatch* patch = first;
+    lacks_blocks_ = false;
     for (const StepMember& m : step.members) {
-        uint64_t entry = rows_[m.sequence->slot].first;
+        Row& row = rows_[m.sequence->slot];
+        uint64_t entry = row.first;
         const int64_t clean = clean_entries(m), untouched = Step::untouched_blocks(m);
+        row.lacks_blocks &= clean > 0;
         entry += uint64_t(clean);
         for (int64_t b = clean; b < untouched; ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
+            const uint8_t* slot = block.slot();
             const uint64_t flags = block.kind() == PageKind::kChannel ? cuda::kEntryChannel : 0;
-            *patch++ = {entry++, uint64_t(uintptr_t(block.slot())) | flags};
+            *patch++ = {entry++, slot ? uint64_t(uintptr_t(slot)) | flags : cuda::kEntryDropped};
+            row.lacks_blocks |= !slot;
         }
+        lacks_blocks_ |= row.lacks_blocks;
         for (const StepBlock& t : m.touched) *patch++ = {entry++, page_of(t)};
     }
     args.patches = first;

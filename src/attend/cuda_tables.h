@@ -40,6 +40,11 @@ class CudaTables {
     bool any_prefill() const { return any_prefill_; }  // a sequence is left for prefill
     std::span<const cuda::SequenceArgs> prefill() const { return prefill_; }  // all; those that decode takes have n_query = 0
 
+    static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
+    uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
+    size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
+    bool lacks_blocks() const { return lacks_blocks_; }                            // some of the step's were dropped
+
     // What captured launches point at.
     void addresses(std::vector<uint64_t>& out) const;
 
@@ -51,17 +56,17 @@ class CudaTables {
         uint64_t version = 0;  // of the sequence when `clean` entries were right
         uint64_t moves = 0;    // of the pool's blocks until then
         int64_t clean = 0;
-        bool committed = false;  // the sequence has changed once since, by the step that these entries were made for
+        bool lacks_blocks = false;  // some of the clean entries are of dropped ones
+        bool committed = false;     // the sequence has changed once since, by the step that these entries were made for
     };
     struct Upload;
 
-    static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
     Status place_rows(const Step& step);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, Staging& staging, cuda::StepTablesArgs& args);
     static size_t sequence_bytes(size_t batch);
     void write_tasks(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const;
-    void write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const;
+    void write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args);
     uint64_t page_of(const StepBlock& t) const;
     // Low address bits of a table's entries are flags.
     size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
@@ -78,7 +83,7 @@ class CudaTables {
     size_t used_entries_ = 0;
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     int group_ = 0, max_rows_ = 0;
-    bool any_prefill_ = false;
+    bool any_prefill_ = false, lacks_blocks_ = false;
     std::vector<cuda::SequenceArgs> prefill_;
     Staging staging_[4];
     uint64_t uploads_ = 0;

@@ -79,6 +79,7 @@ class Staging {
     }
     // For what was recorded last: spins.
     Status wait(CudaDevice& device) const { return done_ ? device.wait_for(done_, "earlier work") : Status(); }
+    bool done() const { return cudaEventQuery(done_) == cudaSuccess; }
     Status record(const CudaDevice& device, cudaStream_t stream) {
         return device.check(cudaEventRecord(done_, stream), "recording an event");
     }

@@ -64,6 +64,14 @@ struct TierSettings {
     uint64_t staging_bytes = 0;  // of the device budget, that each plan may take for it while it has room
 };
 
+// Steps that say later what attention blocks got.
+class AttentionSource {
+  public:
+    virtual ~AttentionSource() = default;
+    // Leaves with the blocks what has arrived; `wait`: of all steps that were ended so far. Any thread.
+    virtual void take_in(bool wait) = 0;
+};
+
 class DiskTier;
 
 class Pool {
@@ -132,6 +140,13 @@ class Pool {
 
     // Whether steps leave with blocks what attention they got; what they add fades until now.
     bool observes_attention() const { return tier_settings_.eviction == Eviction::kAttention; }
+    // The weights of a sequence's first blocks in step `at`, each times `each`. Blocks that came into their places since then get them.
+    void add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at);
+    void add_attention_source(AttentionSource* source);
+    void remove_attention_source(AttentionSource* source);
+    void take_in_attention(bool wait);
+    // Whether blocks may be dropped: the sequences of steps may lack some.
+    bool may_drop() const { return tier_settings_.drop_coldest; }
     Fading fading() const { return Fading(tier_settings_.half_life, steps_.load(std::memory_order_relaxed)); }
 
     const TierSettings& tier_settings() const { return tier_settings_; }
@@ -268,6 +283,9 @@ class Pool {
         void operator()(uint8_t* memory) const { device->deallocate(memory, bytes); }
     };
     std::unique_ptr<uint8_t[], FreeMemory> open_amax_;
+
+    std::mutex sources_mutex_;  // before mutex_ and what sources lock
+    std::vector<AttentionSource*> sources_;
 
     mutable std::mutex mutex_;
     bool closed_ = false;

@@ -111,7 +111,7 @@ size_t count_full(const Sequence& s) {
 }
 
 // Whether the plan that holds `mine` may drop blocks of the sequence.
-bool may_drop(const Sequence& s, std::span<Sequence* const> mine) {
+bool may_lose_blocks(const Sequence& s, std::span<Sequence* const> mine) {
     return s.alive && (!s.in_plan || std::find(mine.begin(), mine.end(), &s) != mine.end());
 }
 
@@ -121,13 +121,6 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
     if (settings.staging_bytes == 0) tier_settings_.staging_bytes = blocks_->budget() / 8;
     policy_ = make_policy(settings);
-    if (settings.drop_coldest && context_->device())
-        return fail(TA_E_UNSUPPORTED, "the kernels of a GPU do not pass over dropped blocks; drop_coldest is for CPU contexts");
-    if (observes_attention() && context_->device()) {
-        return fail(
-            TA_E_UNSUPPORTED,
-            "the kernels of a GPU do not say what attention blocks get; evict there by TA_EVICT_LRU or TA_EVICT_PRIORITY");
-    }
     if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
     }
@@ -184,6 +177,35 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     TA_RETURN_IF_ERROR(mover_->start(settings.route));
     blocks_->keep_records(false);
     return {};
+}
+
+void Pool::add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at) {
+    constexpr size_t kAhead = 8;  // blocks lie anywhere in memory
+    std::lock_guard lock(mutex_);
+    const Sequence& s = *sequences_[slot];
+    if (!s.alive || s.generation != generation) return;
+    Fading now = fading();
+    const float faded = now.at_now({each, at});
+    const size_t n = std::min(weights.size(), s.blocks.size());
+    for (size_t b = 0; b < n; ++b) {
+        if (b + kAhead < n) __builtin_prefetch(s.blocks[b + kAhead].get(), 1);
+        s.blocks[b]->add_mass(weights[b] * faded, now);
+    }
+}
+
+void Pool::add_attention_source(AttentionSource* source) {
+    std::lock_guard lock(sources_mutex_);
+    sources_.push_back(source);
+}
+
+void Pool::remove_attention_source(AttentionSource* source) {
+    std::lock_guard lock(sources_mutex_);
+    std::erase(sources_, source);
+}
+
+void Pool::take_in_attention(bool wait) {
+    std::lock_guard lock(sources_mutex_);
+    for (AttentionSource* source : sources_) source->take_in(wait);
 }
 
 TierKind Pool::below(TierKind tier) const {
@@ -250,6 +272,7 @@ bool Pool::may_make_room(std::span<const PageKind> wanted) const {
 
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
     if (tier == TierKind::kDisk) return drop_unused(tier, wanted);
+    take_in_attention(false);
     uint64_t bytes = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
     const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
@@ -271,6 +294,7 @@ void Pool::drop(std::span<const MoveItem> items) {
 
 bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
     if (!tier_settings_.drop_coldest) return false;
+    take_in_attention(true);  // what is lost must not depend on how far a GPU is
     uint64_t bytes = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
     // What others might come to have is decided under the lock; so it is held until the blocks are gone.
@@ -285,7 +309,7 @@ bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* co
     std::unordered_set<const Block*> seen;
     const std::unordered_set<const Block*> held = shared_in_plans(sequences_);
     for (const auto& s : sequences_) {
-        if (!may_drop(*s, mine)) continue;
+        if (!may_lose_blocks(*s, mine)) continue;
         for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
             const BlockPtr& block = s->blocks[b];
             const bool shared = block.use_count() > 1;
@@ -315,7 +339,7 @@ bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* co
     if (there >= missing) return true;
     Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
     for (const auto& s : sequences_) {
-        if (may_drop(*s, mine)) leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s));
+        if (may_lose_blocks(*s, mine)) leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s));
     }
     drop(leaving.items(policy_->choose(leaving, missing - there)));
     return true;
@@ -323,6 +347,7 @@ bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* co
 
 bool Pool::drop_to_be_resident(std::span<Sequence* const> mine) {
     if (!tier_settings_.drop_coldest) return false;
+    take_in_attention(true);
     std::lock_guard lock(mutex_);
     uint64_t bytes = 0;
     std::unordered_set<const Block*> seen;
@@ -338,7 +363,7 @@ bool Pool::drop_to_be_resident(std::span<Sequence* const> mine) {
     const uint64_t missing = bytes - room;
     Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
     for (const auto& s : sequences_) {
-        if (!may_drop(*s, mine)) continue;
+        if (!may_lose_blocks(*s, mine)) continue;
         leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), s->in_plan ? TierKind::kDisk : TierKind::kHost);
     }
     const std::vector<Victim> victims = policy_->choose(leaving, missing);
@@ -374,6 +399,7 @@ void Pool::keep_room() {
         if (progress.ok() && progress.value().state <= TA_MOVE_RUNNING) return;
         if (progress.ok() && progress.value().moved == 0 && now.count() < keep_room_after_.load()) return;
     }
+    take_in_attention(false);
     std::vector<MoveItem> items =
         coldest(TierKind::kDevice, used - budget / 100 * uint64_t(tier_settings_.low_percent), to == TierKind::kDisk);
     if (items.empty()) return;

@@ -17,6 +17,7 @@ using cpu::ExpMode;
 // Entry of a block table: the address of a slot, 4096-byte aligned, and flags in the low bits.
 inline constexpr uint64_t kEntryChannel = 1;      // a channel page, else a token page
 inline constexpr uint64_t kEntrySingleLayer = 2;  // the address is that of this layer's page: no layer offset is added
+inline constexpr uint64_t kEntryDropped = 8;      // no page: its keys are seen by nobody
 inline constexpr uint64_t kEntryFlags = 4095;
 
 struct alignas(16) SequenceArgs {
@@ -65,8 +66,9 @@ struct AttendArgs {
     const float* sink;         // [q_heads] logits of learned sinks, natural units, or nullptr
 
     ExpMode exp;
-    int32_t p_levels;  // 65535 (two bytes), 255, 127 or 119
-    bool p_running;    // P in units of the running maximum instead of the page's
+    int32_t p_levels;     // 65535 (two bytes), 255, 127 or 119
+    bool p_running;       // P in units of the running maximum instead of the page's
+    bool may_lack_pages;  // entries may have kEntryDropped
 };
 
 // Keys that the query at position p sees: [begin, end), the same rule as the CPU's.

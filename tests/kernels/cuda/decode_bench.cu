@@ -73,6 +73,7 @@ struct Options {
     LoadPath path = LoadPath::kAuto;
     std::string only;
     std::vector<int> bits{4, 2, 8};
+    bool mass = false;
 };
 
 double median(std::vector<float> t) {
@@ -145,8 +146,26 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     std::vector<cudaEvent_t> events(2 * kRuns + 2);
     for (cudaEvent_t& e : events) CHECK(cudaEventCreate(&e));
     CHECK(cudaDeviceSynchronize());
+    // With what pages get, in turns with the others.
+    DecodeMass mass{nullptr, uint32_t(n_slots), nullptr, nullptr};
+    std::vector<cudaEvent_t> mass_events(options.mass ? 2 * kRuns + 2 : 0);
+    for (cudaEvent_t& e : mass_events) CHECK(cudaEventCreate(&e));
+    if (options.mass) {
+        CHECK(cudaMalloc(&mass.page_lse, size_t(n_slots) * size_t(s.kv_heads * 4 * plan.tiles) * sizeof(float)));
+        CHECK(cudaMalloc(&mass.weight, size_t(n_slots + 1) * sizeof(uint64_t)));
+        CHECK(cudaMemset(mass.weight, 0, size_t(n_slots + 1) * sizeof(uint64_t)));
+        mass.heads = mass.weight + n_slots;
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < 3; ++i) CHECK(launch_decode(plan, a, workspace, stream, &mass));
+    }
     for (int i = 0; i < 3; ++i) CHECK(launch_decode(plan, a, workspace, stream));
     for (int i = 0; i < kRuns; ++i) {
+        if (options.mass) {
+            read_all<<<1024, 256, 0, stream>>>(reinterpret_cast<uint4*>(flush), kFlushBytes / 16, sink);
+            CHECK(cudaEventRecord(mass_events[size_t(2 * i)], stream));
+            CHECK(launch_decode(plan, a, workspace, stream, &mass));
+            CHECK(cudaEventRecord(mass_events[size_t(2 * i + 1)], stream));
+        }
         read_all<<<1024, 256, 0, stream>>>(reinterpret_cast<uint4*>(flush), kFlushBytes / 16, sink);
         CHECK(cudaEventRecord(events[size_t(2 * i)], stream));
         CHECK(launch_decode(plan, a, workspace, stream));
@@ -155,8 +174,13 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     CHECK(cudaEventRecord(events[2 * kRuns], stream));
     for (int i = 0; i < kBackToBack; ++i) CHECK(launch_decode(plan, a, workspace, stream));
     CHECK(cudaEventRecord(events[2 * kRuns + 1], stream));
+    if (options.mass) {
+        CHECK(cudaEventRecord(mass_events[2 * kRuns], stream));
+        for (int i = 0; i < kBackToBack; ++i) CHECK(launch_decode(plan, a, workspace, stream, &mass));
+        CHECK(cudaEventRecord(mass_events[2 * kRuns + 1], stream));
+    }
     CHECK(cudaStreamSynchronize(stream));
-    std::vector<float> times;
+    std::vector<float> times, mass_times;
     for (int i = 0; i < kRuns; ++i) {
         float ms;
         CHECK(cudaEventElapsedTime(&ms, events[size_t(2 * i)], events[size_t(2 * i + 1)]));
@@ -164,6 +188,11 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     }
     float together;
     CHECK(cudaEventElapsedTime(&together, events[2 * kRuns], events[2 * kRuns + 1]));
+    for (int i = 0; i < kRuns && options.mass; ++i) {
+        float ms;
+        CHECK(cudaEventElapsedTime(&ms, mass_events[size_t(2 * i)], mass_events[size_t(2 * i + 1)]));
+        mass_times.push_back(ms * 1000.0f);
+    }
 
     // The first row of the first sequence and the last row of the last.
     std::vector<float> out(static_cast<size_t>(q_values));
@@ -204,6 +233,21 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
                 : t <= goal ? "met"
                             : "MISS",
                 worst, plan.warps);
+    if (options.mass) {
+        float ms;
+        CHECK(cudaEventElapsedTime(&ms, mass_events[2 * kRuns], mass_events[2 * kRuns + 1]));
+        const double with = median(mass_times), with_b2b = double(ms) * 1000.0 / kBackToBack;
+        std::vector<uint64_t> weight(static_cast<size_t>(n_slots + 1));
+        CHECK(cudaMemcpy(weight.data(), mass.weight, weight.size() * sizeof(uint64_t), cudaMemcpyDeviceToHost));
+        double sum = 0.0;
+        for (int64_t i = 0; i < n_slots; ++i) sum += double(weight[size_t(i)]) * double(kMassUnit);
+        const double all = double(weight.back()) * double(s.batch) * s.n_query;
+        std::printf("%-27s with mass %8.1f us (%+.1f%%)  b2b %8.1f us (%+.1f%%)  sum of weights off by %.1e\n", "", with,
+                    100.0 * (with / t - 1.0), with_b2b, 100.0 * (with_b2b / b2b - 1.0), std::fabs(sum / all - 1.0));
+        CHECK(cudaFree(mass.page_lse));
+        CHECK(cudaFree(mass.weight));
+        for (cudaEvent_t e : mass_events) CHECK(cudaEventDestroy(e));
+    }
     std::fflush(stdout);
     for (void* p : {static_cast<void*>(templates), static_cast<void*>(slots), static_cast<void*>(flush),
                     static_cast<void*>(sink), static_cast<void*>(d_q), static_cast<void*>(d_out), workspace}) {
@@ -217,7 +261,9 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
 
 int run_bench(int argc, char** argv) {
     Options options;
-    for (int i = 2; i + 1 < argc; ++i) {
+    for (int i = 2; i < argc; ++i) {
+        if (!std::strcmp(argv[i], "--mass")) options.mass = true;
+        if (i + 1 == argc) break;
         if (!std::strcmp(argv[i], "--warps")) options.warps = std::atoi(argv[i + 1]);
         if (!std::strcmp(argv[i], "--only")) options.only = argv[i + 1];
         if (!std::strcmp(argv[i], "--bits")) options.bits = {std::atoi(argv[i + 1])};

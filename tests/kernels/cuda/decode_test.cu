@@ -1,7 +1,7 @@
 // The CUDA decode kernel against attention in float64 over the same pages, its integers against the CPU's bit by bit, and its speed.
 //
-// usage: decode_test [--quick] [--only TEXT]   correctness; prints a line per case, exits with 1 if one fails
-//        decode_test --bench [--bits N] [--warps N] [--path bulk|async] [--only SHAPE]
+// usage: decode_test [--quick] [--only TEXT] [--path bulk|async]   correctness; prints a line per case, exits with 1 if one fails
+//        decode_test --bench [--bits N] [--warps N] [--path bulk|async] [--only SHAPE] [--mass]
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -55,6 +55,7 @@ struct Case {
     DType q_type = DType::kF32, out_type = DType::kF32;
     int warps = 0;
     bool weighed = false;     // cut as long calls are
+    int dropped = 0;          // percent of pages
     double tolerance = 1e-4;  // relative L2 of a row
     uint64_t seed = 1;
 };
@@ -117,6 +118,43 @@ class Problem {
         return compare(*out_bytes, lse.copy(), worst_o, worst_lse);
     }
 
+    // The same after run() with the kernels that say what attention pages get: they must write the same results. `worst` is of a page,
+    // of what all rows and heads gave.
+    bool run_mass(LoadPath path, const std::vector<uint8_t>& want_out, double* worst) {
+        DecodePlan plan;
+        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, path, c_.warps};
+        CHECK(plan_decode(0, shape, &plan));
+        if (c_.weighed) plan.long_pages = 0;
+        Device<uint8_t> workspace(plan.workspace_bytes);
+        CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
+        Device<uint8_t> out(want_out.size());
+        Device<float> lse(size_t(rows_) * size_t(q_heads()));
+        args_.out.data = out.get();
+        args_.lse = lse.get();
+        const Device<float> page_lse(table_.size() * size_t(c_.kv_heads * 4 * plan.tiles));
+        const Device<uint64_t> weight(std::vector<uint64_t>(table_.size())), heads(std::vector<uint64_t>(1));
+        const DecodeMass mass{page_lse.get(), uint32_t(table_.size()), weight.get(), heads.get()};
+        CHECK(launch_decode(plan, args_, workspace.get(), nullptr, &mass));
+        CHECK(cudaDeviceSynchronize());
+        const std::vector<uint64_t> once = weight.copy();
+        bool good = out.copy() == want_out;
+        if (!good) std::printf("    with what pages get, results differ\n");
+        replay(plan, workspace.get(), &mass);
+        const std::vector<uint64_t> twice = weight.copy();
+        for (size_t e = 0; e < once.size(); ++e) {
+            if (twice[e] == 2 * once[e]) continue;
+            std::printf("    entry %zu got %.9g, and %.9g with a replay\n", e, double(once[e]) * kMassUnit,
+                        double(twice[e]) * kMassUnit);
+            good = false;
+            break;
+        }
+        if (heads.copy()[0] != uint64_t(2 * q_heads())) {
+            std::printf("    %llu heads were counted\n", (unsigned long long)heads.copy()[0]);
+            good = false;
+        }
+        return good & compare_shares(once, worst);
+    }
+
   private:
     static PoolShape make_shape(const Case& c) {
         PoolShape s{c.d, c.kv_heads, {}, {}};
@@ -127,13 +165,13 @@ class Problem {
         return s;
     }
     // The same call once more, captured in a graph.
-    void replay(const DecodePlan& plan, void* workspace) const {
+    void replay(const DecodePlan& plan, void* workspace, const DecodeMass* mass = nullptr) const {
         cudaStream_t stream;
         cudaGraph_t graph;
         cudaGraphExec_t executable;
         CHECK(cudaStreamCreate(&stream));
         CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        CHECK(launch_decode(plan, args_, workspace, stream));
+        CHECK(launch_decode(plan, args_, workspace, stream, mass));
         CHECK(cudaStreamEndCapture(stream, &graph));
         CHECK(cudaGraphInstantiate(&executable, graph, 0));
         CHECK(cudaGraphLaunch(executable, stream));
@@ -159,6 +197,10 @@ class Problem {
                 if (c_.mix == Mix::kSinkChannelOpen && n == 0) channel = false;
                 if (c_.mix == Mix::kRandom && random.chance(40)) channel = false;
                 const size_t at = size_t(n) * kPageTokens * token;
+                if (c_.dropped > 0 && tokens == kPageTokens && random.chance(c_.dropped)) {
+                    table_.push_back(kEntryDropped);
+                    continue;
+                }
                 table_.push_back(pool_.add(channel ? PageKind::kChannel : PageKind::kToken, data.k.data() + at,
                                            data.v.data() + at, tokens, random.chance(20)));
             }
@@ -197,7 +239,7 @@ class Problem {
         d_pool_ = Device<uint8_t>(pool_.bytes());
         std::vector<uint64_t> table = table_;
         for (uint64_t& e : table) {
-            if (e != ~uint64_t{0}) e += reinterpret_cast<uint64_t>(d_pool_.get());
+            if (e != ~uint64_t{0} && e != kEntryDropped) e += reinterpret_cast<uint64_t>(d_pool_.get());
         }
         std::vector<int32_t> before(sequences_.size() + 1);
         count_pages(sequences_, before.data());
@@ -225,6 +267,8 @@ class Problem {
         a.alibi_slope = c_.alibi ? d_alibi_.get() : nullptr;
         a.sink = c_.sinks ? d_sinks_.get() : nullptr;
         a.exp = c_.exp, a.p_levels = c_.p_levels, a.p_running = c_.p_running;
+        a.may_lack_pages = c_.dropped > 0;
+        shares_.assign(table_.size(), 0.0);
     }
 
     // The row by the CPU reference where the setting makes it differ from exact softmax by design: for one page the two agree.
@@ -236,10 +280,14 @@ class Problem {
         rules.slope = c_.alibi ? alibi_[size_t(q_head)] : 0.0;
         rules.sink = c_.sinks ? &sinks_[size_t(q_head)] : nullptr;
         const int n_pages = (sequences_[s].n_keys + kPageTokens - 1) / kPageTokens;
-        if (c_.exp == ExpMode::kSas || c_.p_running) return scalar_row(q, s, head, rules, out);
+        double* const shares = compared_ ? nullptr : shares_.data() + sequences_[s].first_entry;
+        if (c_.exp == ExpMode::kSas || c_.p_running) {
+            if (shares) shares[0] += 1.0;
+            return scalar_row(q, s, head, rules, out);
+        }
         std::vector<const PageNumbers*> pages;
-        for (int n = 0; n < n_pages; ++n) pages.push_back(&numbers(s, n, head));
-        return exact_row(q, pages, c_.d, rules, out);
+        for (int n = 0; n < n_pages; ++n) pages.push_back(numbers(s, n, head));
+        return exact_row(q, pages, c_.d, rules, out, shares);
     }
 
     double scalar_row(const QueryCodes& q, size_t s, int head, const RowRules& rules, double* out) const {
@@ -267,16 +315,18 @@ class Problem {
         return (double(m) + std::log2(double(l))) * std::log(2.0);
     }
 
-    const PageNumbers& numbers(size_t s, int n, int head) const {
+    const PageNumbers* numbers(size_t s, int n, int head) const {
         const auto key = std::make_tuple(s, n, head);
         const auto found = numbers_.find(key);
-        if (found != numbers_.end()) return found->second;
+        if (found != numbers_.end()) return &found->second;
         const uint64_t entry = table_[size_t(sequences_[s].first_entry + n)];
+        if (entry == kEntryDropped) return nullptr;
         const HeadArgs& h = pool_.heads()[size_t(head)];
-        return numbers_
-            .emplace(key, read_piece(pool_.piece(entry, head), entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken,
-                                     c_.d, h.k_bits, h.v_bits, std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens)))
-            .first->second;
+        return &numbers_
+                    .emplace(key, read_piece(pool_.piece(entry, head),
+                                             entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken, c_.d, h.k_bits,
+                                             h.v_bits, std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens)))
+                    .first->second;
     }
 
     bool compare(const std::vector<uint8_t>& out, const std::vector<float>& lse, double* worst_o, double* worst_lse) const {
@@ -323,7 +373,28 @@ class Problem {
                 }
             }
         }
+        compared_ = true;
         return good & gaps_untouched(out);
+    }
+
+    // What compare() found the pages to have in all rows and heads.
+    bool compare_shares(const std::vector<uint64_t>& weight, double* worst) const {
+        constexpr double kTolerance = 2e-5;
+        bool good = true;
+        for (size_t s = 0; s < sequences_.size(); ++s) {
+            const double all = std::max(1, sequences_[s].n_query) * q_heads();
+            const size_t end = s + 1 < sequences_.size() ? size_t(sequences_[s + 1].first_entry) : table_.size();
+            for (size_t e = size_t(sequences_[s].first_entry); e < end; ++e) {  // entries of nobody are among them
+                const double got = double(weight[e]) * double(kMassUnit), error = std::fabs(got - shares_[e]) / all;
+                *worst = std::max(*worst, error);
+                if (error <= kTolerance) continue;
+                if (good)
+                    std::printf("    sequence %zu, page %zu got %.9g, want %.9g\n", s, e - size_t(sequences_[s].first_entry),
+                                got, shares_[e]);
+                good = false;
+            }
+        }
+        return good;
     }
 
     // Between rows and heads nothing may be written.
@@ -354,6 +425,8 @@ class Problem {
     std::vector<SequenceArgs> sequences_;
     std::vector<uint64_t> table_;
     mutable std::map<std::tuple<size_t, int, int>, PageNumbers> numbers_;
+    mutable std::vector<double> shares_;  // by entry of the table, of the first comparison
+    mutable bool compared_ = false;
     int32_t rows_ = 0, max_rows_ = 1;
     int64_t stride_row_ = 0, stride_head_ = 0;
     size_t out_elements_ = 0;
@@ -368,22 +441,27 @@ class Problem {
     AttendArgs args_{};
 };
 
-bool run_case(const Case& c) {
+// `path`: the only one to run, or kAuto.
+bool run_case(const Case& c, LoadPath path) {
     Problem problem(c);
-    double o = 0.0, lse = 0.0;
+    double o = 0.0, lse = 0.0, mass = 0.0;
     std::vector<uint8_t> bulk, async;
     bool good = true;
     int generation = 0;
     CHECK(kernel_generation(&generation));
-    good &= problem.run(LoadPath::kAsync, &async, &o, &lse);
-    if (generation >= 9) {
+    if (path != LoadPath::kBulk) {
+        good &= problem.run(LoadPath::kAsync, &async, &o, &lse);
+        good &= problem.run_mass(LoadPath::kAsync, async, &mass);
+    }
+    if (path != LoadPath::kAsync && generation >= 9) {
         good &= problem.run(LoadPath::kBulk, &bulk, &o, &lse);
-        if (bulk != async) {
+        good &= problem.run_mass(LoadPath::kBulk, bulk, &mass);
+        if (path == LoadPath::kAuto && bulk != async) {
             std::printf("    the load paths differ\n");
             good = false;
         }
     }
-    std::printf("%-4s %-58s O %.2e  LSE %.1e\n", good ? "ok" : "FAIL", c.name.c_str(), o, lse);
+    std::printf("%-4s %-58s O %.2e  LSE %.1e  mass %.1e\n", good ? "ok" : "FAIL", c.name.c_str(), o, lse, mass);
     std::fflush(stdout);
     return good;
 }
@@ -426,7 +504,11 @@ std::vector<Case> make_cases(bool quick) {
                                                                   .mix = Mix::kRandom,
                                                                   .alibi = true,
                                                                   .softcap = 20.0f});
+            add(dim + label("dropped pages, group", group, -1),
+                {.d = d, .group = group, .sequences = ragged, .k_bits = 0, .v_bits = 0, .mix = Mix::kRandom, .dropped = 40});
         }
+        add(dim + "most pages dropped, 1 warp per CTA",
+            {.d = d, .sequences = {{6000, 1}, {640, 1}, {300, 1}}, .warps = 1, .dropped = 90});
         if (quick) continue;
         add(dim + "all lengths", {.d = d, .sequences = all_lengths});
         add(dim + "all lengths, mixed bits weighed",
@@ -473,6 +555,16 @@ std::vector<Case> make_cases(bool quick) {
                  .tolerance = kind == DataKind::kOutliers ? 2e-3 : 1e-4});  // a few outliers take up the range of P
         }
     }
+    for (int group : {1, 4, 5, 8}) {
+        std::vector<Sequence> lengths = all_lengths;
+        lengths.pop_back();
+        add(label("all short lengths, group", group, -1), {.group = group, .sequences = lengths, .mix = Mix::kRandom});
+        add(label("some dropped, window, sinks, group", group, -1),
+            {.group = group, .sequences = lengths, .sinks = true, .window = 500, .dropped = 30});
+    }
+    add("all pages dropped", {.sequences = {{640, 1}, {64, 2}, {70, 1}}, .dropped = 100});
+    add("dropped pages, softcap, ALiBi, full mask",
+        {.sequences = {{900, 3}, {128, 1}}, .causal = false, .alibi = true, .softcap = 20.0f, .dropped = 50});
     add("softcap", {.sequences = {{300, 1}}, .softcap = 5.0f});
     add("ALiBi", {.sequences = {{300, 2}}, .alibi = true});
     add("sinks", {.sequences = {{300, 1}, {0, 1}}, .sinks = true});
@@ -638,14 +730,17 @@ int run_bench(int argc, char** argv);  // decode_bench.cu
 int run(int argc, char** argv) {
     bool quick = false;
     const char* only = "";
+    LoadPath path = LoadPath::kAuto;
     for (int i = 1; i < argc; ++i) {
         if (!std::strcmp(argv[i], "--bench")) return run_bench(argc, argv);
         if (!std::strcmp(argv[i], "--quick")) quick = true;
         if (!std::strcmp(argv[i], "--only") && i + 1 < argc) only = argv[i + 1];
+        if (!std::strcmp(argv[i], "--path") && i + 1 < argc)
+            path = std::strcmp(argv[i + 1], "async") ? LoadPath::kBulk : LoadPath::kAsync;
     }
     int failed = *only ? 0 : !check_all_integers();
     for (const Case& c : make_cases(quick)) {
-        if (c.name.find(only) != std::string::npos) failed += !run_case(c);
+        if (c.name.find(only) != std::string::npos) failed += !run_case(c, path);
     }
     std::printf("%d failed\n", failed);
     return failed ? 1 : 0;

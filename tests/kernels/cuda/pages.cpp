@@ -139,12 +139,13 @@ QueryCodes quantize_query(const float* q, int d, const float* signs, const float
     return out;
 }
 
-double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int d, const RowRules& rules, double* out) {
+double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int d, const RowRules& rules, double* out,
+                 double* shares) {
     constexpr double kLog2e = 1.4426950408889634;
     std::vector<double> x(pages.size() * kPageTokens);
     double top = -std::numeric_limits<double>::infinity();
     for (size_t j = 0; j < x.size(); ++j) {
-        if (int64_t(j) < rules.keys.begin || int64_t(j) >= rules.keys.end) {
+        if (int64_t(j) < rules.keys.begin || int64_t(j) >= rules.keys.end || !pages[j / kPageTokens]) {
             x[j] = -std::numeric_limits<double>::infinity();
             continue;
         }
@@ -172,6 +173,9 @@ double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pag
         for (int c = 0; c < d; ++c) out[c] += w * v[c];
     }
     for (int c = 0; c < d; ++c) out[c] /= sum;
+    if (shares) {
+        for (size_t j = 0; j < x.size(); ++j) shares[j / kPageTokens] += std::exp2(x[j] - top) / sum;
+    }
     return (top + std::log2(sum)) / kLog2e;
 }
 

@@ -66,8 +66,9 @@ struct RowRules {
     double slope = 0.0;
     const float* sink = nullptr;
 };
-// Attention of one row over pages [first, ...) in float64: out [head_dim] and the LSE.
+// Attention of one row over pages in float64: out [head_dim] and the LSE. Keys of a page that is nullptr are seen by nobody. `shares`
+// [pages] grow by the weights of pages.
 double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int head_dim, const RowRules& rules,
-                 double* out);
+                 double* out, double* shares = nullptr);
 
 }  // namespace ta::cuda::testing

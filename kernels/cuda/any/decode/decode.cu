@@ -162,7 +162,8 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     return cudaSuccess;
 }
 
-cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream) {
+cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream,
+                          const DecodeMass* mass) {
     DecodeKernels kernels{};
     if (!kernels_of(args.head_dim, &kernels)) return cudaErrorInvalidValue;
     auto* base = static_cast<uint8_t*>(workspace);
@@ -188,6 +189,7 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.warps = DecodeWorkers(plan.warps);
     p.warps_if_short = DecodeWorkers(plan.warps_if_short);
     p.long_pages = plan.long_pages;
+    if (mass) p.mass = *mass;
     if (args.window > 0) {
         const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream,
                                      args, p.windowed_pages);
@@ -195,7 +197,8 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     }
     const bool general =
         args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
-    const void* attend = kernels.attend[general][tiles_index(plan.tiles)];
+    const DecodeKind kind = general ? kGeneral : mass || args.may_lack_pages ? kTiered : kPlain;
+    const void* attend = kernels.attend[kind][tiles_index(plan.tiles)];
     return launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
 }
 

@@ -47,8 +47,10 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 // aligned, and belongs to the call until the stream has passed it. Its first zeroed_bytes must be 0 before its first call; calls
 // leave them so. Every sequence must have at most shape.max_rows rows. args.batch, kv_heads, group and head_dim must be the shape's.
 // The lengths and the block table must not come from a kernel that is enqueued right before: with programmatic dependent launch
-// they are read while it still runs.
-cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream);
+// they are read while it still runs. `mass`: where to leave what attention pages get, or nullptr; its page_lse is for 4 * plan.tiles
+// rows, and belongs to the call like the workspace.
+cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream,
+                          const DecodeMass* mass = nullptr);
 
 // Fills pages_before [sequences + 1]: what a call without a window attends to. Sequences without queries have no pages.
 inline void count_pages(std::span<const SequenceArgs> sequences, int32_t* pages_before) {

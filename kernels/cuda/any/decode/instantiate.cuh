@@ -9,9 +9,11 @@ namespace ta::cuda {
 template <int D>
 DecodeKernels decode_kernels() {
     const auto kernel = [](auto* k) { return reinterpret_cast<const void*>(k); };
-    return {{{kernel(decode_kernel<D, 1, false>), kernel(decode_kernel<D, 2, false>), kernel(decode_kernel<D, 4, false>)},
-             {kernel(decode_kernel<D, 1, true>), kernel(decode_kernel<D, 2, true>), kernel(decode_kernel<D, 4, true>)}},
-            {kWarpMemoryBytes<D, 1>, kWarpMemoryBytes<D, 2>, kWarpMemoryBytes<D, 4>}};
+    return {
+        {{kernel(decode_kernel<D, 1, kPlain>), kernel(decode_kernel<D, 2, kPlain>), kernel(decode_kernel<D, 4, kPlain>)},
+         {kernel(decode_kernel<D, 1, kTiered>), kernel(decode_kernel<D, 2, kTiered>), kernel(decode_kernel<D, 4, kTiered>)},
+         {kernel(decode_kernel<D, 1, kGeneral>), kernel(decode_kernel<D, 2, kGeneral>), kernel(decode_kernel<D, 4, kGeneral>)}},
+        {kWarpMemoryBytes<D, 1>, kWarpMemoryBytes<D, 2>, kWarpMemoryBytes<D, 4>}};
 }
 
 }  // namespace ta::cuda

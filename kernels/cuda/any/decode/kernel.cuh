@@ -3,6 +3,7 @@
 // only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below POLY's.
 #pragma once
 
+#include "kernels/cuda/any/decode/launch.h"
 #include "kernels/cuda/any/decode/merge.cuh"
 #include "kernels/cuda/any/decode/page.cuh"
 
@@ -37,6 +38,7 @@ struct DecodeRows {
 
     float q_scale[kTiles];
     float m[kTiles], l[kTiles];  // l: sum over this lane's tokens
+    float page[kTiles];          // the last page's part in l
     float o[kTiles][kOut];
     float o2[kTwoOrders ? kTiles : 1][kTwoOrders ? kOut2 : 1];
 
@@ -128,10 +130,11 @@ constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded tw
 
 // Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is what V
 // multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every option.
-template <bool kGeneral, int D, int kTiles, int N, class Memory>
+template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                         float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
                                         DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
+    constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     const int r = lane / 4, i = lane % 4;
     const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
     if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
@@ -164,6 +167,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         }
         const float weight = ex2(base - rows.m[tile + n]);
         rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
+        rows.page[tile + n] = sum * weight;
         largest = p_running ? 1.0f : max_over_tokens(largest);
         const bool any = largest >= 0x1p-60f;
         const float to_code = any ? p.levels * reciprocal(largest) : 0.0f;
@@ -177,7 +181,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
 
 // The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and `power`
 // [8] are 2^exponent, which l takes back.
-template <int D, int kTiles, int N, class Memory>
+template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                                 float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
                                                 DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
@@ -197,6 +201,7 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
             bits[k] = __float_as_uint(fmaf(prob, p.levels, 0x1p23f));
         }
         rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
+        rows.page[tile + n] = (sum[0] + sum[1]) * weight;
         factor[tile + n] = vfac * p.inverse_levels * weight;
         store_p(memory.p(tile + n), bits, lane);
     }
@@ -235,10 +240,11 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
 }
 
 // kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4.
-template <int D, int kTiles, bool kGeneral, int kKBits, int kVBits, class Memory>
+template <int D, int kTiles, DecodeKind kKind, int kKBits, int kVBits, class Memory>
 __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
                                             int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
                                             DecodeRows<D, kTiles>& rows, int lane) {
+    constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
     float factor[kTiles];
     if constexpr (kKBits == 8) {
@@ -257,7 +263,7 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
             }
-            softmax<kGeneral>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
         }
     } else {
         constexpr ChannelLayout kLayout(D, kKBits, kVBits);
@@ -295,9 +301,9 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
                 float ratio[8];
 #pragma unroll
                 for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
-                softmax<true>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
             } else {
-                channel_softmax(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
+                channel_softmax<kKind>(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
             }
         }
     }
@@ -318,10 +324,10 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
     }
 }
 
-// Writes the rows of a segment: results if it is the whole of its (sequence, head), else a partial result to `partial`.
-template <int D, int kTiles, class Memory>
-__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, bool whole, void* partial,
-                                              Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
+// Writes the rows of a segment: results if it is the whole, all `pages`, of its (sequence, head), else a partial result to `partial`.
+template <int D, int kTiles, bool kMass, class Memory>
+__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, int32_t pages, bool whole,
+                                              void* partial, Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
     using Rows = DecodeRows<D, kTiles>;
     constexpr int kWords = D / 32;
     [[maybe_unused]] const int r = lane / 4, i = lane % 4;
@@ -355,7 +361,8 @@ __device__ __forceinline__ void close_segment(const DecodeParams& p, const Decod
             o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
         }
         if (whole) {
-            write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+            [[maybe_unused]] const float factor = write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+            if constexpr (kMass) add_shares<kTiles>(p, seg.s, seg.head, n, rows.m[n], factor, pages, 0, 1, lane);
         } else {
 #pragma unroll
             for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);
@@ -386,10 +393,11 @@ __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane
 }
 
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
-// kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
-template <int D, int kTiles, bool kGeneral>
+// kKind == kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
+template <int D, int kTiles, DecodeKind kKind>
 __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     static_assert(D % 32 == 0, "an MMA step has 32 channels");
+    constexpr bool kTiered = kKind != DecodeKind::kPlain;
     using Memory = WarpMemory<D, 4 * kTiles>;
     extern __shared__ __align__(128) uint8_t smem[];
     const int warp = __shfl_sync(kAllLanes, int(threadIdx.x) / 32, 0), lane = int(threadIdx.x) % 32;
@@ -421,7 +429,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
-    PieceLoader<D> loader(p, at, left, ring, memory.barriers, lane);
+    PieceLoader<D, kTiered> loader(p, at, left, ring, memory.barriers, lane);
     if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
     grid_launch_dependents();
@@ -480,6 +488,11 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     }
     __syncthreads();
     if (warp == warps - 1) write_empty_rows<D>(p, lane);
+    if constexpr (kTiered) {
+        if (p.mass.page_lse && cta == 0 && threadIdx.x == 0) {
+            atomicAdd(reinterpret_cast<unsigned long long*>(p.mass.heads), uint32_t(p.a.kv_heads * p.a.group));
+        }
+    }
 
     for (int segment = 0; left > 0; ++segment) {
         if (Memory::kQueries == 2 && segment == 1) {
@@ -499,11 +512,21 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
         const int32_t first = first_page(p.a, seg.s) + at.page;
+        const uint32_t place = mass_place(p, seg.s, seg.head);
         for (int32_t page = first; page < first + pages; ++page) {
             loader.fill();
+            // Of the page before, while this one is on its way: a warp has room for one piece or two, and the memory waits for those
+            // who compute.
+            if (page > first) leave_page_lse<kKind>(p, place + page - 1, rows.m, rows.page, lane);
             const auto piece = loader.take();
+            if (kTiered && piece.dropped) {
+#pragma unroll
+                for (float& x : rows.page) x = 0.0f;
+                loader.release();
+                continue;
+            }
             const auto attend = [&]<int kKBits, int kVBits>() {
-                attend_page<D, kTiles, kGeneral, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
+                attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
             };
             if (!piece.channel) {
                 attend.template operator()<8, 8>();
@@ -514,15 +537,16 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
             }
             loader.release();
         }
+        leave_page_lse<kKind>(p, place + first + pages - 1, rows.m, rows.page, lane);
         left -= pages;
         // The ring is free once the range is at its end.
         void* const partial = left == 0 ? static_cast<void*>(ring)
                                         : reinterpret_cast<uint8_t*>(p.warp_partials) +
                                               (int64_t(cta) * warps + warp) * decode_partial_bytes(D, kTiles);
-        close_segment(p, seg, pages == at.pages, partial, memory, rows, lane);
+        close_segment<D, kTiles, kTiered>(p, seg, pages, pages == at.pages, partial, memory, rows, lane);
         if (left > 0) at.next_segment(p);
     }
-    join_segments<D, kTiles>(p, share, costs, cta_at, smem + kMemoryBytes, stride, lane);
+    join_segments<D, kTiles, kTiered>(p, share, costs, cta_at, smem + kMemoryBytes, stride, lane);
 }
 
 }  // namespace ta::cuda

@@ -7,9 +7,13 @@
 
 namespace ta::cuda {
 
+// kTiered: for pools that want to know what attention pages get, or lack some. kGeneral: with any option, and that too.
+enum DecodeKind { kPlain, kTiered, kGeneral, kDecodeKinds };
+
 struct DecodeKernels {
-    const void* attend[2][3];  // [general][1, 2 and 4 tiles of query rows]: kernels of one argument, DecodeParams
-    int warp_bytes[3];         // shared memory of a warp besides its ring
+    // [DecodeKind][1, 2 and 4 tiles of query rows]: kernels of one argument, DecodeParams.
+    const void* attend[kDecodeKinds][3];
+    int warp_bytes[3];  // shared memory of a warp besides its ring
 };
 
 DecodeKernels decode_kernels_d64();

@@ -71,13 +71,14 @@ __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const Sequenc
 }
 
 // Pieces of a warp's range, in order, in a ring of bytes: token and channel pieces differ in size, and so do the bits of heads.
-// Up to kDecodeMaxInFlight pieces are on their way or held.
-template <int D>
+// Up to kDecodeMaxInFlight pieces are on their way or held. kMayLack: entries may be of dropped pages.
+template <int D, bool kMayLack>
 class PieceLoader {
   public:
     struct Piece {
         const uint8_t* data;
         bool channel;
+        bool dropped;  // nothing is there
     };
 
     // `units` from `at` on will be taken. Reads the block table, but no page.
@@ -106,7 +107,9 @@ class PieceLoader {
     __device__ __forceinline__ void fill() {
         while (left_ > 0 && in_flight_ < most_in_flight_) {
             const bool channel = kinds_ >> in_batch_ & 1;
-            const uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
+            uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
+            const bool dropped = kMayLack && (dropped_ >> in_batch_ & 1);
+            if (dropped) bytes = kPieceAlignment;  // so that it has its turn in the ring
             uint32_t place = head_;
             if (in_flight_ == 0) {
                 place = 0;
@@ -117,8 +120,8 @@ class PieceLoader {
                 break;
             }
             head_ = place + bytes;
-            copy(bytes, place);
-            const uint32_t place_and_kind = place | channel;
+            copy(dropped ? 0 : bytes, place);
+            const uint32_t place_and_kind = place | channel | (dropped ? 2 : 0);
             if (in_flight_ == 0) oldest_ = place_and_kind;
             if (lane_ == int((taken_ + in_flight_) % kDecodeMaxInFlight)) place_ = place_and_kind;
             ++in_flight_;
@@ -147,7 +150,7 @@ class PieceLoader {
             }
             __syncwarp();
         }
-        return {ring_ + tail(), bool(oldest_ & 1)};
+        return {ring_ + tail(), bool(oldest_ & 1), kMayLack && (oldest_ & 2)};
     }
 
     // The oldest piece has been read by all lanes: its bytes may be overwritten.
@@ -164,7 +167,7 @@ class PieceLoader {
 
     // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
     __device__ __forceinline__ uint32_t tail() const {
-        return oldest_ & ~1u;
+        return oldest_ & ~(kMayLack ? 3u : 1u);
     }
 
     __device__ void find_segment() {
@@ -187,6 +190,7 @@ class PieceLoader {
         in_batch_ = 0;
         const bool channel = following_ & kEntryChannel;
         kinds_ = __ballot_sync(kAllLanes, channel);
+        if constexpr (kMayLack) dropped_ = __ballot_sync(kAllLanes, bool(following_ & kEntryDropped));
         source_ = source_of(following_, channel);
         following_ = load_entry(32);
     }
@@ -208,7 +212,7 @@ class PieceLoader {
             if (lane_ == in_batch_) {  // the lane that has the entry
                 const uint32_t barrier = barriers_ + 8 * ((taken_ + in_flight_) % kDecodeMaxInFlight);
                 mbarrier_expect(barrier, bytes);
-                bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
+                if (!kMayLack || bytes > 0) bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
             }
             return;
         }
@@ -241,8 +245,8 @@ class PieceLoader {
     const uint32_t barriers_;
     const int lane_;
 
-    // The place in the ring of the oldest piece in flight, and in the lowest bit whether it is of a channel page; lane k has that of
-    // the piece whose barrier is k.
+    // The place in the ring of the oldest piece in flight, in the lowest bit whether it is of a channel page, in the next one whether
+    // it is of a dropped one; lane k has that of the piece whose barrier is k.
     uint32_t oldest_ = 0, place_ = 0;
     uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
 
@@ -251,6 +255,7 @@ class PieceLoader {
     const uint8_t* source_;
     uint64_t following_;
     uint32_t kinds_;  // bit k: entry k is of a channel page
+    uint32_t dropped_;
     int32_t in_batch_, batch_left_;
     uint32_t channel_bytes_, channel_offset_, most_in_flight_ = 0;
 };

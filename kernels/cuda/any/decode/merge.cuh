@@ -2,17 +2,19 @@
 // (sequence, head) are joined. In the order of the pages, so that results do not depend on timing.
 #pragma once
 
+#include "kernels/cuda/any/decode/mass.cuh"
 #include "kernels/cuda/any/decode/output.cuh"
 
 namespace ta::cuda {
 
-// Writes words of the row 4 tile + lane % 4 of (s, head): o[k] are channels (D/8) (lane / 4) + 4 (first + k) .. + 3.
+// Writes words of the row 4 tile + lane % 4 of (s, head): o[k] are channels (D/8) (lane / 4) + 4 (first + k) .. + 3. Returns what it
+// multiplies with, 0 if there is no such row.
 template <int D, int N>
-__device__ __forceinline__ void write_row(const DecodeParams& p, const SequenceArgs& s, int head, int tile, int first,
-                                          const float4 (&o)[N], float m, float l, int lane) {
+__device__ __forceinline__ float write_row(const DecodeParams& p, const SequenceArgs& s, int head, int tile, int first,
+                                           const float4 (&o)[N], float m, float l, int lane) {
     const AttendArgs& a = p.a;
     const int row = 4 * tile + lane % 4, r = lane / 4;
-    if (row >= s.n_query * a.group) return;
+    if (row >= s.n_query * a.group) return 0.0f;
     const auto [token, q_head] = RowPlace(p, head, row);
     const int64_t at = s.row + token;
     const RowEnd end = end_row(a, m, l, q_head);
@@ -20,6 +22,7 @@ __device__ __forceinline__ void write_row(const DecodeParams& p, const SequenceA
 #pragma unroll
     for (int k = 0; k < N; ++k) store_word(to, a.out.dtype, D / 32 * r + first + k, scaled(o[k], end.factor));
     if (a.lse && r == 0 && first == 0) a.lse[at * a.kv_heads * a.group + q_head] = end.lse;
+    return end.factor;
 }
 
 // Word j of a tile of a partial result, and with it (maximum, l) of row 4 tile + i.
@@ -47,21 +50,6 @@ struct PartialList {
 
     __device__ __forceinline__ uint8_t* part(int32_t k) const { return k == other_index ? other : base + k * stride; }
 };
-
-// In shared or global memory. Written by other SMs, perhaps: not from L1.
-__device__ __forceinline__ float4 load_partial(const float4* p) {
-    float4 v;
-    asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-__device__ __forceinline__ float2 load_partial(const float2* p) {
-    float2 v;
-    asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-    return v;
-}
 
 // Word j of a tile's rows joined, by one warp.
 struct JoinedPart {
@@ -116,7 +104,7 @@ __device__ __forceinline__ JoinedPart join_partials(const PartialList& list, int
 // Joins the partial results of the CTA's segments once all its warps have left theirs. Whole segments of a warp are written already. Of
 // a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins them: for each
 // word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's first unit.
-template <int D, int kTiles>
+template <int D, int kTiles, bool kMass>
 __device__ __forceinline__ void join_segments(const DecodeParams& p, const DecodeShare& share, const HeadCosts& costs,
                                               DecodeCursor at, uint8_t* rings, int64_t warp_stride, int lane) {
     constexpr int kPartialBytes = decode_partial_bytes(D, kTiles), kWords = D / 32;
@@ -142,7 +130,11 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
                 for (bool joined_ctas = false;; joined_ctas = true) {
                     const JoinedPart part = join_partials<D>(list, tile, j, lane);
                     if (joined_ctas || !(before || after)) {
-                        write_row<D>(p, at.s, at.head, tile, j, {part.o}, part.m, part.l, lane);
+                        [[maybe_unused]] const float factor =
+                            write_row<D>(p, at.s, at.head, tile, j, {part.o}, part.m, part.l, lane);
+                        if constexpr (kMass) {
+                            add_shares<kTiles>(p, at.s, at.head, tile, part.m, factor, at.pages, j, kWords, lane);
+                        }
                         break;
                     }
                     uint8_t* const own = cta_partials + (2 * cta + (before ? 0 : 1)) * int64_t(kPartialBytes);

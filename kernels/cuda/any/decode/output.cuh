@@ -59,4 +59,19 @@ __device__ __forceinline__ float4 scaled(const float4& v, float f) {
     return make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
 }
 
+// In shared or global memory. Written by other SMs, perhaps: not from L1.
+__device__ __forceinline__ float4 load_partial(const float4* p) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ float2 load_partial(const float2* p) {
+    float2 v;
+    asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+    return v;
+}
+
 }  // namespace ta::cuda

@@ -40,6 +40,16 @@ struct DecodeWorkers {
     }
 };
 
+// Where calls leave what attention pages get. A page's place is that of its entry in the block table.
+struct DecodeMass {
+    float* page_lse;   // [kv_heads, entries, row_capacity], of one call: log2 of the sum of a row's weights in a page
+    uint32_t entries;  // of the block table, or more; times kv_heads less than 2^32
+    uint64_t* weight;  // [entries], kMassUnit: grows by the weights of all rows, each of which gives 1 to all its pages
+    uint64_t* heads;   // grows by the query heads of each call
+};
+// Integers, so that sums do not depend on the order in which warps get there. A call adds less than 2^11 to a page.
+inline constexpr float kMassUnit = 0x1p-40f;
+
 // A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut into
 // contiguous ranges of equal cost, one per CTA, and each of them into one per warp. A segment is the part of one (sequence, head)
 // within a range. There are less than 2^31 units.
@@ -71,6 +81,8 @@ struct DecodeParams {
     DecodeWorkers ctas, warps;
     DecodeWorkers warps_if_short;  // those with units in a call of less than long_pages pages
     int32_t long_pages;
+
+    DecodeMass mass;  // page_lse is nullptr when nobody asks
 };
 
 // A cut of a line into ranges of equal size, the first `longer` of them longer by one. None is shorter than `least`; on a short

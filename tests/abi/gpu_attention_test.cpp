@@ -1,0 +1,385 @@
+// TA_EVICT_ATTENTION and drop_coldest on a GPU: beside a CPU that is fed the same rows, blocks get the same attention, leave in the
+// same order and are lost in the same order, and results are attention over the tokens that are left. Skipped where there is no GPU.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "support/gpu.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 128;
+constexpr int64_t kRow = kHeads * kDim;
+constexpr double kMassError = 1e-3;  // of the attention that all blocks of a sequence got
+
+class GpuAttention : public GpuTest {
+  protected:
+    struct Budgets {
+        uint64_t device_blocks = 1000, host_bytes = 0;
+        ta_eviction eviction = TA_EVICT_ATTENTION;
+        ta_switch drop_coldest = TA_DEFAULT;
+    };
+
+    void make(const Budgets& b, int query_group = 4) {
+        gpu_plan.reset(), cpu_plan.reset();
+        gpu_pool.reset(), cpu_pool.reset();
+        group = query_group;
+        auto options = pool_options(kLayers, kHeads, kDim, 4);
+        const ta_kv_pool_stats s = stats(make_pool(cpu, options));
+        options.budget_bytes = 8 * s.token_block_bytes + b.device_blocks * s.channel_block_bytes;
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = b.host_bytes;
+        tiers.eviction = b.eviction;
+        tiers.attention_half_life = 4;
+        tiers.drop_coldest = b.drop_coldest;
+        options.tiers = &tiers;
+        gpu_pool = make_pool(gpu, options);
+        cpu_pool = make_pool(cpu, options);
+        gpu_plan = make_plan(gpu_pool);
+        cpu_plan = make_plan(cpu_pool);
+        ta_error err;
+        require(ta_plan_set_stream(gpu_plan.get(), stream, &err), err);
+        on_gpu.clear(), on_cpu.clear();
+    }
+    size_t add() {
+        on_gpu.push_back(make_sequence(gpu_pool));
+        on_cpu.push_back(make_sequence(cpu_pool));
+        return on_gpu.size() - 1;
+    }
+    std::vector<float> normals(int64_t n, float scale = 1.0f) {
+        std::vector<float> x = random.normals(n);
+        for (float& v : x) v *= scale;
+        return x;
+    }
+    // One step of both.
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
+              int64_t window = 0) {
+        std::vector<ta_seq> a, b;
+        for (const size_t m : members) a.push_back(on_gpu[m]), b.push_back(on_cpu[m]);
+        const int64_t rows = std::accumulate(n_new.begin(), n_new.end(), int64_t{0});
+        const int64_t queries = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
+        const int64_t q_heads = kHeads * group;
+        begin(gpu_plan, a, n_new, n_query);
+        begin(cpu_plan, b, n_new, n_query);
+        auto options = sized<ta_attend_options>();
+        options.window = window;
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            const std::vector<float> kv = normals(rows * kRow), qv = normals(queries * q_heads * kDim, 2.0f);
+            const DeviceTensor k(rows, kHeads, kDim, &kv), q(queries, q_heads, kDim, &qv), out(queries, q_heads, kDim);
+            Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16), cq(qv, queries, q_heads, kDim, TA_DTYPE_F16),
+                cout(queries, q_heads, kDim);
+            ta_error err;
+            require(ta_append(gpu_plan.get(), layer, k.view(), k.view(), &err), err);
+            append(cpu_plan, layer, ck, ck);
+            if (queries == 0) continue;
+            require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, &options, &err), err);
+            attend(cpu_plan, layer, cq, cout, nullptr, &options);
+            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            expect_close(out.get(), cout.values());
+        }
+        end(gpu_plan);
+        end(cpu_plan);
+    }
+    static void expect_close(const std::vector<float>& got, const std::vector<float>& want) {
+        double error = 0.0, norm = 0.0;
+        for (size_t i = 0; i < got.size(); ++i) {
+            error += (double(got[i]) - want[i]) * (double(got[i]) - want[i]);
+            norm += double(want[i]) * want[i];
+        }
+        EXPECT_LE(std::sqrt(error / norm), 0.02);
+    }
+    static std::vector<float> mass_of(const KvPool& pool, ta_seq seq) {
+        std::vector<float> mass(size_t((length(pool, seq) + 63) / 64));
+        ta_error err;
+        require(ta_x_seq_attention(pool.get(), seq, 0, mass.size(), mass.data(), &err), err);
+        return mass;
+    }
+    // `of_all`: what all blocks of the sequence got.
+    void compare_mass(size_t s, double* of_all = nullptr) {
+        const std::vector<float> got = mass_of(gpu_pool, on_gpu[s]), want = mass_of(cpu_pool, on_cpu[s]);
+        ASSERT_EQ(got.size(), want.size());
+        const double all = std::accumulate(want.begin(), want.end(), 0.0);
+        for (size_t b = 0; b < want.size(); ++b) {
+            EXPECT_NEAR(double(got[b]), double(want[b]), kMassError * all) << "sequence " << s << ", block " << b;
+        }
+        if (of_all) *of_all = all;
+    }
+    static std::vector<bool> present(const KvPool& pool, ta_seq seq) {
+        std::vector<bool> has;
+        for (uint64_t b = 0; b < uint64_t(length(pool, seq) + 63) / 64; ++b) {
+            auto info = sized<ta_x_block_info>();
+            ta_error err;
+            has.push_back(ta_x_seq_block(pool.get(), seq, b, &info, nullptr, 0, &err) == TA_OK);
+        }
+        return has;
+    }
+
+    int group = 4;
+    KvPool gpu_pool, cpu_pool;
+    Plan gpu_plan, cpu_plan;
+    std::vector<ta_seq> on_gpu, on_cpu;
+    Random random{7};
+};
+
+TEST_F(GpuAttention, BlocksGetWhatTheyGetOnACpu) {
+    for (const int query_group : {1, 4, 5, 8}) {
+        SCOPED_TRACE("group " + std::to_string(query_group));
+        make({}, query_group);
+        const size_t a = add(), b = add(), c = add();
+        step({a, b, c}, {1000, 63, 3000}, {0, 0, 0});
+        for (int i = 0; i < 6; ++i) step({a, b, c}, {1, 1, 1}, {1, 1, 1}, i == 4 ? 200 : 0);
+        step({a, c}, {2, 1}, {2, 1});
+        step({b, a}, {70, 1}, {1, 1});  // a block opens and closes, one closes that was open
+        double all = 0.0;
+        for (const size_t s : {a, b, c}) {
+            compare_mass(s, &all);
+            EXPECT_GT(all, 2.0);
+        }
+        // Blocks that a sequence has from another get what both give. A shared open block is copied.
+        on_gpu.push_back(fork_sequence(gpu_pool, on_gpu[a]));
+        on_cpu.push_back(fork_sequence(cpu_pool, on_cpu[a]));
+        const size_t d = on_gpu.size() - 1;
+        for (int i = 0; i < 3; ++i) step({a, d}, {1, 1}, {1, 1});
+        ta_error err;
+        require(ta_seq_truncate(gpu_pool.get(), on_gpu[c], 2000, &err), err);
+        require(ta_seq_truncate(cpu_pool.get(), on_cpu[c], 2000, &err), err);
+        step({c, b}, {1, 1}, {1, 1});
+        for (const size_t s : {a, b, c, d}) compare_mass(s);
+    }
+}
+
+TEST_F(GpuAttention, AbortedStepsGiveNothing) {
+    make({});
+    const size_t a = add();
+    step({a}, {500}, {0});
+    step({a}, {1}, {1});
+    for (int i = 0; i < 2; ++i) {
+        const std::vector<float> qv = normals(kHeads * group * kDim);
+        const DeviceTensor q(1, kHeads * group, kDim, &qv), out(1, kHeads * group, kDim);
+        begin(gpu_plan, {on_gpu[a]}, {0}, {1});
+        ta_error err;
+        require(ta_attend(gpu_plan.get(), 0, q.view(), out.view(), nullptr, nullptr, &err), err);
+        require(ta_plan_abort(gpu_plan.get(), &err), err);
+        begin(cpu_plan, {on_cpu[a]}, {0}, {1});  // counted as a step
+        require(ta_plan_abort(cpu_plan.get(), &err), err);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    }
+    step({a}, {1}, {1});
+    gpu_plan.reset();  // leaves with the blocks what its last step gave
+    compare_mass(a);
+}
+
+TEST_F(GpuAttention, EachReplayOfAGraphAddsOnce) {
+    make({});
+    const size_t a = add(), b = add();
+    step({a, b}, {900, 200}, {0, 0});
+    step({a, b}, {1, 1}, {1, 1});  // of the kind that is captured
+    const int64_t q_heads = kHeads * group;
+    const DeviceTensor out(2, q_heads, kDim);
+    DeviceTensor k(2, kHeads, kDim), q(2, q_heads, kDim);
+    cudaGraphExec_t exec = nullptr;
+    for (int i = 0; i < 150; ++i) {
+        const std::vector<float> kv = normals(2 * kRow), qv = normals(2 * q_heads * kDim, 2.0f);
+        k.set(kv);
+        q.set(qv);
+        begin(gpu_plan, on_gpu, {1, 1});
+        ta_error err;
+        if (!exec) {
+            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                require(ta_append(gpu_plan.get(), layer, k.view(), k.view(), &err), err);
+                require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
+            }
+            cudaGraph_t graph = nullptr;
+            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+            cudaGraphDestroy(graph);
+        }
+        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        end(gpu_plan);
+        begin(cpu_plan, on_cpu, {1, 1});
+        Tensor ck(kv, 2, kHeads, kDim, TA_DTYPE_F16), cq(qv, 2, q_heads, kDim, TA_DTYPE_F16), cout(2, q_heads, kDim);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(cpu_plan, layer, ck, ck);
+            attend(cpu_plan, layer, cq, cout);
+        }
+        end(cpu_plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        if (i % 30 == 0) compare_mass(a);
+    }
+    compare_mass(a);
+    compare_mass(b);
+    cudaGraphExecDestroy(exec);
+}
+
+TEST_F(GpuAttention, TheColdestLeaveFirst) {
+    make({.device_blocks = 30, .host_bytes = uint64_t{64} << 20});
+    const size_t a = add();
+    // Keys of two blocks point where all queries look, those of the others away from there.
+    constexpr uint64_t kLooked[] = {5, 11};
+    const int64_t q_heads = kHeads * group;
+    const std::vector<float> ones(size_t(q_heads * kDim), 1.0f);
+    const DeviceTensor q(1, q_heads, kDim, &ones), out(1, q_heads, kDim);
+    for (uint64_t block = 0; block < 60; ++block) {
+        const bool looked = std::find(std::begin(kLooked), std::end(kLooked), block) != std::end(kLooked);
+        begin(gpu_plan, {on_gpu[a]}, {64}, {1});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            std::vector<float> kv = normals(64 * kRow, 0.1f);
+            for (float& x : kv) x += looked ? 0.8f : -0.2f;
+            const DeviceTensor k(64, kHeads, kDim, &kv);
+            ta_error err;
+            require(ta_append(gpu_plan.get(), layer, k.view(), k.view(), &err), err);
+            require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
+            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        }
+        end(gpu_plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    }
+    auto r = sized<ta_residency>();
+    ta_error err;
+    require(ta_seq_residency(gpu_pool.get(), on_gpu[a], &r, &err), err);
+    EXPECT_GT(r.host_blocks, 15u);
+    for (const uint64_t b : kLooked) {
+        ta_ticket ticket = 0;
+        auto info = sized<ta_move_info>();
+        require(ta_seq_move(gpu_pool.get(), on_gpu[a], b, 1, TA_TIER_DEVICE, &ticket, &err), err);
+        require(ta_move_wait(gpu_pool.get(), ticket, -1, &info, &err), err);
+        EXPECT_EQ(info.present, 1u) << "block " << b << " left";
+    }
+    const std::vector<float> mass = mass_of(gpu_pool, on_gpu[a]);
+    EXPECT_GT(mass[5], 10 * mass[6]);
+}
+
+// Appends, then attends in a step of its own, so that all tokens are read as they are stored, and compares with float64 over what the
+// sequence still has.
+class GpuDropping : public GpuAttention {
+  protected:
+    struct Rules {
+        int32_t n_query = 1;
+        int64_t window = 0;
+        bool alibi = false;
+    };
+    void step_and_compare(size_t s, int32_t n_new, const Rules& rules) {
+        step({s}, {n_new}, {0});
+        const std::vector<bool> has = present(gpu_pool, on_gpu[s]);
+        const int64_t q_heads = kHeads * group, n = length(gpu_pool, on_gpu[s]), n_query = rules.n_query;
+        std::vector<std::vector<float>> q, out, lse;
+        std::vector<float> slopes;
+        for (int64_t h = 0; h < q_heads; ++h) slopes.push_back(0.002f * float(h + 1));
+        const size_t lse_bytes = size_t(n_query * q_heads) * sizeof(float);
+        void *d_slopes = nullptr, *d_lse = nullptr;
+        ASSERT_EQ(cudaMalloc(&d_slopes, slopes.size() * sizeof(float)), cudaSuccess);
+        ASSERT_EQ(cudaMalloc(&d_lse, lse_bytes), cudaSuccess);
+        const std::unique_ptr<void, FreeDevice> slopes_owner(d_slopes), lse_owner(d_lse);
+        ASSERT_EQ(cudaMemcpy(d_slopes, slopes.data(), slopes.size() * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
+        auto options = sized<ta_attend_options>();
+        options.window = rules.window;
+        auto cpu_options = options;
+        if (rules.alibi) {
+            options.alibi_slopes = static_cast<float*>(d_slopes);
+            cpu_options.alibi_slopes = slopes.data();
+        }
+        begin(gpu_plan, {on_gpu[s]}, {0}, {rules.n_query});
+        begin(cpu_plan, {on_cpu[s]}, {0}, {rules.n_query});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            std::vector<float> qv = normals(n_query * q_heads * kDim);
+            for (float& x : qv) x = f16_to_float(float_to_f16(x));
+            const DeviceTensor query(n_query, q_heads, kDim, &qv), o(n_query, q_heads, kDim);
+            ta_error err;
+            require(ta_attend(gpu_plan.get(), layer, query.view(), o.view(), static_cast<float*>(d_lse), &options, &err), err);
+            Tensor cq(qv, n_query, q_heads, kDim), co(n_query, q_heads, kDim);
+            attend(cpu_plan, layer, cq, co, nullptr, &cpu_options);
+            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            q.push_back(qv);
+            out.push_back(o.get());
+            lse.emplace_back(size_t(n_query * q_heads));
+            ASSERT_EQ(cudaMemcpy(lse.back().data(), d_lse, lse_bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+        }
+        end(gpu_plan);
+        end(cpu_plan);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            std::vector<float> k(size_t(n * kRow)), v(k.size());
+            for (int64_t b = 0; b * 64 < n; ++b) {
+                if (!has[size_t(b)]) continue;
+                const Stored x = dequantize(gpu_pool, on_gpu[s], layer, b * 64, std::min<int64_t>(64, n - b * 64), kRow);
+                std::copy(x.k.begin(), x.k.end(), k.begin() + b * 64 * kRow);
+                std::copy(x.v.begin(), x.v.end(), v.begin() + b * 64 * kRow);
+            }
+            double error = 0.0, norm = 0.0;
+            for (int64_t row = 0; row < n_query; ++row) {
+                const int64_t position = n - n_query + row;
+                for (int64_t head = 0; head < q_heads; ++head) {
+                    std::vector<double> o(kDim, 0.0);
+                    double sum = 0.0;
+                    const size_t q_at = size_t((row * q_heads + head) * kDim);
+                    for (int64_t key = rules.window ? std::max<int64_t>(0, position - rules.window + 1) : 0; key <= position;
+                         ++key) {
+                        if (!has[size_t(key / 64)]) continue;
+                        double dot = 0.0;
+                        const size_t at = size_t(key * kRow + head / group * kDim);
+                        for (uint32_t c = 0; c < kDim; ++c) dot += double(q[layer][q_at + c]) * double(k[at + c]);
+                        const double slope = rules.alibi ? double(slopes[size_t(head)]) : 0.0;
+                        const double p = std::exp(dot / std::sqrt(double(kDim)) + slope * double(key - position));
+                        sum += p;
+                        for (uint32_t c = 0; c < kDim; ++c) o[c] += p * double(v[at + c]);
+                    }
+                    EXPECT_NEAR(double(lse[layer][size_t(row * q_heads + head)]), std::log(sum), 0.02);
+                    for (uint32_t c = 0; c < kDim; ++c) {
+                        const double want = o[c] / sum, got = double(out[layer][q_at + c]);
+                        error += (got - want) * (got - want);
+                        norm += want * want;
+                    }
+                }
+            }
+            EXPECT_LT(std::sqrt(error / norm), 0.03) << n << " tokens, layer " << layer;
+        }
+    }
+    uint64_t dropped(const KvPool& pool) const {
+        auto s = sized<ta_tier_stats>();
+        ta_error err;
+        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, &s, &err), err);
+        return s.dropped_blocks;
+    }
+};
+
+TEST_F(GpuDropping, ASequenceGrowsBeyondAllBudgets) {
+    for (const ta_eviction eviction : {TA_EVICT_LRU, TA_EVICT_ATTENTION}) {
+        SCOPED_TRACE("policy " + std::to_string(eviction));
+        make({.device_blocks = 2, .eviction = eviction, .drop_coldest = TA_ON});
+        const size_t a = add();
+        // More than 16 rows a step count on a CPU only.
+        const int32_t many = eviction == TA_EVICT_LRU ? 12 : 4;
+        const Rules rules[] = {{.n_query = 1}, {.n_query = 1, .window = 700}, {.n_query = many}, {.n_query = 3, .alibi = true}};
+        for (int i = 0; i < 32; ++i) step_and_compare(a, i % 2 == 0 ? 64 : 37, rules[i % 4]);
+        const std::vector<bool> has = present(gpu_pool, on_gpu[a]);
+        EXPECT_GT(dropped(gpu_pool), 5u);
+        EXPECT_EQ(dropped(gpu_pool), uint64_t(std::count(has.begin(), has.end(), false)));
+        EXPECT_TRUE(has.front()) << "the sink";
+        EXPECT_TRUE(has.back()) << "the open block";
+        EXPECT_EQ(has, present(cpu_pool, on_cpu[a]));
+        ta_error err;
+        EXPECT_EQ(ta_seq_verify(gpu_pool.get(), on_gpu[a], &err), TA_OK) << err.message;
+        // Into a sequence that has all its blocks, beside it.
+        const size_t b = add();
+        step({b, a}, {100, 1}, {1, 1});
+        step({a, b}, {1, 1}, {1, 1});
+    }
+}
+
+TEST_F(GpuDropping, WhatACpuLosesIsLostHere) {
+    make({.device_blocks = 20, .drop_coldest = TA_ON});
+    const size_t a = add(), b = add();
+    for (int i = 0; i < 60; ++i) step({a, b}, {i % 3 == 0 ? 64 : 1, i % 2 == 0 ? 40 : 1}, {1, 1});
+    EXPECT_GT(dropped(gpu_pool), 8u);
+    for (const size_t s : {a, b}) {
+        compare_mass(s);
+        EXPECT_EQ(present(gpu_pool, on_gpu[s]), present(cpu_pool, on_cpu[s])) << "sequence " << s;
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing
