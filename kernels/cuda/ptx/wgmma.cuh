@@ -64,6 +64,13 @@ TA_DEVICE void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* b
         : "memory");
 }
 
+// Four 8 x 16-byte matrices: lane 4 r + i has bytes 4 i ... of row r of each; `to` of lane 8 n + r is where row r of the n-th
+// goes. The compiler may move other accesses to memory past it: for what the tensor cores read, after a fence.
+TA_DEVICE void store_matrices(void* to, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(w0),
+                 "r"(w1), "r"(w2), "r"(w3));
+}
+
 template <int kRegisters>
 TA_DEVICE void grow_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -99,10 +106,6 @@ TA_DEVICE uint64_t tile_descriptor(const void* tile) {
     static_assert(kRowBytes == 64 || kRowBytes == 128);
     constexpr uint64_t kMode = kRowBytes == 128 ? 1 : 2;
     return uint64_t(shared_address(tile) >> 4 & 0x3fff) | uint64_t(1) << 16 | uint64_t(8 * kRowBytes / 16) << 32 | kMode << 62;
-}
-// The same of rows of 16 bytes, one after the other, whose second half of a step is the first once more.
-TA_DEVICE uint64_t narrow_descriptor(const void* tile) {
-    return uint64_t(shared_address(tile) >> 4 & 0x3fff) | uint64_t(8 * 16 / 16) << 32;
 }
 template <int kRowBytes>
 TA_DEVICE constexpr int swizzled_chunk(int row, int chunk) {
@@ -170,6 +173,21 @@ TA_DEVICE void wgmma_u8_n64(int32_t (&d)[32], const uint32_t (&a)[4], uint64_t b
           "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]),
           "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]),
           "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
+}
+TA_DEVICE void wgmma_u8_n80(int32_t (&d)[40], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %45, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n80k32.s32.u8.u8 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39"
+        "}, {%40, %41, %42, %43}, %44, p;\n}\n"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
+          "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]),
+          "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]),
+          "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31]), "+r"(d[32]), "+r"(d[33]), "+r"(d[34]), "+r"(d[35]),
+          "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
 }
 

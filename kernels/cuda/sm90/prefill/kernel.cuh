@@ -4,6 +4,7 @@
 // with P and O in registers. A warpgroup waits for each of its products: the other two keep the tensor cores busy meanwhile.
 #pragma once
 
+#include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/sm90/prefill/pages.cuh"
 #include "kernels/cuda/sm90/prefill/softmax.cuh"
 
@@ -31,19 +32,19 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 template <int D>
 TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int i, const RowInfo* info,
                            const LaneSums& sums, const float (&o)[D / 2]) {
-    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f, kUnit = 255.0f * kSumUnit * kOutUnit;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
         const int row = tile.rows.first_row + row_in_tile + 8 * which;
-        float l = quad_sum(sums.l[which]);  // times 255 kSumUnit / 2^m
+        float l = quad_sum(sums.l[which]);  // times kUnit / 2^m
         const int head = tile.head * args.group + row % args.group;
         if (row >= tile.rows.n_query * args.group) continue;
         // Score of the row = what P carries + shift; with softcap the offset is in the scores already.
         const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
-        float m = info[8 * which].reference, factor = kSumUnit / kOutUnit;
+        float m = info[8 * which].reference, factor = kSumUnit;
         if (args.sink) {
             const float sink = args.sink[head] * kLog2e - shift, larger = fmaxf(m, sink), down = exp2_approx(m - larger);
-            l = l * down + 255.0f * kSumUnit * exp2_approx(sink - larger);
+            l = l * down + kUnit * exp2_approx(sink - larger);
             factor *= down;
             m = larger;
         }
@@ -63,7 +64,7 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
             }
         }
         if (args.lse && i == 0) {
-            const float lse = (m + log2f(l) - log2f(255.0f * kSumUnit) + shift) * kLn2;
+            const float lse = (m + log2f(l) - log2f(kUnit) + shift) * kLn2;
             args.lse[int64_t(tile.rows.row + row / args.group) * (args.kv_heads * args.group) + head] =
                 l > 0.0f ? lse : -INFINITY;
         }
@@ -76,17 +77,49 @@ TA_DEVICE void multiply_k(const uint8_t* q, const uint8_t* k, int32_t (&s)[64]) 
 #pragma unroll
     for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n128(s, rows + 2 * step, columns + 2 * step, step > 0);
 }
+// Adds to the scores what the fractions f of K's zero points do: sum(q f) / 8 for a page, rounded.
 template <int D>
-TA_DEVICE void multiply_fractions(const uint8_t* q, const uint8_t* k_fraction, int32_t (&s)[4]) {
+TA_DEVICE void add_k_fractions(const uint8_t* q, const uint8_t* k_fraction, int lane, int32_t (&s)[64]) {
     const uint64_t rows = sm90::tile_descriptor<D>(q), columns = sm90::tile_descriptor<D>(k_fraction);
+    int32_t sums[4];
+    sm90::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(s, rows + 2 * step, columns + 2 * step, step > 0);
+    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(sums, rows + 2 * step, columns + 2 * step, step > 0);
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<0>();
+    sm90::pin_registers(sums);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) sums[n] = __shfl_sync(~0u, (sums[n] + 4) >> 3, lane & ~3);
+#pragma unroll
+    for (int n = 0; n < 64; ++n) s[n] += sums[n % 4 / 2 * 2 + n / 32];
 }
-// 64 of V's channels.
-TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (&product)[32]) {
+// 64 of V's channels or, with N = 40, the last 64 and the sums.
+template <int N>
+TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (&product)[N]) {
     const uint64_t columns = sm90::tile_descriptor<kBlockTokens>(v);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) sm90::wgmma_u8_n64(product, p[step], columns + 2 * step, step > 0);
+    for (int step = 0; step < 4; ++step) {
+        if constexpr (N == 40) {
+            sm90::wgmma_u8_n80(product, p[step], columns + 2 * step, step > 0);
+        } else {
+            sm90::wgmma_u8_n64(product, p[step], columns + 2 * step, step > 0);
+        }
+    }
+}
+
+// Adds to O what the fractions f of V's zero points do: f / 8 of a page's sum of P to a channel.
+template <int D>
+TA_DEVICE void add_v_fractions(const uint32_t (&p)[4][4], const uint8_t* v_fraction, const float (&factor)[2], int lane,
+                               float (&o)[D / 2]) {
+    uint32_t a[4];
+    operand_of_sums(p, lane & 3, a);
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+        int32_t product[4] = {};
+        mma_u8_u8(product, a, *reinterpret_cast<const uint32_t*>(v_fraction + (8 * j + lane / 4) * 4), 0);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) add_term(product[n], factor[n / 2], o[4 * j + n]);
+    }
 }
 
 // To local memory and back, where the compiler cannot do without.
@@ -107,13 +140,14 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
                      : "memory");
 }
 
-// One warpgroup's share of the tiles. kFractions: there may be channel pages.
-template <int D, bool kFractions>
-TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shared, int group, int warp, int lane) {
+// One warpgroup's share of the tiles. kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS.
+template <int D, bool kChannels, bool kOptions>
+TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
     const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
     RowInfo* info = shared.rows + row_in_tile;
-    LaneSums& sums = shared.sums[128 * group + 32 * warp + lane];
+    LaneSums& all_sums = shared.sums[128 * group + 32 * warp + lane];
+    ExactSums& exact_sums = shared.exact_sums[128 * group + 32 * warp + lane];
     WarpLimits& limits = shared.limits[4 * group + warp];
     const uint8_t* q = shared.q + 64 * group * D;
     Ring<kStages> stage;
@@ -125,7 +159,7 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
         start_rows<D>(args, tile, row_in_tile, lane, shared.sign_masks, shared.q, info);
         sm90::fence_async_proxy();
         sm90::named_barrier(1 + group, 128);
-        sums = {};
+        all_sums = {};
         float o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
@@ -133,104 +167,118 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kFractions>& shar
         // By a shuffle, as with the warp's number.
         int key = __shfl_sync(~0u, tile.rows.page_begin, 0) * kPageTokens;
         const int key_stop = __shfl_sync(~0u, tile.rows.page_end, 0) * kPageTokens;
-        Fast fast;
-        if (key < key_stop) {
+        Block block;
+        Factors factors;
+        bool channel = false;
+        const auto await_block = [&] {
             sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
-            fast = make_fast(info, limits, shared.scales[stage.slot]);
-        }
+            const BlockScales& scales = shared.scales[stage.slot];
+            block = look_at(limits, scales);
+            if (!kChannels) factors = find_factors(info, scales);
+            if (kChannels) channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
+        };
+        if (key < key_stop) await_block();
         while (key < key_stop) {
             const BlockScales& scales = shared.scales[stage.slot];
-            int32_t s[64], s_fraction[4];
+            int32_t s[64];
             sm90::wgmma_fence();
             multiply_k<D>(q, shared.k[stage.slot], s);
-            if constexpr (kFractions) multiply_fractions<D>(q, shared.k_fraction[stage.slot], s_fraction);
             sm90::wgmma_commit();
-            const bool masked = key < limits.begin || key + kBlockTokens > limits.end, sas = args.exp == ExpMode::kSas;
-            const bool plain = fast.bound < (masked || sas ? kHighest * 65536.0f : 2147000000.0f);
+            const bool masked = key < limits.begin || key + kBlockTokens > limits.end;
+            const bool sas = kOptions && args.exp == ExpMode::kSas;
+            const bool fits = block.bound < kHighest * 65536.0f;
+            const bool fits_bare = block.bound < 2147000000.0f && !masked && !sas;
+            const bool plain = (fits || fits_bare) && (!sas || pages_have_scales(scales));
+            bool exact = args.lse != nullptr || block.v_octaves > float(kOctavesApart);
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
-            float fraction[2][2] = {};
-            if (kFractions) {
-                sm90::pin_registers(s_fraction);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) fraction[n / 2][n % 2] = float(__shfl_sync(~0u, s_fraction[n], lane & ~3));
-            }
+            if (kChannels && channel) add_k_fractions<D>(q, shared.k_fraction[stage.slot], lane, s);
             // Each path makes P of its own: what they would hand to a common one is more registers than P.
             Scores scores;
-            uint32_t p[4][4], sums_of_p[2][2];
-            const bool exact = args.lse != nullptr;
+            uint32_t p[4][4];
             if (plain) {
-                fast_scores<kFractions>(s, fast, info, scales, sas, masked, key, i, fraction, scores);
-                if (exact || are_apart(fast, scores)) exact_sums(scales, i, scores);
-                if (fast.bound >= kHighest * 65536.0f) raise_lowest(scores);
-                make_p(scores, p, sums_of_p);
-            } else if (!sas && takes_tokens(limits, scales)) {
-                token_scores<kFractions>(s, info, scales, masked, key, i, fraction, scores);
-                if (exact || octaves_of_v(scales) > float(kOctavesApart)) {
-                    exact_sums(scales, i, scores);
-                    make_p(scores, p, sums_of_p);
-                } else {
-                    make_p(scores, p, sums_of_p);
-                    weigh(p, scales, i, scores);
-                }
+                if (kChannels) factors = find_factors(info, scales);  // only now, for registers
+                fast_scores(s, factors, info, scales, sas, masked, key, i, scores);
+                if (exact) find_exact_sums(scales, i, scores, exact_sums);
+                if (!fits) raise_lowest(scores);
+                make_p(scores, p);
+            } else if (!sas && takes_tokens(limits, block, scales)) {
+                token_scores(s, info, scales, masked, key, i, scores);
+                if (exact) find_exact_sums(scales, i, scores, exact_sums);
+                make_p(scores, p);
             } else {
                 // The compiler would rather keep parts of O in memory over the whole loop.
                 alignas(16) float saved[D / 2];
                 save_registers(saved, o);
-                general_scores<kFractions>(s, info, scales, score_options(args), masked, key, i, fraction, scores);
-                make_p(scores, p, sums_of_p);
+                general_scores<kOptions>(s, info, scales, score_options(args), masked, key, i, scores, exact_sums);
+                make_p(scores, p);
                 restore_registers(o, saved);
+                exact = true;
             }
             float factor[2];
-            uint32_t p_sums[4];
-            if (kFractions) operand_of_sums(sums_of_p, i, p_sums);
+            const uint8_t *v = shared.v[stage.slot], *v_fraction = shared.v_fraction[kChannels ? stage.slot : 0];
+            const auto prepare_factors = [&] {
+                // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
+                float above[2] = {scores.m[0] - info[0].reference, scores.m[1] - info[8].reference};
+                if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || uint32_t(key) % 8192 < kBlockTokens) {
+                    settle(info, all_sums, scores.m, o);
+                    above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
+                }
+                // kOutUnit / 2^-149
+                factor[0] = exp2_approx(above[0]) * 0x1p100f, factor[1] = exp2_approx(above[1]) * 0x1p100f;
+            };
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
             // producers need.
-            const uint8_t *v = shared.v[stage.slot], *v_fraction = shared.v_fraction[kFractions ? stage.slot : 0];
-            const int used = stage.slot;
-#pragma unroll
-            for (int part = 0; part < D / 64; ++part) {
+            if constexpr (D == 128) {
                 int32_t product[32];
                 sm90::wgmma_fence();
-                multiply_v(p, v + part * 64 * kBlockTokens, product);
-                if (kFractions) sm90::wgmma_u8_n64(product, p_sums, sm90::narrow_descriptor(v_fraction + part * 64 * 16), true);
+                multiply_v(p, v, product);
                 sm90::wgmma_commit();
-                if (part == 0) {
-                    // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
-                    float above[2] = {scores.m[0] - info[0].reference, scores.m[1] - info[8].reference};
-                    if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || key % 8192 < kBlockTokens) {
-                        settle(info, sums, scores.m, o);
-                        above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
-                    }
-                    add_sums(scores, sums_of_p, above, sums, factor);
-                }
-                if (part == D / 64 - 1) {
-                    // Meanwhile, what the next block needs before its scores can be packed.
-                    stage.next();
-                    key += kBlockTokens;
-                    if (key < key_stop) {
-                        sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
-                        fast = make_fast(info, limits, shared.scales[stage.slot]);
-                    }
-                }
+                prepare_factors();
                 sm90::wgmma_wait<0>();
                 sm90::pin_registers(product);
-                if (part == D / 64 - 1 && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
-                add_product(product, factor, o, 32 * part);
+                add_product(product, factor, o, 0);
+            }
+            constexpr int kLast = D / 64 - 1;
+            int32_t product[40];
+            sm90::wgmma_fence();
+            multiply_v(p, v + kLast * 64 * kBlockTokens, product);
+            sm90::wgmma_commit();
+            if (D == 64) prepare_factors();
+            const float digit = exact ? 0.0f : scales.digit[i];
+            const int used = stage.slot;
+            const bool fractions = kChannels && channel;
+            // Meanwhile, what the next block needs before its scores can be packed.
+            stage.next();
+            key += kBlockTokens;
+            if (key < key_stop) await_block();
+            sm90::wgmma_wait<0>();
+            sm90::pin_registers(product);
+            __syncwarp();  // lane 0 speaks for what the others have read
+            if (!fractions && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+            LaneSums sums = all_sums;
+            add_product(product, factor, o, 32 * kLast);
+            if (exact) add_exact_sums(exact_sums, factor, sums);
+            add_sums(product, factor, digit, sums);
+            all_sums = sums;
+            if (fractions) {
+                add_v_fractions<D>(p, v_fraction, factor, lane, o);
+                __syncwarp();
+                if (lane == 0) sm90::barrier_arrive(&shared.empty[used]);
             }
         }
-        settle(info, sums, {kNever, kNever}, o);
-        finish_rows<D>(args, tile, row_in_tile, i, info, sums, o);
+        settle(info, all_sums, {kNever, kNever}, o);
+        finish_rows<D>(args, tile, row_in_tile, i, info, all_sums, o);
         __syncwarp();  // before the next tile writes `info`
         if (lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
     }
 }
 
-template <int D, bool kFractions>
+template <int D, bool kChannels, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule) {
     extern __shared__ __align__(1024) uint8_t memory[];
-    SharedMemory<D, kFractions>& shared = *reinterpret_cast<SharedMemory<D, kFractions>*>(memory);
+    SharedMemory<D, kChannels>& shared = *reinterpret_cast<SharedMemory<D, kChannels>*>(memory);
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -249,14 +297,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         sm90::fence_barrier_init();
     }
     if (args.signs && threadIdx.x < D / 8) shared.sign_masks[threadIdx.x] = sign_mask(args.signs, threadIdx.x);
+    prepare_tiles(shared, int(threadIdx.x));
+    sm90::fence_async_proxy();
     __syncthreads();
     // The CTA starts with 128 registers a thread, 512 for a thread of each warpgroup. NOTES: to ask for more hangs.
     if (warp < kProducerWarps) {
         sm90::shrink_registers<kProducerRegisters>();
-        produce<D, kFractions>(args, schedule, shared, warp, lane);
+        produce<D, kChannels>(args, schedule, shared, warp, lane);
     } else {
         sm90::grow_registers<kConsumerRegisters>();
-        consume<D, kFractions>(args, shared, warp / 4 - 1, warp % 4, lane);
+        consume<D, kChannels, kOptions>(args, shared, warp / 4 - 1, warp % 4, lane);
     }
 }
 

@@ -1,6 +1,6 @@
 // The producers of the prefill kernel: pages come by bulk copy as they are stored and are expanded to INT8 tiles in the order
-// that wgmma wants. Both code arrays have the same shape, 16-byte chunks of four words that belong to two rows; two chunks of a
-// lane make one chunk of each row, of words as they are (token pages) or unpacked, times step, plus zero point (channel pages).
+// that wgmma wants. Both code arrays have the same shape, 16-byte chunks of four words that belong to two rows. stmatrix stores
+// the words, as they are (token pages) or unpacked, times step, plus zero point (channel pages).
 // V's tile is unsigned, code + 128.
 #pragma once
 
@@ -17,22 +17,18 @@ TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, u
     *reinterpret_cast<uint4*>(to) = make_uint4(w0, w1, w2, w3);
 }
 
-// Where a lane stores K: chunk `pair` of its quarter of the channels, of token 16 tile + r + 8 h. A row's bits are those of r
-// and those of (tile, h), apart, and the swizzle is linear in them: an offset of the lane's, one XOR and one addition.
+// Where a lane of store_matrices has a row of K go: of token tile 0, step `step` of 32 channels. Tiles are 16 rows apart. The
+// matrices are those of words 2 high + low, low being the second eight tokens of a tile, high the second four channels.
 template <int D>
-TA_DEVICE uint32_t k_offset_of_lane(int half, int pair, int r, int i) {
-    const int row = k_row(0, r, 0), chunk = D == 128 ? k_chunk(2 * i + pair) : i;
-    return uint32_t((half * kPageTokens + row) * D + sm90::swizzled_chunk<D>(row, chunk) * 16);
+TA_DEVICE uint8_t* k_place(uint8_t* k, int half, int step, int lane) {
+    const int row = half * kPageTokens + lane / 8 % 2 * 8 + lane % 8;
+    return k + row * D + sm90::swizzled_chunk<D>(row, 2 * step + lane / 16) * 16;
 }
-template <int D>
-TA_DEVICE uint8_t* k_place(uint8_t* k, uint32_t of_lane, int tile, int h) {
-    const int row = k_row(tile, 0, h);
-    return k + (of_lane ^ uint32_t(sm90::swizzled_chunk<D>(row, 0) * 16)) + row * D;
-}
-// Where a lane stores V: all its tokens of channel (d/8) r + 2 tile + h.
-TA_DEVICE uint8_t* v_place(uint8_t* v, int half, int tile, int h, int r, int i) {
-    const int row = 16 * tile + 8 * h + v_row(r);
-    return v + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(v_row(r), 4 * half + i) * 16;
+// Of V: of channel tile 0, token `step` of a pair. Tiles are 16 rows apart; low is the second channel of a tile, high the
+// second 32 tokens of the page.
+TA_DEVICE uint8_t* v_place(uint8_t* v, int half, int step, int lane) {
+    const int row = lane / 8 % 2 * 8 + lane % 8;
+    return v + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, 4 * half + 2 * (lane / 16) + step) * 16;
 }
 
 // Two warps expand a page, `part` is which; `half` is the page's place in its block. K: by pairs of steps where there are two,
@@ -56,29 +52,36 @@ template <int D>
 TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8_t* v, int part, int lane) {
     constexpr TokenLayout kLayout(D);
     constexpr int kSteps = D / 32;
-    const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first = first_k_tile<D>(part);
-    const uint32_t k_to = k_offset_of_lane<D>(half, pair, r, i);
+    const int pair = k_pair<D>(part), first = first_k_tile<D>(part), first_v = part * kVTiles<D>;
     const uint8_t* k_from = raw + kLayout.k_codes() + (first * kSteps + 2 * pair) * 512 + lane * 16;
+    const uint8_t* v_from = raw + kLayout.v_codes() + first_v * 1024 + lane * 16;
 #pragma unroll
-    for (int n = 0; n < kKTiles<D>; ++n) {
-        const uint4 a = load_chunk(k_from + n * kSteps * 512), b = load_chunk(k_from + n * kSteps * 512 + 512);
-        store_chunk(k_place<D>(k, k_to, first + n, 0), a.x, a.z, b.x, b.z);
-        store_chunk(k_place<D>(k, k_to, first + n, 1), a.y, a.w, b.y, b.w);
+    for (int step = 0; step < 2; ++step) {
+        uint8_t* const to = k_place<D>(k, half, 2 * pair + step, lane) + first * 16 * D;
+        uint4 a[kKTiles<D>];
+#pragma unroll
+        for (int n = 0; n < kKTiles<D>; ++n) a[n] = load_chunk(k_from + (n * kSteps + step) * 512);
+#pragma unroll
+        for (int n = 0; n < kKTiles<D>; ++n) sm90::store_matrices(to + n * 16 * D, a[n].x, a[n].y, a[n].z, a[n].w);
     }
     constexpr uint32_t kSigns = 0x80808080;
-    const uint8_t* v_from = raw + kLayout.v_codes() + part * kVTiles<D> * 1024 + lane * 16;
 #pragma unroll
-    for (int n = 0; n < kVTiles<D>; ++n) {
-        const int tile = part * kVTiles<D> + n;
-        const uint4 a = load_chunk(v_from + n * 1024), b = load_chunk(v_from + n * 1024 + 512);
-        store_chunk(v_place(v, half, tile, 0, r, i), a.x ^ kSigns, b.x ^ kSigns, a.z ^ kSigns, b.z ^ kSigns);
-        store_chunk(v_place(v, half, tile, 1, r, i), a.y ^ kSigns, b.y ^ kSigns, a.w ^ kSigns, b.w ^ kSigns);
+    for (int step = 0; step < 2; ++step) {
+        uint8_t* const to = v_place(v, half, step, lane) + first_v * 16 * kBlockTokens;
+        uint4 a[kVTiles<D>];
+#pragma unroll
+        for (int n = 0; n < kVTiles<D>; ++n) a[n] = load_chunk(v_from + n * 1024 + step * 512);
+#pragma unroll
+        for (int n = 0; n < kVTiles<D>; ++n) {
+            sm90::store_matrices(to + n * 16 * kBlockTokens, a[n].x ^ kSigns, a[n].y ^ kSigns, a[n].z ^ kSigns,
+                                 a[n].w ^ kSigns);
+        }
     }
 }
 
-// Where V's fractions of a channel lie, f and 16 f in a byte each: operand_of_sums() in softmax.cuh says why.
+// A channel's fractions of V, f and 16 f in a byte each: operand_of_sums() in softmax.cuh says why.
 TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int row, int half, uint32_t f) {
-    *reinterpret_cast<uint16_t*>(v_fraction + row * 16 + 2 * half) = uint16_t(f * 0x1001);
+    *reinterpret_cast<uint16_t*>(v_fraction + row * 4 + 2 * half) = uint16_t(f * 0x1001);
 }
 
 template <int D>
@@ -158,7 +161,8 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
     constexpr int kSteps = D / 32, kPerByte = 8 / kBits;
     constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f, kFractionMask = kBits == 4 ? 0x07070707 : 0x04040404;
     const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first_tile = first_k_tile<D>(part);
-    const uint32_t k_to = k_offset_of_lane<D>(half, pair, r, i);
+    uint8_t* const to[2] = {k_place<D>(k, half, 2 * pair, lane) + first_tile * 16 * D,
+                            k_place<D>(k, half, 2 * pair + 1, lane) + first_tile * 16 * D};
     const uint4 step_bytes = load_chunk(steps + D / 4 * i + 16 * pair), zero_bytes = load_chunk(zeros + D / 4 * i + 16 * pair);
     const uint32_t magic = in_register(kBits == 4 ? 0x54005400 : 0x44004400);
     KChannels channels[4];
@@ -174,19 +178,22 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
                     b = load_chunk(from + n / kPerByte * kSteps * 512 + 512);
 #pragma unroll
         for (int m = 0; m < kTilesOfLoad; ++m) {
-            const int tile = first_tile + n + m, t = tile % kPerByte;
-            store_chunk(k_place<D>(k, k_to, tile, 0), expand_four<kBits>(channels[0], a.x, t, magic),
-                        expand_four<kBits>(channels[1], a.z, t, magic), expand_four<kBits>(channels[2], b.x, t, magic),
-                        expand_four<kBits>(channels[3], b.z, t, magic));
-            store_chunk(k_place<D>(k, k_to, tile, 1), expand_four<kBits>(channels[0], a.y, t, magic),
-                        expand_four<kBits>(channels[1], a.w, t, magic), expand_four<kBits>(channels[2], b.y, t, magic),
-                        expand_four<kBits>(channels[3], b.w, t, magic));
+            const int t = (first_tile + n + m) % kPerByte;
+            sm90::store_matrices(to[0] + (n + m) * 16 * D, expand_four<kBits>(channels[0], a.x, t, magic),
+                                 expand_four<kBits>(channels[0], a.y, t, magic), expand_four<kBits>(channels[1], a.z, t, magic),
+                                 expand_four<kBits>(channels[1], a.w, t, magic));
+            sm90::store_matrices(to[1] + (n + m) * 16 * D, expand_four<kBits>(channels[2], b.x, t, magic),
+                                 expand_four<kBits>(channels[2], b.y, t, magic), expand_four<kBits>(channels[3], b.z, t, magic),
+                                 expand_four<kBits>(channels[3], b.w, t, magic));
         }
     }
     if (r == 0 && (kPairs < D >> 1 || part == 0)) {
-        const int chunk = D == 128 ? k_chunk(2 * i + pair) : i;
-        store_chunk(k_fraction + half * D + sm90::swizzled_chunk<D>(half, chunk) * 16, step_bytes.x >> 5 & kFractionMask,
-                    step_bytes.y >> 5 & kFractionMask, step_bytes.z >> 5 & kFractionMask, step_bytes.w >> 5 & kFractionMask);
+        const uint32_t fractions[4] = {step_bytes.x, step_bytes.y, step_bytes.z, step_bytes.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int chunk = sm90::swizzled_chunk<D>(half, 4 * pair + n);
+            *reinterpret_cast<uint32_t*>(k_fraction + half * D + chunk * 16 + 4 * i) = fractions[n] >> 5 & kFractionMask;
+        }
     }
 }
 
@@ -208,26 +215,30 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
         const uint32_t mine = (kWords > 1 && i >= 2 ? step_bytes[kWords - 1] : step_bytes[0]) >> (16 * (i & 1));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            store_v_fraction(v_fraction, 16 * (first_tile + i) + 8 * h + v_row(r), half,
+            store_v_fraction(v_fraction, 16 * (first_tile + i) + 8 * h + r, half,
                              fraction_eighths_of(uint8_t(mine >> (8 * h)), kBits));
         }
     }
     const uint8_t* from = codes + first_tile / kPerByte * 1024 + lane * 16;
+    uint8_t* const to[2] = {v_place(v, half, 0, lane) + first_tile * 16 * kBlockTokens,
+                            v_place(v, half, 1, lane) + first_tile * 16 * kBlockTokens};
 #pragma unroll
     for (int n = 0; n < kVTiles<D>; n += kTilesOfLoad) {
         const uint4 a = load_chunk(from + n / kPerByte * 1024), b = load_chunk(from + n / kPerByte * 1024 + 512);
 #pragma unroll
         for (int m = 0; m < kTilesOfLoad; ++m) {
-            const int tile = first_tile + n + m, shift = tile % kPerByte * kBits;
+            const int shift = (first_tile + n + m) % kPerByte * kBits;
+            uint32_t step[2], zero[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int at = (n + m) % 2 * 2 + h;
-                const uint32_t step = __byte_perm(step_bytes[(n + m) / 2] & kStepMask, 0, 0x4440 + at);
-                const uint32_t zero = __byte_perm(zero_bytes[(n + m) / 2], 0, 0x1111 * at);
-                const auto expand = [&](uint32_t four) { return (four >> shift & kMask) * step + zero; };
-                store_chunk(v_place(v, half, tile, h, r, i), expand(h ? a.y : a.x), expand(h ? b.y : b.x),
-                            expand(h ? a.w : a.z), expand(h ? b.w : b.z));
+                step[h] = __byte_perm(step_bytes[(n + m) / 2] & kStepMask, 0, 0x4440 + at);
+                zero[h] = __byte_perm(zero_bytes[(n + m) / 2], 0, 0x1111 * at);
             }
+            const auto expand = [&](uint32_t four, int h) { return (four >> shift & kMask) * step[h] + zero[h]; };
+            const int offset = (n + m) * 16 * kBlockTokens;
+            sm90::store_matrices(to[0] + offset, expand(a.x, 0), expand(a.y, 1), expand(a.z, 0), expand(a.w, 1));
+            sm90::store_matrices(to[1] + offset, expand(b.x, 0), expand(b.y, 1), expand(b.z, 0), expand(b.w, 1));
         }
     }
 }
@@ -270,11 +281,11 @@ TA_DEVICE float reciprocal_fast(float x) {
 }
 
 // The scales of a page's K (part 0) and V (part 1). Tokens [0, valid) of it exist; none: there is no page, and all of its keys
-// are masked. What stands for the scales of tokens that do not exist must be numbers. A lane does two tokens, 32 apart, whose
-// columns are 4 apart.
+// are masked. What stands for the scales of tokens that do not exist must be numbers. A lane does two tokens, 32 apart.
+// `weights` are V's rows for sums.
 template <int D>
 TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int v_bits, int valid, int half, int part, int lane,
-                           BlockScales& out) {
+                           BlockScales& out, uint8_t* weights) {
     constexpr TokenLayout kLayout(D);
     const ChannelLayout layout(D, k_bits, v_bits);
     float x[2] = {float(part), float(part)};
@@ -298,16 +309,17 @@ TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int 
     if (lane >= valid) x[0] = first;
     if (lane + 32 >= valid) x[1] = first;
     const bool equal = __all_sync(~0u, x[0] == first && x[1] == first);
-    const int column = half * kPageTokens + k_row(lane / 16, lane % 8, lane / 8 % 2), i = column % 8 / 2, e = column % 2;
-    TokenScales* const token = &out.token[column / 8][i];  // of the first; the other's is token[2]
+    const int i = lane % 8 / 2, e = lane % 2, j = half * 8 + lane / 8;  // columns 8 j + 2 i + e, 8 (j + 4) + 2 i + e
+    TokenScales* const token = &out.token[score_word(j, e)][i];         // of the first; the other's is token[16]
     if (part == 0) {
         const float largest = equal ? first : warp_max(fmaxf(x[0], x[1]));
         if (lane == 0) {
             out.k_page[half] = equal ? first * kFine : INFINITY;
             out.k_largest[half] = largest;
+            out.channel[half] = is_channel;
         }
-        token[0].k[e] = x[0];
-        token[2].k[e] = x[1];
+        token[0].k[score_half(j)] = x[0];
+        token[16].k[score_half(j)] = x[1];
         return;
     }
     // What stands for a scale of 0 must not take P's levels from other pages, nor span more than a few octaves of its own.
@@ -323,38 +335,63 @@ TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int 
     } else {
         x[0] = x[1] = high;
     }
-    const float inverse[2] = {kSumUnit * reciprocal_fast(x[0]),
-                              equal ? kSumUnit * reciprocal_fast(x[0]) : kSumUnit * reciprocal_fast(x[1])};
-    const float v[2] = {log2_fast(x[0]), equal ? log2_fast(x[0]) : log2_fast(x[1])};
-    token[0].v[e] = fmaf(v[0], float(kGrid), kTokenZero);
-    token[2].v[e] = fmaf(v[1], float(kGrid), kTokenZero);
-    out.v_token[column] = inverse[0];
-    out.v_token[column + 4] = inverse[1];
-    if (!equal) {
-        const int at = column / 16 * 4 % 16 + column % 16 / 8 * 2 + e;
+    float v[2], inverse[2];
+    v[0] = log2_fast(x[0]), inverse[0] = kSumUnit * reciprocal_fast(x[0]);
+    v[1] = equal ? v[0] : log2_fast(x[1]), inverse[1] = equal ? inverse[0] : kSumUnit * reciprocal_fast(x[1]);
+    int* const v_token = &out.v_token[j / 2][i][e][j % 2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        token[16 * n].v[score_half(j)] = fmaf(v[n], float(kGrid), kTokenZero);
+        v_token[32 * n] = __float2int_rn(fmaf(v[n], kFine, 32768.0f));
+        reinterpret_cast<float*>(&out.v_inverse[score_word(j + 4 * n, e)][i])[score_half(j)] = inverse[n];
+    }
+    if (equal) {
+        const int digit = lane / 4, row = sum_row(half, digit);
+        const uint32_t x = digit * 0x01010101u;
+        if (lane < 8)
+            store_chunk(weights + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, 4 * half + lane % 4) * 16, x, x,
+                        x, x);
+    } else {
         const float unit = low * (65535.0f / kSumUnit);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const uint32_t weight = __float2uint_rn(unit * inverse[n]);
-            out.v_weight[0][i + 2 * n][16 * half + at] = uint8_t(weight >> 8);
-            out.v_weight[1][i + 2 * n][16 * half + at] = uint8_t(weight);
+            const int at = half * kPageTokens + lane + 32 * n, chunk = v_chunk(at), byte = v_byte(at);
+#pragma unroll
+            for (int digit = 0; digit < 2; ++digit) {
+                const int row = sum_row(half, digit);
+                weights[row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, chunk) * 16 + byte] =
+                    uint8_t(digit ? weight : weight >> 8);
+            }
         }
     }
     if (lane == 0) {
-        const float log2_high = log2_fast(high), log2_low = log2_fast(low), page_inverse = kSumUnit * reciprocal_fast(high);
+        const bool exists = valid > 0;
+        const float unit = !exists ? 0.0f : equal ? inverse[0] : kSumUnit / 65535.0f * reciprocal_fast(low);
+        out.digit[2 * half] = 256.0f * unit;
+        out.digit[2 * half + 1] = unit;
+        const float log2_high = log2_fast(high);
         out.v_page[half] = __float2int_rn(fmaf(log2_high, kFine, 32768.0f));
-        out.v_inverse[half] = valid > 0 ? page_inverse : 0.0f;
-        out.v_unit[half] = kSumUnit / 65535.0f * reciprocal_fast(low);
-        out.v_largest[half] = fmaxf(fabsf(log2_high), fabsf(log2_low)) * kGrid;
-        out.v_spread[half] = log2_high - log2_low;
+        out.v_highest[half] = exists ? log2_high : -kNoLog;
+        out.v_lowest[half] = exists ? log2_fast(low) : kNoLog;
+    }
+}
+
+// The parts of the tiles that do not change.
+template <int D, bool kChannels>
+TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
+    for (int n = thread; n < kStages * kSumRows * kBlockTokens / 16; n += kThreads) {
+        const int stage = n / (kSumRows * kBlockTokens / 16), chunk = n % (kSumRows * kBlockTokens / 16);
+        const uint32_t x = chunk / (kBlockTokens / 16) % 2 ? 0u : 0x01010101u;
+        store_chunk(shared.v[stage] + D * kBlockTokens + chunk * 16, x, x, x, x);
     }
 }
 
 // What the producer warps do. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. What a page
 // needs is read again from shared memory: registers are for its codes, and what the compiler would put into local memory takes
 // long to come back.
-template <int D, bool kFractions>
-TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kFractions>& shared, int warp,
+template <int D, bool kChannels>
+TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels>& shared, int warp,
                        int lane) {
     const int half = warp / 2, part = warp % 2;
     if (warp == 0) shared.stream.start(lane);
@@ -372,21 +409,22 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
             const bool exists = page + half < tile.rows.page_end;
             const uint8_t* from = shared.raw[raw][half];
-            const bool is_channel = kFractions && exists && shared.raw_is_channel[raw][half];
+            const bool is_channel = kChannels && exists && shared.raw_is_channel[raw][half];
             if (exists) {
                 uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
-                if constexpr (kFractions) {
+                if constexpr (kChannels) {
                     uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction[stage.slot];
                     if (is_channel) {
                         expand_channel_page<D>(from, tile.k_bits, tile.v_bits, half, k, v, k_fraction, v_fraction, part, lane);
-                    } else {
+                    } else if (shared.raw_is_channel[raw][half ^ 1]) {
                         clear_fractions<D>(half, k_fraction, v_fraction, part, lane);
                     }
                 }
                 if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
             }
             const int valid = exists ? tile.rows.n_keys - (page + half) * kPageTokens : 0;
-            read_scales<D>(from, is_channel, tile.k_bits, tile.v_bits, valid, half, part, lane, shared.scales[stage.slot]);
+            read_scales<D>(from, is_channel, tile.k_bits, tile.v_bits, valid, half, part, lane, shared.scales[stage.slot],
+                           shared.v[stage.slot] + D * kBlockTokens);
             sm90::fence_async_proxy();
             __syncwarp();
             if (lane == 0) {

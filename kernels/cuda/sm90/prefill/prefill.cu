@@ -17,16 +17,24 @@ void for_each_tile(std::span<const SequenceArgs> sequences, int group, Fn fn) {
     }
 }
 
-template <int D, bool kFractions>
+template <int D, bool kChannels, bool kOptions>
 cudaError_t launch(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream) {
-    const auto kernel = prefill::prefill_kernel<D, kFractions>;
-    constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kFractions>);
+    const auto kernel = prefill::prefill_kernel<D, kChannels, kOptions>;
+    constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kChannels>);
     static_assert(kBytes <= 227 * 1024, "what a CTA of Hopper may have");
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes));
         e != cudaSuccess)
         return e;
     kernel<<<ctas, prefill::kThreads, kBytes, stream>>>(args, static_cast<PrefillSchedule*>(schedule));
     return cudaGetLastError();
+}
+
+template <int D>
+cudaError_t launch(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream) {
+    const bool options = args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
+    const auto kernel = args.heads ? (options ? launch<D, true, true> : launch<D, true, false>)
+                                   : (options ? launch<D, false, true> : launch<D, false, false>);
+    return kernel(args, schedule, ctas, stream);
 }
 
 }  // namespace
@@ -85,9 +93,7 @@ const char* prefill_refusal(const AttendArgs& args) {
 
 cudaError_t launch_prefill(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream) {
     if (prefill_refusal(args)) return cudaErrorInvalidValue;
-    if (args.head_dim == 128)
-        return args.heads ? launch<128, true>(args, schedule, ctas, stream) : launch<128, false>(args, schedule, ctas, stream);
-    return args.heads ? launch<64, true>(args, schedule, ctas, stream) : launch<64, false>(args, schedule, ctas, stream);
+    return args.head_dim == 128 ? launch<128>(args, schedule, ctas, stream) : launch<64>(args, schedule, ctas, stream);
 }
 
 }  // namespace ta::cuda

@@ -318,20 +318,29 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
             inverse = scale > 0.0f ? 1.0f : 0.0f;
         }
         int squares = 0;
+        uint32_t w[2][D / 32];
 #pragma unroll
         for (int n = 0; n < D / 32; ++n) {
-            uint32_t w[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 uint32_t code[4];
 #pragma unroll
                 for (int c = 0; c < 4; ++c) code[c] = __float_as_uint(fmaf(x[r][n][4 * h + c], inverse, kInteger));
-                w[h] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
-                squares = __dp4a(int(w[h]), int(w[h]), squares);
+                w[h][n] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+                squares = __dp4a(int(w[h][n]), int(w[h][n]), squares);
             }
-            const int chunk = 2 * n + (i >> 1), at = row_in_tile + 8 * r;
-            *reinterpret_cast<uint2*>(q + at * D + sm90::swizzled_chunk<D>(at, D == 128 ? k_chunk(chunk) : chunk) * 16 +
-                                      8 * (i & 1)) = make_uint2(w[0], w[1]);
+        }
+        const int at = row_in_tile + 8 * r;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            uint8_t* const chunk = q + at * D + sm90::swizzled_chunk<D>(at, channel_chunk<D>(8 * i + 4 * h)) * 16;
+            if constexpr (D == 128) {
+                *reinterpret_cast<uint4*>(chunk) = make_uint4(w[h][0], w[h][1], w[h][2], w[h][3]);
+            } else {
+#pragma unroll
+                for (int n = 0; n < D / 32; ++n)
+                    *reinterpret_cast<uint32_t*>(chunk + channel_byte<D>(32 * n + 8 * i)) = w[h][n];
+            }
         }
         squares += __shfl_xor_sync(~0u, squares, 1);
         squares += __shfl_xor_sync(~0u, squares, 2);

@@ -14,36 +14,48 @@ inline constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 static_assert(kProducerRegisters + kConsumerGroups * kConsumerRegisters <= 65536 / kThreads * 4);
 static_assert(64 * kConsumerGroups == kPrefillRows);
 
-// Orders within a tile, chosen so that a producer's lane stores 16 bytes at a time, that the eight lanes of a store's phase
-// reach all banks, and that a consumer's lane has the scores of exactly those tokens whose P it must hand to the product with
-// V.
+// Orders within a tile. stmatrix takes the words of pages to them as a lane loads them: word w of lanes 4 r + i becomes row r
+// of an 8 x 16-byte matrix, lane i's four bytes its bytes 4 i ....
 //
-// Token 16 t + r + 8 h of a page, with r < 8 and h < 2, is row k_row(t, r, h) of K's tile, a column of the scores.
-TA_HD constexpr int k_row(int t, int r, int h) {
-    return 16 * (r >> 1) + 8 * (t & 1) + 4 * (t >> 1) + 2 * (r & 1) + h;
+// A row of Q's and K's tiles is a token, in order; a chunk is 16 of its channels, four from each quarter.
+template <int D>
+TA_HD constexpr int channel_chunk(int channel) {
+    return channel % (D / 4) / 4;
 }
-// Lane 4 g + i has the scores of columns 8 j + 2 i + e, which are tokens lane_token(i) + column_token(j, e) of the block.
+template <int D>
+TA_HD constexpr int channel_byte(int channel) {
+    return channel / (D / 4) * 4 + channel % 4;
+}
+// Lane 4 g + i has the scores of columns 8 j + 2 i + e, which are tokens lane_token(i) + column_token(j, e) of the block. They
+// are P's for V's chunks, of 16 tokens of a block: byte 4 i + j % 4 of chunk 2 (j / 4) + e. Two scores come to the exponential
+// in a word, n = score_word(j, e), of which j is half score_half(j), and two words make one of P.
 TA_HD constexpr int lane_token(int i) {
-    return 32 * (i >> 1) + (i & 1);
+    return 2 * i;
 }
 TA_HD constexpr int column_token(int j, int e) {
-    return kPageTokens * (j / 8) + 2 * (j % 8 / 2) + 16 * (j % 2) + 8 * e;
+    return 8 * j + e;
 }
-// 16 channels are a chunk of a row of K's and Q's tiles, before the swizzle.
-TA_HD constexpr int k_chunk(int chunk) {
-    return (chunk & 4) | (chunk & 1) << 1 | (chunk >> 1 & 1);
+TA_HD constexpr int score_word(int j, int e) {
+    return j / 4 * 4 + 2 * e + j % 4 / 2;
 }
-// Channel (d/8) r + 2 t + h is row 16 t + 8 h + v_row(r) of V's tile and a column of O: lane 4 g + i has columns 8 j + 2 i + e,
-// which are channels (d/8) out_octant(i, e) + j.
-TA_HD constexpr int v_row(int r) {
-    return (r & 2) | (r >> 2) | (r & 1) << 2;
+TA_HD constexpr int score_half(int j) {
+    return j % 2;
 }
+TA_HD constexpr int v_chunk(int token) {
+    return token / 32 * 2 + token % 2;
+}
+TA_HD constexpr int v_byte(int token) {
+    return token % 8 / 2 * 4 + token % 32 / 8;
+}
+// Channel (d/8) r + 2 t + h is row 16 t + 8 h + r of V's tile and a column of O: lane 4 g + i has columns 8 j + 2 i + e, which
+// are channels (d/8) out_octant(i, e) + j.
 TA_HD constexpr int out_octant(int i, int e) {
-    return 4 * e + 2 * (i & 1) + (i >> 1);
+    return 2 * i + e;
 }
 
 inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
 inline constexpr float kNever = -1e30f;      // log2 of what no key has added to yet
+inline constexpr float kNoLog = 1e30f;       // larger than any log2
 
 inline constexpr int kGrid = 112;                // steps of an octave in which scores come to the exponential
 inline constexpr float kFine = kGrid * 0x1p16f;  // those of their multiply-add, whose high half counts
@@ -53,27 +65,34 @@ inline constexpr float kFine = kGrid * 0x1p16f;  // those of their multiply-add,
 inline constexpr float kTokenZero = 49152.5f;
 inline constexpr int kTokenBias = 16384;
 
-// The scales of two columns of a lane that follow one another.
+// The scales of the two tokens of a word of scores.
 struct alignas(16) TokenScales {
     float k[2];  // K's
     float v[2];  // log2 of V's in steps, plus kTokenZero
 };
 
-// The scales of a block. A page is uniform when its K scales are equal and its V scales are; the fields of pages are for blocks
-// of two such, those of tokens for all.
+// The scales of a block. What stands for the page that is missing at a tile's end takes part in nothing.
 struct alignas(16) BlockScales {
-    float k_page[2];     // K's scale * kFine; infinite: the page is not uniform
-    int32_t v_page[2];   // log2 of V's scale, in 1 / kFine; plus 1/2 of the high half, which so is rounded to nearest
-    float v_inverse[2];  // kSumUnit / V's scale; 0: there is no page
-    float v_unit[2];     // that of v_weight, times kSumUnit
-    float k_largest[2], v_largest[2];  // of K's scales; of the sizes of log2 of V's, in steps
-    float v_spread[2];                 // octaves between V's scales
-    uint32_t unused[2];
-    TokenScales token[16][4];     // [j][i]: columns 8 j + 2 i and the next
-    float v_token[kBlockTokens];  // kSumUnit / V's scale, by columns
-    uint8_t v_weight[2][4][32];   // where V's scales differ, the same in v_unit, high and low bytes: [byte][i], tokens as in P
+    float k_page[2];                  // K's scale * kFine; infinite: the page's tokens differ
+    float k_largest[2];               // of K's scales
+    float v_highest[2], v_lowest[2];  // log2 of V's
+    int32_t v_page[2];                // as v_token, of the highest
+    float digit[4];                   // what sums of P with digit i of 1 / V's scale count for in l: sum_row()
+    uint32_t channel[2];              // is the page a channel page?
+    TokenScales token[16][4];         // [n][i]: word n
+    int32_t v_token[8][4][2][2];      // [n][i][e]: log2 of V's, columns j = 2 n and 2 n + 1, in 1 / kFine; plus 1/2 of the
+                                      // high half, which so is rounded to nearest
+    float2 v_inverse[16][4];          // [n][i]: kSumUnit / V's scale, word n
 };
 
+// Eight more rows of V's tile, so that the product with V sums P too. The even ones are 1: what O holds 128 times too often
+// since V is stored plus 128. The odd ones are the high and low bytes of 1 / V's scale, in some unit, of the tokens of page 0,
+// which are 0 for those of page 1, and vice versa. So lane 4 g + i gets the sum of P, and digit i of l. The product comes in 16
+// columns: it reads eight rows more, of whatever lies behind, and nobody looks at what becomes of them.
+inline constexpr int kSumRows = 8;
+TA_HD constexpr int sum_row(int page, int digit) {
+    return 1 + 4 * page + 2 * digit;
+}
 // What a query row needs once per block; registers are for the accumulators.
 struct alignas(16) RowInfo {
     float scale;      // stage-1 scale * softmax scale, log2 units unless softcap is on
@@ -88,8 +107,12 @@ struct alignas(16) RowInfo {
 
 // A lane's sums over its columns, for rows g and g + 8 of its warp.
 struct alignas(16) LaneSums {
-    float l[2];  // of P / V's scale, times 255 kSumUnit / 2^m
-    float c[2];  // of P, which O holds 128 times too often since V is stored plus 128; times 255 / 2^m
+    float p[2];  // of P, which O holds 128 times too often since V is stored plus 128; in O's units
+    float l[2];  // of its digits of P / V's scale, in O's units times kSumUnit
+};
+// l of a block where it is not made from P: of a lane's columns, times 255 kSumUnit / 2^m.
+struct alignas(8) ExactSums {
+    float l[2];
 };
 
 // What holds for all rows of a warp.
@@ -99,28 +122,29 @@ struct alignas(16) WarpLimits {
     int unused;
 };
 
-template <int D, bool kFractions>
+template <int D, bool kChannels>
 struct SharedMemory {
-    static constexpr int kFractionStages = kFractions ? kStages : 1;
+    static constexpr int kChannelStages = kChannels ? kStages : 1;
 
     // Q, K: a row per query row or token, columns are channels. V: a row per channel, columns are tokens. Rows are swizzled
     // (wgmma.cuh).
     alignas(1024) uint8_t q[kPrefillRows * D];
     alignas(1024) uint8_t k[kStages][kBlockTokens * D];
-    alignas(1024) uint8_t v[kStages][D * kBlockTokens];
-    // Fractions of the pages' zero points, in eighths. K: row p is page p, rows 2 ... unused. V: bytes 2 p, 2 p + 1 of a row
-    // are page p, bytes 4 ... unused.
-    alignas(1024) uint8_t k_fraction[kFractionStages][8 * D];
-    alignas(128) uint8_t v_fraction[kFractionStages][16 * D];
+    alignas(1024) uint8_t v[kStages][(D + kSumRows) * kBlockTokens];
+    // Fractions of the pages' zero points, in eighths. K: row p is page p, rows 2 ... unused. V: bytes 2 p, 2 p + 1 of a
+    // channel are page p.
+    alignas(1024) uint8_t k_fraction[kChannelStages][8 * D];
+    alignas(128) uint8_t v_fraction[kChannelStages][4 * D];
     alignas(128) uint8_t raw[kRawBlocks][2][TokenLayout(D).bytes()];  // pages on their way from memory
     alignas(16) BlockScales scales[kStages];
     RowInfo rows[kPrefillRows];
     LaneSums sums[128 * kConsumerGroups];
+    ExactSums exact_sums[128 * kConsumerGroups];
     WarpLimits limits[4 * kConsumerGroups];
     Tile tiles[kTiles];
     alignas(16) uint4 sign_masks[D / 8];  // of the rotation
     PageStream<D> stream;
-    uint32_t raw_is_channel[kRawBlocks][2];
+    alignas(8) uint32_t raw_is_channel[kRawBlocks][2];
     uint64_t raw_full[kRawBlocks], raw_empty[kRawBlocks];
     uint64_t full[kStages], empty[kStages];
     uint64_t tile_full[kTiles], tile_empty[kTiles];

@@ -4,11 +4,11 @@
 //
 // Scores come to the exponential as 16-bit integers in 1/112 of an octave, two to a register: 1024 steps, what fp16 has in [1,
 // 2), span P's 8 bits. Three ways there:
-//   fast_scores     uniform pages: one multiply-add and half a byte permutation per score
-//   token_scores    scales per token: a conversion, two fp32 multiply-adds and half a permutation
+//   fast_scores     K's tokens have one scale in a page: one multiply-add and half a byte permutation per score
+//   token_scores    K's scales differ: a conversion, two fp32 multiplications and additions and half a permutation
 //   general_scores  softcap, ALiBi, scores of hundreds of octaves: fp32 to the end
-// l is summed from P, times 1/V's scale, or in fp32 from the 16-bit scores (exact_sums) where LSE is asked for or where V's
-// scales lie too far apart for that.
+// l is what the product with V makes of P and 1 / V's scale (shared.cuh), or is summed in fp32 from the 16-bit scores
+// (exact_sums) where LSE is asked for or where V's scales lie too far apart for that.
 #pragma once
 
 #include <climits>
@@ -25,12 +25,10 @@ inline constexpr float kRaise = 16.0f;       // a block this many octaves above 
 
 // Scores of one block on their way to P.
 struct Scores {
-    uint32_t y[2][16];   // [row][j]: columns 8 j + 2 i and the next
+    uint32_t y[2][16];   // [row][n]: word n
     uint32_t offset[2];  // makes y a fp16 number in [1, 2), twice
-    float inverse[2];    // factor of the page's sum of P in l; 0 where l has the page already
     int top[2];          // the row's maximum of y, equal in the quad
-    float m[2];          // the same in octaves
-    float l[2];          // to be added to l, in units of 2^m
+    float m[2];          // the same in octaves, less what is added to scores
 };
 
 TA_DEVICE uint32_t twice(int x) {
@@ -51,30 +49,30 @@ TA_DEVICE uint32_t exponential(uint32_t f) {
     return *reinterpret_cast<uint32_t*>(&r);
 }
 
-// P as operand A of the four products with V, and its sums over the lane's columns of a page: [row][page].
-TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4], uint32_t (&sums)[2][2]) {
+// P as operand A of the four products with V.
+TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        sums[row][0] = sums[row][1] = 0;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
             uint32_t e[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 e[h] = exponential(__viaddmax_s16x2(scores.y[row][2 * n + h], scores.offset[row], twice(kLowestOne)));
-            const uint32_t word = __byte_perm(e[0], e[1], 0x6420);
-            p[n / 2][2 * (n % 2) + row] = word;
-            sums[row][n / 4] = __dp4a(word, 0x01010101u, sums[row][n / 4]);
+            p[n / 2][2 * (n % 2) + row] = __byte_perm(e[0], e[1], 0x6420);
         }
     }
 }
 
-// The fractions f of V's zero points add f / 8 of a page's sum of P to a channel. As operand A of one more product with V: the
-// sum / 8 in base 16, low digit for the byte f, the rest for the byte 16 f.
-TA_DEVICE void operand_of_sums(const uint32_t (&sums)[2][2], int i, uint32_t (&a)[4]) {
+// Eighths of the pages' sums of P as operand A of a product with the fractions of V's zero points: digits to base 16, the low
+// one for the byte f, the rest for the byte 16 f.
+TA_DEVICE void operand_of_sums(const uint32_t (&p)[4][4], int i, uint32_t (&a)[4]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        uint32_t both = sums[row][0] | sums[row][1] << 16;  // up to 64 * 255 each
+        uint32_t sums[2] = {};  // of pages
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[n / 4] = __dp4a(p[n / 2][2 * (n % 2) + row], 0x01010101u, sums[n / 4]);
+        uint32_t both = sums[0] | sums[1] << 16;  // up to 64 * 255 each
         both += __shfl_xor_sync(~0u, both, 1);
         both += __shfl_xor_sync(~0u, both, 2);
         const uint32_t eighths = ((both + 0x00040004u) >> 3) & 0x1fff1fffu;
@@ -84,68 +82,47 @@ TA_DEVICE void operand_of_sums(const uint32_t (&sums)[2][2], int i, uint32_t (&a
     }
 }
 
-// l of P and the weights of V's scales, where they are not one for a page. The products with P are exact.
-TA_DEVICE void weigh(const uint32_t (&p)[4][4], const BlockScales& scales, int i, Scores& scores) {
+// The 16-bit path's factors: y = score * factor[row][page] + the token's addend, the high half counts. `info` is that of row g,
+// info + 8 that of row g + 8.
+struct Factors {
+    int of[2][2];
+};
+TA_DEVICE Factors find_factors(const RowInfo* info, const BlockScales& scales) {
+    Factors factors;
 #pragma unroll
     for (int page = 0; page < 2; ++page) {
-        if (scales.v_spread[page] == 0.0f) {
-            scores.inverse[page] = scales.v_inverse[page];
-            continue;
-        }
-        const uint4 high = *reinterpret_cast<const uint4*>(scales.v_weight[0][i] + 16 * page);
-        const uint4 low = *reinterpret_cast<const uint4*>(scales.v_weight[1][i] + 16 * page);
-        const uint32_t h[4] = {high.x, high.y, high.z, high.w}, l[4] = {low.x, low.y, low.z, low.w};
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            uint32_t sum[2] = {};
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const uint32_t word = p[2 * page + n / 2][2 * (n % 2) + row];
-                sum[0] = __dp4a(word, h[n], sum[0]);
-                sum[1] = __dp4a(word, l[n], sum[1]);
-            }
-            scores.l[row] = fmaf(float(sum[0] * 256u + sum[1]), scales.v_unit[page], scores.l[row]);
+            // Less than 2^22 where the path can take the block.
+            const float factor = fmaf(info[8 * row].scale, scales.k_page[page], kInteger);
+            factors.of[row][page] = __float_as_int(factor) - __float_as_int(kInteger);
         }
     }
+    return factors;
 }
 
-// The 16-bit path's constants for a block.
-struct Fast {
-    int factor[2][2];  // [row][page]: y = score * factor + addend, the high half counts
-    int addend[2];     // [page]
-    float bound;       // of |y|; infinite, or no number, where the path cannot take the block
+// What is known of a block before its scores are.
+struct Block {
+    float bound;      // of |y| in the 16-bit path; infinite, or no number, where K's tokens differ
+    float v_size;     // of log2 of V's scales
+    float v_octaves;  // between V's scales
 };
-
-// `info` is that of row g, info + 8 that of row g + 8.
-TA_DEVICE Fast make_fast(const RowInfo* info, const WarpLimits& limits, const BlockScales& scales) {
-    Fast fast;
-#pragma unroll
-    for (int page = 0; page < 2; ++page) {
-        fast.addend[page] = scales.v_page[page];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) fast.factor[row][page] = __float2int_rn(info[8 * row].scale * scales.k_page[page]);
-    }
-    const bool uniform = scales.v_spread[0] == 0.0f && scales.v_spread[1] == 0.0f;
-    const float bound = fmaf(limits.largest, fmaxf(scales.k_page[0], scales.k_page[1]),
-                             fmaxf(fabsf(float(fast.addend[0])), fabsf(float(fast.addend[1]))));
-    fast.bound = uniform ? bound : INFINITY;
-    return fast;
+TA_DEVICE Block look_at(const WarpLimits& limits, const BlockScales& scales) {
+    const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
+                lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]), v_size = fmaxf(highest, -lowest);
+    return {fmaf(limits.largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine), v_size, highest - lowest};
 }
 
-// Are V's scales too far apart for a sum of P?
-TA_DEVICE bool are_apart(const Fast& fast, const Scores& scores) {
-    return abs(fast.addend[0] - fast.addend[1]) > kOctavesApart * int(kFine) && scores.inverse[1] != 0.0f;
-}
-// Octaves between V's scales in the block, or a little more.
-TA_DEVICE float octaves_of_v(const BlockScales& scales) {
-    const float pages = scales.v_inverse[1] == 0.0f ? 0.0f : fabsf(float(scales.v_page[0]) - float(scales.v_page[1]));
-    return fmaf(pages, 1.0f / kFine, fmaxf(scales.v_spread[0], scales.v_spread[1]));
+// Do V's tokens have one scale in each page?
+TA_DEVICE bool pages_have_scales(const BlockScales& scales) {
+    // Where there is no page, the lowest is above the highest.
+    return scales.v_highest[0] <= scales.v_lowest[0] && scales.v_highest[1] <= scales.v_lowest[1];
 }
 
 // Can token_scores take the block?
-TA_DEVICE bool takes_tokens(const WarpLimits& limits, const BlockScales& scales) {
-    const float k = fmaxf(scales.k_largest[0], scales.k_largest[1]), v = fmaxf(scales.v_largest[0], scales.v_largest[1]);
-    return fmaf(limits.largest * float(kGrid), k, v) < float(kTokenHighest);
+TA_DEVICE bool takes_tokens(const WarpLimits& limits, const Block& block, const BlockScales& scales) {
+    const float k = fmaxf(scales.k_largest[0], scales.k_largest[1]);
+    return fmaf(limits.largest, k, block.v_size) < float(kTokenHighest) / kGrid;
 }
 
 TA_DEVICE void find_limits(const AttendArgs& args, const RowInfo* info, WarpLimits& limits, int lane) {
@@ -180,14 +157,14 @@ TA_DEVICE uint32_t largest_of_rows(const Scores& scores) {
 template <int kNothing>
 TA_DEVICE void find_maxima(int bias, bool masked, Scores& out) {
     const uint32_t both = largest_of_rows<0, 16>(out);
-    const int largest[2] = {int16_t(both), int(both) >> 16};
+    out.top[0] = int16_t(both), out.top[1] = int(both) >> 16;
+    constexpr uint32_t kTop = kLowestOne + 1023;
+    out.offset[0] = __byte_perm(kTop - both, 0, 0x1010);
+    out.offset[1] = __byte_perm((kTop << 16 | 0xffffu) - both, 0, 0x3232);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        out.top[row] = largest[row];
-        out.offset[row] = __byte_perm(uint32_t(kLowestOne + 1023 - out.top[row]), 0, 0x1010);
         out.m[row] = float(out.top[row] - bias) * (1.0f / kGrid);
-        out.l[row] = 0.0f;
-        if (masked && largest[row] == kNothing) {
+        if (masked && out.top[row] == kNothing) {
             out.offset[row] = 0;  // no key: every P is less than 1/2
             out.m[row] = kNever;
         }
@@ -208,28 +185,37 @@ struct Seen {
     }
 };
 
-template <bool kMasked>
-TA_DEVICE void pack_scores(const int32_t (&s)[64], const int (&factor)[2][2], const int (&addend)[2][2], const RowInfo* info,
+// kTokens: V's tokens differ.
+template <bool kTokens, bool kMasked>
+TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const BlockScales& scales, const RowInfo* info,
                            int key, int i, Scores& out) {
     const Seen seen(info, key, i);
+    const int of_page[2] = {scales.v_page[0], scales.v_page[1]};
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
+    for (int n = 0; n < 8; ++n) {
+        const int page = of_page[n / 4];
+        const int4 four = kTokens ? *reinterpret_cast<const int4*>(scales.v_token[n][i]) : make_int4(page, page, page, page);
+        const int addend[2][2] = {{four.x, four.y}, {four.z, four.w}};
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            int y[2];
+        for (int e = 0; e < 2; ++e) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                y[e] = s[4 * j + 2 * row + e] * factor[row][j / 8] + addend[row][j / 8];
-                if (kMasked && !seen.has(row, column_token(j, e))) y[e] = INT_MIN;
+            for (int row = 0; row < 2; ++row) {
+                int y[2];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int j = 2 * n + h;
+                    y[h] = s[4 * j + 2 * row + e] * factors.of[row][n / 4] + addend[e][h];
+                    if (kMasked && !seen.has(row, column_token(j, e))) y[h] = INT_MIN;
+                }
+                out.y[row][score_word(2 * n, e)] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
             }
-            out.y[row][j] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
         }
     }
 }
 
 // SAS: what lies more than 6 below the row's maximum so far has no weight. (Its table and cubic differ from 2^x by a sixth of a
-// step at most.)
-TA_DEVICE void cut_off(const Fast& fast, RowInfo* info, Scores& scores) {
+// step at most.) V's scales are one for a page.
+TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) {
     constexpr float kCut = 6.0f * 1.44269504f * kGrid;
     const uint32_t both[2] = {largest_of_rows<0, 8>(scores), largest_of_rows<8, 16>(scores)};
     int cut[2][2];
@@ -240,7 +226,7 @@ TA_DEVICE void cut_off(const Fast& fast, RowInfo* info, Scores& scores) {
 #pragma unroll
         for (int page = 0; page < 2; ++page) {
             const int largest = row ? int(both[page]) >> 16 : int16_t(both[page]);
-            v[page] = float(fast.addend[page]) * 0x1p-16f;
+            v[page] = fmaf(block.v_highest[page], float(kGrid), 0.5f);
             if (largest != SHRT_MIN) natural = fmaxf(natural, float(largest) - v[page]);
         }
 #pragma unroll
@@ -262,28 +248,18 @@ TA_DEVICE void cut_off(const Fast& fast, RowInfo* info, Scores& scores) {
     }
 }
 
-// The 16-bit path over the block of scores from `key` on. `fraction` are the sums of K's zero point
-// fractions for (row, page), in eighths.
-template <bool kFractions>
-TA_DEVICE void fast_scores(const int32_t (&s)[64], const Fast& fast, RowInfo* info, const BlockScales& scales, bool sas,
-                           bool masked, int key, int i, const float (&fraction)[2][2], Scores& out) {
-    int addend[2][2];
-#pragma unroll
-    for (int page = 0; page < 2; ++page) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            addend[row][page] = fast.addend[page];
-            if (kFractions) addend[row][page] += __float2int_rn(fraction[row][page] * 0.125f * float(fast.factor[row][page]));
-        }
-        out.inverse[page] = scales.v_inverse[page];
-    }
+// The 16-bit path over the block of scores from `key` on.
+TA_DEVICE void fast_scores(const int32_t (&s)[64], const Factors& factors, RowInfo* info, const BlockScales& scales, bool sas,
+                           bool masked, int key, int i, Scores& out) {
     if (masked) {
-        pack_scores<true>(s, fast.factor, addend, info, key, i, out);
+        pack_scores<true, true>(s, factors, scales, info, key, i, out);
+    } else if (pages_have_scales(scales)) {
+        pack_scores<false, false>(s, factors, scales, info, key, i, out);
     } else {
-        pack_scores<false>(s, fast.factor, addend, info, key, i, out);
+        pack_scores<true, false>(s, factors, scales, info, key, i, out);
     }
     find_maxima<SHRT_MIN>(0, masked, out);
-    if (sas) cut_off(fast, info, out);
+    if (sas) cut_off(scales, info, out);
 }
 
 // The sum with the offset must not leave 16 bits below: what is too small for P goes to the lowest value that counts.
@@ -296,47 +272,37 @@ TA_DEVICE void raise_lowest(Scores& scores) {
     }
 }
 
-template <bool kFractions, bool kMasked>
-TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales,
-                                 const float (&addend)[2][2], int key, int i, Scores& out) {
+template <bool kMasked>
+TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, int key, int i,
+                                 Scores& out) {
     const Seen seen(info, key, i);
     const float unit[2] = {info[0].scale * kGrid, info[8].scale * kGrid};
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        const TokenScales token = scales.token[j][i];
+    for (int n = 0; n < 16; ++n) {
+        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
+        const TokenScales token = scales.token[n][i];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             uint32_t y[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float x = float(s[4 * j + 2 * row + e]);
-                const float score = kFractions ? fmaf(x, token.k[e], addend[row][j / 8]) : x * token.k[e];
-                y[e] = __float_as_uint(fmaf(score, unit[row], token.v[e]));
-                if (kMasked && !seen.has(row, column_token(j, e))) y[e] = 0;
+            for (int h = 0; h < 2; ++h) {
+                const int j = first + h;
+                y[h] = __float_as_uint(fmaf(float(s[4 * j + 2 * row + e]) * token.k[h], unit[row], token.v[h]));
+                if (kMasked && !seen.has(row, column_token(j, e))) y[h] = 0;
             }
-            out.y[row][j] = __byte_perm(y[0], y[1], 0x6521);
+            out.y[row][n] = __byte_perm(y[0], y[1], 0x6521);
         }
     }
 }
 
 // Tokens with scales of their own.
-template <bool kFractions>
 TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, bool masked, int key, int i,
-                            const float (&fraction)[2][2], Scores& out) {
-    float addend[2][2] = {};
-    if (kFractions) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const float f = fraction[n / 2][n % 2];
-            addend[n / 2][n % 2] = f == 0.0f ? 0.0f : f * (0.125f / kFine) * scales.k_page[n % 2];  // token pages have none
-        }
-    }
+                            Scores& out) {
     if (masked) {
-        pack_token_scores<kFractions, true>(s, info, scales, addend, key, i, out);
+        pack_token_scores<true>(s, info, scales, key, i, out);
     } else {
-        pack_token_scores<kFractions, false>(s, info, scales, addend, key, i, out);
+        pack_token_scores<false>(s, info, scales, key, i, out);
     }
-    out.inverse[0] = out.inverse[1] = 0.0f;
     find_maxima<0>(kTokenBias, masked, out);
 }
 
@@ -347,20 +313,20 @@ TA_DEVICE float exp2_approx(float x) {
 }
 
 // l in fp32 from the 16-bit scores.
-TA_DEVICE void exact_sums(const BlockScales& scales, int i, Scores& out) {
+TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& scores, ExactSums& out) {
     constexpr float kStep = 1.0f / kGrid;
     // A score becomes a float by its exponent's bits. The product with kStep is so large that the sum with it, rounded, is off
     // by up to 1/256 octave, but for all scores alike.
     constexpr float kZero = 8388608.0f + 32768.0f;
-    const float top[2] = {kZero + float(out.top[0]), kZero + float(out.top[1])};
+    const float top[2] = {kZero + float(scores.top[0]), kZero + float(scores.top[1])};
     const float shift[2] = {-(top[0] * kStep), -(top[1] * kStep)};
     float l[2] = {};
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        const float2 v = *reinterpret_cast<const float2*>(scales.v_token + 8 * j + 2 * i);
+    for (int n = 0; n < 16; ++n) {
+        const float2 v = scales.v_inverse[n][i];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const uint32_t y = out.y[row][j] ^ 0x80008000u;
+            const uint32_t y = scores.y[row][n] ^ 0x80008000u;
             const float y0 = __uint_as_float(__byte_perm(y, 0x4B00, 0x5410)),
                         y1 = __uint_as_float(__byte_perm(y, 0x4B00, 0x5432));
             l[row] = fmaf(exp2_approx(fmaf(y0, kStep, shift[row])), v.x, l[row]);
@@ -370,8 +336,7 @@ TA_DEVICE void exact_sums(const BlockScales& scales, int i, Scores& out) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         const float off = fmaf(top[row], kStep, shift[row]);
-        out.l[row] = out.m[row] == kNever ? 0.0f : l[row] * exp2_approx(-off) * 255.0f;
-        out.inverse[row] = 0.0f;
+        out.l[row] = scores.m[row] == kNever ? 0.0f : l[row] * exp2_approx(-off) * 255.0f;
     }
 }
 
@@ -409,24 +374,24 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
-// The fp32 path: every scale, mask and option. Scores of `s` are replaced. l is summed from P before its rounding.
-template <bool kFractions>
+// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s` are replaced. l is summed from P before its
+// rounding.
+template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              bool masked, int key, int i, const float (&fraction)[2][2], Scores& out) {
+                              bool masked, int key, int i, Scores& out, ExactSums& sums) {
     const RowInfo info[2] = {row_info[0], row_info[8]};
     const int first_key = key + lane_token(i);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        const TokenScales token = scales.token[j][i];
+    for (int n = 0; n < 16; ++n) {
+        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
+        const TokenScales token = scales.token[n][i];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int row = e / 2, h = e % 2;
-            float x = float(s[4 * j + e]);
-            if (kFractions) x = fmaf(fraction[row][j / 8], 0.125f, x);
-            x *= info[row].scale * token.k[h];
-            if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
-            x = fmaf(info[row].slope, float(first_key + column_token(j, h) - info[row].position), x);
-            s[4 * j + e] = __float_as_int(x);
+        for (int m = 0; m < 4; ++m) {
+            const int row = m / 2, h = m % 2, j = first + h;
+            float x = float(s[4 * j + 2 * row + e]) * (info[row].scale * token.k[h]);
+            if (kOptions && options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
+            if (kOptions) x = fmaf(info[row].slope, float(first_key + column_token(j, e) - info[row].position), x);
+            s[4 * j + 2 * row + e] = __float_as_int(x);
         }
     }
     if (masked) {
@@ -438,45 +403,47 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     }
     float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        const TokenScales token = scales.token[j][i];
+    for (int n = 0; n < 16; ++n) {
+        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
+        const TokenScales token = scales.token[n][i];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float x = __int_as_float(s[4 * j + e]);
-            natural[e / 2] = fmaxf(natural[e / 2], x);
-            top[e / 2] = fmaxf(top[e / 2], x + (token.v[e % 2] - kTokenZero) * (1.0f / kGrid));
+        for (int m = 0; m < 4; ++m) {
+            const int row = m / 2, h = m % 2;
+            const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
+            if (kOptions) natural[row] = fmaxf(natural[row], x);
+            top[row] = fmaxf(top[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
         }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         out.m[row] = fmaxf(quad_max(top[row]), kNever);
-        natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
+        if (kOptions) natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
         out.offset[row] = twice(kLowestOne + 1023);
-        out.l[row] = 0.0f;
-        out.inverse[row] = 0.0f;
     }
+    float l[2] = {};
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        const TokenScales token = scales.token[j][i];
+    for (int n = 0; n < 16; ++n) {
+        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
+        const TokenScales token = scales.token[n][i];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             uint32_t y[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float x = __int_as_float(s[4 * j + 2 * row + h]);
-                if (options.sas && x != -INFINITY) x = natural[row] + log2_sas(natural[row] - x);
+                float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
+                if (kOptions && options.sas && x != -INFINITY) x = natural[row] + log2_sas(natural[row] - x);
                 x -= out.m[row];
-                out.l[row] += exp2_approx(x - 32.0f);
+                l[row] += exp2_approx(x - 32.0f);
                 const float steps = fmaf(x, float(kGrid), token.v[h] - kTokenZero) + kInteger;
                 y[h] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0
             }
-            out.y[row][j] = __byte_perm(y[0], y[1], 0x5410);
+            out.y[row][n] = __byte_perm(y[0], y[1], 0x5410);
         }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        out.l[row] *= 255.0f;
-        if (options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
+        sums.l[row] = l[row] * 255.0f;
+        if (kOptions && options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
     }
 }
 
@@ -484,8 +451,8 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 // its value, so one FFMA adds a block to O.
 inline constexpr float kOutUnit = 0x1p-49f;
 
-// Takes the terms of 128 out of O, and makes m[row] the reference of a row where it is far above that. `info` as in make_fast;
-// the quad's lanes write the same.
+// Takes the terms of 128 out of O, and makes m[row] the reference of a row where it is far above that. `info` as in
+// find_factors; the quad's lanes write the same.
 template <int N>
 TA_DEVICE void settle(RowInfo* info, LaneSums& sums, const float (&m)[2], float (&o)[N]) {
     float factor[2], off[2];
@@ -493,9 +460,9 @@ TA_DEVICE void settle(RowInfo* info, LaneSums& sums, const float (&m)[2], float 
     for (int row = 0; row < 2; ++row) {
         const float before = info[8 * row].reference, reference = m[row] > before + kRaise ? m[row] : before;
         factor[row] = exp2_approx(before - reference);
-        off[row] = quad_sum(sums.c[row]) * (-128.0f * kOutUnit) * factor[row];
+        off[row] = sums.p[row] * -128.0f * factor[row];
         sums.l[row] *= factor[row];
-        sums.c[row] = 0.0f;
+        sums.p[row] = 0.0f;
         __syncwarp();
         info[8 * row].reference = reference;
     }
@@ -504,27 +471,31 @@ TA_DEVICE void settle(RowInfo* info, LaneSums& sums, const float (&m)[2], float 
     for (int n = 0; n < N; ++n) o[n] = fmaf(o[n], factor[n / 2 % 2], off[n / 2 % 2]);
 }
 
-// The block's sums, and the factors by which its product with V goes into O. above[row]: the block's maximum less the
-// reference.
-TA_DEVICE void add_sums(const Scores& scores, const uint32_t (&p)[2][2], const float (&above)[2], LaneSums& sums,
-                        float (&factor)[2]) {
-    LaneSums x = sums;
+TA_DEVICE void add_term(int32_t product, float factor, float& o) {
+    asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(o) : "f"(__int_as_float(product)), "f"(factor));
+}
+
+// The columns of sums, of which `digit` says what those with the lane's digit are worth. l takes two steps: the two factors
+// together may be too large for a number.
+TA_DEVICE void add_sums(const int32_t (&product)[40], const float (&factor)[2], float digit, LaneSums& sums) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float unit = exp2_approx(above[row]);
-        const float p0 = float(p[row][0]), p1 = float(p[row][1]);
-        x.l[row] = fmaf(fmaf(p0, scores.inverse[0], fmaf(p1, scores.inverse[1], scores.l[row])), unit, x.l[row]);
-        x.c[row] = fmaf(p0 + p1, unit, x.c[row]);
-        factor[row] = unit * 0x1p100f;  // kOutUnit / 2^-149
+        float l;
+        add_term(product[32 + 2 * row], factor[row], sums.p[row]);
+        asm("mul.rn.f32 %0, %1, %2;" : "=f"(l) : "f"(__int_as_float(product[33 + 2 * row])), "f"(factor[row]));
+        sums.l[row] = fmaf(l, digit, sums.l[row]);
     }
-    sums = x;
+}
+// l that is not made from P.
+TA_DEVICE void add_exact_sums(const ExactSums& exact, const float (&factor)[2], LaneSums& sums) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sums.l[row] = fmaf(exact.l[row] * kOutUnit, factor[row] * 0x1p-100f, sums.l[row]);
 }
 // To o[first ...].
-template <int N>
-TA_DEVICE void add_product(const int32_t (&product)[32], const float (&factor)[2], float (&o)[N], int first) {
+template <int M, int N>
+TA_DEVICE void add_product(const int32_t (&product)[M], const float (&factor)[2], float (&o)[N], int first) {
 #pragma unroll
-    for (int n = 0; n < 32; ++n)
-        asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(o[first + n]) : "f"(__int_as_float(product[n])), "f"(factor[n / 2 % 2]));
+    for (int n = 0; n < 32; ++n) add_term(product[n], factor[n / 2 % 2], o[first + n]);
 }
 
 }  // namespace ta::cuda::prefill

@@ -117,8 +117,8 @@ class PageStream {
                 for (int n = 0; n < pages; ++n) {
                     is_channel[n] = uint32_t(address_[page - batch + n] & kEntryChannel);
                     bytes[n] = is_channel[n] ? channel_bytes_ : kTokenBytes;
-                    shared.raw_is_channel[at.slot][n] = is_channel[n];
                 }
+                *reinterpret_cast<uint2*>(shared.raw_is_channel[at.slot]) = make_uint2(is_channel[0], is_channel[1]);
                 // NOTES: one barrier for both pages, which every producer warp waits for in every round. A warp that skipped
                 // rounds could take the end of one before for that of its own.
                 sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], bytes[0] + bytes[1]);
