@@ -175,7 +175,8 @@ TEST_F(GpuStaging, SameBitsAsInPlace) {
         SCOPED_TRACE(std::to_string(s.bits) + " bits, head_dim " + std::to_string(s.head_dim));
         make_pools(s);
         const size_t a = add(70, 1, 60), b = add(40, 0, 31), c = add(3, 0, 0);  // of b a sink too
-        const uint64_t pages = (60 + 31) * s.layers;
+        // A sink's page, of 8 bits, does not fit a slot of the ring where that has 2 bits for all layers: it is read in place.
+        const uint64_t pages = (60 + (s.bits == 2 ? 30 : 31)) * s.layers;
         step({a, b, c}, {300, 70, 200});
         step({a, c, b}, {1, 1, 1});
         step({a, b}, {17, 200}, {}, nullptr, true);
