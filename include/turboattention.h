@@ -344,6 +344,11 @@ typedef struct ta_tier_options {
     ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
     /* Of the device budget, that a step may take to stage in, where they are free; default: an eighth of it. */
     uint64_t staging_bytes;
+    /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and those
+     * on disk 2, of one of 4 bits those on disk 2. Sinks and what is published keep what they have. Changes results; docs/tiers.md
+     * has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
+    ta_switch falling_precision;
+    int32_t reserved;
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -372,7 +377,7 @@ typedef struct ta_kv_pool_stats {
     uint64_t channel_blocks;       /* closed 4/2-bit blocks in use */
     uint64_t shared_blocks;        /* blocks with more than one owner */
     uint64_t token_block_bytes;    /* size of one, all layers, metadata and trailer included */
-    uint64_t channel_block_bytes;  /* likewise; 0 in an 8-bit pool */
+    uint64_t channel_block_bytes;  /* likewise; 0 in an 8-bit pool without falling_precision */
     double token_bits_per_element; /* true size over 64 * layers * kv_heads * head_dim * 2 */
     double channel_bits_per_element;
     uint64_t appended_tokens;  /* since creation, as the next ones */
@@ -381,6 +386,8 @@ typedef struct ta_kv_pool_stats {
     uint64_t copied_blocks;    /* copy-on-write after a fork */
     uint64_t saturated_values; /* non-finite inputs replaced under TA_NONFINITE_SATURATE */
     uint64_t clamped_values;   /* values cut off by a universal open scale */
+    uint64_t low_blocks;       /* under falling_precision, blocks of 2 bits in use; in the device tier, as the others */
+    uint64_t low_block_bytes;  /* size of one; 0 without */
 } ta_kv_pool_stats;
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
@@ -525,7 +532,8 @@ TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, ta_progress
 /* ------------------------------------------------------------------------------------------------ moves
  *
  * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. Who
- * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever blocks lie. Only full blocks move.
+ * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever blocks
+ * lie, but for what falling_precision makes of them. Only full blocks move.
  * A block arrives with its hashes checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
 
 /* A batch of moves asked for. 0 is never a ticket. */
@@ -618,6 +626,9 @@ typedef struct ta_tier_stats {
     uint64_t staged_steps;     /* those of them that staged some of these: ta_tier_options.staging */
     uint64_t staged_pages;     /* that they copied; a page is what a block has of one layer */
     uint64_t staged_bytes;
+    /* Of this tier: `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */
+    uint64_t token_blocks, channel_blocks, low_blocks;
+    uint64_t fallen_blocks; /* since creation: that came here with fewer bits than they had */
 } ta_tier_stats;
 
 /* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */

@@ -12,7 +12,7 @@ extern "C" {
 /* What one block of a sequence is. */
 typedef struct ta_x_block_info {
     uint32_t struct_size;
-    uint32_t bits;       /* 8: token block; otherwise a channel block (4, or 2 if no head has 4) */
+    uint32_t bits;       /* 8: token block; otherwise a channel block (4, or 2 if no head has 4), or 2: one that fell */
     uint32_t tokens;     /* 1..64 that belong to the sequence */
     uint32_t owners;     /* sequences that share it */
     uint64_t bytes;      /* of the slot, trailer included */

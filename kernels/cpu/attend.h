@@ -13,7 +13,7 @@ enum class ExpMode : uint8_t { kPoly, kExact, kSas };
 // One page of the kv head that the task works on.
 struct PageRef {
     const uint8_t* piece;  // the head's piece, 128-byte aligned; nullptr: a page that is gone, whose keys nobody sees
-    PageKind kind;
+    PageKind kind;         // a low page is a channel page here: a task's have all the same bits
 };
 
 // Attention of some query rows of one kv head over pages [page_begin, page_end) of one sequence, into a partial result.

@@ -23,7 +23,9 @@ inline constexpr int kMaxGroup = 16;  // query heads per kv head
 enum class PageKind : uint8_t {
     kToken = 0,    // INT8 codes, one fp32 scale per token for K and for V
     kChannel = 1,  // 4/2-bit codes, scale and zero point per channel, one fp32 scale per page for K and for V
+    kLow = 2,      // the same with 2 bits for all heads, below the bits of the pool: where precision falls on the way down
 };
+inline constexpr int kPageKinds = 3;
 
 TA_HD constexpr bool is_supported_head_dim(int d) {
     return d == 64 || d == 96 || d == 128 || d == 256;

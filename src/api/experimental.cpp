@@ -11,26 +11,30 @@ using namespace ta::api;
 
 namespace {
 
-uint32_t highest_bits(const Geometry& g) {
+uint32_t bits_of(const Geometry& g, PageKind kind) {
+    if (kind != PageKind::kChannel) return kind == PageKind::kToken ? 8 : 2;
     const uint8_t k = *std::max_element(g.k_bits.begin(), g.k_bits.end());
     return std::max(k, *std::max_element(g.v_bits.begin(), g.v_bits.end()));
 }
 
 // One layer's page of a block in host memory: `copy` holds it where the block lies on a device.
-Result<const uint8_t*> readable_page(const Pool& pool, const Block& block, uint64_t index, uint32_t layer,
-                                     std::vector<uint8_t>& copy) {
+struct Page {
+    const uint8_t* data;
+    PageKind kind;
+};
+Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index, uint32_t layer, std::vector<uint8_t>& copy) {
     const Geometry& g = pool.geometry();
-    const size_t offset = g.page_offset(block.kind(), layer);
-    if (block.tier() == TierKind::kDisk) {
-        copy.resize(g.slot_bytes(block.kind()));
+    const Place at = pool.blocks().place_of(block);
+    if (at.tier == TierKind::kDisk) {
+        copy.resize(g.slot_bytes(at.kind));
         TA_RETURN_IF_ERROR(pool.read_from_disk(block, index, copy.data()));
-        return copy.data() + offset;
+        return Page{copy.data() + g.page_offset(at.kind, layer), at.kind};
     }
-    const uint8_t* slot = block.slot();
-    if (!pool.context().device()) return slot + offset;
-    copy.resize(g.page_bytes(block.kind(), layer));
-    TA_RETURN_IF_ERROR(pool.context().device()->read(copy.data(), slot + offset, copy.size()));
-    return copy.data();
+    const uint8_t* page = at.address + g.page_offset(at.kind, layer);
+    if (!pool.context().device()) return Page{page, at.kind};
+    copy.resize(g.page_bytes(at.kind, layer));
+    TA_RETURN_IF_ERROR(pool.context().device()->read(copy.data(), page, copy.size()));
+    return Page{copy.data(), at.kind};
 }
 
 // Dequantizes tokens [first, last) of one head of a page into rows of `stride` floats.
@@ -57,7 +61,7 @@ void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint3
                            scale_at(layout.v_scale() + size_t(t) * 4);
                 continue;
             }
-            const ChannelLayout layout = g.channel_layout(layer, head);
+            const ChannelLayout layout = g.channel_layout(kind, layer, head);
             const auto value = [&](size_t codes, CodePlace place, size_t step, size_t zero, int bits) {
                 const int code = piece[codes + place.byte] >> place.shift & ((1 << bits) - 1);
                 const uint8_t byte = piece[step + size_t(c)];
@@ -98,13 +102,15 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
             const BlockPtr& b = s.blocks[size_t(block)];
             if (b->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(block));
             const Geometry& g = p.geometry();
+            const ReadingBlocks reading(pool->impl->blocks());
+            const Place at = p.blocks().place_of(*b);
             ta_x_block_info r{};
-            r.bits = b->kind() == PageKind::kToken ? 8 : highest_bits(g);
+            r.bits = bits_of(g, at.kind);
             r.tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(block) * kPageTokens));
             r.owners = uint32_t(b.use_count());
-            r.bytes = g.slot_bytes(b->kind());
+            r.bytes = g.slot_bytes(at.kind);
             r.content_id = b->content_id();
-            r.trailer_offset = g.payload_bytes(b->kind());
+            r.trailer_offset = g.payload_bytes(at.kind);
             if (buffer && buffer_bytes < r.bytes) {
                 return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)buffer_bytes,
                             (unsigned long long)r.bytes)
@@ -112,9 +118,8 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
             }
             TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
             if (!buffer) return {};
-            const ReadingBlocks reading(pool->impl->blocks());
-            if (b->tier() == TierKind::kDisk) return p.read_from_disk(*b, block, static_cast<uint8_t*>(buffer));
-            const uint8_t* slot = b->slot();
+            if (at.tier == TierKind::kDisk) return p.read_from_disk(*b, block, static_cast<uint8_t*>(buffer));
+            const uint8_t* slot = at.address;
             Device* device = p.context().device();
             if (!device) {
                 std::memcpy(buffer, slot, r.bytes);
@@ -170,11 +175,11 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
                 const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
                 const Block& block = *s.blocks[size_t(b)];
                 if (block.dropped()) return fail(TA_E_STATE, "the block was dropped").block(b);
-                Result<const uint8_t*> page = readable_page(p, block, uint64_t(b), layer, copy);
+                Result<Page> page = readable_page(p, block, uint64_t(b), layer, copy);
                 if (!page.ok()) return std::move(page).status();
                 for (uint32_t head = 0; head < g.kv_heads; ++head) {
                     const int64_t to = (at - first) * stride + int64_t(head) * g.head_dim;
-                    dequantize_head(p, page.value(), block.kind(), layer, head, int(at - b * kPageTokens),
+                    dequantize_head(p, page.value().data, page.value().kind, layer, head, int(at - b * kPageTokens),
                                     int(last - b * kPageTokens), stride, k ? k + to : nullptr, v ? v + to : nullptr);
                 }
                 at = last;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint32_t kDefaultMaxSequences = 65536;
 
-Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
+Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& falls) {
     Result<ta_tier_options> read = read_struct(given, "options.tiers", 1);
     if (!read.ok()) return std::move(read).status();
     const ta_tier_options& o = read.value();
@@ -50,6 +50,9 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
     }
     if (o.begin_wait_ms != 0)
         settings.plans_patience = settings.moves_patience = std::chrono::milliseconds(std::max(o.begin_wait_ms, 0));
+    falls = o.falling_precision == TA_ON;
+    if (o.falling_precision < TA_DEFAULT || o.falling_precision > TA_OFF)
+        return fail(TA_E_INVALID, "options.tiers.falling_precision is %d, no value of ta_switch", int(o.falling_precision));
     if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     if (o.staging < TA_STAGING_AUTO || o.staging > TA_STAGING_ALWAYS)
         return fail(TA_E_INVALID, "options.tiers.staging is %d, no value of ta_staging", int(o.staging));
@@ -59,7 +62,10 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings) {
 }
 
 Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o) {
-    Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits);
+    TierSettings tiers;
+    bool falls = false;
+    if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers, falls));
+    Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls);
     if (!geometry.ok()) return std::move(geometry).status();
     ta_numerics numerics{};
     if (o.numerics) {
@@ -76,8 +82,6 @@ Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context,
                     (unsigned long long)o.budget_bytes, (unsigned long long)least);
     }
     const uint32_t max_sequences = o.max_sequences ? o.max_sequences : kDefaultMaxSequences;
-    TierSettings tiers;
-    if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers));
     return Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences, tiers);
 }
 
@@ -135,6 +139,8 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         r.channel_block_bytes = g.channel_slot_bytes;
         r.token_bits_per_element = g.bits_per_element(PageKind::kToken);
         r.channel_bits_per_element = g.bits_per_element(PageKind::kChannel);
+        r.low_blocks = usage.low_blocks;
+        r.low_block_bytes = g.low_slot_bytes;
         r.appended_tokens = c.appended_tokens;
         r.closed_pages = c.closed_pages;
         r.reopened_blocks = c.reopened_blocks;

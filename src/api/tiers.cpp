@@ -157,7 +157,9 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             r.bytes_budget = p.blocks().budget();
             r.bytes_used = usage.used;
             r.bytes_free = r.bytes_budget - usage.used;
-            r.blocks = usage.token_blocks + usage.channel_blocks;
+            r.token_blocks = usage.token_blocks;
+            r.channel_blocks = usage.channel_blocks;
+            r.low_blocks = usage.low_blocks;
         } else {
             const Tier* t = p.tier(kind.value());
             if (!t) {
@@ -171,7 +173,9 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             r.bytes_free = s.free;
             r.largest_free = s.largest_free;
             r.fragmentation = s.fragmentation;
-            r.blocks = s.slots_used[0] + s.slots_used[1];
+            r.token_blocks = s.slots_used[size_t(PageKind::kToken)];
+            r.channel_blocks = s.slots_used[size_t(PageKind::kChannel)];
+            r.low_blocks = s.slots_used[size_t(PageKind::kLow)];
             r.failed = s.failed + s.stalled;
             r.corrupt = s.corrupt + (kind.value() == TierKind::kDisk ? p.refused_records() : 0);
             r.queued = s.queued + s.in_flight;
@@ -179,6 +183,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             for (const std::string& missing : t->degraded()) reason += (reason.empty() ? "" : "; ") + missing;
             std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
         }
+        r.blocks = r.token_blocks + r.channel_blocks + r.low_blocks;
         const auto i = size_t(kind.value());
         const Pool::Counters& counted = p.counters();
         r.hits = counted.hits[i];
@@ -199,6 +204,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
         if (const Mover* mover = p.mover()) {
             const MoveCounters c = mover->counters();
             r.evicted_blocks = c.evicted[i];
+            r.fallen_blocks = c.fallen[i];
             r.evicted_age_seconds = c.evicted_age[i];
             r.blocks_in = c.blocks_in[i];
             r.blocks_out = c.blocks_out[i];

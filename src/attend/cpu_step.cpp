@@ -80,7 +80,8 @@ Status CpuStep::begin(Step& step) {
     for (const StepMember& m : step.members) {
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
-            slots_.push_back({block.slot(), block.kind()});
+            const Block::Stored at = block.stored();
+            slots_.push_back({at.slot, at.kind});
         }
     }
     masses_.clear();
@@ -204,13 +205,14 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     uint8_t* closed =
         t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
     const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search};
-    codec.encode_channel_piece(s.codes, g.channel_layout(layer, head), options, closed);
+    codec.encode_channel_piece(s.codes, g.channel_layout(PageKind::kChannel, layer, head), options, closed);
 }
 
 Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
     const Geometry& g = pool_.geometry();
-    if (from.kind() == PageKind::kToken) {
-        std::memcpy(to.slot(), from.slot(), g.token_payload_bytes);
+    const Block::Stored at = from.stored();
+    if (at.kind == PageKind::kToken) {
+        std::memcpy(to.slot(), at.slot, g.token_payload_bytes);
         return {};
     }
     const cpu::PageCodec& codec = this->codec();
@@ -220,8 +222,8 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
             const auto piece_of = [&](PageKind kind) {
                 return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
             };
-            codec.decode_channel_piece(from.slot() + piece_of(PageKind::kChannel), g.channel_layout(uint32_t(layer), head),
-                                       tokens, values);
+            codec.decode_channel_piece(at.slot + piece_of(at.kind), g.channel_layout(at.kind, uint32_t(layer), head), tokens,
+                                       values);
             codec.store_token_piece(values, int(g.head_dim), 0, tokens, to.slot() + piece_of(PageKind::kToken));
         }
     });

@@ -55,10 +55,10 @@ bool CudaStaging::choose_pages(const Call& call) {
         host[i].reads = many ? reads_of_page(n, group, call.rows_at_once, call.window) : std::min<int64_t>(n, 1);
         any |= host[i].reads >= least;
     }
-    if (!any) return false;  // decode, mostly: looks at no block
-    size_t largest[2] = {};  // page of any layer, by kind
+    if (!any) return false;           // decode, mostly: looks at no block
+    size_t largest[kPageKinds] = {};  // page of any layer, by kind
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
-        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
+        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
             if (g.slot_bytes(kind) > 0) largest[size_t(kind)] = std::max(largest[size_t(kind)], g.page_bytes(kind, layer));
         }
     }
@@ -67,13 +67,15 @@ bool CudaStaging::choose_pages(const Call& call) {
         const int64_t seen = call.window > 0 ? m.length + m.n_new - m.n_query - call.window + 1 : 0;
         for (int64_t b = std::max<int64_t>(seen, 0) / kPageTokens; b < Step::untouched_blocks(m); ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
-            const size_t bytes = largest[size_t(block.kind())];
-            if (block.tier() == TierKind::kHost && bytes <= g.slot_bytes(ring_kind())) fn(block, b, bytes);
+            if (block.tier() != TierKind::kHost) continue;
+            const Block::Stored at = block.stored();
+            const size_t bytes = largest[size_t(at.kind)];
+            if (bytes <= g.slot_bytes(ring_kind())) fn(at, b, bytes);
         }
     };
     for (size_t i = 0; i < host.size(); ++i) {
         if (host[i].reads < least) continue;
-        for_each_page(step_->members[i], [&](const Block&, int64_t, size_t bytes) { host[i].bytes += bytes; });
+        for_each_page(step_->members[i], [&](const Block::Stored&, int64_t, size_t bytes) { host[i].bytes += bytes; });
     }
     pages_.clear();
     page_bytes_.clear();
@@ -83,8 +85,8 @@ bool CudaStaging::choose_pages(const Call& call) {
         const Tenant tenant = m.sequence->tenant;
         tenant_ = first || tenant_ == tenant ? tenant : kUnknownTenant;
         first = false;
-        for_each_page(m, [&](const Block& block, int64_t b, size_t bytes) {
-            pages_.push_back({block.slot(), block.kind(), uint32_t(step_tables_->prefill()[i].first_entry + b)});
+        for_each_page(m, [&](const Block::Stored& at, int64_t b, size_t bytes) {
+            pages_.push_back({at.slot, at.kind, uint32_t(step_tables_->prefill()[i].first_entry + b)});
             page_bytes_.push_back(uint32_t(bytes));
         });
     }
@@ -134,7 +136,7 @@ Status CudaStaging::send_tables(cudaStream_t stream) {
     args.table = reinterpret_cast<uint64_t*>(tables_.data());
     for (size_t i = 0; i < ring_.places.size(); ++i) {
         const Page& page = pages_[i % ring_.pages];
-        const uint64_t flags = cuda::kEntrySingleLayer | (page.kind == PageKind::kChannel ? cuda::kEntryChannel : 0);
+        const uint64_t flags = cuda::kEntrySingleLayer | cuda::entry_flags(page.kind);
         const StagingRing::Place& place = ring_.places[i];
         const uint64_t address = uint64_t(uintptr_t(slots_[place.slot].slot)) + place.offset;
         *patch++ = {i / ring_.pages * (bytes / sizeof(uint64_t)) + page.entry, address | flags};

@@ -91,9 +91,9 @@ class CudaStep final : public StepBackend {
     Step* step_ = nullptr;
     uint64_t steps_ = 0;
 
-    // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets]
+    // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets], then the last two of low pages
     DeviceBuffer constants_;
-    size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0;
+    size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0, bytes_of_tables_ = 0;
 
     CudaTables tables_;
     CudaMass mass_;
@@ -128,19 +128,24 @@ Status CudaStep::upload_constants() {
     offset_of_k_offset_ = round_up(g.head_dim * sizeof(float), 16);
     offset_of_heads_ = offset_of_k_offset_ + round_up(n.k_offset.size() * sizeof(float), 16);
     offset_of_layers_ = offset_of_heads_ + round_up(heads * sizeof(HeadArgs), 16);
-    std::vector<uint8_t> bytes(offset_of_layers_ + g.layers * sizeof(uint64_t));
+    bytes_of_tables_ = round_up(offset_of_layers_ + g.layers * sizeof(uint64_t), 16) - offset_of_heads_;
+    std::vector<uint8_t> bytes(offset_of_heads_ + (g.falls ? 2 : 1) * bytes_of_tables_);
     std::memcpy(bytes.data(), pool_.rotation_signs(), g.head_dim * sizeof(float));
     if (!n.k_offset.empty()) {
         std::memcpy(bytes.data() + offset_of_k_offset_, n.k_offset.data(), n.k_offset.size() * sizeof(float));
     }
-    for (uint32_t layer = 0; layer < g.layers && !g.all_8_bits; ++layer) {
-        for (uint32_t head = 0; head < g.kv_heads; ++head) {
-            const size_t i = g.index(layer, head);
-            const HeadArgs h{uint32_t(g.channel_head_offset[i]), g.k_bits[i], g.v_bits[i], 0};
-            std::memcpy(bytes.data() + offset_of_heads_ + i * sizeof h, &h, sizeof h);
+    for (const PageKind kind : {PageKind::kChannel, PageKind::kLow}) {
+        if (g.slot_bytes(kind) == 0) continue;
+        uint8_t* to = bytes.data() + (kind == PageKind::kLow ? bytes_of_tables_ : 0);
+        for (uint32_t layer = 0; layer < g.layers; ++layer) {
+            for (uint32_t head = 0; head < g.kv_heads; ++head) {
+                const ChannelLayout layout = g.channel_layout(kind, layer, head);
+                const HeadArgs h{uint32_t(g.head_offset(kind, layer, head)), uint8_t(layout.k_bits), uint8_t(layout.v_bits), 0};
+                std::memcpy(to + offset_of_heads_ + g.index(layer, head) * sizeof h, &h, sizeof h);
+            }
+            const uint64_t offset = g.page_offset(kind, layer);
+            std::memcpy(to + offset_of_layers_ + layer * sizeof offset, &offset, sizeof offset);
         }
-        const uint64_t offset = g.page_offset(PageKind::kChannel, layer);
-        std::memcpy(bytes.data() + offset_of_layers_ + layer * sizeof offset, &offset, sizeof offset);
     }
     TA_RETURN_IF_ERROR(constants_.reserve(bytes.size(), "a plan's constants"));
     return device_.write(constants_.data(), bytes.data(), bytes.size());
@@ -234,8 +239,9 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(prepare());
     const Geometry& g = pool_.geometry();
-    if (from.kind() == PageKind::kToken) {
-        return device_.check(cudaMemcpyAsync(to.slot(), from.slot(), g.token_payload_bytes, cudaMemcpyDefault, stream_),
+    const Block::Stored at = from.stored();
+    if (at.kind == PageKind::kToken) {
+        return device_.check(cudaMemcpyAsync(to.slot(), at.slot, g.token_payload_bytes, cudaMemcpyDefault, stream_),
                              "copying a block");
     }
     cuda::ReopenArgs args{};
@@ -243,10 +249,11 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     args.kv_heads = int32_t(g.kv_heads);
     args.layers = int32_t(g.layers);
     args.tokens = tokens;
-    args.channel_slot = uint64_t(uintptr_t(from.slot()));
+    args.channel_slot = uint64_t(uintptr_t(at.slot));
     args.token_slot = uint64_t(uintptr_t(to.slot()));
-    args.channel_layer_offset = reinterpret_cast<const uint64_t*>(constants_.data() + offset_of_layers_);
-    args.heads = reinterpret_cast<const HeadArgs*>(constants_.data() + offset_of_heads_);
+    const uint8_t* tables = constants_.data() + (at.kind == PageKind::kLow ? bytes_of_tables_ : 0);
+    args.channel_layer_offset = reinterpret_cast<const uint64_t*>(tables + offset_of_layers_);
+    args.heads = reinterpret_cast<const HeadArgs*>(tables + offset_of_heads_);
     args.token_page_bytes = g.token_page_bytes;
     return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
 }
@@ -266,7 +273,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.n_tasks = tables_.n_tasks();
     a.tasks = tables_.tasks();
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
-    if (!g.all_8_bits) {
+    if (g.has_channel_blocks()) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
         a.heads = heads_of(layer);
     }
@@ -326,10 +333,12 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.pages_before = tables_.pages_before();
     a.table = tables_.entries();
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
-    if (!g.all_8_bits) {
+    if (g.has_channel_blocks()) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
         a.heads = heads_of(layer);
     }
+    a.has_low = g.falls;
+    a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
     a.q = tensor_args(call.q);
     a.out = tensor_args(call.out);
     a.lse = call.lse;
@@ -426,7 +435,7 @@ Status CudaStep::seal_blocks() {
         for (const StepBlock& t : m.touched) {
             if (t.end != kPageTokens) continue;
             Block* full = (t.channel ? t.channel : t.token).get();
-            full_blocks_.push_back({full, uint64_t(t.index), full->slot()});
+            full_blocks_.push_back({full, uint64_t(t.index), full->slot(), full->kind()});
         }
     }
     TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));

@@ -146,10 +146,9 @@ void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTab
         entry += uint64_t(clean);
         for (int64_t b = clean; b < untouched; ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
-            const uint8_t* slot = block.slot();
-            const uint64_t flags = block.kind() == PageKind::kChannel ? cuda::kEntryChannel : 0;
-            *patch++ = {entry++, slot ? uint64_t(uintptr_t(slot)) | flags : cuda::kEntryDropped};
-            row.lacks_blocks |= !slot;
+            const Block::Stored at = block.stored();
+            *patch++ = {entry++, at.slot ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : cuda::kEntryDropped};
+            row.lacks_blocks |= !at.slot;
         }
         lacks_blocks_ |= row.lacks_blocks;
         for (const StepBlock& t : m.touched) *patch++ = {entry++, page_of(t)};

@@ -47,6 +47,19 @@ Status check_magnitudes(const float* x, int64_t n, float limit, const char* name
     return {};
 }
 
+// The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where another call
+// has left O. True when that width is the low one.
+bool end_run(const PageBase* pages, int64_t first, int64_t end, int64_t& last) {
+    PageKind width = PageKind::kToken;  // no channel page yet
+    for (last = first; last < end; ++last) {
+        const PageKind kind = pages[last].kind;
+        if (kind == PageKind::kToken || kind == width || !pages[last].page) continue;
+        if (width != PageKind::kToken) break;
+        width = kind;
+    }
+    return width == PageKind::kLow;
+}
+
 }  // namespace
 
 Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p,
@@ -243,11 +256,14 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     const float unit = s.softcap > 0.0f ? s.scale : s.scale * cpu::kLog2e;
 
     const size_t token_stride = TokenLayout(d).bytes();
+    const size_t low_stride = ChannelLayout(d, 2, 2).bytes();
     for (int64_t p = job.page_begin; p < job.page_end; ++p) {
         const PageBase& base = seq.pages[p];
-        const size_t offset =
-            base.kind == PageKind::kToken ? size_t(job.head) * token_stride : call.channel_head_offset[job.head];
-        scratch.pages_[p] = {base.page ? base.page + offset : nullptr, base.kind};
+        const size_t offset = base.kind == PageKind::kToken ? size_t(job.head) * token_stride
+                              : base.kind == PageKind::kLow ? size_t(job.head) * low_stride
+                                                            : call.channel_head_offset[job.head];
+        scratch.pages_[p] = {base.page ? base.page + offset : nullptr,
+                             base.kind == PageKind::kToken ? PageKind::kToken : PageKind::kChannel};
     }
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = (job.row_begin + r) / call.group, in_group = (job.row_begin + r) % call.group;
@@ -285,11 +301,7 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     const PFormat p = p_format(s.p, seq.n_query * call.group);
     cpu::AttendTask task{};
     task.head_dim = d;
-    task.k_bits = call.k_bits ? call.k_bits[job.head] : 8;
-    task.v_bits = call.v_bits ? call.v_bits[job.head] : 8;
     task.pages = scratch.pages_;
-    task.page_begin = job.page_begin;
-    task.page_end = job.page_end;
     task.n_keys = seq.n_keys;
     task.rows = int(rows);
     task.q = scratch.q;
@@ -313,13 +325,18 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     task.l = l;
     task.workspace = scratch.workspace;
     if (job.mass >= 0) {
-        task.page_sums = scratch.page_sums;
         for (int64_t page = 0; page < job.pages(); ++page) {
             std::fill_n(scratch.page_sums + page * 2 * rows, rows, 1.0f);
             std::fill_n(scratch.page_sums + (page * 2 + 1) * rows, rows, 0.0f);
         }
     }
-    if (job.page_end > job.page_begin) context_.kernels().attend(task);
+    for (task.page_begin = job.page_begin; task.page_begin < job.page_end; task.page_begin = task.page_end) {
+        const bool low = end_run(seq.pages, task.page_begin, job.page_end, task.page_end);
+        task.k_bits = low ? 2 : call.k_bits ? call.k_bits[job.head] : 8;
+        task.v_bits = low ? 2 : call.v_bits ? call.v_bits[job.head] : 8;
+        if (job.mass >= 0) task.page_sums = scratch.page_sums + (task.page_begin - job.page_begin) * 2 * rows;
+        context_.kernels().attend(task);
+    }
     if (job.mass >= 0) fold_page_sums(job, scratch.page_sums);
     if (partial) return;
     for (int64_t r = 0; r < rows; ++r) scratch.factor[r] = finish_row(call, job, r, m[r], l[r], o + r * d, scratch);

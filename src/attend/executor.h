@@ -48,7 +48,7 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t 
 
 struct AttendCall {
     int head_dim = 0, kv_heads = 0, group = 0;
-    const uint8_t* k_bits = nullptr;  // [kv_heads] of channel pages; nullptr when there are none
+    const uint8_t* k_bits = nullptr;  // [kv_heads] of channel pages; nullptr when there are none. Low pages have 2
     const uint8_t* v_bits = nullptr;
     const size_t* channel_head_offset = nullptr;  // [kv_heads]
     std::span<const AttendSequence> sequences;

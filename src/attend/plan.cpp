@@ -271,7 +271,7 @@ Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
             const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
             if (t.token == present) continue;
             TA_RETURN_IF_ERROR(backend_->copy_tokens(*present, t.have, *t.token));
-            ++(present->kind() == PageKind::kChannel || present->sealed() ? m.reopened : m.copied);
+            ++(present->stored().kind != PageKind::kToken || present->sealed() ? m.reopened : m.copied);
         }
     }
     return {};
@@ -331,7 +331,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.head_dim = int(g.head_dim);
     call.kv_heads = int(g.kv_heads);
     call.group = int(q.heads / g.kv_heads);
-    if (!g.all_8_bits) {
+    if (g.has_channel_blocks()) {
         call.k_bits = g.k_bits.data() + g.index(layer, 0);
         call.v_bits = g.v_bits.data() + g.index(layer, 0);
         call.channel_head_offset = g.channel_head_offset.data() + g.index(layer, 0);

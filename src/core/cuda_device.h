@@ -49,6 +49,7 @@ class CudaDevice final : public Device {
     std::unique_ptr<StepBackend> make_step(Pool& pool) override;              // src/attend/cuda_step.cpp
     Status attend_dense(const DenseCall& call) override;                      // src/attend/cuda_dense.cpp
     std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // src/kv/cuda_hasher.cpp
+    std::unique_ptr<BlockEncoder> make_encoder(const Pool& pool) override;    // src/kv/cuda_encoder.cpp
     Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
     Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) override;
     Status calibrate_moves() override;

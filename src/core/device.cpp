@@ -39,6 +39,10 @@ Status Device::zero(std::span<const DeviceRange> ranges) {
     return {};
 }
 
+std::unique_ptr<BlockEncoder> Device::make_encoder(const Pool&) {
+    return nullptr;
+}
+
 Result<std::unique_ptr<ArrivalCheck>> BlockVerifier::start(std::span<const PlacedBlock> blocks, const DeviceTransfer&) {
     return std::unique_ptr<ArrivalCheck>(std::make_unique<CheckWhenWaited>(*this, blocks));
 }

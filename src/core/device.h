@@ -65,6 +65,15 @@ class BlockVerifier {
     virtual Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival);
 };
 
+// Takes bits from blocks where the device reads them. Thread-safe.
+class BlockEncoder {
+  public:
+    virtual ~BlockEncoder() = default;
+    // Makes of full token blocks in the device's memory channel blocks with trailers: to[i] is memory of the device for one. Behind all
+    // steps that were ended so far; waits. The blocks match their hashes.
+    virtual Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) = 0;
+};
+
 // Blocks of at least so many bytes go by copy engine, smaller ones by kernel; 0 before it was measured.
 struct MoveCrossover {
     uint64_t to_host = 0, to_device = 0;
@@ -92,6 +101,8 @@ class Device {
     // Enqueues a dense call; inputs are checked but for where they lie and their values.
     virtual Status attend_dense(const DenseCall& call) = 0;
     virtual std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) = 0;
+    // nullptr: this device cannot.
+    virtual std::unique_ptr<BlockEncoder> make_encoder(const Pool&);
     // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits. Addresses
     // and sizes are multiples of 16. Calls from several threads overlap, also in the same direction.
     virtual Status copy(std::span<const DeviceCopy> copies, bool to_host) = 0;

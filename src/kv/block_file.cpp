@@ -37,8 +37,8 @@ bool has_good_scales(const Geometry& g, PageKind kind, uint32_t tokens, const ui
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
-            if (kind == PageKind::kChannel) {
-                const ChannelLayout layout = g.channel_layout(layer, head);
+            if (kind != PageKind::kToken) {
+                const ChannelLayout layout = g.channel_layout(kind, layer, head);
                 if (!good(piece + layout.k_scale()) || !good(piece + layout.v_scale())) return false;
                 continue;
             }
@@ -114,32 +114,40 @@ Status write_new_file(FileSystem& files, const std::string& path, const std::fun
     return {};
 }
 
-Status copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot) {
+Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot) {
     const Geometry& g = pool.geometry();
     if (block.dropped()) return fail(TA_E_STATE, "the block was dropped");
     const ReadingBlocks reading(pool.blocks());
-    slot.resize(g.slot_bytes(block.kind()));
-    if (block.tier() == TierKind::kDisk) return pool.read_from_disk(block, index, slot.data());
-    Device* device = pool.context().device();
-    if (device && block.tier() == TierKind::kDevice) {
-        TA_RETURN_IF_ERROR(device->read(slot.data(), block.slot(), slot.size()));
-    } else {
-        std::memcpy(slot.data(), block.slot(), slot.size());
+    const Place at = pool.blocks().place_of(block);
+    slot.resize(g.slot_bytes(at.kind));
+    if (at.tier == TierKind::kDisk) {
+        TA_RETURN_IF_ERROR(pool.read_from_disk(block, index, slot.data()));
+        return at.kind;
     }
-    if (block.sealed()) return block.verify(g, pool.fingerprint(), index, slot.data());
+    Device* device = pool.context().device();
+    if (device && at.tier == TierKind::kDevice) {
+        TA_RETURN_IF_ERROR(device->read(slot.data(), at.address, slot.size()));
+    } else {
+        std::memcpy(slot.data(), at.address, slot.size());
+    }
+    if (block.sealed()) {
+        TA_RETURN_IF_ERROR(block.verify(g, pool.fingerprint(), index, slot.data(), at.kind));
+        return at.kind;
+    }
     clear_missing_tokens(pool, tokens, slot.data());
     block.write_trailer(g, pool.fingerprint(), index, tokens, slot.data());
-    return {};
+    return at.kind;
 }
 
 Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot) {
     BlockHeader b{};
     b.magic = kBlockMagic;
-    b.kind = uint8_t(block.kind());
     b.tokens = tokens;
     b.index = index;
     b.content_id = block.content_id();
-    if (Status c = copy_slot(pool, block, index, b.tokens, slot); !c.ok()) return std::move(c).block(int64_t(index));
+    Result<PageKind> kind = copy_slot(pool, block, index, b.tokens, slot);
+    if (!kind.ok()) return std::move(kind).status().block(int64_t(index));
+    b.kind = uint8_t(kind.value());
     b.slot_hash = hash_bytes(slot.data(), slot.size());
     b.hash = header_hash(b);
     TA_RETURN_IF_ERROR(file.write(&b, sizeof b));
@@ -152,8 +160,8 @@ Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uin
     BlockHeader b;
     TA_RETURN_IF_ERROR(file.read(&b, sizeof b));
     const auto kind = PageKind(b.kind);
-    if (b.magic != kBlockMagic || b.hash != header_hash(b) || (index != kAnyIndex && b.index != index) || b.kind > 1 ||
-        g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
+    if (b.magic != kBlockMagic || b.hash != header_hash(b) || (index != kAnyIndex && b.index != index) ||
+        b.kind >= kPageKinds || g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
         (b.tokens < uint32_t(kPageTokens) && kind != PageKind::kToken)) {
         Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", path.c_str());
         return index == kAnyIndex ? std::move(s) : std::move(s).block(int64_t(index));

@@ -78,7 +78,7 @@ inline constexpr uint64_t kAnyIndex = UINT64_MAX;
 Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uint64_t& index, uint32_t& tokens,
                             std::span<const MoveItem> mine, std::vector<uint8_t>& slot);
 
-// The block's slot in host memory, with a trailer, checked.
-Status copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
+// The block's slot in host memory, with a trailer, checked, and of which kind it is.
+Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
 
 }  // namespace ta

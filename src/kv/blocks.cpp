@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <numeric>
 
 #include "kernels/format/hash.h"
 #include "kernels/format/slot.h"
@@ -46,25 +48,32 @@ void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, 
 }
 
 void Block::write_trailer(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens, uint8_t* slot) const {
-    SlotTrailer* t = trailer_of(g, kind_, slot);
-    *t = SlotTrailer{};
-    t->magic = kSlotMagic;
-    t->version = kFormatVersion;
-    t->kind = uint8_t(kind_);
-    t->fingerprint = fingerprint;
-    t->block_index = block_index;
-    t->content_id = content_id_;
-    t->tokens = tokens;
-    t->layers = g.layers;
-    auto* hashes = reinterpret_cast<uint64_t*>(t + 1);
-    const size_t used = size_t(reinterpret_cast<uint8_t*>(hashes + g.layers) - slot);
-    std::memset(slot + used, 0, g.slot_bytes(kind_) - used);
-    const bool full = tokens == kPageTokens;
-    for (uint32_t layer = 0; layer < g.layers; ++layer) hashes[layer] = full ? hash_of(g, kind_, *t, slot, layer) : 0;
+    ta::write_trailer(g, kind(), slot, fingerprint, block_index, content_id_, tokens, true);
 }
 
-Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const {
-    return verify_slot(g, kind_, slot, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
+Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot, PageKind kind) const {
+    return verify_slot(g, kind, slot, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
+}
+
+void write_trailer(const Geometry& g, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens, bool hashes) {
+    SlotTrailer* t = trailer_of(g, kind, slot);
+    std::memset(t, 0, g.slot_bytes(kind) - g.payload_bytes(kind));
+    t->magic = kSlotMagic;
+    t->version = kFormatVersion;
+    t->kind = uint8_t(kind);
+    t->fingerprint = fingerprint;
+    t->block_index = block_index;
+    t->content_id = content_id;
+    t->tokens = tokens;
+    t->layers = g.layers;
+    if (hashes && tokens == uint32_t(kPageTokens)) write_page_hashes(g, kind, slot, 0, g.layers);
+}
+
+void write_page_hashes(const Geometry& g, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n) {
+    SlotTrailer* t = trailer_of(g, kind, slot);
+    auto* hashes = reinterpret_cast<uint64_t*>(t + 1);
+    for (uint32_t layer = first; layer < first + n; ++layer) hashes[layer] = hash_of(g, kind, *t, slot, layer);
 }
 
 Status verify_trailer(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
@@ -99,12 +108,16 @@ BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geo
       has_hooks_(allocator.has_hooks()),
       slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
       memory_{{allocator, slab_.get(), 0, geometry.token_slot_bytes, budget},
-              {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget}} {}
+              {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget},
+              {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget}} {}
 
 Status BlockStore::take_slab() {
-    const size_t strides[2] = {memory_[0].stride(), memory_[1].stride()};
-    const size_t slots[2] = {size_t(budget_ / geometry_.token_slot_bytes),
-                             geometry_.channel_slot_bytes ? size_t(budget_ / geometry_.channel_slot_bytes) : 0};
+    size_t strides[kPageKinds], slots[kPageKinds];
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        const size_t bytes = geometry_.slot_bytes(PageKind(kind));
+        strides[kind] = memory_[kind].stride();
+        slots[kind] = bytes ? size_t(budget_ / bytes) : 0;
+    }
     if (budget_ < uint64_t{1} << 48 && slab_->take(slots, strides)) return {};
     return fail(TA_E_MEMORY, "the GPU has no memory for a pool of %llu bytes", (unsigned long long)budget_);
 }
@@ -115,8 +128,7 @@ BlockStore::~BlockStore() {
 
 void BlockStore::trim() {
     std::lock_guard lock(mutex_);
-    free_cached(PageKind::kToken, 0);
-    free_cached(PageKind::kChannel, 0);
+    for (size_t kind = 0; kind < kPageKinds; ++kind) free_cached(PageKind(kind), 0);
 }
 
 void BlockStore::free_cached(PageKind kind, size_t keep) {
@@ -174,8 +186,7 @@ std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size
     std::vector<Scratch> scratch;
     {
         std::lock_guard lock(mutex_);
-        const uint64_t in_use = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
-        most = size_t(std::min<uint64_t>(most, (budget_ - in_use) / geometry_.slot_bytes(kind)));
+        most = size_t(std::min<uint64_t>(most, (budget_ - bytes_in_use()) / geometry_.slot_bytes(kind)));
     }
     // Fragmentation may leave less than that, and others may take some meanwhile.
     std::vector<PageKind> wanted(most, kind);
@@ -201,25 +212,34 @@ void BlockStore::release_scratch(PageKind kind, const Scratch& scratch, Tenant t
 
 bool BlockStore::wait_for_scratch(std::chrono::milliseconds most) {
     std::unique_lock lock(mutex_);
-    const uint64_t before = scratch_[0] + scratch_[1];
-    if (before > 0) freed_.wait_for(lock, most, [&] { return scratch_[0] + scratch_[1] < before; });
+    const auto all = [this] { return std::accumulate(std::begin(scratch_), std::end(scratch_), uint64_t{0}); };
+    const uint64_t before = all();
+    if (before > 0) freed_.wait_for(lock, most, [&] { return all() < before; });
     return before > 0;
 }
 
 Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {
     slots.reserve(wanted.size());
-    size_t need[2] = {0, 0};
-    for (PageKind kind : wanted) ++need[size_t(kind)];
+    size_t need[kPageKinds] = {};
+    uint64_t more = 0;
+    for (PageKind kind : wanted) {
+        ++need[size_t(kind)];
+        more += geometry_.slot_bytes(kind);
+    }
     std::lock_guard lock(mutex_);
-    const uint64_t in_use = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
-    const uint64_t more = need[0] * geometry_.token_slot_bytes + need[1] * geometry_.channel_slot_bytes;
+    const uint64_t in_use = bytes_in_use();
     if (more > budget_ - in_use) return beyond_budget(wanted, in_use, failed);
     for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
     // What is kept for reuse and not wanted now gives way.
-    const size_t reused[2] = {std::min(need[0], cached_[0].size()), std::min(need[1], cached_[1].size())};
-    const uint64_t to_take = more - reused[0] * geometry_.token_slot_bytes - reused[1] * geometry_.channel_slot_bytes;
-    if (to_take > budget_ - held_) free_cached(PageKind::kToken, reused[0]);
-    if (to_take > budget_ - held_) free_cached(PageKind::kChannel, reused[1]);
+    size_t reused[kPageKinds];
+    uint64_t to_take = more;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        reused[kind] = std::min(need[kind], cached_[kind].size());
+        to_take -= reused[kind] * geometry_.slot_bytes(PageKind(kind));
+    }
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        if (to_take > budget_ - held_) free_cached(PageKind(kind), reused[kind]);
+    }
     for (PageKind kind : wanted) {
         auto& list = cached_[size_t(kind)];
         uint8_t* slot = nullptr;
@@ -250,9 +270,15 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Take
         }
         slots.push_back({slot, fresh, tenant});
     }
-    for (size_t kind = 0; kind < 2; ++kind) in_use_[kind] += need[kind];
+    for (size_t kind = 0; kind < kPageKinds; ++kind) in_use_[kind] += need[kind];
     peak_ = std::max(peak_, in_use + more);
     return {};
+}
+
+uint64_t BlockStore::bytes_in_use() const {
+    uint64_t bytes = 0;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) bytes += in_use_[kind] * geometry_.slot_bytes(PageKind(kind));
+    return bytes;
 }
 
 Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const {
@@ -291,7 +317,7 @@ void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
 
 void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
     std::lock_guard lock(mutex_);
-    free_place(kind, {TierKind::kDevice, slot, {}, false}, tenant);
+    free_place({TierKind::kDevice, kind, slot, {}, false}, tenant);
 }
 
 void BlockStore::release(const Block& block) {
@@ -300,13 +326,13 @@ void BlockStore::release(const Block& block) {
     const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
     if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
     if (block.tier_ == TierKind::kDisk && block.tier_keyed_ && keep) return;
-    free_place(block.kind_, {block.tier_, block.slot_, block.tier_slot_, block.tier_keyed_}, block.tenant());
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, block.tier_keyed_}, block.tenant());
 }
 
-void BlockStore::free_place(PageKind kind, const Place& place, Tenant tenant) {
+void BlockStore::free_place(const Place& place, Tenant tenant) {
     if (place.tier == TierKind::kDevice) {
-        --in_use_[size_t(kind)];
-        put_back(kind, {place.address, tenant});
+        --in_use_[size_t(place.kind)];
+        put_back(place.kind, {place.address, tenant});
         return;
     }
     if (place.tier == TierKind::kDisk) on_disk_.fetch_sub(1, std::memory_order_release);
@@ -322,28 +348,37 @@ void BlockStore::attach(Tier* host, Tier* disk) {
 
 Place BlockStore::place_of(const Block& block) const {
     std::lock_guard lock(mutex_);
-    return {block.tier_, block.tier_ == TierKind::kDisk ? nullptr : block.slot_.load(), block.tier_slot_, block.tier_keyed_};
+    return {block.tier_, block.kind_, block.tier_ == TierKind::kDisk ? nullptr : block.slot(), block.tier_slot_,
+            block.tier_keyed_};
 }
 
-void BlockStore::move(Block& block, const Place& to) {
+bool BlockStore::move(Block& block, const Place& to) {
     std::lock_guard lock(mutex_);
+    if (to.kind != block.kind_ && block.keeps_kind()) return false;
     if (block.tier_ == TierKind::kDisk && block.tier_keyed_) {
         block.record_ = block.tier_slot_;  // the next process shall find it, too
         on_disk_.fetch_sub(1, std::memory_order_release);
     } else {
-        left_.push_back({moves_, block.kind_, {block.tier_, block.slot_, block.tier_slot_, false}, block.tenant()});
+        left_.push_back({moves_, {block.tier_, block.kind_, block.slot(), block.tier_slot_, false}, block.tenant()});
     }
     if (to.tier == TierKind::kDisk) {
         on_disk_.fetch_add(1, std::memory_order_release);
         if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});  // a newer one took its place
         block.record_ = Slot{};
     }
-    if (to.tier != TierKind::kDisk) block.slot_.store(to.address, std::memory_order_release);
+    if (to.tier != TierKind::kDisk) block.stored_.store(Block::pack(to.address, to.kind), std::memory_order_release);
+    block.kind_.store(to.kind, std::memory_order_release);
     block.tier_.store(to.tier, std::memory_order_release);
     block.tier_slot_ = to.slot;
     block.tier_keyed_ = to.keyed;
     moves_.fetch_add(1, std::memory_order_release);
     free_left();
+    return true;
+}
+
+void BlockStore::keep_kind(Block& block) {
+    std::lock_guard lock(mutex_);
+    block.keeps_kind_.store(true, std::memory_order_release);
 }
 
 BlockPtr BlockStore::recover(Slot slot, uint64_t content_id, const BlockKey& key) {
@@ -351,7 +386,7 @@ BlockPtr BlockStore::recover(Slot slot, uint64_t content_id, const BlockKey& key
     block->tier_slot_ = slot;
     block->tier_keyed_ = true;
     block->key_ = key;
-    block->keyed_ = block->published_ = true;
+    block->keyed_ = block->published_ = block->keeps_kind_ = true;
     block->tenant_ = kUnknownTenant;
     block->tier_ = TierKind::kDisk;
     block->mark_sealed();
@@ -392,13 +427,13 @@ bool BlockStore::has_record(const Block& block) const {
 
 void BlockStore::drop(Block& block) {
     std::lock_guard lock(mutex_);
-    left_.push_back({moves_, block.kind_, {block.tier_, block.slot_, block.tier_slot_, false}, block.tenant()});
+    left_.push_back({moves_, {block.tier_, block.kind_, block.slot(), block.tier_slot_, false}, block.tenant()});
     if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
     block.record_ = Slot{};
     block.tier_keyed_ = false;
     block.dropped_.store(true, std::memory_order_release);
     block.sealed_.store(false, std::memory_order_release);
-    block.slot_.store(nullptr, std::memory_order_release);
+    block.stored_.store(Block::pack(nullptr, block.kind_), std::memory_order_release);
     block.tier_.store(TierKind::kDevice, std::memory_order_release);
     moves_.fetch_add(1, std::memory_order_release);
     free_left();
@@ -425,7 +460,7 @@ void BlockStore::free_left() {
     if (!barriers_.readers) first = UINT64_MAX;
     size_t n = 0;
     while (n < left_.size() && left_[n].at < first) ++n;
-    for (size_t i = 0; i < n; ++i) free_place(left_[i].kind, left_[i].place, left_[i].tenant);
+    for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant);
     left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
     if (n > 0) freed_.notify_all();
 }
@@ -441,7 +476,7 @@ bool BlockStore::wait_for_left(std::chrono::milliseconds most) {
 uint64_t BlockStore::left_bytes(TierKind tier) const {
     std::lock_guard lock(mutex_);
     uint64_t bytes = 0;
-    for (const Left& l : left_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.kind) : 0;
+    for (const Left& l : left_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.place.kind) : 0;
     return bytes;
 }
 
@@ -450,7 +485,8 @@ BlockStore::Usage BlockStore::usage() const {
     Usage u;
     u.token_blocks = in_use_[0] - scratch_[0];
     u.channel_blocks = in_use_[1] - scratch_[1];
-    u.used = in_use_[0] * geometry_.token_slot_bytes + in_use_[1] * geometry_.channel_slot_bytes;
+    u.low_blocks = in_use_[2] - scratch_[2];
+    u.used = bytes_in_use();
     u.cached = held_ - u.used;
     u.peak = peak_;
     return u;

@@ -28,9 +28,10 @@ inline constexpr Tenant kUnknownTenant = UINT64_MAX;
 // Names a published block in a persistent disk tier.
 using BlockKey = std::array<uint8_t, 32>;
 
-// Where the bytes of a block are.
+// Where the bytes of a block are, and how many bits they have.
 struct Place {
     TierKind tier = TierKind::kDevice;
+    PageKind kind = PageKind::kToken;
     uint8_t* address = nullptr;  // that the device reads; nullptr on disk
     Slot slot;                   // of the host or the disk tier
     bool keyed = false;          // the record on disk bears the block's key
@@ -38,18 +39,28 @@ struct Place {
 
 // One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
 // Shared between sequences by shared_ptr; the last owner gives the slot back. A full block may be moved to another tier at any
-// time; who reads its bytes does so between BlockStore::start_reading and stop_reading.
+// time, and be of another kind there where precision falls; who reads its bytes does so between BlockStore::start_reading and
+// stop_reading. What a block is of a kind follows from its content id alone (src/kv/fall.h), so it keeps that.
 class Block {
   public:
     Block(BlockStore& store, PageKind kind, uint8_t* slot, uint64_t content_id)
-        : store_(store), kind_(kind), slot_(slot), content_id_(content_id) {}
+        : store_(store), kind_(kind), stored_(pack(slot, kind)), content_id_(content_id) {}
     ~Block();
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
 
-    PageKind kind() const { return kind_; }
+    // Where it is now.
+    PageKind kind() const { return kind_.load(std::memory_order_acquire); }
     // For a reader that has seen the block in a tier other than the disk; stays as it was for one that came before a move.
-    uint8_t* slot() const { return slot_.load(std::memory_order_acquire); }
+    struct Stored {
+        uint8_t* slot;
+        PageKind kind;  // of what is there
+    };
+    Stored stored() const {
+        const uintptr_t packed = stored_.load(std::memory_order_acquire);
+        return {reinterpret_cast<uint8_t*>(packed & ~kKindBits), PageKind(packed & kKindBits)};
+    }
+    uint8_t* slot() const { return stored().slot; }
     TierKind tier() const { return tier_.load(std::memory_order_acquire); }
     uint64_t content_id() const { return content_id_; }
     // True when the trailer holds the hashes of all pages.
@@ -62,8 +73,13 @@ class Block {
                        uint8_t* slot) const;
     // The same was enqueued where the block's bytes are.
     void mark_sealed() { sealed_.store(true, std::memory_order_release); }
-    // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`. TA_E_CORRUPT names the layer.
-    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const;
+    // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`, of this kind. TA_E_CORRUPT names the
+    // layer.
+    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot,
+                  PageKind kind) const;
+    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const {
+        return verify(geometry, fingerprint, block_index, slot, kind());
+    }
 
     // One move at a time: false when there is one already.
     bool start_move() { return !moving_.exchange(true, std::memory_order_acquire); }
@@ -101,6 +117,8 @@ class Block {
     // Whether the next process is to find it.
     void set_published(bool published) { published_.store(published, std::memory_order_relaxed); }
     bool published() const { return published_.load(std::memory_order_relaxed); }
+    // Its kind does not change any more: it is published, or was (BlockStore::keep_kind).
+    bool keeps_kind() const { return keeps_kind_.load(std::memory_order_acquire); }
     // How many of its owners are entries of prefix tables; guarded by their store (src/kv/prefix.h).
     uint32_t entries() const { return entries_; }
     void add_entry() { ++entries_; }
@@ -109,23 +127,26 @@ class Block {
   private:
     friend class BlockStore;
 
+    static constexpr uintptr_t kKindBits = 3;  // slots are aligned
+    static uintptr_t pack(uint8_t* slot, PageKind kind) { return reinterpret_cast<uintptr_t>(slot) | uintptr_t(kind); }
+
     BlockStore& store_;
     // What a choice of blocks to evict looks at comes first, to be in one cache line with the count of owners.
     std::atomic<AttentionMass> mass_{AttentionMass{}};
     std::atomic<uint32_t> pins_{0};
-    PageKind kind_;
+    std::atomic<PageKind> kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};
     std::atomic<bool> moving_{false}, stuck_{false};
     std::atomic<bool> sealed_{false};
     std::atomic<Prefetch> prefetch_{Prefetch::kNone};
     std::atomic<bool> dropped_{false};
-    std::atomic<uint8_t*> slot_;
+    std::atomic<uintptr_t> stored_;  // address, and kind of what is there
     uint64_t content_id_;
-    Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of slot_ and tier_ are
+    Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of stored_, kind_ and tier_ are
     Slot record_;     // that stayed on a persistent disk when the block came back from there
     bool tier_keyed_ = false;
     BlockKey key_{};
-    std::atomic<bool> keyed_{false}, published_{false};
+    std::atomic<bool> keyed_{false}, published_{false}, keeps_kind_{false};
     uint32_t entries_ = 0;
     std::atomic<Tenant> tenant_{0};
 };
@@ -137,12 +158,19 @@ struct PlacedBlock {
     Block* block;
     uint64_t index;
     uint8_t* slot;
+    PageKind kind;
 };
 
 // Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens the
 // hash of every page. TA_E_CORRUPT names the layer.
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
+
+// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their place.
+void write_trailer(const Geometry& geometry, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens, bool hashes);
+// The hashes of pages [first, first + n), behind a trailer without.
+void write_page_hashes(const Geometry& geometry, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n);
 
 // Parts of that, for several threads: whose block the trailer says it is, and pages [first, first + n).
 Status verify_trailer(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
@@ -191,7 +219,10 @@ class BlockStore {
     void attach(Tier* host, Tier* disk);
     Place place_of(const Block& block) const;
     // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are done.
-    void move(Block& block, const Place& to);
+    // False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided.
+    bool move(Block& block, const Place& to);
+    // The block's kind is for good.
+    void keep_kind(Block& block);
     // Its place is freed when all who read now are done.
     void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every address
@@ -228,7 +259,7 @@ class BlockStore {
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
 
     struct Usage {
-        uint64_t used = 0, cached = 0, peak = 0, token_blocks = 0, channel_blocks = 0;
+        uint64_t used = 0, cached = 0, peak = 0, token_blocks = 0, channel_blocks = 0, low_blocks = 0;
     };
     Usage usage() const;
     uint64_t budget() const { return budget_; }
@@ -237,7 +268,6 @@ class BlockStore {
     friend class Block;
     struct Left {  // by a block that was moved
         uint64_t at;
-        PageKind kind;
         Place place;
         Tenant tenant;
     };
@@ -254,11 +284,12 @@ class BlockStore {
     Status clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants);
     void release_slot(PageKind kind, uint8_t* slot, Tenant tenant);
     void release(const Block& block);
-    void free_place(PageKind kind, const Place& place, Tenant tenant);
+    void free_place(const Place& place, Tenant tenant);
     void free_left();
     void free_cached(PageKind kind, size_t keep);
     void put_back(PageKind kind, const Cached& slot);
     void give(PageKind kind, const Cached& slot);
+    uint64_t bytes_in_use() const;
     Status beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const;
 
     const Geometry& geometry_;
@@ -271,13 +302,13 @@ class BlockStore {
     std::atomic<uint64_t> content_ids_{1};
     mutable std::mutex mutex_;
     std::unique_ptr<SlotSlab> slab_;  // with a device
-    SlotMemory memory_[2];            // by PageKind, as all below
-    std::vector<Cached> cached_[2];
-    uint64_t in_use_[2] = {0, 0};  // slots
-    uint64_t held_ = 0;            // bytes, in use and cached
-    uint64_t peak_ = 0;            // bytes in use
+    SlotMemory memory_[kPageKinds];   // by PageKind, as all below
+    std::vector<Cached> cached_[kPageKinds];
+    uint64_t in_use_[kPageKinds] = {};  // slots
+    uint64_t held_ = 0;                 // bytes, in use and cached
+    uint64_t peak_ = 0;                 // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
-    uint64_t scratch_[2] = {0, 0};  // of in_use_, without blocks
+    uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
     std::atomic<uint64_t> moves_{0}, on_disk_{0};
     PrefetchCounters prefetches_;
     std::vector<uint64_t> reading_;  // moves_ when each reader started

@@ -9,7 +9,7 @@ namespace ta {
 
 Status CudaHasher::stage(std::span<const PlacedBlock> blocks, Staging& staging, size_t extra_bytes, cuda::HashArgs& args) {
     const Geometry& g = pool_.geometry();
-    if (!channel_offsets_.data() && !g.all_8_bits) {
+    if (!channel_offsets_.data() && g.has_channel_blocks()) {
         const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
         TA_RETURN_IF_ERROR(channel_offsets_.reserve(offsets.size() * sizeof offsets[0], "the places of pages"));
         TA_RETURN_IF_ERROR(device_.write(channel_offsets_.data(), offsets.data(), offsets.size() * sizeof offsets[0]));
@@ -18,7 +18,7 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, Staging& staging, 
     auto* tasks = static_cast<cuda::HashTask*>(staging.part(blocks.size() * sizeof(cuda::HashTask)));
     for (size_t i = 0; i < blocks.size(); ++i) {
         const Block& b = *blocks[i].block;
-        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), b.content_id(), blocks[i].index, b.kind(), {}};
+        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), b.content_id(), blocks[i].index, blocks[i].kind, {}};
     }
     args.tasks = tasks;
     args.n_tasks = uint32_t(blocks.size());
@@ -26,8 +26,8 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, Staging& staging, 
     args.fingerprint = pool_.fingerprint();
     args.channel_page_offset = reinterpret_cast<const uint64_t*>(channel_offsets_.data());
     args.token_page_bytes = g.token_page_bytes;
-    args.slot_bytes[size_t(PageKind::kToken)] = g.token_slot_bytes;
-    args.slot_bytes[size_t(PageKind::kChannel)] = g.channel_slot_bytes;
+    args.low_page_bytes = g.low_page_bytes;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) args.slot_bytes[kind] = g.slot_bytes(PageKind(kind));
     return {};
 }
 

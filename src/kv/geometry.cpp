@@ -1,5 +1,7 @@
 #include "src/kv/geometry.h"
 
+#include <algorithm>
+
 #include "kernels/format/slot.h"
 
 namespace ta {
@@ -33,7 +35,7 @@ Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
 }
 
 Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
-                                const uint8_t* v_bits) {
+                                const uint8_t* v_bits, bool falls) {
     TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim));
     const bool uses_bits = !k_bits || !v_bits;
     if (uses_bits && bits != 0 && bits != 8 && bits != 4 && bits != 2)
@@ -54,19 +56,36 @@ Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t hea
     if (k_8 != v_8)
         return fail(TA_E_UNSUPPORTED, "one of k_bits and v_bits is 8 and the other is not; 8 bits are for both or none");
     g.all_8_bits = k_8;
+    g.falls = falls;
+    for (const auto* map : {&g.k_bits, &g.v_bits}) {
+        for (const uint8_t b : *map) {
+            if (falls && b != 8 && b != 4)
+                return fail(TA_E_UNSUPPORTED, "precision falls in pools of 8 or of 4 bits, the same for all heads");
+        }
+    }
 
     // At most 4096 x 1024 heads of 34 KB: no product here comes near 2^64.
     g.token_page_bytes = TokenLayout(int(head_dim)).bytes() * kv_heads;
     g.token_payload_bytes = g.token_page_bytes * layers;
     g.token_slot_bytes = ta::slot_bytes(g.token_payload_bytes, layers);
-    if (g.all_8_bits) return g;
+    if (falls) {
+        if (g.all_8_bits) {
+            constexpr uint8_t kFallenBits = 4;
+            std::fill(g.k_bits.begin(), g.k_bits.end(), kFallenBits);
+            std::fill(g.v_bits.begin(), g.v_bits.end(), kFallenBits);
+        }
+        g.low_page_bytes = ChannelLayout(int(head_dim), 2, 2).bytes() * kv_heads;
+        g.low_payload_bytes = g.low_page_bytes * layers;
+        g.low_slot_bytes = ta::slot_bytes(g.low_payload_bytes, layers);
+    }
+    if (g.all_8_bits && !falls) return g;
     g.channel_head_offset.resize(heads);
     g.channel_page_offset.resize(layers + 1);
     for (uint32_t layer = 0; layer < layers; ++layer) {
         size_t offset = 0;
         for (uint32_t head = 0; head < kv_heads; ++head) {
             g.channel_head_offset[g.index(layer, head)] = offset;
-            offset += g.channel_layout(layer, head).bytes();
+            offset += g.channel_layout(PageKind::kChannel, layer, head).bytes();
         }
         g.channel_page_offset[layer + 1] = g.channel_page_offset[layer] + offset;
     }

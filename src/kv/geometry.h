@@ -14,36 +14,51 @@ inline constexpr uint32_t kMaxLayers = 4096, kMaxKvHeads = 1024;
 
 struct Geometry {
     uint32_t layers = 0, kv_heads = 0, head_dim = 0;
-    bool all_8_bits = false;      // every block stays a token block
-    std::vector<uint8_t> k_bits;  // [layers, kv_heads]
+    bool all_8_bits = false;      // every block stays a token block, on the device
+    bool falls = false;           // precision falls on the way down (src/kv/fall.h): there are low blocks, and channel blocks
+    std::vector<uint8_t> k_bits;  // [layers, kv_heads] of channel blocks; 8 where there are none
     std::vector<uint8_t> v_bits;
 
-    size_t token_page_bytes = 0;              // one layer, the same for all
-    std::vector<size_t> channel_page_offset;  // [layers + 1] within a channel slot
-    std::vector<size_t> channel_head_offset;  // [layers, kv_heads] within a channel page
+    size_t token_page_bytes = 0, low_page_bytes = 0;  // one layer, the same for all
+    std::vector<size_t> channel_page_offset;          // [layers + 1] within a channel slot
+    std::vector<size_t> channel_head_offset;          // [layers, kv_heads] within a channel page
     size_t token_payload_bytes = 0, channel_payload_bytes = 0;
-    size_t token_slot_bytes = 0, channel_slot_bytes = 0;  // with trailer; channel 0 where all_8_bits
+    size_t low_payload_bytes = 0;
+    size_t token_slot_bytes = 0, channel_slot_bytes = 0, low_slot_bytes = 0;  // with trailer; 0: there is no such kind
 
     // Checks the shape and lays everything out; empty bit maps mean `bits` everywhere.
     static Result<Geometry> make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
-                                 const uint8_t* v_bits);
+                                 const uint8_t* v_bits, bool falls = false);
 
     size_t index(uint32_t layer, uint32_t head) const { return size_t(layer) * kv_heads + head; }
-    ChannelLayout channel_layout(uint32_t layer, uint32_t head) const {
+    // Of a head's piece in a page that is not a token page.
+    ChannelLayout channel_layout(PageKind kind, uint32_t layer, uint32_t head) const {
+        if (kind == PageKind::kLow) return {int(head_dim), 2, 2};
         return {int(head_dim), k_bits[index(layer, head)], v_bits[index(layer, head)]};
     }
     size_t page_offset(PageKind kind, uint32_t layer) const {
-        return kind == PageKind::kToken ? layer * token_page_bytes : channel_page_offset[layer];
+        return kind == PageKind::kChannel ? channel_page_offset[layer] : layer * page_bytes(kind, layer);
     }
     size_t page_bytes(PageKind kind, uint32_t layer) const {
-        return kind == PageKind::kToken ? token_page_bytes : channel_page_offset[layer + 1] - channel_page_offset[layer];
+        return kind == PageKind::kToken ? token_page_bytes
+               : kind == PageKind::kLow ? low_page_bytes
+                                        : channel_page_offset[layer + 1] - channel_page_offset[layer];
     }
     // Of a head's piece within its page.
     size_t head_offset(PageKind kind, uint32_t layer, uint32_t head) const {
-        return kind == PageKind::kToken ? head * TokenLayout(int(head_dim)).bytes() : channel_head_offset[index(layer, head)];
+        return kind == PageKind::kToken ? head * TokenLayout(int(head_dim)).bytes()
+               : kind == PageKind::kLow ? head * (low_page_bytes / kv_heads)
+                                        : channel_head_offset[index(layer, head)];
     }
-    size_t payload_bytes(PageKind kind) const { return kind == PageKind::kToken ? token_payload_bytes : channel_payload_bytes; }
-    size_t slot_bytes(PageKind kind) const { return kind == PageKind::kToken ? token_slot_bytes : channel_slot_bytes; }
+    bool has_channel_blocks() const { return channel_slot_bytes > 0; }
+    size_t payload_bytes(PageKind kind) const {
+        return kind == PageKind::kToken ? token_payload_bytes
+               : kind == PageKind::kLow ? low_payload_bytes
+                                        : channel_payload_bytes;
+    }
+    size_t slot_bytes(PageKind kind) const {
+        return kind == PageKind::kToken ? token_slot_bytes : kind == PageKind::kLow ? low_slot_bytes : channel_slot_bytes;
+    }
     double bits_per_element(PageKind kind) const;
 };
 

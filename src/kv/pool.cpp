@@ -29,6 +29,7 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     add(n.hadamard ? n.hadamard_seed : uint64_t{0});
     add(n.sink_blocks);
     for (const float x : n.k_offset) add(x);
+    if (g.falls) add(uint32_t(g.all_8_bits ? 8 : 4));
     return hash_bytes(bytes.data(), bytes.size());
 }
 
@@ -390,13 +391,13 @@ Status Pool::verify(ta_seq seq) const {
     std::vector<PlacedBlock> on_device;
     for (size_t b = 0; b < blocks.size(); ++b) {
         if (!blocks[b]->sealed()) continue;
-        const TierKind tier = blocks[b]->tier();
-        if (tier == TierKind::kDisk) {
+        const Place at = blocks_->place_of(*blocks[b]);
+        if (at.tier == TierKind::kDisk) {
             TA_RETURN_IF_ERROR(read_from_disk(*blocks[b], b, nullptr));
-        } else if (device && tier == TierKind::kDevice) {
-            on_device.push_back({blocks[b].get(), b, blocks[b]->slot()});
+        } else if (device && at.tier == TierKind::kDevice) {
+            on_device.push_back({blocks[b].get(), b, at.address, at.kind});
         } else {
-            TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b, blocks[b]->slot()));
+            TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b, at.address, at.kind));
         }
     }
     if (on_device.empty()) return {};

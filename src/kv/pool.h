@@ -116,6 +116,8 @@ class Pool {
     uint8_t* append_progress() const { return open_amax_ ? open_amax_.get() + append_progress_offset() : nullptr; }
     // Checks blocks in device memory; nullptr on a CPU.
     BlockVerifier* verifier() const { return verifier_.get(); }
+    // Takes bits from blocks in device memory; nullptr on a CPU, and where precision does not fall.
+    BlockEncoder* encoder() const { return encoder_.get(); }
     const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
 
     Status close();
@@ -180,7 +182,8 @@ class Pool {
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
     // Records of a persistent file that were damaged when it was opened.
     uint64_t refused_records() const { return refused_records_; }
-    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr.
+    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr. A block that was on disk once
+    // keeps its kind.
     Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;
 
     // Prefix reuse: pool_prefix.cpp.
@@ -277,6 +280,7 @@ class Pool {
     };
     std::unique_ptr<uint32_t[], FreeCounters> nonfinite_;
     std::unique_ptr<BlockVerifier> verifier_;
+    std::unique_ptr<BlockEncoder> encoder_;
     struct FreeMemory {
         Device* device;
         size_t bytes;

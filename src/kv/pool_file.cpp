@@ -129,7 +129,9 @@ Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& f
         bytes = sum.value_or(0);
     }
     const uint64_t smallest =
-        sizeof(BlockHeader) + (g.all_8_bits ? g.token_slot_bytes : std::min(g.token_slot_bytes, g.channel_slot_bytes));
+        sizeof(BlockHeader) + (g.falls                  ? g.low_slot_bytes
+                               : g.has_channel_blocks() ? std::min(g.token_slot_bytes, g.channel_slot_bytes)
+                                                        : g.token_slot_bytes);
     if (!fits || bytes != h.index_bytes || bytes > rest || bytes > kMostIndexBytes || h.blocks > (rest - bytes) / smallest)
         return fail(TA_E_CORRUPT, "%s says more of its contents than it has bytes", path.c_str());
     std::vector<uint8_t> raw(static_cast<size_t>(bytes));
@@ -260,12 +262,15 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     std::vector<MoveItem> blocks;  // with their indices in sequences
     std::vector<uint32_t> tokens;
     std::vector<uint8_t> slot;
+    std::vector<bool> published(size_t(h.blocks));  // and so not to lose bits, should they make room for others
+    for (const EntryRecord& e : index.entries) published[size_t(e.block)] = true;
     for (uint64_t i = 0; i < h.blocks; ++i) {
         if (progress && !progress(file.at(), bytes)) return stopped(path);
         uint64_t place = kAnyIndex;
         uint32_t n = 0;
         Result<BlockPtr> block = read_block(pool, file, path, place, n, blocks, slot);
         if (!block.ok()) return std::move(block).status();
+        if (published[size_t(i)]) pool.blocks().keep_kind(*block.value());
         blocks.push_back({block.take(), place});
         tokens.push_back(n);
     }

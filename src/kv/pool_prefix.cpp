@@ -42,6 +42,8 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
+    // Who matches it finds what is published now, and quotas count that.
+    for (size_t b = 0; b < n; ++b) blocks_->keep_kind(*s.blocks[b]);
     PrefixStore::OpenAmax open_amax;
     if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
     TA_RETURN_IF_ERROR(prefixes_.publish(space, keys, std::span(s.blocks).first(n), open_amax));
@@ -142,8 +144,9 @@ Status Pool::flush_namespace(Tenant space) {
 
 Status Pool::write_record(Block& block, uint64_t index) {
     std::vector<uint8_t> bytes;
-    if (Status s = copy_slot(*this, block, index, kPageTokens, bytes); !s.ok()) return std::move(s).block(int64_t(index));
-    const uint8_t slot_class = uint8_t(block.kind());
+    Result<PageKind> kind = copy_slot(*this, block, index, kPageTokens, bytes);
+    if (!kind.ok()) return std::move(kind).status().block(int64_t(index));
+    const uint8_t slot_class = uint8_t(kind.value());
     Result<std::vector<Slot>> slots = disk_->acquire({&slot_class, 1});
     if (!slots.ok()) return std::move(slots).status().block(int64_t(index));
     const Slot slot = slots.value()[0];

@@ -121,6 +121,17 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     tier_settings_ = settings;
     if (settings.staging_bytes == 0) tier_settings_.staging_bytes = blocks_->budget() / 8;
     policy_ = make_policy(settings);
+    if (geometry_.falls && settings.host_budget == 0 && settings.disk_budget == 0)
+        return fail(TA_E_INVALID, "falling_precision asks for a host or a disk tier");
+    if (geometry_.falls && settings.drop_coldest) {
+        return fail(TA_E_UNSUPPORTED,
+                    "falling_precision and drop_coldest: how much must be dropped is not known where blocks become "
+                    "smaller as they go down");
+    }
+    if (geometry_.falls && context_->device()) {
+        encoder_ = context_->device()->make_encoder(*this);
+        if (!encoder_) return fail(TA_E_UNSUPPORTED, "the device does not encode blocks: precision cannot fall there");
+    }
     if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
     }
@@ -134,7 +145,8 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
                     (unsigned long long)settings.host_budget, (unsigned long long)memory);
     }
-    const size_t slot_bytes[kSlotClasses] = {geometry_.token_slot_bytes, geometry_.channel_slot_bytes};
+    const size_t slot_bytes[kSlotClasses] = {geometry_.token_slot_bytes, geometry_.channel_slot_bytes,
+                                             geometry_.low_slot_bytes};
     if (settings.host_budget > 0) {
         HostTierOptions o;
         o.budget = settings.host_budget;
@@ -245,7 +257,7 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
 bool Pool::may_make_room(std::span<const PageKind> wanted) const {
     const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
-    if (tier_settings_.drop_coldest || unused == std::array<uint64_t, 3>{}) return true;
+    if (tier_settings_.drop_coldest || geometry_.falls || unused == std::array<uint64_t, 3>{}) return true;
     uint64_t bytes = 0, below = 0;
     for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
     for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
@@ -322,7 +334,7 @@ bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* co
     }
     const auto full = [&](const Tier& tier) {
         const TierStats stats = tier.stats();
-        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
+        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
             if (geometry_.slot_bytes(kind) > 0 && stats.slots_free[size_t(kind)] == 0) return true;
         }
         return false;
@@ -562,24 +574,25 @@ Status Pool::run_on_disk(const TierRequest& request) const {
 }
 
 Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const {
+    const Place place = blocks_->place_of(block);
+    const size_t bytes = geometry_.slot_bytes(place.kind);
     std::vector<uint8_t> scratch;
     if (!slot) {
-        scratch.resize(geometry_.slot_bytes(block.kind()));
+        scratch.resize(bytes);
         slot = scratch.data();
     }
-    const Place place = blocks_->place_of(block);
     if (place.tier != TierKind::kDisk) {  // it came back meanwhile
         Device* device = context_->device();
         if (device && place.tier == TierKind::kDevice) {
-            TA_RETURN_IF_ERROR(device->read(slot, place.address, geometry_.slot_bytes(block.kind())));
+            TA_RETURN_IF_ERROR(device->read(slot, place.address, bytes));
         } else {
-            std::memcpy(slot, place.address, geometry_.slot_bytes(block.kind()));
+            std::memcpy(slot, place.address, bytes);
         }
-        return block.verify(geometry_, fingerprint_, index, slot);
+        return block.verify(geometry_, fingerprint_, index, slot, place.kind);
     }
     TierRequest r;
     r.slot = place.slot;
-    r.bytes = geometry_.slot_bytes(block.kind());
+    r.bytes = bytes;
     r.memory = slot;
     r.identity.block_index = index;
     r.identity.content_id = block.content_id();

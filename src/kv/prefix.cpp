@@ -254,6 +254,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     space.bytes += more;
     space.published += fresh.size();
     for (Entry& e : fresh) {
+        blocks_.keep_kind(*e.block);
         if (persistent_) blocks_.set_key(*e.block, e.key);
         e.block->set_tenant(id);
         e.block->add_entry();
@@ -421,6 +422,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
             dropped.splice(dropped.end(), fresh, fresh.begin());
             continue;
         }
+        blocks_.keep_kind(*e.block);
         if (persistent_) blocks_.set_key(*e.block, e.key);
         if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
         e.block->set_tenant(space.id);

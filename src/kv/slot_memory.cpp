@@ -29,20 +29,26 @@ size_t round_up(size_t n, size_t to) {
 
 }  // namespace
 
-bool SlotSlab::take(const size_t (&slots)[2], const size_t (&strides)[2]) {
-    constexpr size_t kSlotsOfRegion = 16;  // of the smaller kind
-    const size_t smaller = strides[1] > 0 ? std::min(strides[0], strides[1]) : strides[0];
-    region_bytes_ = std::max({kSlotsOfRegion * smaller, strides[0], strides[1]});
+bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[kPageKinds]) {
+    constexpr size_t kSlotsOfRegion = 16;  // of the smallest kind
+    size_t smallest = SIZE_MAX, largest = 0, kinds = 0;
+    for (const size_t stride : strides) {
+        if (stride == 0) continue;
+        smallest = std::min(smallest, stride);
+        largest = std::max(largest, stride);
+        ++kinds;
+    }
+    region_bytes_ = std::max(kSlotsOfRegion * smallest, largest);
     size_t regions = 0;
-    for (int kind = 0; kind < 2; ++kind) {
+    for (int kind = 0; kind < kPageKinds; ++kind) {
         if (strides[kind] == 0) continue;
         const size_t most = region_bytes_ / strides[kind];
         regions = std::max(regions, (slots[kind] + most - 1) / most);
     }
-    regions += 2;  // the last region of a kind need not be full
+    regions += std::max<size_t>(kinds, 2);  // the last region of a kind need not be full
     if (regions > UINT32_MAX) return false;
     regions_.resize(regions);
-    for (Region& r : regions_) r.free.reserve(region_bytes_ / smaller);
+    for (Region& r : regions_) r.free.reserve(region_bytes_ / smallest);
     for (auto& open : open_) open.reserve(2 * regions);
     empty_.reserve(regions);
     for (size_t i = regions; i-- > 0;) empty_.push_back(uint32_t(i));

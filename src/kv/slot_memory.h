@@ -6,13 +6,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/format/layout.h"
 #include "src/core/device.h"
 #include "src/core/memory.h"
 
 namespace ta {
 
 // The memory of all slots on a device, taken once. It is cut into regions; a region holds slots of one kind while it holds any, and
-// serves either kind again when it is empty. Not synchronised.
+// serves any kind again when it is empty. Not synchronised.
 class SlotSlab {
   public:
     explicit SlotSlab(Device& device) : device_(device) {}
@@ -20,10 +21,10 @@ class SlotSlab {
     SlotSlab(const SlotSlab&) = delete;
     SlotSlab& operator=(const SlotSlab&) = delete;
 
-    // Room for so many slots of either kind alone, or of a mixture of the same size; a stride of 0: there is no such kind. False
+    // Room for so many slots of any kind alone, or of a mixture of the same size; a stride of 0: there is no such kind. False
     // when the device has no such memory.
-    bool take(const size_t (&slots)[2], const size_t (&strides)[2]);
-    // A slot for `kind`, 0 or 1; nullptr when no region of that kind has room and none is empty.
+    bool take(const size_t (&slots)[kPageKinds], const size_t (&strides)[kPageKinds]);
+    // A slot for `kind`, a PageKind; nullptr when no region of that kind has room and none is empty.
     uint8_t* cut(int kind, size_t stride);
     void give(int kind, uint8_t* slot);
 
@@ -37,7 +38,7 @@ class SlotSlab {
     uint8_t* data_ = nullptr;
     size_t bytes_ = 0, region_bytes_ = 0;
     std::vector<Region> regions_;
-    std::vector<uint32_t> open_[2];  // regions of the kind that have room; may name some twice or in vain
+    std::vector<uint32_t> open_[kPageKinds];  // regions of the kind that have room; may name some twice or in vain
     std::vector<uint32_t> empty_;
 };
 

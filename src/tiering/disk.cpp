@@ -67,7 +67,7 @@ Result<std::unique_ptr<DiskFile>> open_in_time(std::shared_ptr<FileSystem> files
 }  // namespace
 
 Result<std::unique_ptr<DiskTier>> DiskTier::open(std::shared_ptr<FileSystem> files, const DiskTierOptions& options) {
-    const uint64_t record = record_bytes(std::max(options.slot_bytes[0], options.slot_bytes[1]));
+    const uint64_t record = record_bytes(std::ranges::max(options.slot_bytes));
     if (record == 0 || record > UINT32_MAX)
         return fail(TA_E_INVALID, "a disk tier for blocks of %llu bytes; they have 1 to 2^32", (unsigned long long)record);
     const auto depth_for = [&](unsigned threads) {

@@ -15,12 +15,12 @@
 namespace ta {
 
 struct DiskTierOptions {
-    std::string path;                          // persistent: the file; else the folder of a file without a name
-    bool persistent = false;                   // mode 0600; an existing file must be of this user, this mode and this pool
-    uint64_t budget = 0;                       // bytes of the file. One that exists keeps its size, which must be within
-    size_t slot_bytes[kSlotClasses] = {0, 0};  // by PageKind; 0: no such blocks
-    uint64_t fingerprint = 0;                  // of the pool
-    BlockCheck check;                          // of what is read, beside the record's own hash; may be empty
+    std::string path;                      // persistent: the file; else the folder of a file without a name
+    bool persistent = false;               // mode 0600; an existing file must be of this user, this mode and this pool
+    uint64_t budget = 0;                   // bytes of the file. One that exists keeps its size, which must be within
+    size_t slot_bytes[kSlotClasses] = {};  // by PageKind; 0: no such blocks
+    uint64_t fingerprint = 0;              // of the pool
+    BlockCheck check;                      // of what is read, beside the record's own hash; may be empty
 
     bool use_uring = true;                        // where there is one; else threads with pread and pwrite
     unsigned threads = 0;                         // 0: 4 with io_uring, 8 without

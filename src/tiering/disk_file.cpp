@@ -96,7 +96,7 @@ Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs,
     file->shape = disk_shape(options.budget, options.slot_bytes);
     if (!file->shape.valid() || file->shape.regions == 0) {
         return fail(TA_E_INVALID, "%llu bytes on disk do not hold one block of %zu bytes and what belongs to it",
-                    (unsigned long long)options.budget, std::max(options.slot_bytes[0], options.slot_bytes[1]));
+                    (unsigned long long)options.budget, std::ranges::max(options.slot_bytes));
     }
     bool exists = false;
     TA_RETURN_IF_ERROR(options.persistent ? file->make_persistent(options, exists) : file->make_nameless(options));
@@ -384,7 +384,7 @@ Status DiskFile::scan(unsigned depth) {
         const char* wrong = check_header(page, context, read.slot.slot_class, read.offset, h);
         const size_t region = read.slot.index / SlotMap::kIndicesPerRegion;
         if (!wrong && class_of[region] >= 0 && class_of[region] != int8_t(read.slot.slot_class))
-            wrong = "lies among blocks of the other class";
+            wrong = "lies among blocks of another class";
         if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
         if (!wrong) {
             class_of[region] = int8_t(read.slot.slot_class);
@@ -400,8 +400,8 @@ Status DiskFile::scan(unsigned depth) {
         do {
             ++next.index;
             if (next.index % SlotMap::kIndicesPerRegion == 0) {
-                next.slot_class ^= 1;
-                if (next.slot_class == 1) next.index -= SlotMap::kIndicesPerRegion;
+                next.slot_class = uint8_t((next.slot_class + 1) % kSlotClasses);
+                if (next.slot_class != 0) next.index -= SlotMap::kIndicesPerRegion;
             }
         } while (next.index < shape.indices() && !map.known(next));
     };
@@ -452,7 +452,7 @@ Status DiskFile::scan(unsigned depth) {
     }
     TA_RETURN_IF_ERROR(std::move(failure));
     for (const Refusal& s : suspects) {
-        // Within a region of the other class these are bytes of blocks, not headers.
+        // Within a region of another class these are bytes of blocks, not headers.
         const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
         if (c >= 0 && c != int8_t(s.slot.slot_class)) continue;
         if (++refused_count > kMostRefusals) continue;

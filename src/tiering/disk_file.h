@@ -16,7 +16,7 @@ struct DiskFileOptions {
     std::string path;  // of the file where it is persistent, else of the folder that the nameless file is made in
     bool persistent = false;
     uint64_t budget = 0;
-    size_t slot_bytes[kSlotClasses] = {0, 0};
+    size_t slot_bytes[kSlotClasses] = {};
     uint64_t fingerprint = 0;
     unsigned queue_depth = 32;  // 0: no io_uring
 };

@@ -27,7 +27,8 @@ bool hash_matches(const uint8_t* page, const Header& header) {
 }  // namespace
 
 SlotMap::Shape disk_shape(uint64_t budget, const size_t (&slot_bytes)[kSlotClasses]) {
-    const uint64_t strides[kSlotClasses] = {record_bytes(slot_bytes[0]), record_bytes(slot_bytes[1])};
+    uint64_t strides[kSlotClasses];
+    for (int c = 0; c < kSlotClasses; ++c) strides[c] = record_bytes(slot_bytes[c]);
     return SlotMap::fit(budget - std::min(budget, kDiskRegionsOffset), strides);
 }
 

@@ -31,7 +31,7 @@ struct Superblock {
     uint64_t opens;        // how often the file was opened; the superblock with more is the present one
     uint64_t regions, region_bytes;
     uint64_t slot_bytes[kSlotClasses];  // 0: no such class
-    uint64_t reserved[4];
+    uint64_t reserved[3];
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };
 static_assert(sizeof(Superblock) == 112);
@@ -70,7 +70,7 @@ inline uint64_t file_bytes(const SlotMap::Shape& shape) {
 struct RecordContext {
     uint64_t fingerprint = 0;
     FileId file;
-    size_t slot_bytes[kSlotClasses] = {0, 0};
+    size_t slot_bytes[kSlotClasses] = {};
 };
 
 // Writes a page: the header in front, zeros behind, and the hash.

@@ -32,7 +32,7 @@ Result<std::unique_ptr<HostTier>> HostTier::create(std::shared_ptr<MemorySystem>
     const SlotMap::Shape shape = shape_for(options);
     if (!shape.valid() || shape.regions == 0) {
         return fail(TA_E_INVALID, "a host tier of %llu bytes does not hold one block of %zu bytes and its index",
-                    (unsigned long long)options.budget, std::max(options.slot_bytes[0], options.slot_bytes[1]));
+                    (unsigned long long)options.budget, std::ranges::max(options.slot_bytes));
     }
     HostMemoryOptions memory_options = options.memory;
     memory_options.bytes = shape.bytes();

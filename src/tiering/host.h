@@ -16,11 +16,11 @@ namespace ta {
 
 struct HostTierOptions {
     TierKind kind = TierKind::kHost;
-    uint64_t budget = 0;                       // bytes of memory, index included
-    size_t slot_bytes[kSlotClasses] = {0, 0};  // by PageKind; 0: no such blocks
-    BlockCheck check;                          // of whole slots that are read or written; may be empty
-    unsigned threads = 2;                      // that copy
-    HostMemoryOptions memory;                  // `bytes` follow from the budget
+    uint64_t budget = 0;                   // bytes of memory, index included
+    size_t slot_bytes[kSlotClasses] = {};  // by PageKind; 0: no such blocks
+    BlockCheck check;                      // of whole slots that are read or written; may be empty
+    unsigned threads = 2;                  // that copy
+    HostMemoryOptions memory;              // `bytes` follow from the budget
 };
 
 class HostTier final : public Tier {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "src/core/profile.h"
+#include "src/kv/fall.h"
 #include "src/kv/pool.h"
 
 namespace ta {
@@ -31,6 +32,7 @@ MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
         blocks_out[t] += more.blocks_out[t];
         bytes_in[t] += more.bytes_in[t];
         bytes_out[t] += more.bytes_out[t];
+        fallen[t] += more.fallen[t];
         evicted[t] += more.evicted[t];
         evicted_age[t] += more.evicted_age[t];
     }
@@ -67,6 +69,39 @@ class MovePart::Latch final : public TierClient {
     size_t missing_;
 };
 
+FallingRoom::~FallingRoom() {
+    for (const Piece& piece : idle_) device_->deallocate(piece.data, piece.bytes);
+}
+
+FallingRoom::Piece FallingRoom::take(size_t bytes) {
+    constexpr size_t kLeast = 5 << 20;  // 8 MiB of 8 bits become 4.2
+    {
+        std::lock_guard lock(mutex_);
+        for (Piece& piece : idle_) {
+            if (piece.bytes < bytes) continue;
+            std::swap(piece, idle_.back());
+            const Piece taken = idle_.back();
+            idle_.pop_back();
+            return taken;
+        }
+    }
+    bytes = std::max(bytes, kLeast);
+    return {device_->allocate(bytes), bytes};
+}
+
+void FallingRoom::give(const Piece& piece) {
+    if (!piece.data) return;
+    std::lock_guard lock(mutex_);
+    try {
+        idle_.push_back(piece);
+    } catch (const std::bad_alloc&) {
+        device_->deallocate(piece.data, piece.bytes);
+    }
+}
+
+MoveSharing::MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier)
+    : pool(of), host(host_tier), disk(disk_tier), falling(of.context().device()) {}
+
 MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason)
     : sharing_(sharing), items_(items), to_(to), reason_(reason) {
     sharing_.parts.fetch_add(1);
@@ -75,6 +110,7 @@ MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKi
 MovePart::~MovePart() {
     arrival_.reset();
     transfer_.reset();
+    sharing_.falling.give(on_device_);
     if (latch_) latch_->wait();
     for (const Work& w : work_) {
         if (w.over) continue;
@@ -132,7 +168,7 @@ void MovePart::start() {
         (to_ == TierKind::kDisk ? to_disk : work_[i].from.tier == TierKind::kDisk ? from_disk : memory).push_back(i);
     }
     start_in_memory(std::move(memory));
-    start_with_disk(to_disk, TierRequest::Kind::kWrite);
+    start_with_disk(fall_for_disk(std::move(to_disk)), TierRequest::Kind::kWrite);
     start_with_disk(from_disk, TierRequest::Kind::kRead);
 }
 
@@ -163,7 +199,10 @@ bool MovePart::take(const MoveItem& item) {
         ++(pinned ? progress_.skipped : progress_.present);
         return false;
     }
-    work_.push_back({&item, from, {to_, nullptr, {}, false}, {}});
+    const Pool& pool = sharing_.pool;
+    const bool falls = to_ > from.tier && may_fall(pool.geometry(), pool.numerics(), block, item.index);
+    const PageKind kind = falls ? kind_in_tier(from.kind, to_) : from.kind;
+    work_.push_back({&item, from, {to_, kind, nullptr, {}, false}, {}});
     return true;
 }
 
@@ -175,7 +214,7 @@ void MovePart::find_room() {
     if (all.code() == TA_E_TIER_FULL && pool.blocks().wait_for_left(kReadersPatience)) all = acquire(work_);
     if (all.code() == TA_E_TIER_FULL && reason_ != MoveReason::kPrefetch) {
         std::vector<PageKind> kinds;
-        for (const Work& w : work_) kinds.push_back(w.item->block->kind());
+        for (const Work& w : work_) kinds.push_back(w.to.kind);
         constexpr int kAttempts = 8;  // other parts may take the room that was made
         for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL && pool.make_room(to_, kinds); ++i) all = acquire(work_);
     }
@@ -186,14 +225,14 @@ void MovePart::find_room() {
 Status MovePart::acquire(std::span<Work> work) {
     if (to_ == TierKind::kDevice) {
         std::vector<PageKind> kinds;
-        for (const Work& w : work) kinds.push_back(w.item->block->kind());
+        for (const Work& w : work) kinds.push_back(w.to.kind);
         Result<std::vector<uint8_t*>> slots = sharing_.pool.blocks().acquire_slots(kinds);
         if (!slots.ok()) return std::move(slots).status();
         for (size_t i = 0; i < work.size(); ++i) work[i].to.address = slots.value()[i];
         return {};
     }
     std::vector<uint8_t> classes;
-    for (const Work& w : work) classes.push_back(uint8_t(w.item->block->kind()));
+    for (const Work& w : work) classes.push_back(uint8_t(w.to.kind));
     Result<std::vector<Slot>> slots = below(to_)->acquire(classes);
     if (!slots.ok()) return std::move(slots).status();
     for (size_t i = 0; i < work.size(); ++i) {
@@ -213,13 +252,16 @@ void MovePart::start_in_memory(std::vector<size_t> list) {
     Device* device = sharing_.pool.context().device();
     if (!device || copied_.empty()) return;
     const Geometry& g = sharing_.pool.geometry();
+    fall_on_device(copied_);
     std::vector<DeviceCopy> copies;
     std::vector<PlacedBlock> placed;
     for (const size_t i : copied_) {
         const Work& w = work_[i];
-        copies.push_back({w.to.address, w.from.address, g.slot_bytes(w.item->block->kind())});
-        placed.push_back({w.item->block.get(), w.item->index, w.to.address});
+        if (!w.status.ok()) continue;
+        copies.push_back({w.to.address, w.written ? w.written : w.from.address, g.slot_bytes(w.to.kind)});
+        placed.push_back({w.item->block.get(), w.item->index, w.to.address, w.to.kind});
     }
+    if (copies.empty()) return;
     // What nobody waits for does not take multiprocessors from those who decode.
     const bool urgent = reason_ == MoveReason::kAsked || reason_ == MoveReason::kNeeded;
     const MoveRoute route = sharing_.route == MoveRoute::kCalibrated && !urgent ? MoveRoute::kCopyEngine : sharing_.route;
@@ -253,8 +295,8 @@ void MovePart::start_with_disk(std::span<const size_t> list, TierRequest::Kind k
         TierRequest r;
         r.kind = kind;
         r.slot = write ? w.to.slot : w.from.slot;
-        r.bytes = sharing_.pool.geometry().slot_bytes(block.kind());
-        r.memory = write ? w.from.address : w.to.address;
+        r.bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
+        r.memory = !write ? w.to.address : w.written ? w.written : w.from.address;
         r.identity.block_index = w.item->index;
         r.identity.content_id = block.content_id();
         r.identity.tokens = kPageTokens;
@@ -295,38 +337,128 @@ void MovePart::check_on_device() {
 void MovePart::check_on_host() {
     const Pool& pool = sharing_.pool;
     const Geometry& g = pool.geometry();
-    struct Piece {
-        size_t block;  // of copied_
-        uint32_t first, n;
-    };
     const bool copy = pool.context().device() == nullptr;
     std::vector<Piece> pieces;
-    for (size_t i = 0; i < copied_.size(); ++i) {
-        const Work& w = work_[copied_[i]];
+    for (const size_t i : copied_) {
+        const Work& w = work_[i];
         if (!w.status.ok()) continue;
-        const size_t bytes = g.slot_bytes(w.item->block->kind());
-        const auto n = copy ? g.layers : uint32_t(std::max<uint64_t>(uint64_t{g.layers} * kCheckedBytes / bytes, 1));
+        const size_t bytes = g.slot_bytes(w.to.kind);
+        const bool falls = copy && w.falls();
+        if (falls) write_empty_trailer(w, w.to.address);
+        const auto n = falls  ? 1
+                       : copy ? g.layers
+                              : uint32_t(std::max<uint64_t>(uint64_t{g.layers} * kCheckedBytes / bytes, 1));
         for (uint32_t first = 0; first < g.layers; first += n) pieces.push_back({i, first, std::min(n, g.layers - first)});
     }
     std::mutex failing;
     std::lock_guard lock(sharing_.checking);
     sharing_.checkers.parallel_for(int64_t(pieces.size()), 1, [&](int64_t i, int) {
         const Piece& piece = pieces[size_t(i)];
-        Work& w = work_[copied_[piece.block]];
+        Work& w = work_[piece.work];
+        if (copy && w.falls()) return fall(w, w.to.address, piece, failing);
         const Block& block = *w.item->block;
-        if (copy) std::memcpy(w.to.address, w.from.address, g.slot_bytes(block.kind()));
-        Status s = verify_trailer(g, block.kind(), w.to.address, pool.fingerprint(), w.item->index, block.content_id(),
+        if (copy) std::memcpy(w.to.address, w.from.address, g.slot_bytes(w.to.kind));
+        Status s = verify_trailer(g, w.to.kind, w.to.address, pool.fingerprint(), w.item->index, block.content_id(),
                                   uint32_t(kPageTokens));
-        if (s.ok()) s = verify_pages(g, block.kind(), w.to.address, w.item->index, piece.first, piece.n);
+        if (s.ok()) s = verify_pages(g, w.to.kind, w.to.address, w.item->index, piece.first, piece.n);
         if (s.ok()) return;
         std::lock_guard one(failing);
         if (w.status.ok()) w.status = std::move(s);
     });
 }
 
+void MovePart::write_empty_trailer(const Work& w, uint8_t* to) const {
+    const Pool& pool = sharing_.pool;
+    write_trailer(pool.geometry(), w.to.kind, to, pool.fingerprint(), w.item->index, w.item->block->content_id(),
+                  uint32_t(kPageTokens), false);
+}
+
+// What is encoded anew gets new hashes: it is checked before. The trailer has its identity already.
+void MovePart::fall(Work& w, uint8_t* to, const Piece& piece, std::mutex& failing) {
+    const Pool& pool = sharing_.pool;
+    const Geometry& g = pool.geometry();
+    Status s = verify_trailer(g, w.from.kind, w.from.address, pool.fingerprint(), w.item->index, w.item->block->content_id(),
+                              uint32_t(kPageTokens));
+    if (s.ok()) s = verify_pages(g, w.from.kind, w.from.address, w.item->index, piece.first, piece.n);
+    if (s.ok()) {
+        encode_lower(g, pool.numerics(), *pool.context().kernels().codec, w.from.address, w.from.kind, to, w.to.kind,
+                     piece.first, piece.n);
+        write_page_hashes(g, w.to.kind, to, piece.first, piece.n);
+        return;
+    }
+    std::lock_guard one(failing);
+    if (w.status.ok()) w.status = std::move(s);
+}
+
+// Encodes what leaves a device with fewer bits, in memory of the device.
+void MovePart::fall_on_device(std::span<const size_t> list) {
+    const Pool& pool = sharing_.pool;
+    const Geometry& g = pool.geometry();
+    std::vector<size_t> falling;
+    std::vector<PlacedBlock> placed;
+    for (const size_t i : list) {
+        const Work& w = work_[i];
+        if (!w.falls()) continue;
+        falling.push_back(i);
+        placed.push_back({w.item->block.get(), w.item->index, w.from.address, w.from.kind});
+    }
+    if (falling.empty()) return;
+    // What is encoded anew gets new hashes: it is checked before.
+    std::vector<Status> statuses(falling.size());
+    if (Status s = pool.verifier()->verify(placed, statuses); !s.ok()) return fail_all(falling, s);
+    std::vector<uint8_t*> to;
+    size_t n = 0;
+    for (size_t i = 0; i < falling.size(); ++i) {
+        work_[falling[i]].status = std::move(statuses[i]);
+        if (!work_[falling[i]].status.ok()) continue;
+        falling[n] = falling[i];
+        placed[n++] = placed[i];
+    }
+    falling.resize(n);
+    placed.resize(n);
+    const size_t bytes = g.slot_bytes(PageKind::kChannel);
+    on_device_ = sharing_.falling.take(n * bytes);
+    if (!on_device_.data)
+        return fail_all(falling, fail(TA_E_MEMORY, "the GPU has no %zu bytes to encode blocks in", n * bytes));
+    for (size_t i = 0; i < n; ++i) {
+        to.push_back(on_device_.data + i * bytes);
+        work_[falling[i]].written = to.back();
+    }
+    if (Status s = pool.encoder()->encode_lower(placed, to); !s.ok()) fail_all(falling, s);
+}
+
+// Encodes what falls on its way to disk; without the blocks that do not match their hashes.
+std::vector<size_t> MovePart::fall_for_disk(std::vector<size_t> list) {
+    const Geometry& g = sharing_.pool.geometry();
+    std::vector<Piece> pieces;
+    size_t bytes = 0;
+    for (const size_t i : list) bytes += work_[i].falls() ? g.slot_bytes(work_[i].to.kind) : 0;
+    if (bytes == 0) return list;
+    fallen_.resize(bytes);
+    uint8_t* next = fallen_.data();
+    for (const size_t i : list) {
+        Work& w = work_[i];
+        if (!w.falls()) continue;
+        w.written = next;
+        next += g.slot_bytes(w.to.kind);
+        write_empty_trailer(w, w.written);
+        for (uint32_t layer = 0; layer < g.layers; ++layer) pieces.push_back({i, layer, 1});
+    }
+    {
+        std::mutex failing;
+        std::lock_guard lock(sharing_.checking);
+        sharing_.checkers.parallel_for(int64_t(pieces.size()), 1, [&](int64_t i, int) {
+            const Piece& piece = pieces[size_t(i)];
+            fall(work_[piece.work], work_[piece.work].written, piece, failing);
+        });
+    }
+    std::erase_if(list, [this](size_t i) { return !work_[i].status.ok(); });
+    return list;
+}
+
 void MovePart::give_back(const Work& w) {
     if (w.to.tier == TierKind::kDevice) {
-        if (w.to.address) sharing_.pool.blocks().release_slot(w.item->block->kind(), w.to.address);
+        if (w.to.address) sharing_.pool.blocks().release_slot(w.to.kind, w.to.address);
     } else if (w.to.slot.index != Slot::kNone) {
         below(w.to.tier)->release({&w.to.slot, 1});
     }
@@ -358,18 +490,22 @@ void MovePart::publish(double seconds) {
     const bool kernel = transfer_ && transfer_->route() == MoveRoute::kKernel;
     for (Work& w : work_) {
         Block& block = *w.item->block;
-        const uint64_t bytes = sharing_.pool.geometry().slot_bytes(block.kind());
-        const bool pinned = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // since it was taken
-        if (w.status.ok() && !pinned) {
+        const Geometry& g = sharing_.pool.geometry();
+        const uint64_t bytes = g.slot_bytes(w.to.kind);
+        bool stays = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // pinned since it was taken
+        if (w.status.ok() && !stays) {
             // Before a step can find it here.
             if (reason_ == MoveReason::kPrefetch) block.change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kArrived);
-            sharing_.pool.blocks().move(block, w.to);
+            stays = !sharing_.pool.blocks().move(block, w.to);  // or published
+        }
+        if (w.status.ok() && !stays) {
             w.over = true;
             ++progress_.moved;
             ++counted.blocks_in[size_t(to_)];
             ++counted.blocks_out[size_t(w.from.tier)];
             counted.bytes_in[size_t(to_)] += bytes;
-            counted.bytes_out[size_t(w.from.tier)] += bytes;
+            counted.bytes_out[size_t(w.from.tier)] += g.slot_bytes(w.from.kind);
+            counted.fallen[size_t(to_)] += w.falls();
             counted.bytes_by_reason[size_t(reason_)] += bytes;
             if (reason_ != MoveReason::kPrefetch && to_ > w.from.tier &&
                 block.change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone)) {
@@ -381,7 +517,7 @@ void MovePart::publish(double seconds) {
             }
             if (transfer_ && w.from.tier != TierKind::kDisk)
                 (kernel ? counted.bytes_by_kernel : counted.bytes_by_engine) += bytes;
-        } else if (pinned || (reason_ == MoveReason::kPrefetch && w.status.code() == TA_E_TIER_FULL)) {
+        } else if (stays || (reason_ == MoveReason::kPrefetch && w.status.code() == TA_E_TIER_FULL)) {
             give_back(w);
             w.over = true;
             ++progress_.skipped;

@@ -45,15 +45,38 @@ struct MoveCounters {
     uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // between a device and the host
     // Corrupt are blocks that are damaged themselves, not only in what arrived of them.
     uint64_t failed = 0, corrupt = 0;
+    uint64_t fallen[3] = {0, 0, 0};     // blocks, by the tier that they came into with fewer bits
     uint64_t evicted[3] = {0, 0, 0};    // blocks, by the tier that they left
     double evicted_age[3] = {0, 0, 0};  // seconds since the last step of their sequences, summed
 
     MoveCounters& operator+=(const MoveCounters& more);
 };
 
+// Device memory for blocks that were encoded anew and are on their way to the host. Kept for the next ones.
+class FallingRoom {
+  public:
+    explicit FallingRoom(Device* device) : device_(device) {}
+    ~FallingRoom();
+    FallingRoom(const FallingRoom&) = delete;
+    FallingRoom& operator=(const FallingRoom&) = delete;
+
+    struct Piece {
+        uint8_t* data = nullptr;
+        size_t bytes = 0;
+    };
+    // Of at least so many bytes; data is nullptr when there is none.
+    Piece take(size_t bytes);
+    void give(const Piece& piece);
+
+  private:
+    Device* const device_;
+    std::mutex mutex_;
+    std::vector<Piece> idle_;
+};
+
 // What the parts of a pool's moves share.
 struct MoveSharing {
-    MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier) : pool(of), host(host_tier), disk(disk_tier) {}
+    MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier);
 
     Pool& pool;
     Tier *const host, *const disk;  // may be nullptr
@@ -61,6 +84,7 @@ struct MoveSharing {
     std::atomic<int> parts{0};  // on their way
     std::mutex checking;        // one part at a time, by all checkers
     ThreadPool checkers;        // hash what arrived in host memory
+    FallingRoom falling;
     std::mutex counting;
     MoveCounters counters;
 };
@@ -88,6 +112,12 @@ class MovePart {
         Place from, to;
         Status status;
         bool over = false;
+        uint8_t* written = nullptr;  // what goes to `to`, encoded anew; nullptr: what is at `from`
+        bool falls() const { return from.kind != to.kind; }
+    };
+    struct Piece {  // of a block, for a thread
+        size_t work;
+        uint32_t first, n;  // layers
     };
     class Latch;
 
@@ -98,11 +128,15 @@ class MovePart {
     Status acquire(std::span<Work> work);
     void start_in_memory(std::vector<size_t> list);
     void start_with_disk(std::span<const size_t> list, TierRequest::Kind kind);
+    std::vector<size_t> fall_for_disk(std::vector<size_t> list);
+    void fall_on_device(std::span<const size_t> list);
     void fail_all(std::span<const size_t> list, const Status& status);
     void wait_for_copies();
     void check_on_device();
     void check_on_host();
     bool is_damaged(const Work& work) const;
+    void fall(Work& work, uint8_t* to, const Piece& piece, std::mutex& failing);
+    void write_empty_trailer(const Work& work, uint8_t* to) const;
     void publish(double seconds);
     void give_back(const Work& work);
     Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.host : sharing_.disk; }
@@ -117,6 +151,8 @@ class MovePart {
     bool has_room_ = false;
     std::chrono::steady_clock::time_point start_;
     std::vector<size_t> copied_, arriving_;  // of work_: by the device, and what it checks; with a CPU, to copy
+    std::vector<uint8_t> fallen_;            // on its way to disk
+    FallingRoom::Piece on_device_;           // likewise to the host
     std::unique_ptr<Latch> latch_;
     std::unique_ptr<DeviceTransfer> transfer_;
     std::unique_ptr<ArrivalCheck> arrival_;

@@ -8,7 +8,7 @@
 namespace ta {
 namespace {
 
-constexpr uint64_t kRegionsWanted = 64;  // fewer, and much is lost to rounding and to the other class
+constexpr uint64_t kRegionsWanted = 64;  // fewer, and much is lost to rounding and to the other classes
 
 }  // namespace
 
@@ -27,13 +27,16 @@ bool SlotMap::Shape::valid() const {
 SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClasses]) {
     Shape shape;
     std::copy(std::begin(strides), std::end(strides), shape.stride);
-    const uint64_t larger = std::max(strides[0], strides[1]);
-    const uint64_t smaller = strides[0] && strides[1] ? std::min(strides[0], strides[1]) : larger;
-    if (smaller == 0) return shape;
-    const uint64_t most = smaller * kIndicesPerRegion;
-    if (larger > most) return shape;
-    const uint64_t wanted = std::clamp(bytes / kRegionsWanted, larger, most);
-    shape.region_bytes = std::max(larger, wanted / smaller * smaller);
+    uint64_t largest = 0, smallest = UINT64_MAX;
+    for (const uint64_t stride : strides) {
+        largest = std::max(largest, stride);
+        if (stride > 0) smallest = std::min(smallest, stride);
+    }
+    if (largest == 0) return shape;
+    const uint64_t most = smallest * kIndicesPerRegion;
+    if (largest > most) return shape;
+    const uint64_t wanted = std::clamp(bytes / kRegionsWanted, largest, most);
+    shape.region_bytes = std::max(largest, wanted / smallest * smallest);
     shape.regions = std::min<uint64_t>(bytes / shape.region_bytes, UINT32_MAX / kIndicesPerRegion);
     return shape;
 }
@@ -53,7 +56,7 @@ bool SlotMap::known(Slot slot) const {
 bool SlotMap::acquire(uint8_t slot_class, Slot& slot) {
     const uint64_t full = all(slot_class);
     if (full == 0) return false;
-    // A region that already serves the class before one that is empty: what is empty stays good for both.
+    // A region that already serves the class before one that is empty: what is empty stays good for all.
     size_t empty = regions_.size(), r = first_open_[slot_class];
     bool seen_room = false;
     for (; r < regions_.size(); ++r) {

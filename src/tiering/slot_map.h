@@ -1,5 +1,5 @@
 // Which slots of a tier are taken. The space is cut into regions of up to 64 slots; a region holds slots of one class while it
-// holds any, and serves either class again when it is empty. Not synchronised.
+// holds any, and serves any class again when it is empty. Not synchronised.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace ta {
 class SlotMap {
   public:
     struct Shape {
-        uint64_t stride[kSlotClasses] = {0, 0};  // bytes from one slot to the next; 0: there is no such class
+        uint64_t stride[kSlotClasses] = {};  // bytes from one slot to the next; 0: there is no such class
         uint64_t region_bytes = 0;
         uint64_t regions = 0;
 
@@ -43,7 +43,7 @@ class SlotMap {
     }
     // Lowest first. False when there is none.
     bool acquire(uint8_t slot_class, Slot& slot);
-    // This slot; false when it is taken, or its region serves the other class.
+    // This slot; false when it is taken, or its region serves another class.
     bool take(Slot slot);
     void give(Slot slot);
     bool taken(Slot slot) const;
@@ -60,7 +60,7 @@ class SlotMap {
 
     Shape shape_;
     std::vector<Region> regions_;
-    size_t first_open_[kSlotClasses] = {0, 0};  // no region before this one has room for the class
+    size_t first_open_[kSlotClasses] = {};  // no region before this one has room for the class
 };
 
 }  // namespace ta

@@ -1,4 +1,4 @@
-// Where blocks live and how their bytes get in and out. A tier has fixed slots of one or two classes under a byte budget and moves
+// Where blocks live and how their bytes get in and out. A tier has fixed slots of up to three classes under a byte budget and moves
 // bytes asynchronously; which block lives where, and when it moves, is not its business.
 #pragma once
 
@@ -25,7 +25,7 @@ struct TierHealth {
     char reason[192] = "";  // one sentence; empty when the state is kOk
 };
 
-inline constexpr int kSlotClasses = 2;  // by PageKind: token blocks, channel blocks
+inline constexpr int kSlotClasses = 3;  // by PageKind: token blocks, channel blocks, low blocks
 
 // A slot of a tier, from acquire() to release().
 struct Slot {
@@ -84,8 +84,8 @@ struct TierStats {
     uint64_t free = 0;          // likewise of slots that nobody has
     uint64_t largest_free = 0;  // longest run of free bytes
     double fragmentation = 0;   // share of the free bytes that the class that fares worse cannot have: 0 none
-    uint64_t slots_used[kSlotClasses] = {0, 0};
-    uint64_t slots_free[kSlotClasses] = {0, 0};  // if no slot of the other class is acquired
+    uint64_t slots_used[kSlotClasses] = {};
+    uint64_t slots_free[kSlotClasses] = {};  // if no slot of another class is acquired
 
     // Since creation.
     uint64_t reads = 0, writes = 0, bytes_read = 0, bytes_written = 0;  // that succeeded

@@ -41,7 +41,7 @@ TEST(SlotMap, ShapesFitTheirBytes) {
 TEST(SlotMap, ARandomWalkAgainstAModel) {
     std::mt19937_64 random(7);
     for (int round = 0; round < 20; ++round) {
-        const uint64_t strides[2] = {4096 * (1 + random() % 9), round % 4 ? 4096 * (1 + random() % 5) : 0};
+        const uint64_t strides[kSlotClasses] = {4096 * (1 + random() % 9), round % 4 ? 4096 * (1 + random() % 5) : 0};
         SlotMap map(SlotMap::fit((1 << 20) + random() % (1 << 22), strides));
         std::map<uint64_t, std::pair<uint64_t, Slot>> taken;  // begin: end, slot
         for (int step = 0; step < 3000; ++step) {

@@ -17,8 +17,12 @@ using cpu::ExpMode;
 // Entry of a block table: the address of a slot, 4096-byte aligned, and flags in the low bits.
 inline constexpr uint64_t kEntryChannel = 1;      // a channel page, else a token page
 inline constexpr uint64_t kEntrySingleLayer = 2;  // the address is that of this layer's page: no layer offset is added
+inline constexpr uint64_t kEntryLow = 4;          // beside kEntryChannel: a low page, 2 bits for all heads
 inline constexpr uint64_t kEntryDropped = 8;      // no page: its keys are seen by nobody
 inline constexpr uint64_t kEntryFlags = 4095;
+TA_HD constexpr uint64_t entry_flags(PageKind kind) {
+    return kind == PageKind::kToken ? 0 : kind == PageKind::kLow ? kEntryChannel | kEntryLow : kEntryChannel;
+}
 
 struct alignas(16) SequenceArgs {
     int32_t n_keys;       // keys visible to the call, those of the open page included
@@ -48,6 +52,7 @@ struct AttendArgs {
     const uint64_t* table;
     const HeadArgs* heads;  // [kv_heads]; nullptr when no page is a channel page
     uint64_t token_layer_offset, channel_layer_offset;
+    uint64_t low_layer_offset;  // a low page's pieces all have the same size
 
     TensorArgs q, out;
     float* lse;  // [rows, q_heads] natural logarithm, or nullptr
@@ -69,6 +74,7 @@ struct AttendArgs {
     int32_t p_levels;     // 65535 (two bytes), 255, 127 or 119
     bool p_running;       // P in units of the running maximum instead of the page's
     bool may_lack_pages;  // entries may have kEntryDropped
+    bool has_low;         // entries may have kEntryLow
 };
 
 // Keys that the query at position p sees: [begin, end), the same rule as the CPU's.

@@ -19,7 +19,7 @@ AppendKernel kernel_for(int head_dim) {
         case 256:
             return append_kernel_d256();
         default:
-            return {nullptr, 0};
+            return {nullptr, 0, nullptr};
     }
 }
 
@@ -42,6 +42,16 @@ int launch_append(const AppendPlan& plan, const AppendArgs& args, CUstream_st* s
     AppendArgs copy = args;
     void* parameters[] = {&copy};
     return cudaLaunchKernel(k.kernel, dim3(unsigned(plan.ctas)), dim3(unsigned(k.threads)), parameters, 0, stream);
+}
+
+int launch_lower(const LowerArgs& args, CUstream_st* stream) {
+    const AppendKernel k = kernel_for(args.head_dim);
+    if (!k.kernel || args.blocks > LowerArgs::kMostBlocks) return cudaErrorInvalidValue;
+    if (args.blocks == 0) return cudaSuccess;
+    LowerArgs copy = args;
+    void* parameters[] = {&copy};
+    return cudaLaunchKernel(k.lower, dim3(unsigned(args.blocks * args.pieces)), dim3(unsigned(k.threads)), parameters, 0,
+                            stream);
 }
 
 }  // namespace ta::cuda

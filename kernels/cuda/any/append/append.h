@@ -88,4 +88,15 @@ struct ReopenArgs {
 // cudaError_t.
 int launch_reopen(const ReopenArgs& args, CUstream_st* stream);
 
+// Full blocks of 8 bits whose pages become channel pages of 4 bits elsewhere: all layers and heads, one piece behind the other.
+struct LowerArgs {
+    static constexpr int kMostBlocks = 128;
+    int32_t head_dim, pieces, blocks;  // pieces of a block: layers x heads
+    bool v_exponents, fractional_zero, v_search;
+    uint64_t from[kMostBlocks], to[kMostBlocks];  // addresses
+};
+
+// Encodes them as closing would. Returns a cudaError_t.
+int launch_lower(const LowerArgs& args, CUstream_st* stream);
+
 }  // namespace ta::cuda

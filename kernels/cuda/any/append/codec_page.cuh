@@ -446,8 +446,8 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponent
 }
 
 // Closes the page. All threads of the CTA, after the image is complete; v_sum is zero if exponents are wanted.
-template <int D>
-__device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const AppendArgs& a, uint8_t* piece) {
+template <int D, class Args>
+__device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const Args& a, uint8_t* piece) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const PieceOffsets at(D, k_bits, v_bits);
     if (a.v_exponents) {

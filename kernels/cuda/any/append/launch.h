@@ -6,6 +6,7 @@ namespace ta::cuda {
 struct AppendKernel {
     const void* kernel;  // of one argument, AppendArgs
     int threads;
+    const void* lower;  // of one argument, LowerArgs; as many threads
 };
 
 AppendKernel append_kernel_d64();

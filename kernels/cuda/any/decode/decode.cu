@@ -197,7 +197,7 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     }
     const bool general =
         args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
-    const DecodeKind kind = general ? kGeneral : mass || args.may_lack_pages ? kTiered : kPlain;
+    const DecodeKind kind = general ? kGeneral : mass || args.may_lack_pages || args.has_low ? kTiered : kPlain;
     const void* attend = kernels.attend[kind][tiles_index(plan.tiles)];
     return launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
 }

@@ -528,12 +528,13 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
             const auto attend = [&]<int kKBits, int kVBits>() {
                 attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
             };
+            const int32_t k_bits = piece.low ? 2 : seg.k_bits, v_bits = piece.low ? 2 : seg.v_bits;
             if (!piece.channel) {
                 attend.template operator()<8, 8>();
-            } else if (seg.k_bits == 4) {
-                seg.v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
+            } else if (k_bits == 4) {
+                v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
             } else {
-                seg.v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
+                v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
             }
             loader.release();
         }

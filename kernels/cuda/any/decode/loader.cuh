@@ -71,14 +71,15 @@ __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const Sequenc
 }
 
 // Pieces of a warp's range, in order, in a ring of bytes: token and channel pieces differ in size, and so do the bits of heads.
-// Up to kDecodeMaxInFlight pieces are on their way or held. kMayLack: entries may be of dropped pages.
-template <int D, bool kMayLack>
+// Up to kDecodeMaxInFlight pieces are on their way or held. kTiered: entries may be of dropped or low pages.
+template <int D, bool kTiered>
 class PieceLoader {
   public:
     struct Piece {
         const uint8_t* data;
         bool channel;
         bool dropped;  // nothing is there
+        bool low;
     };
 
     // `units` from `at` on will be taken. Reads the block table, but no page.
@@ -108,7 +109,8 @@ class PieceLoader {
         while (left_ > 0 && in_flight_ < most_in_flight_) {
             const bool channel = kinds_ >> in_batch_ & 1;
             uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
-            const bool dropped = kMayLack && (dropped_ >> in_batch_ & 1);
+            const bool dropped = kTiered && (dropped_ >> in_batch_ & 1), low = kTiered && (lows_ >> in_batch_ & 1);
+            if (low) bytes = kBytes<2, 2>;
             if (dropped) bytes = kPieceAlignment;  // so that it has its turn in the ring
             uint32_t place = head_;
             if (in_flight_ == 0) {
@@ -121,7 +123,7 @@ class PieceLoader {
             }
             head_ = place + bytes;
             copy(dropped ? 0 : bytes, place);
-            const uint32_t place_and_kind = place | channel | (dropped ? 2 : 0);
+            const uint32_t place_and_kind = place | channel | (dropped ? 2 : 0) | (low ? 4 : 0);
             if (in_flight_ == 0) oldest_ = place_and_kind;
             if (lane_ == int((taken_ + in_flight_) % kDecodeMaxInFlight)) place_ = place_and_kind;
             ++in_flight_;
@@ -150,7 +152,7 @@ class PieceLoader {
             }
             __syncwarp();
         }
-        return {ring_ + tail(), bool(oldest_ & 1), kMayLack && (oldest_ & 2)};
+        return {ring_ + tail(), bool(oldest_ & 1), kTiered && (oldest_ & 2), kTiered && (oldest_ & 4)};
     }
 
     // The oldest piece has been read by all lanes: its bytes may be overwritten.
@@ -167,7 +169,7 @@ class PieceLoader {
 
     // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
     __device__ __forceinline__ uint32_t tail() const {
-        return oldest_ & ~(kMayLack ? 3u : 1u);
+        return oldest_ & ~(kTiered ? 7u : 1u);
     }
 
     __device__ void find_segment() {
@@ -190,7 +192,10 @@ class PieceLoader {
         in_batch_ = 0;
         const bool channel = following_ & kEntryChannel;
         kinds_ = __ballot_sync(kAllLanes, channel);
-        if constexpr (kMayLack) dropped_ = __ballot_sync(kAllLanes, bool(following_ & kEntryDropped));
+        if constexpr (kTiered) {
+            dropped_ = __ballot_sync(kAllLanes, bool(following_ & kEntryDropped));
+            lows_ = __ballot_sync(kAllLanes, bool(following_ & kEntryLow));
+        }
         source_ = source_of(following_, channel);
         following_ = load_entry(32);
     }
@@ -203,7 +208,9 @@ class PieceLoader {
     __device__ __forceinline__ const uint8_t* source_of(uint64_t entry, bool channel) const {
         const uint64_t layer = entry & kEntrySingleLayer ? 0 : channel ? p_.a.channel_layer_offset : p_.a.token_layer_offset;
         const uint64_t head = channel ? channel_offset_ : at_.head * TokenLayout(D).bytes();
-        return reinterpret_cast<const uint8_t*>((entry & ~kEntryFlags) + layer + head);
+        const uint64_t of_low = (entry & kEntrySingleLayer ? 0 : p_.a.low_layer_offset) + uint64_t(at_.head) * kBytes<2, 2>;
+        const bool low = kTiered && (entry & kEntryLow);
+        return reinterpret_cast<const uint8_t*>((entry & ~kEntryFlags) + (low ? of_low : layer + head));
     }
 
     __device__ __forceinline__ void copy(uint32_t bytes, uint32_t place) {
@@ -212,7 +219,7 @@ class PieceLoader {
             if (lane_ == in_batch_) {  // the lane that has the entry
                 const uint32_t barrier = barriers_ + 8 * ((taken_ + in_flight_) % kDecodeMaxInFlight);
                 mbarrier_expect(barrier, bytes);
-                if (!kMayLack || bytes > 0) bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
+                if (!kTiered || bytes > 0) bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
             }
             return;
         }
@@ -245,8 +252,8 @@ class PieceLoader {
     const uint32_t barriers_;
     const int lane_;
 
-    // The place in the ring of the oldest piece in flight, in the lowest bit whether it is of a channel page, in the next one whether
-    // it is of a dropped one; lane k has that of the piece whose barrier is k.
+    // The place in the ring of the oldest piece in flight, in the lowest bits whether it is of a channel page, of a dropped one, of a
+    // low one; lane k has that of the piece whose barrier is k.
     uint32_t oldest_ = 0, place_ = 0;
     uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
 
@@ -255,7 +262,7 @@ class PieceLoader {
     const uint8_t* source_;
     uint64_t following_;
     uint32_t kinds_;  // bit k: entry k is of a channel page
-    uint32_t dropped_;
+    uint32_t dropped_, lows_;
     int32_t in_batch_, batch_left_;
     uint32_t channel_bytes_, channel_offset_, most_in_flight_ = 0;
 };

@@ -136,10 +136,11 @@ __global__ void __launch_bounds__(32 * kWarps)
     const uint64_t page = blockIdx.x;
     const HashTask task = a.tasks[page / a.layers];
     const uint32_t layer = uint32_t(page % a.layers);
-    const bool token = task.kind == PageKind::kToken;
-    const uint64_t begin = token ? layer * a.token_page_bytes : a.channel_page_offset[layer];
-    const uint64_t bytes = token ? a.token_page_bytes : a.channel_page_offset[layer + 1] - begin;
-    const uint64_t payload = token ? a.layers * a.token_page_bytes : a.channel_page_offset[a.layers];
+    const bool channel = task.kind == PageKind::kChannel;
+    const uint64_t same = task.kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes;
+    const uint64_t begin = channel ? a.channel_page_offset[layer] : layer * same;
+    const uint64_t bytes = channel ? a.channel_page_offset[layer + 1] - begin : same;
+    const uint64_t payload = channel ? a.channel_page_offset[a.layers] : a.layers * same;
     auto* slot = reinterpret_cast<uint8_t*>(task.slot);
     PageIdentity identity{};
     identity.fingerprint = a.fingerprint;

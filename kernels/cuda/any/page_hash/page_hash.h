@@ -24,8 +24,8 @@ struct HashArgs {
     uint32_t n_tasks, layers;
     uint64_t fingerprint;                 // of the pool
     const uint64_t* channel_page_offset;  // [layers + 1] in device memory; unused where no task is a channel block
-    uint64_t token_page_bytes;
-    uint64_t slot_bytes[2];  // by PageKind
+    uint64_t token_page_bytes, low_page_bytes;
+    uint64_t slot_bytes[kPageKinds];  // by PageKind
 };
 
 // Writes the trailers of all tasks: identity, hashes, zeros to the end of the slot. Returns a cudaError_t.

@@ -1,0 +1,31 @@
+#include "src/kv/fall.h"
+
+namespace ta {
+
+void encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
+                  PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n) {
+    const cpu::EncodeOptions options{numerics.v_exponents, numerics.fractional_zero, numerics.v_search};
+    const auto piece_of = [&g](PageKind kind, uint32_t layer, uint32_t head) {
+        return g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
+    };
+    cpu::HeadStage1 values;
+    alignas(kPieceAlignment) uint8_t between[ChannelLayout(kMaxHeadDim, 4, 4).bytes()];
+    for (uint32_t layer = first; layer < first + n; ++layer) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const uint8_t* piece = from + piece_of(from_kind, layer, head);
+            uint8_t* out = to + piece_of(to_kind, layer, head);
+            const ChannelLayout channel = g.channel_layout(PageKind::kChannel, layer, head);
+            if (from_kind == PageKind::kToken) {
+                codec.load_token_piece(piece, int(g.head_dim), kPageTokens, values);
+                uint8_t* closed = to_kind == PageKind::kChannel ? out : between;
+                codec.encode_channel_piece(values, channel, options, closed);
+                if (to_kind == PageKind::kChannel) continue;
+                piece = closed;
+            }
+            codec.decode_channel_piece(piece, channel, kPageTokens, values);
+            codec.encode_channel_piece(values, g.channel_layout(PageKind::kLow, layer, head), options, out);
+        }
+    }
+}
+
+}  // namespace ta

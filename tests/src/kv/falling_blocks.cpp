@@ -1,0 +1,106 @@
+#include "tests/src/kv/falling_blocks.h"
+
+#include <cstring>
+
+#include "kernels/format/hash.h"
+#include "kernels/format/slot.h"
+
+namespace ta::testing {
+
+size_t FallingShape::piece_bytes(uint32_t bits) const {
+    const int d = int(head_dim), b = int(bits);
+    return bits == 8 ? TokenLayout(d).bytes() : ChannelLayout(d, b, b).bytes();
+}
+
+std::vector<uint8_t> encode_lower_by_hand(const FallingShape& s, uint32_t bits, const std::vector<uint8_t>& payload) {
+    const cpu::PageCodec& codec = cpu::page_codec_scalar();
+    const int d = int(s.head_dim), low = int(bits) / 2;
+    std::vector<uint8_t> out(s.payload_bytes(bits / 2), 0xa5);
+    cpu::HeadStage1 values;
+    for (uint32_t piece = 0; piece < s.layers * s.kv_heads; ++piece) {
+        const uint8_t* from = payload.data() + piece * s.piece_bytes(bits);
+        if (bits == 8) {
+            codec.load_token_piece(from, d, kPageTokens, values);
+        } else {
+            codec.decode_channel_piece(from, ChannelLayout(d, int(bits), int(bits)), kPageTokens, values);
+        }
+        codec.encode_channel_piece(values, ChannelLayout(d, low, low), s.encode, out.data() + piece * s.piece_bytes(bits / 2));
+    }
+    return out;
+}
+
+BlockBits read_block(const KvPool& pool, ta_seq seq, uint64_t block) {
+    auto info = sized<ta_x_block_info>();
+    ta_error err;
+    require(ta_x_seq_block(pool.get(), seq, block, &info, nullptr, 0, &err), err);
+    std::vector<uint8_t> bytes(info.bytes);
+    require(ta_x_seq_block(pool.get(), seq, block, &info, bytes.data(), bytes.size(), &err), err);
+    bytes.resize(info.bytes);
+    BlockBits b{info.bits, info.tokens, info.content_id, {}, {}};
+    b.payload.assign(bytes.begin(), bytes.begin() + ptrdiff_t(info.trailer_offset));
+    b.trailer.assign(bytes.begin() + ptrdiff_t(info.trailer_offset), bytes.end());
+    return b;
+}
+
+namespace {
+
+template <class T>
+void put(std::vector<uint8_t>& to, const T& value) {
+    const auto* p = reinterpret_cast<const uint8_t*>(&value);
+    to.insert(to.end(), p, p + sizeof value);
+}
+
+}  // namespace
+
+std::vector<uint8_t> sequence_file_by_hand(const FallingShape& shape, const KvPool& pool,
+                                           const std::vector<BlockBits>& blocks) {
+    uint64_t fingerprint = 0;
+    std::memcpy(&fingerprint, blocks.at(0).trailer.data() + 8, sizeof fingerprint);
+    const ta_kv_pool_stats sizes = stats(pool);
+    std::vector<uint8_t> file;
+    put(file, uint32_t{0x51455354});
+    put(file, uint32_t{2});  // version, reserved
+    put(file, fingerprint);
+    put(file, int64_t(blocks.size()) * kPageTokens);
+    put(file, uint64_t(blocks.size()));
+    put(file, uint64_t{0});
+    put(file, sizes.token_block_bytes);
+    put(file, sizes.channel_block_bytes);
+    put(file, hash_bytes(nullptr, 0));
+    put(file, uint64_t{0});  // no namespace
+    put(file, hash_bytes(file.data(), file.size()));
+    for (uint64_t index = 0; index < blocks.size(); ++index) {
+        const BlockBits& b = blocks[index];
+        const auto kind = uint8_t(b.bits == 8 ? 0 : b.bits == 4 ? 1 : 2);
+        std::vector<uint8_t> slot = b.payload;
+        put(slot, kSlotMagic);
+        put(slot, kFormatVersion);
+        put(slot, uint16_t(kind));
+        put(slot, fingerprint);
+        put(slot, index);
+        put(slot, b.content_id);
+        put(slot, uint32_t(kPageTokens));
+        put(slot, shape.layers);
+        slot.resize(slot.size() + 24);
+        const size_t page_bytes = shape.kv_heads * shape.piece_bytes(b.bits);
+        for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+            const PageIdentity id{fingerprint, index,          b.content_id, layer, uint32_t(kPageTokens),
+                                  kSlotMagic,  kFormatVersion, kind,         0,     page_bytes};
+            put(slot, page_hash(id, b.payload.data() + layer * page_bytes));
+        }
+        slot.resize((slot.size() + 127) / 128 * 128);
+        const size_t header = file.size();
+        put(file, uint32_t{0x4B4C4254});
+        put(file, uint32_t{kind});
+        put(file, uint32_t(kPageTokens));
+        put(file, uint32_t{0});
+        put(file, index);
+        put(file, b.content_id);
+        put(file, hash_bytes(slot.data(), slot.size()));
+        put(file, hash_bytes(file.data() + header, file.size() - header));
+        file.insert(file.end(), slot.begin(), slot.end());
+    }
+    return file;
+}
+
+}  // namespace ta::testing
