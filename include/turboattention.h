@@ -213,8 +213,8 @@ typedef struct CUstream_st* ta_stream;
 
 typedef struct ta_context ta_context;
 
-/* Where host memory comes from. Both functions are called from any thread, do not unwind and do not call this library; NULL means
- * out of memory. */
+/* Where host memory comes from. Both functions are called from any thread, do not unwind and do not call this library; NULL
+ * means out of memory. */
 typedef struct ta_allocator {
     uint32_t struct_size;
     void* (*allocate)(size_t bytes, size_t alignment, void* user); /* alignment: a power of two, at most 4096 */
@@ -254,8 +254,8 @@ typedef struct ta_context_info {
 } ta_context_info;
 
 /* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
- * On a GPU tensors lie in its memory (or in host memory registered with CUDA), the caller's current device is left as it is, and
- * append, attend and dense attention enqueue work on a stream and return.
+ * On a GPU tensors lie in its memory (or in host memory registered with CUDA), the caller's current device is left as it is,
+ * and append, attend and dense attention enqueue work on a stream and return.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a GPU), TA_E_MEMORY, TA_E_LIMIT
  * (threads could not be started), TA_E_DEVICE. */
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
@@ -300,28 +300,28 @@ typedef int32_t ta_eviction;
 enum {
     TA_EVICT_LRU = 0,      /* those of the sequence that no plan used for longest, spread evenly over it */
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
-    TA_EVICT_ATTENTION =
-        2 /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over
-                              layers, query heads and the last 16 query tokens, summed, halving in attention_half_life steps. On a
-                              GPU sequences of up to 16 query tokens x group in a step count, and longer prompts do not */
+    /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over layers, query
+     * heads and the last 16 query tokens, summed, halving in attention_half_life steps. On a GPU sequences of up to 16 query
+     * tokens x group in a step count, and longer prompts do not */
+    TA_EVICT_ATTENTION = 2,
 };
 
-/* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for each
- * piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels. TA_MOVE_ROUTE_AUTO:
- * the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the background or is prefetched
- * goes by copy engine. */
+/* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for
+ * each piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels.
+ * TA_MOVE_ROUTE_AUTO: the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the
+ * background or is prefetched goes by copy engine. */
 typedef int32_t ta_move_route;
 enum { TA_MOVE_ROUTE_AUTO = 0, TA_MOVE_ROUTE_COPY_ENGINE = 1, TA_MOVE_ROUTE_KERNEL = 2 };
 
-/* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages beside the layers before it, into room
- * that the device tier has free, or read them in place. Results are the same to the bit. TA_STAGING_AUTO: whichever is predicted to be
- * faster; a step with many query rows reads pages in place again and again. Captured calls read in place. */
+/* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages beside the layers before it,
+ * into room that the device tier has free, or read them in place. Results are the same to the bit. TA_STAGING_AUTO: whichever
+ * is predicted to be faster; a step with many query rows reads pages in place again and again. Captured calls read in place. */
 typedef int32_t ta_staging;
 enum { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
 
-/* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place; those on
- * disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk tier
- * needs one. */
+/* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place;
+ * those on disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk
+ * tier needs one. */
 typedef struct ta_tier_options {
     uint32_t struct_size;
     uint32_t host_node;      /* 1 + the NUMA node of the host tier; default: the GPU's, on a CPU where the system puts it */
@@ -335,18 +335,19 @@ typedef struct ta_tier_options {
     const char* disk_path;   /* a disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies
                                 there is found by the next pool of the same shape and settings, also after a crash */
     int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps of the pool, whosever they are; default 128 */
-    ta_switch drop_coldest; /* default off. On: where all tiers are full, a begin loses full blocks that one sequence alone has,
-                                    in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and
-                                    get no attention any more. Changes results. */
+    /* Default off. On: where nothing that may leave the device finds room below, a begin loses full blocks that one sequence
+     * alone has, in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and get no
+     * attention any more. Changes results. */
+    ta_switch drop_coldest;
     /* How long a begin waits for what others hold: room that open plans may be reading (default 1000), and moves that take its
      * blocks away (default 10000); up to 86,400,000; -1: not at all. */
     int32_t begin_wait_ms;
     ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
     /* Of the device budget, that a step may take to stage in, where they are free; default: an eighth of it. */
     uint64_t staging_bytes;
-    /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and those
-     * on disk 2, of one of 4 bits those on disk 2. Sinks and what is published keep what they have. Changes results; docs/tiers.md
-     * has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
+    /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and
+     * those on disk 2, of one of 4 bits those on disk 2. Sinks and what is published keep what they have. Changes results;
+     * docs/tiers.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
     ta_switch falling_precision;
     int32_t reserved;
 } ta_tier_options;
@@ -390,12 +391,12 @@ typedef struct ta_kv_pool_stats {
     uint64_t low_block_bytes;  /* size of one; 0 without */
 } ta_kv_pool_stats;
 
-/* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the budget
- * is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the last huge
- * page of either kind of block; on a GPU, the largest magnitudes of universal scales.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
- * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction), TA_E_CORRUPT (the
- * file is damaged). */
+/* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the
+ * budget is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the
+ * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales.
+ * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file),
+ * TA_E_IO, TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
+ * TA_E_CORRUPT (the file is damaged). */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
 TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
@@ -416,33 +417,33 @@ TA_API ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err);
 TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err);
 /* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
  * tokens are appended there, it is reopened at 8 bits from its stored values.
- * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped), TA_E_STALE,
- * TA_E_BUSY, TA_E_CLOSED. */
+ * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped),
+ * TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
-/* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a load; a
- * fork has that of its source. Also while the sequence is in a plan. Errors: TA_E_STALE, TA_E_CLOSED. */
+/* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a
+ * load; a fork has that of its source. Also while the sequence is in a plan. Errors: TA_E_STALE, TA_E_CLOSED. */
 TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err);
 /* Ends the sequence; its id is stale from then on. Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
-/* Recomputes the hash of every full page, wherever it is; dropped ones are passed over. Errors: TA_E_CORRUPT (the first bad page is named), TA_E_STALE, TA_E_BUSY,
- * TA_E_CLOSED. */
+/* Recomputes the hash of every full page, wherever it is; dropped ones are passed over. Errors: TA_E_CORRUPT (the first bad
+ * page is named), TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
 
-/* Called from time to time with the bytes done and in all, on the calling thread; anything but 0 stops the work. It must not call
- * the library with the same pool, and must not unwind. */
+/* Called from time to time with the bytes done and in all, on the calling thread; anything but 0 stops the work. It must not
+ * call the library with the same pool, and must not unwind. */
 typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
 
-/* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A block is
- * checked before it is written. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
+/* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A
+ * block is checked before it is written. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
  * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STATE (blocks were
  * dropped), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
                              ta_error* err);
-/* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it. Every
- * byte is checked against hashes: damage is found, forgery by somebody who can compute them is not. It belongs to the namespace of the
- * same salt as the one that it was saved from.
+/* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it.
+ * Every byte is checked against hashes: damage is found, forgery by somebody who can compute them is not. It belongs to the
+ * namespace of the same salt as the one that it was saved from.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (a later
  * version), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
@@ -454,8 +455,8 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn 
  * a cryptographic hash, and stands for ALL tokens up to the end of its block (and for the model that made them): key i of a
  * list is the one of block i. Namespaces keep tenants apart: keys are hashed with a salt, so that nobody without it finds or
  * guesses what others have, and memory is zeroed before it goes from one namespace to another. A sequence belongs to the
- * namespace that it was matched in or published to, forks of it too; it can be published there alone, and in the namespace of the
- * same salt when it comes from a file. More: docs/tiers.md. */
+ * namespace that it was matched in or published to, forks of it too; it can be published there alone, and in the namespace of
+ * the same salt when it comes from a file. More: docs/tiers.md. */
 
 /* A namespace of one pool. 0 is never one. */
 typedef uint64_t ta_namespace;
@@ -532,8 +533,8 @@ TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, ta_progress
 /* ------------------------------------------------------------------------------------------------ moves
  *
  * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. Who
- * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever blocks
- * lie, but for what falling_precision makes of them. Only full blocks move.
+ * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever
+ * blocks lie, but for what falling_precision makes of them. Only full blocks move.
  * A block arrives with its hashes checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
 
 /* A batch of moves asked for. 0 is never a ticket. */
@@ -555,9 +556,10 @@ typedef struct ta_move_info {
     int64_t block; /* its index in the sequence, -1: none */
 } ta_move_info;
 
-/* Asks for blocks [first, first + n) of a sequence to be in `tier` (promote: a faster one than now, demote: a slower one). Blocks
- * are 64 tokens. `out` gets a ticket. Where the tier is full, promote and demote move colder blocks out of it; prefetch moves what
- * fits. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (the sequence is in an open plan), TA_E_UNSUPPORTED (no such tier), TA_E_CLOSED. */
+/* Asks for blocks [first, first + n) of a sequence to be in `tier` (promote: a faster one than now, demote: a slower one).
+ * Blocks are 64 tokens. `out` gets a ticket. Where the tier is full, promote and demote move colder blocks out of it; prefetch
+ * moves what fits. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (the sequence is in an open plan), TA_E_UNSUPPORTED (no such
+ * tier), TA_E_CLOSED. */
 TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
                              ta_error* err);
 TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err);
@@ -567,12 +569,13 @@ TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, u
 TA_API ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 
-/* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago), TA_E_UNSUPPORTED. */
+/* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago),
+ * TA_E_UNSUPPORTED. */
 TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
 /* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). */
 TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
-/* Work enqueued on the stream from now on comes after them: the call waits for the moves, which wait for nothing on a stream but steps
- * that have ended. Errors: TA_E_STALE, TA_E_UNSUPPORTED (on a CPU). */
+/* Work enqueued on the stream from now on comes after them: the call waits for the moves, which wait for nothing on a stream
+ * but steps that have ended. Errors: TA_E_STALE, TA_E_UNSUPPORTED (on a CPU). */
 TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
 /* Blocks that have not moved yet stay where they are. Errors: TA_E_STALE, TA_E_UNSUPPORTED. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);
@@ -637,8 +640,9 @@ TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier,
 typedef int32_t ta_metrics_format;
 enum { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
 
-/* Writes what the statistics structs have, of all tiers, and how long batches of moves took, as text that ends in a NUL: metrics for a
- * scraper (https://openmetrics.io), or one JSON object. `needed` gets its size with the NUL; with buffer NULL nothing else is done.
+/* Writes what the statistics structs have, of all tiers, and how long batches of moves took, as text that ends in a NUL:
+ * metrics for a scraper (https://openmetrics.io), or one JSON object. `needed` gets its size with the NUL; with buffer NULL
+ * nothing else is done.
  * Errors: TA_E_INVALID (buffer_bytes is below what is needed: nothing was written), TA_E_CLOSED. */
 TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_format format, char* buffer, uint64_t buffer_bytes,
                                           uint64_t* needed, ta_error* err);
@@ -654,10 +658,10 @@ TA_API ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan**
 /* Aborts the plan if it is open, then frees it. */
 TA_API void ta_plan_destroy(ta_plan* plan);
 
-/* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls may be
- * captured into a graph (cudaStreamBeginCapture between begin and end) after a step of the same kind has run without, and the
- * graph launched in place of those calls between any later begin and end: with as many sequences, as many query tokens for each
- * and the same tensors, but other lengths. end() refuses a step that is not of the captured kind.
+/* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls
+ * may be captured into a graph (cudaStreamBeginCapture between begin and end) after a step of the same kind has run without,
+ * and the graph launched in place of those calls between any later begin and end: with as many sequences, as many query tokens
+ * for each and the same tensors, but other lengths. end() refuses a step that is not of the captured kind.
  * Errors: TA_E_STATE (the plan is open), TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
 TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
 
@@ -665,13 +669,15 @@ TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* e
  *   seqs      [n_seqs] distinct sequences of the pool that are in no other open plan
  *   n_new     [n_seqs] tokens that ta_append will bring for each, 0 and up; NULL: all 0
  *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
- * Errors: TA_E_INVALID, TA_E_ALIGNMENT, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already),
- * TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it waits for blocks to
- * come from disk and for room (ta_tier_options.begin_wait_ms), also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
+ * Errors: TA_E_INVALID, TA_E_ALIGNMENT, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open
+ * already), TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it
+ * waits for blocks to come from disk and for room (ta_tier_options.begin_wait_ms), also TA_E_BUSY (moves keep taking the step's
+ * blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                                ta_error* err);
 
-/* Quantizes the new tokens of one layer and appends them; pages that fill up are closed to their 4/2 bits. Synchronous on a CPU.
+/* Quantizes the new tokens of one layer and appends them; pages that fill up are closed to their 4/2 bits. Synchronous on a
+ * CPU.
  *   k, v   [sum(n_new), kv_heads, head_dim] F16, BF16 or F32, the sequences one after the other, keys after their rotary
  *          embedding
  * Each layer is appended once for each begin, in any order. Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE,
@@ -692,7 +698,8 @@ typedef struct ta_attend_options {
 } ta_attend_options;
 
 /* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
- *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head h / (q_heads / kv_heads)
+ *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head h / (q_heads /
+ * kv_heads)
  *   out      as q, any of the three types; overlaps neither q, lse nor itself (the longer of its two strides steps over all
  *            that the shorter one reaches); F16 beyond 65504 becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
@@ -747,17 +754,17 @@ TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const 
 /* ------------------------------------------------------------------------------------------------ calibration */
 
 /* Ranks the kv heads of each layer for 4 or 2 bits (TurboAttention, head-wise mixed precision): priority = (max - min over the
- * head) * standard deviation over its channels of (max - min of the channel); the n_low lowest of a layer get 2 bits. K and V are
- * ranked apart. Exclusive: one thread at a time. */
+ * head) * standard deviation over its channels of (max - min of the channel); the n_low lowest of a layer get 2 bits. K and V
+ * are ranked apart. Exclusive: one thread at a time. */
 typedef struct ta_calibrator ta_calibrator;
 
 /* Errors: TA_E_INVALID (as ta_kv_pool_create's geometry), TA_E_MEMORY. */
 TA_API ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim,
                                       ta_calibrator** out, ta_error* err);
 TA_API void ta_calibrator_destroy(ta_calibrator* calibrator);
-/* Takes K and V of some tokens of a layer into account: [tokens, kv_heads, head_dim]. On a GPU context they lie in memory that the GPU
- * copies from, are complete when the call is made (it has no stream), and are copied to the host, which the call waits for. Errors: as
- * ta_append. */
+/* Takes K and V of some tokens of a layer into account: [tokens, kv_heads, head_dim]. On a GPU context they lie in memory that
+ * the GPU copies from, are complete when the call is made (it has no stream), and are copied to the host, which the call waits
+ * for. Errors: as ta_append. */
 TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,
                                        ta_error* err);
 /* Writes the maps for ta_kv_pool_options and, where not NULL, the priorities behind them.

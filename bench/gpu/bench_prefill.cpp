@@ -13,11 +13,12 @@ void measure(Report& report, const Shape& shape, const std::string& name) {
         q(cache.rows(), shape.q_heads, shape.d, true);
     Rows out(cache.rows(), shape.q_heads, shape.d, false);
     cache.begin();
-    const double append_us = cold_us(cache.stream(), [&] {
-        cache.abort();
-        cache.begin();
-        cache.append(k, v);
-    });
+    const double append_us = cold_us(
+        cache.stream(), [&] { cache.append(k, v); },
+        [&] {
+            cache.abort();
+            cache.begin();
+        });
     const double us = cold_us(cache.stream(), [&] { cache.attend(q, out); });
     const double in_a_row = back_to_back_us(cache.stream(), [&] { cache.attend(q, out); });
     out.read();

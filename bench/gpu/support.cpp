@@ -62,6 +62,8 @@ Rows::Rows(int64_t tokens, int n_heads, int head_dim, bool random)
     if (random) {
         for (auto& h : host) h = half_of(normal());
         CUDA_OK(cudaMemcpy(device.data, host.data(), host.size() * 2, cudaMemcpyHostToDevice));
+        // From pageable memory it returns before the last bytes are there, and other streams do not wait for the default one.
+        CUDA_OK(cudaStreamSynchronize(nullptr));
     }
     view = sized<ta_tensor>();
     view.dtype = TA_DTYPE_F16;
@@ -224,12 +226,13 @@ double Cache::stored_error(const Rows& k, const Rows& v) {
 
 // ------------------------------------------------------------------------------------------------------------------- times
 
-double cold_us(cudaStream_t stream, const std::function<void()>& call) {
+double cold_us(cudaStream_t stream, const std::function<void()>& call, const std::function<void()>& before) {
     cudaEvent_t start, stop;
     CUDA_OK(cudaEventCreate(&start));
     CUDA_OK(cudaEventCreate(&stop));
     std::vector<double> times;
     for (int run = 0; run < kRuns + kWarmUp; ++run) {
+        if (before) before();
         flush_l2(stream);
         CUDA_OK(cudaEventRecord(start, stream));
         call();

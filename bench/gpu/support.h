@@ -95,8 +95,8 @@ class Cache {
 
 // Reads more than L2 holds, so that nothing else is in it, and nothing that must be written back.
 void flush_l2(cudaStream_t stream);
-// Median microseconds of `call`'s work on the stream, L2 flushed before each run.
-double cold_us(cudaStream_t stream, const std::function<void()>& call);
+// Median microseconds of `call`'s work on the stream, L2 flushed before each run. `before` comes before that, and is not timed.
+double cold_us(cudaStream_t stream, const std::function<void()>& call, const std::function<void()>& before = {});
 // Microseconds per call of many in a row.
 double back_to_back_us(cudaStream_t stream, const std::function<void()>& call);
 // Median microseconds that `call` takes of the host.

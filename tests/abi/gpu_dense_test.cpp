@@ -23,6 +23,7 @@ DeviceMemory to_device(const void* from, size_t bytes) {
     EXPECT_EQ(cudaMalloc(&p, std::max<size_t>(bytes, 16)), cudaSuccess);
     DeviceMemory memory(p);
     EXPECT_EQ(cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // cudaMemcpy from pageable memory returns earlier
     return memory;
 }
 

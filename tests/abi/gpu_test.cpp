@@ -409,6 +409,7 @@ TEST_F(Gpu, ACalibratorLooksAtDeviceMemory) {
     const std::unique_ptr<void, FreeDevice> owner(memory);
     const auto copy = [&] {
         ASSERT_EQ(cudaMemcpy(memory, values.data(), 2 * values.size(), cudaMemcpyHostToDevice), cudaSuccess);
+        ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
     };
     copy();
     Calibrator calibrators[2];

@@ -150,6 +150,7 @@ class World {
 
     // Verifies everything, releases everything, and checks that nothing is left.
     void finish();
+    bool damaged = false;  // blocks were changed behind the pool's back
 
     // Operations that the fault's kind counts.
     uint64_t operations();

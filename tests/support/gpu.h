@@ -57,12 +57,13 @@ class DeviceTensor {
         view_.heads = heads;
         view_.head_dim = d;
         if (values) set(*values);
-        if (!values) cudaMemset(p, 0xFF, 2 * n_);
+        if (!values) cudaMemset(p, 0xFF, 2 * n_), cudaStreamSynchronize(nullptr);
     }
     void set(const std::vector<float>& values) {
         std::vector<uint16_t> half(values.size());
         for (size_t i = 0; i < values.size(); ++i) half[i] = float_to_f16(values[i]);
         EXPECT_EQ(cudaMemcpy(data_.get(), half.data(), 2 * half.size(), cudaMemcpyHostToDevice), cudaSuccess);
+        EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // cudaMemcpy from pageable memory returns earlier
     }
     std::vector<float> get() const {
         std::vector<uint16_t> half(n_);

@@ -35,6 +35,7 @@ class GpuMachine final : public Machine {
     void release(void* p) override { cudaFree(p); }
     void write(void* to, const void* from, size_t bytes) override {
         cuda_check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "copying to the GPU");
+        cuda_check(cudaStreamSynchronize(nullptr), "copying to the GPU");  // cudaMemcpy from pageable memory returns earlier
     }
     ta_stream stream() const override { return stream_; }
     void wait() override { cuda_check(cudaStreamSynchronize(stream_), "waiting for the GPU"); }

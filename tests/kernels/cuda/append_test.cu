@@ -94,6 +94,7 @@ class Problem {
         Device<uint8_t> arena(arena_bytes_ + kSlot), k(k_bytes_), v(v_bytes_);
         const uint64_t base = (reinterpret_cast<uint64_t>(arena.get()) + kSlot - 1) / kSlot * kSlot;
         CHECK(cudaMemcpy(reinterpret_cast<void*>(base), arena_.data(), arena_bytes_, cudaMemcpyHostToDevice));
+        CHECK(cudaStreamSynchronize(nullptr));
         std::vector<AppendTask> tasks = tasks_;
         for (AppendTask& t : tasks) {
             t.token_page += base;

@@ -18,7 +18,8 @@ inline void check(int e, const char* what) {
 }
 #define CHECK(x) ::ta::cuda::testing::check(int(x), #x)
 
-// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned.
+// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned. What is written is there for all streams:
+// cudaMemset and, from pageable memory, cudaMemcpy return earlier.
 template <class T>
 class Device {
   public:
@@ -36,8 +37,14 @@ class Device {
     }
     ~Device() { cudaFree(p_); }
     T* get() const { return p_; }
-    void poison() { CHECK(cudaMemset(p_, 0xFF, bytes())); }
-    void set(const std::vector<T>& v) { CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+    void poison() {
+        CHECK(cudaMemset(p_, 0xFF, bytes()));
+        CHECK(cudaStreamSynchronize(nullptr));
+    }
+    void set(const std::vector<T>& v) {
+        CHECK(cudaMemcpy(p_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+        CHECK(cudaStreamSynchronize(nullptr));
+    }
     std::vector<T> copy() const {
         std::vector<T> v(n_);
         CHECK(cudaMemcpy(v.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
