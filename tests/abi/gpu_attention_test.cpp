@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "support/gpu.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 namespace {
@@ -338,12 +339,7 @@ class GpuDropping : public GpuAttention {
             EXPECT_LT(std::sqrt(error / norm), 0.03) << n << " tokens, layer " << layer;
         }
     }
-    uint64_t dropped(const KvPool& pool) const {
-        auto s = sized<ta_tier_stats>();
-        ta_error err;
-        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, &s, &err), err);
-        return s.dropped_blocks;
-    }
+    uint64_t dropped(const KvPool& pool) const { return tier_stats(pool, TA_TIER_DEVICE).dropped_blocks; }
 };
 
 TEST_F(GpuDropping, ASequenceGrowsBeyondAllBudgets) {

@@ -9,26 +9,13 @@
 #include <stdexcept>
 
 #include "support/gpu.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 namespace {
 
 constexpr uint32_t kLayers = 2, kHeads = 2, kGroup = 4;
 
-ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
-    auto s = sized<ta_tier_stats>();
-    ta_error err;
-    require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
-    return s;
-}
-ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
-    ta_ticket ticket = 0;
-    auto info = sized<ta_move_info>();
-    ta_error err;
-    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
-    return info;
-}
 struct Bytes {
     uint32_t bits = 0;
     std::vector<uint8_t> payload;

@@ -6,26 +6,12 @@
 #include <cstring>
 
 #include "support/gpu.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 namespace {
 
 constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 128, kQHeads = 8;
-
-ta_residency residency(const KvPool& pool, ta_seq seq) {
-    auto r = sized<ta_residency>();
-    ta_error err;
-    require(ta_seq_residency(pool.get(), seq, &r, &err), err);
-    return r;
-}
-ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
-    ta_ticket ticket = 0;
-    auto info = sized<ta_move_info>();
-    ta_error err;
-    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
-    return info;
-}
 
 class GpuTiers : public GpuTest {
   protected:
@@ -158,9 +144,7 @@ TEST_F(GpuTiers, CopyEngineAndKernel) {
             step({a}, {1});
         }
         verify();
-        auto s = sized<ta_tier_stats>();
-        ta_error err;
-        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_HOST, &s, &err), err);
+        const ta_tier_stats s = tier_stats(pool, TA_TIER_HOST);
         const uint64_t bytes = 3 * kMoved * stats(pool).channel_block_bytes;
         EXPECT_EQ(s.bytes_by_copy_engine + s.bytes_by_kernel, bytes);
         if (route == TA_MOVE_ROUTE_AUTO) {

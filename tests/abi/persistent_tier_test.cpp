@@ -36,12 +36,7 @@ class PersistentTier : public PrefixSteps {
         return make_pool(context, o);
     }
     KvPool open_pool() const { return open_pool(context, file); }
-    ta_tier_stats disk_stats(const KvPool& pool) const {
-        auto s = sized<ta_tier_stats>();
-        ta_error err;
-        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DISK, &s, &err), err);
-        return s;
-    }
+    ta_tier_stats disk_stats(const KvPool& pool) const { return tier_stats(pool, TA_TIER_DISK); }
 
     const Folder folder;
     const std::string file = folder.file("tier");

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "support/handles.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 
@@ -108,22 +108,7 @@ class PrefixSteps : public ::testing::Test {
         return s;
     }
     static ta_move_info move(const KvPool& pool, ta_seq seq, uint64_t n, ta_tier tier) {
-        ta_ticket ticket = 0;
-        ta_error err;
-        auto info = sized<ta_move_info>();
-        require(ta_seq_move(pool.get(), seq, 0, n, tier, &ticket, &err), err);
-        require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
-        return info;
-    }
-    static ta_residency residency(const KvPool& pool, ta_seq seq) {
-        auto r = sized<ta_residency>();
-        ta_error err;
-        require(ta_seq_residency(pool.get(), seq, &r, &err), err);
-        return r;
-    }
-    static void verify(const KvPool& pool, ta_seq seq) {
-        ta_error err;
-        require(ta_seq_verify(pool.get(), seq, &err), err);
+        return move_now(pool, seq, 0, n, tier);
     }
     static bool same_values(const KvPool& a, ta_seq x, const KvPool& b, ta_seq y, int64_t n) {
         for (uint32_t layer = 0; layer < kLayers && n > 0; ++layer) {

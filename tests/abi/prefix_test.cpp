@@ -324,11 +324,8 @@ TEST_F(Prefix, BlocksUnderTwoKeysAreEvictedOnce) {
     const auto [matched, n] = match(pool, space, 1, 9);
     EXPECT_EQ(n, 9 * 64);
     EXPECT_GT(residency(pool, matched).host_blocks, 0u);
-    auto s = sized<ta_tier_stats>();
-    ta_error err;
-    require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_HOST, &s, &err), err);
-    EXPECT_EQ(s.blocks, residency(pool, matched).host_blocks + residency(pool, large).host_blocks);
-    require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, &s, &err), err);
+    EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).blocks, residency(pool, matched).host_blocks + residency(pool, large).host_blocks);
+    const ta_tier_stats s = tier_stats(pool, TA_TIER_DEVICE);
     EXPECT_EQ(s.evicted_blocks, s.blocks_out) << "those that no sequence had, too";
     verify(pool, matched);
 }

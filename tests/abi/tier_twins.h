@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "support/handles.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 
@@ -40,34 +40,6 @@ inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
     tiers.begin_wait_ms = b.begin_wait_ms;
     options.tiers = &tiers;
     return options;
-}
-
-inline ta_residency residency(const KvPool& pool, ta_seq seq) {
-    auto r = sized<ta_residency>();
-    ta_error err;
-    require(ta_seq_residency(pool.get(), seq, &r, &err), err);
-    return r;
-}
-inline ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
-    auto s = sized<ta_tier_stats>();
-    ta_error err;
-    require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
-    return s;
-}
-inline ta_ticket move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
-    ta_ticket ticket = 0;
-    ta_error err;
-    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
-    return ticket;
-}
-inline ta_move_info wait(const KvPool& pool, ta_ticket ticket) {
-    auto info = sized<ta_move_info>();
-    ta_error err;
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
-    return info;
-}
-inline ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
-    return wait(pool, move(pool, seq, first, n, tier));
 }
 
 // A pool with tiers and one without that take the same steps.

@@ -90,10 +90,7 @@ class Problem {
 
     // Runs it on one load path; false with a printed reason when something is wrong.
     bool run(LoadPath path, std::vector<uint8_t>* out_bytes, double* worst_o, double* worst_lse) {
-        DecodePlan plan;
-        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, path, c_.warps};
-        CHECK(plan_decode(0, shape, &plan));
-        if (c_.weighed) plan.long_pages = 0;
+        const DecodePlan plan = plan_for(path);
         Device<uint8_t> workspace(plan.workspace_bytes);
         CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
         Device<uint8_t> out(out_elements_ * cpu::dtype_bytes(c_.out_type));
@@ -121,10 +118,7 @@ class Problem {
     // The same after run() with the kernels that say what attention pages get: they must write the same results. `worst` is of a page,
     // of what all rows and heads gave.
     bool run_mass(LoadPath path, const std::vector<uint8_t>& want_out, double* worst) {
-        DecodePlan plan;
-        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, path, c_.warps};
-        CHECK(plan_decode(0, shape, &plan));
-        if (c_.weighed) plan.long_pages = 0;
+        const DecodePlan plan = plan_for(path);
         Device<uint8_t> workspace(plan.workspace_bytes);
         CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
         Device<uint8_t> out(want_out.size());
@@ -156,6 +150,14 @@ class Problem {
     }
 
   private:
+    DecodePlan plan_for(LoadPath path) const {
+        DecodePlan plan;
+        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, path, c_.warps};
+        CHECK(plan_decode(0, shape, &plan));
+        if (c_.weighed) plan.long_pages = 0;
+        return plan;
+    }
+
     static PoolShape make_shape(const Case& c) {
         PoolShape s{c.d, c.kv_heads, {}, {}};
         for (int h = 0; h < c.kv_heads; ++h) {

@@ -14,6 +14,7 @@
 #include "support/data.h"
 #include "support/exact_attention.h"
 #include "support/files.h"
+#include "support/tiers.h"
 #include "tests/src/kv/falling_blocks.h"
 
 namespace ta::testing {
@@ -51,25 +52,6 @@ KvPool make_pool(const Context& context, const Settings& s) {
 KvPool make_plain(const Context& context, const Settings& s) {
     auto o = pool_options(s.shape.layers, s.shape.kv_heads, s.shape.head_dim, s.bits, s.numerics);
     return make_pool(context, o);
-}
-
-ta_move_info move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
-    ta_ticket ticket = 0;
-    ta_error err;
-    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
-    auto info = sized<ta_move_info>();
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
-    return info;
-}
-ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
-    auto s = sized<ta_tier_stats>();
-    ta_error err;
-    require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
-    return s;
-}
-void verify(const KvPool& pool, ta_seq seq) {
-    ta_error err;
-    require(ta_seq_verify(pool.get(), seq, &err), err);
 }
 
 // Steps of random tokens, the same in all pools that take them from a generator of the same seed.
@@ -180,7 +162,7 @@ TEST_P(Falling, BlocksBecomeWhatTheCodecMakesOfThemWhicheverWayTheyTake) {
         expected.check(pool, seq, all_of(on_device));
         uint32_t bits = on_device;
         for (const ta_tier tier : way) {
-            const ta_move_info info = move(pool, seq, 0, 11, tier);
+            const ta_move_info info = move_now(pool, seq, 0, 11, tier);
             EXPECT_EQ(info.state, TA_MOVE_DONE) << ta_status_name(info.status);
             EXPECT_EQ(info.moved, 10u);
             bits = std::min(bits, tier == TA_TIER_DISK ? 2u : tier == TA_TIER_HOST ? 4u : 8u);
@@ -217,7 +199,7 @@ TEST_P(Falling, AttentionIsThatOverThePoolThatGotTheSameBlocksByHand) {
             blocks.back().trailer = read_block(pool, seq, b).trailer;
             const auto tier = ta_tier(where.below(3));
             if (tier == TA_TIER_DEVICE) continue;
-            ASSERT_EQ(move(pool, seq, b, 1, tier).moved, 1u);
+            ASSERT_EQ(move_now(pool, seq, b, 1, tier).moved, 1u);
             for (uint32_t bits = settings.bits; b >= sinks && bits > (tier == TA_TIER_HOST ? 4u : 2u); bits /= 2) {
                 blocks.back().payload = encode_lower_by_hand(settings.shape, bits, blocks.back().payload);
                 blocks.back().bits = bits / 2;
@@ -279,9 +261,9 @@ TEST(FallingAttention, IsThatOverWhatIsStored) {
     constexpr int32_t kTokens = 40 * 64;
     constexpr int64_t kHeads = 2, kQHeads = 4, kDim = 64, kRow = kHeads * kDim;
     Steps{settings.shape}.take(pool, seq, kTokens, 1);
-    move(pool, seq, 0, 12, TA_TIER_DISK);
-    move(pool, seq, 7, 3, TA_TIER_DEVICE);
-    move(pool, seq, 12, 11, TA_TIER_HOST);
+    move_now(pool, seq, 0, 12, TA_TIER_DISK);
+    move_now(pool, seq, 7, 3, TA_TIER_DEVICE);
+    move_now(pool, seq, 12, 11, TA_TIER_HOST);
     Random random(3);
     for (const int32_t n_query : {1, 7, 100}) {
         std::vector<float> q;
@@ -382,25 +364,25 @@ TEST(FallingBlocks, PublishedAndPinnedOnesKeepWhatTheyHave) {
         ta_error err;
         ta_namespace space = 0;
         require(ta_namespace_create(pool.get(), &space_options, &space, &err), err);
-        EXPECT_EQ(move(pool, seq, 1, 1, TA_TIER_DISK).moved, 1u);
-        EXPECT_EQ(move(pool, seq, 2, 1, TA_TIER_HOST).moved, 1u);
+        EXPECT_EQ(move_now(pool, seq, 1, 1, TA_TIER_DISK).moved, 1u);
+        EXPECT_EQ(move_now(pool, seq, 2, 1, TA_TIER_HOST).moved, 1u);
         // What fell before it was published is published as it is.
         require(ta_seq_publish(pool.get(), seq, space, keys.data(), 6, &err), err);
         auto before = sized<ta_namespace_stats>(), after = before;
         require(ta_namespace_get_stats(pool.get(), space, &before, &err), err);
         require(ta_seq_pin(pool.get(), seq, 6, 1, &err), err);
-        const ta_move_info down = move(pool, seq, 0, 10, TA_TIER_HOST);
+        const ta_move_info down = move_now(pool, seq, 0, 10, TA_TIER_HOST);
         EXPECT_EQ(down.skipped, 1u);
         EXPECT_EQ(down.failed, 0u);
         expected.check(pool, seq, bits);
         EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).token_blocks, 4u);
         // A fork has the same blocks, and they fall for both.
         const ta_seq fork = fork_sequence(pool, seq);
-        EXPECT_EQ(move(pool, fork, 8, 1, TA_TIER_DISK).moved, 1u);
+        EXPECT_EQ(move_now(pool, fork, 8, 1, TA_TIER_DISK).moved, 1u);
         EXPECT_EQ(read_block(pool, seq, 8).bits, 2u);
         EXPECT_EQ(read_block(pool, seq, 8).content_id, read_block(pool, fork, 8).content_id);
         require(ta_namespace_flush(pool.get(), space, &err), err);
-        EXPECT_EQ(move(pool, seq, 0, 6, TA_TIER_DISK).failed, 0u);
+        EXPECT_EQ(move_now(pool, seq, 0, 6, TA_TIER_DISK).failed, 0u);
         const auto [matched, n] = found(pool, space);
         EXPECT_EQ(n, 6 * 64);
         for (uint64_t b = 0; b < 6; ++b) EXPECT_EQ(read_block(pool, matched, b).bits, bits[b]) << "block " << b;
@@ -415,8 +397,8 @@ TEST(FallingBlocks, PublishedAndPinnedOnesKeepWhatTheyHave) {
     const auto [seq, n] = found(pool, space);
     ASSERT_EQ(n, 6 * 64);
     for (uint64_t b = 0; b < 6; ++b) EXPECT_EQ(read_block(pool, seq, b).bits, bits[b]) << "block " << b;
-    EXPECT_EQ(move(pool, seq, 0, 6, TA_TIER_DEVICE).moved, 6u);
-    EXPECT_EQ(move(pool, seq, 0, 6, TA_TIER_HOST).moved, 6u);
+    EXPECT_EQ(move_now(pool, seq, 0, 6, TA_TIER_DEVICE).moved, 6u);
+    EXPECT_EQ(move_now(pool, seq, 0, 6, TA_TIER_HOST).moved, 6u);
     for (uint64_t b = 0; b < 6; ++b) EXPECT_EQ(read_block(pool, seq, b).bits, bits[b]) << "block " << b;
     verify(pool, seq);
     // A pool of other settings does not take the file.
@@ -440,7 +422,7 @@ TEST(FallingBlocks, WhatWasPublishedStaysAsItWas) {
     const std::vector<uint8_t> keys(2 * 32, 9);
     require(ta_seq_publish(pool.get(), seq, space, keys.data(), 2, &err), err);
     require(ta_namespace_destroy(pool.get(), space, &err), err);
-    EXPECT_EQ(move(pool, seq, 0, 3, TA_TIER_HOST).moved, 3u);
+    EXPECT_EQ(move_now(pool, seq, 0, 3, TA_TIER_HOST).moved, 3u);
     EXPECT_EQ(read_block(pool, seq, 1).bits, 8u);
     EXPECT_EQ(read_block(pool, seq, 2).bits, 4u);
 }
@@ -453,8 +435,8 @@ TEST(FallingBlocks, FilesAndTruncatesKeepTheBits) {
     const ta_seq seq = make_sequence(pool);
     Steps steps{settings.shape};
     steps.take(pool, seq, 10 * 64 + 9, 1);
-    move(pool, seq, 1, 4, TA_TIER_DISK);
-    move(pool, seq, 5, 3, TA_TIER_HOST);
+    move_now(pool, seq, 1, 4, TA_TIER_DISK);
+    move_now(pool, seq, 5, 3, TA_TIER_HOST);
     const std::vector<uint32_t> bits = {8, 2, 2, 2, 2, 4, 4, 4, 8, 8};
     ta_error err;
     ta_seq loaded = 0;
@@ -473,7 +455,7 @@ TEST(FallingBlocks, FilesAndTruncatesKeepTheBits) {
         }
         verify(other, copy);
         // In the device tier they can fall again.
-        EXPECT_EQ(move(other, copy, 4, 5, TA_TIER_DISK).failed, 0u);
+        EXPECT_EQ(move_now(other, copy, 4, 5, TA_TIER_DISK).failed, 0u);
         EXPECT_EQ(read_block(other, copy, 8).bits, 2u);
     }
     // Pools in which nothing falls do not take the file.
@@ -564,8 +546,8 @@ TEST(FallingAccuracy, ErrorByWhereBlocksAre) {
         append(plan, 0, k, v);
         end(plan);
         const uint64_t on_disk = uint64_t(n / 64 * mix.disk / 100), in_host = uint64_t(n / 64 * mix.host / 100);
-        if (on_disk) move(pool, seq, 0, on_disk, TA_TIER_DISK);
-        if (in_host) move(pool, seq, on_disk, in_host, TA_TIER_HOST);
+        if (on_disk) move_now(pool, seq, 0, on_disk, TA_TIER_DISK);
+        if (in_host) move_now(pool, seq, on_disk, in_host, TA_TIER_HOST);
         begin(plan, {seq}, {0}, {16});
         attend(plan, 0, q, out);
         end(plan);

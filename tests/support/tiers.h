@@ -1,0 +1,40 @@
+// Calls about tiers that throw where they fail, as those of handles.h.
+#pragma once
+
+#include "support/handles.h"
+
+namespace ta::testing {
+
+inline ta_residency residency(const KvPool& pool, ta_seq seq) {
+    auto r = sized<ta_residency>();
+    ta_error err;
+    require(ta_seq_residency(pool.get(), seq, &r, &err), err);
+    return r;
+}
+inline ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
+    auto s = sized<ta_tier_stats>();
+    ta_error err;
+    require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
+    return s;
+}
+inline ta_ticket move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
+    return ticket;
+}
+inline ta_move_info wait(const KvPool& pool, ta_ticket ticket) {
+    auto info = sized<ta_move_info>();
+    ta_error err;
+    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+    return info;
+}
+inline ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+    return wait(pool, move(pool, seq, first, n, tier));
+}
+inline void verify(const KvPool& pool, ta_seq seq) {
+    ta_error err;
+    require(ta_seq_verify(pool.get(), seq, &err), err);
+}
+
+}  // namespace ta::testing
