@@ -5,6 +5,7 @@
 #include "kernels/cpu/hash.h"
 
 #define XXH_INLINE_ALL
+#define XXH_PREFETCH_DIST 2048  // as kernels/cpu/avx2/hash.cpp says
 #include <xxhash.h>
 
 namespace ta {

@@ -262,10 +262,10 @@ void CudaDevice::remove_fence(cudaEvent_t fence) {
     cudaEventDestroy(fence);
 }
 
-Status CudaDevice::wait_for_fences(cudaStream_t stream, cudaEvent_t except) const {
+Status CudaDevice::wait_for_fences(cudaStream_t stream, cudaEvent_t except, bool look) const {
     std::lock_guard lock(mutex_);
     for (cudaEvent_t fence : fences_) {
-        if (fence == except) continue;
+        if (fence == except || (look && cudaEventQuery(fence) == cudaSuccess)) continue;
         TA_RETURN_IF_ERROR(check(cudaStreamWaitEvent(stream, fence, 0), "waiting for another plan"));
     }
     return {};

@@ -30,6 +30,18 @@ class CudaScope {
     bool callers_error_ = false;
 };
 
+// What has nothing to do with a graph that the calling thread, or another one, is capturing is neither part of it nor refused.
+class OutsideCaptures {
+  public:
+    OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    OutsideCaptures(const OutsideCaptures&) = delete;
+    OutsideCaptures& operator=(const OutsideCaptures&) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class CudaDevice final : public Device {
   public:
     static Result<std::unique_ptr<Device>> open(int ordinal);
@@ -52,6 +64,7 @@ class CudaDevice final : public Device {
     std::unique_ptr<BlockEncoder> make_encoder(const Pool& pool) override;    // src/kv/cuda_encoder.cpp
     Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
     Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) override;
+    bool copies_beside() const override { return true; }
     Status calibrate_moves() override;
     MoveCrossover move_crossover() const override;
     Status zero(std::span<const DeviceRange> ranges) override;
@@ -79,7 +92,8 @@ class CudaDevice final : public Device {
     // last step ends, waited for by the steps of the others.
     cudaEvent_t add_fence();
     void remove_fence(cudaEvent_t fence);
-    Status wait_for_fences(cudaStream_t stream, cudaEvent_t except) const;
+    // `look`: first whether they are over, which costs the stream nothing; not while a graph is captured.
+    Status wait_for_fences(cudaStream_t stream, cudaEvent_t except, bool look = false) const;
 
   private:
     explicit CudaDevice(int ordinal);

@@ -137,12 +137,13 @@ Status CudaMoves::enqueue(std::span<const DeviceCopy> copies, bool to_host, Move
 
 Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceCopy> copies, const CopyOptions& options) {
     const CudaScope scope(device_.ordinal());
+    const OutsideCaptures outside;
     const int direction = options.to_host ? 0 : 1;
     const Copies runs = joined(copies);
     const MoveRoute route = route_for(runs, options.to_host, options.route);
     const bool kernel = route == MoveRoute::kKernel;
     const cudaStream_t stream = streams_[direction][kernel ? turn_[direction].fetch_add(1) % 2 : 0];
-    if (options.behind_steps) TA_RETURN_IF_ERROR(device_.wait_for_fences(stream, nullptr));
+    if (options.behind_steps) TA_RETURN_IF_ERROR(device_.wait_for_fences(stream, nullptr, true));
     const cudaEvent_t done = take_event();
     if (!done) return fail(TA_E_MEMORY, "the driver has no memory for an event");
     std::unique_ptr<DeviceTransfer> transfer;

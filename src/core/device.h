@@ -109,6 +109,8 @@ class Device {
     // The same without waiting; within a direction the copies of a call are done, more or less, before those of the next. A device
     // that cannot copies at once.
     virtual Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options);
+    // Whether start_copy returns before the copies are done.
+    virtual bool copies_beside() const { return false; }
     // Measures, the first time, from what size on the copy engine is the faster way. Takes some milliseconds.
     virtual Status calibrate_moves() { return {}; }
     virtual MoveCrossover move_crossover() const { return {}; }

@@ -1,7 +1,6 @@
 #include "src/core/thread_pool.h"
 
 #include <algorithm>
-#include <chrono>
 #include <system_error>
 
 #if defined(__x86_64__)
@@ -10,9 +9,6 @@
 
 namespace ta {
 namespace {
-
-// A worker polls this long for the next loop before it sleeps: the layers of a decode step follow one another closely.
-constexpr auto kSpin = std::chrono::microseconds(30);
 
 constexpr int kSpinsBeforeYield = 2000;
 
@@ -28,7 +24,8 @@ ThreadPool::~ThreadPool() {
     stop();
 }
 
-Status ThreadPool::start(int threads) {
+Status ThreadPool::start(int threads, std::chrono::microseconds poll) {
+    poll_ = poll;
     try {
         workers_.reserve(size_t(threads - 1));
         for (int w = 1; w < threads; ++w) workers_.emplace_back([this, w] { work(w); });
@@ -91,7 +88,7 @@ void ThreadPool::run(int64_t n, int64_t grain, Call call, const void* user) {
 void ThreadPool::work(int worker) {
     uint64_t seen = 0;
     for (;;) {
-        const auto deadline = std::chrono::steady_clock::now() + kSpin;
+        const auto deadline = std::chrono::steady_clock::now() + poll_;
         while (round_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < deadline) relax();
         if (round_.load(std::memory_order_acquire) == seen) {
             std::unique_lock lock(mutex_);

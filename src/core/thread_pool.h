@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -21,8 +22,8 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // Starts threads - 1 workers. On failure none is left.
-    Status start(int threads);
+    // Starts threads - 1 workers, which poll for `poll` after a loop before they sleep. On failure none is left.
+    Status start(int threads, std::chrono::microseconds poll = kPoll);
     int threads() const { return int(workers_.size()) + 1; }
 
     // Calls body(index, worker) for each index in [0, n), worker in [0, threads()); returns when all are done. The body does not
@@ -41,6 +42,10 @@ class ThreadPool {
     void take_indices(int worker);
     void stop();
 
+    // The layers of a decode step follow one another closely.
+    static constexpr std::chrono::microseconds kPoll{30};
+
+    std::chrono::microseconds poll_ = kPoll;
     std::vector<std::thread> workers_;
     std::mutex running_;  // held by the caller whose loop the workers serve
 

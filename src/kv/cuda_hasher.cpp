@@ -68,6 +68,7 @@ class Checks {
     Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<Staging>& staging,
                  const uint32_t** mismatch) {
         const CudaScope scope(device.ordinal());
+        const OutsideCaptures outside;
         std::lock_guard lock(mutex_);
         if (!stream_) {
             TA_RETURN_IF_ERROR(device.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
@@ -78,7 +79,7 @@ class Checks {
             staging = std::move(idle_.back());
             idle_.pop_back();
         }
-        TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr));
+        TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr, true));
         if (arrival) TA_RETURN_IF_ERROR(device.check(cudaStreamWaitEvent(stream_, arrival, 0), "waiting for a move"));
         return hasher_.start_verify(blocks, *staging, stream_, mismatch);
     }

@@ -9,12 +9,17 @@
 namespace ta {
 namespace {
 
-constexpr size_t kPartBytes = 8 << 20, kPartBlocks = 128;  // moved together: cancelled, published and counted as one
-constexpr size_t kLastPartBytes = 1 << 20;
-constexpr size_t kFlights = 4;     // parts that a thread has on their way
-constexpr int kThreads = 2;        // of a direction: one starts copies while the other publishes blocks
+// Moved together: cancelled, published and counted as one.
+constexpr uint64_t kPartBytes = 8 << 20, kSmallPartBytes = 2 << 20, kFirstPartBytes = 1 << 20, kLastPartBytes = 1 << 20;
+constexpr uint64_t kPartsToHost = 8;  // of a move, or more
+constexpr size_t kPartBlocks = 128;
+constexpr uint64_t kSoonBytes = 16 << 20;  // so much before the end of a move those are woken who wait for it: 300 us
+constexpr size_t kFlights = 4;             // parts that a thread has on their way
+constexpr int kThreads = 2;                // of a direction: one starts copies while the other publishes blocks
 constexpr int kMostCheckers = 12;  // threads that hash what arrived in host memory: 5 GB/s each from DRAM, the bus has 55
-constexpr size_t kFinishedTickets = 4096;  // that can still be asked about
+constexpr std::chrono::microseconds kCheckersPoll{100};  // longer than a part takes to arrive
+constexpr size_t kHanded = 64;                           // parts that callers have started and no thread has taken over
+constexpr size_t kFinishedTickets = 4096;                // that can still be asked about
 
 // A Status that is kept while another copy is reported.
 Status copy_of(const Status& s) {
@@ -38,13 +43,17 @@ void add(MoveProgress& all, MoveProgress&& part) {
 
 }  // namespace
 
+Mover::Mover(Pool& pool, Tier* host, Tier* disk)
+    : sharing_(pool, host, disk), copies_beside_(pool.context().device() && pool.context().device()->copies_beside()) {}
+
 Status Mover::start(MoveRoute route) {
     sharing_.route = route;
     if (Device* device = sharing_.pool.context().device(); device && sharing_.host && route == MoveRoute::kCalibrated)
         TA_RETURN_IF_ERROR(device->calibrate_moves());
     const int processors = int(std::thread::hardware_concurrency());
-    TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers)));
+    TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers), kCheckersPoll));
     try {
+        for (std::vector<Flight>& handed : handed_) handed.reserve(kHanded);
         for (int i = 0; i < 2 * kThreads; ++i) {
             std::vector<Flight> flights;  // here, where it may run out of memory
             flights.reserve(kFlights);
@@ -78,10 +87,12 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
     ticket->to = to;
     ticket->reason = reason;
     ticket->progress.blocks = ticket->items.size();
-    std::lock_guard lock(mutex_);
+    const int direction = to == TierKind::kDevice ? 0 : 1;
+    Flight first;
+    std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     // What goes to the device overtakes what is moved out for it.
-    Queue& queue = queues_[to == TierKind::kDevice ? 0 : 1];
+    Queue& queue = queues_[direction];
     queue.push_back(ticket);
     try {
         known_.emplace(ticket->id, ticket);
@@ -89,42 +100,88 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
         queue.pop_back();
         throw;
     }
+    // Somebody waits for what is asked for: the first part is on its way before a thread is awake.
+    const bool here = copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk && queue.size() == 1 &&
+                      handed_[direction].size() + handing_[direction] < kHanded;
+    if (here) {
+        take_part(direction, first);
+        ++handing_[direction];
+    }
+    if (!queue.empty()) wake_.notify_all();
+    if (!here) return ticket->id;
+    lock.unlock();
+    first.stage = Flight::Stage::kPrepared;
+    if (prepare(first) && first.part && first.part->starts_at_once()) {
+        start(first);
+        first.stage = Flight::Stage::kStarted;
+    }
+    lock.lock();
+    --handing_[direction];
+    handed_[direction].push_back(std::move(first));  // there is room for it
     wake_.notify_all();
     return ticket->id;
 }
 
-// How many of the first items go together. To the host less and less towards the end, so that little is left to check when the last
-// has arrived; a device checks faster than it is waited for.
-size_t Mover::part_of(std::span<const MoveItem> items, TierKind to) const {
+// How many of the first items go together; `before`: bytes of those that went already. Little towards the end, so that little is left to
+// check when the last has arrived; a device checks faster than it is waited for. Where copies run beside this, little at first, too,
+// so that the bus is busy before all is prepared, and of a small move to the host little all the time.
+Mover::Cut Mover::cut_part(std::span<const MoveItem> items, TierKind to, uint64_t before) const {
     const Geometry& g = sharing_.pool.geometry();
-    const auto bytes_of = [&](const MoveItem& item) { return item.block ? g.slot_bytes(item.block->kind()) : 0; };
-    size_t all = 0, n = 0, bytes = 0;
-    for (size_t i = 0; i < items.size() && all < 2 * kPartBytes; ++i) all += bytes_of(items[i]);
-    const size_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(all / 2, kLastPartBytes, kPartBytes);
-    for (; n < items.size() && n < kPartBlocks && bytes < most; ++n) bytes += bytes_of(items[n]);
-    return n;
+    const auto bytes_of = [&](const MoveItem& item) { return item.block ? uint64_t{g.slot_bytes(item.block->kind())} : 0; };
+    const auto full = std::find_if(items.begin(), items.end(), [](const MoveItem& item) { return item.block != nullptr; });
+    const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
+    uint64_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
+    if (copies_beside_ && to == TierKind::kHost)
+        most = std::min(most, std::max((before + left) / kPartsToHost, kSmallPartBytes));
+    if (copies_beside_ && to != TierKind::kDisk) most = std::min(most, std::max(2 * before, kFirstPartBytes));
+    Cut cut;
+    for (; cut.items < items.size() && cut.items < kPartBlocks && cut.bytes < most; ++cut.items)
+        cut.bytes += bytes_of(items[cut.items]);
+    return cut;
 }
 
 // `flights`: of this thread, oldest first; has room for kFlights.
 void Mover::serve(int direction, std::vector<Flight>& flights) {
     std::unique_lock lock(mutex_);
+    const auto some = [&] { return stopping_ || !queues_[direction].empty() || !handed_[direction].empty(); };
     for (;;) {
-        if (flights.empty()) wake_.wait(lock, [&] { return stopping_ || !queues_[direction].empty(); });
+        if (flights.empty()) wake_.wait(lock, some);
         Flight next;
-        if (flights.size() < kFlights && take_part(direction, next)) {
+        if (flights.size() < kFlights && take_flight(direction, next)) {
             lock.unlock();
-            if (!prepare(next)) land_all(flights);
-            start(next);
+            if (next.stage != Flight::Stage::kStarted) {
+                if (next.stage == Flight::Stage::kPrepared || !prepare(next)) land_all(flights);
+                start(next);
+            }
+            if (next.part) next.part->wake_checkers();
             flights.push_back(std::move(next));
             lock.lock();
             continue;
         }
-        if (flights.empty()) return;
+        if (flights.empty()) {
+            if (stopping_) return;
+            continue;
+        }
         lock.unlock();
         land(flights.front());
         flights.erase(flights.begin());
         lock.lock();
     }
+}
+
+// One that a caller has started, or the next part. Under the lock.
+bool Mover::take_flight(int direction, Flight& flight) {
+    if (handed_[direction].empty()) return take_part(direction, flight);
+    flight = std::move(handed_[direction].front());
+    handed_[direction].erase(handed_[direction].begin());
+    return true;
+}
+
+// Who waits for the ticket is awake when it is finished. Under the lock.
+void Mover::look_ahead(Ticket& t) {
+    if (t.landing || t.next < t.items.size() || (t.parts > 1 && t.left > kSoonBytes)) return;
+    t.landing = true;
+    finished_.notify_all();
 }
 
 // The next part of the oldest ticket; false when there is none. Under the lock.
@@ -136,8 +193,12 @@ bool Mover::take_part(int direction, Flight& flight) {
     t.progress.state = TA_MOVE_RUNNING;
     if (t.cancelled) t.next = t.items.size();
     const std::span rest(t.items.data() + t.next, t.items.size() - t.next);
-    flight.items = rest.first(part_of(rest, t.to));
-    t.next += flight.items.size();
+    const Cut cut = cut_part(rest, t.to, t.taken);
+    flight.items = rest.first(cut.items);
+    flight.bytes = cut.bytes;
+    t.next += cut.items;
+    t.taken += cut.bytes;
+    t.left += cut.bytes;
     if (t.next == t.items.size()) queue.pop_front();
     ++t.parts;
     return true;
@@ -170,13 +231,8 @@ void Mover::land_all(std::vector<Flight>& flights) {
 // Finishes a part and adds to its ticket what became of it.
 void Mover::land(Flight& flight) {
     {
-        // Who waits for the ticket is awake when it is finished.
         std::lock_guard lock(mutex_);
-        Ticket& t = *flight.ticket;
-        if (t.parts == 1 && t.next == t.items.size()) {
-            t.landing = true;
-            finished_.notify_all();
-        }
+        look_ahead(*flight.ticket);
     }
     MoveProgress part;
     try {
@@ -193,6 +249,7 @@ void Mover::land(Flight& flight) {
     std::lock_guard lock(mutex_);
     Ticket& t = *flight.ticket;
     add(t.progress, std::move(part));
+    t.left -= flight.bytes;
     if (--t.parts > 0 || t.next < t.items.size()) return;
     const uint64_t done = t.progress.moved + t.progress.present + t.progress.skipped + t.progress.failed;
     t.progress.state = t.progress.failed ? TA_MOVE_FAILED : done < t.progress.blocks ? TA_MOVE_CANCELLED : TA_MOVE_DONE;
@@ -225,8 +282,10 @@ MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason
         add(progress, std::move(flights.front()->progress()));
         flights.pop_front();
     };
+    uint64_t before = 0;
     while (!items.empty()) {
-        const size_t n = part_of(items, to);
+        const auto [n, bytes] = cut_part(items, to, before);
+        before += bytes;
         auto next = std::make_unique<MovePart>(sharing_, items.first(n), to, reason);
         const bool at_once = next->prepare();
         while (!flights.empty() && (!at_once || flights.size() == kFlights)) land_first();

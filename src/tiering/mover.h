@@ -22,7 +22,7 @@ namespace ta {
 class Mover {
   public:
     // host and disk may be nullptr.
-    Mover(Pool& pool, Tier* host, Tier* disk) : sharing_(pool, host, disk) {}
+    Mover(Pool& pool, Tier* host, Tier* disk);
     // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route` says
     // which is taken. TA_E_LIMIT.
     Status start(MoveRoute route = MoveRoute::kCalibrated);
@@ -31,7 +31,8 @@ class Mover {
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
 
-    // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls.
+    // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls. Of what is asked
+    // for the caller starts the first part, where that waits for nobody.
     Result<uint64_t> submit(std::vector<MoveItem> items, TierKind to, MoveReason reason);
     // The same at once. Where there is no room in `to`, others make room for needed blocks.
     MoveProgress run(std::span<const MoveItem> items, TierKind to, MoveReason reason);
@@ -56,8 +57,10 @@ class Mover {
         TierKind to = TierKind::kDevice;
         MoveReason reason = MoveReason::kAsked;
         size_t next = 0;       // item that no thread has taken yet
+        uint64_t taken = 0;    // bytes of items before `next`
+        uint64_t left = 0;     // of them, in parts on their way
         int parts = 0;         // on their way
-        bool landing = false;  // its last part
+        bool landing = false;  // soon over
         MoveProgress progress;
         std::atomic<bool> cancelled{false}, finished{false};
     };
@@ -65,25 +68,36 @@ class Mover {
         std::shared_ptr<Ticket> ticket;
         std::span<const MoveItem> items;
         std::unique_ptr<MovePart> part;  // nullptr: there was no memory for it
+        uint64_t bytes = 0;              // of the items
+        enum class Stage : uint8_t { kTaken, kPrepared, kStarted } stage = Stage::kTaken;
     };
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
     void serve(int direction, std::vector<Flight>& flights);
     bool take_part(int direction, Flight& flight);
+    bool take_flight(int direction, Flight& flight);
+    void look_ahead(Ticket& ticket);
     bool prepare(Flight& flight);
     void start(Flight& flight);
     void land(Flight& flight);
     void land_all(std::vector<Flight>& flights);
-    size_t part_of(std::span<const MoveItem> items, TierKind to) const;
+    struct Cut {
+        size_t items = 0;
+        uint64_t bytes = 0;
+    };
+    Cut cut_part(std::span<const MoveItem> items, TierKind to, uint64_t before) const;
 
     mutable MoveSharing sharing_;
+    const bool copies_beside_;  // the device copies while the caller goes on
     mutable std::mutex mutex_;
     std::condition_variable wake_;              // the threads
     mutable std::condition_variable finished_;  // who waits
     bool stopping_ = false;
     uint64_t tickets_ = 0;
-    Queue queues_[2];  // up, down
+    Queue queues_[2];                // up, down
+    std::vector<Flight> handed_[2];  // by who submitted them
+    size_t handing_[2] = {0, 0};     // of their places taken
     std::unordered_map<uint64_t, std::shared_ptr<Ticket>> known_;
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
     std::vector<std::thread> threads_;

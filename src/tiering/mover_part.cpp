@@ -142,6 +142,17 @@ bool MovePart::prepare() {
     return has_room_;
 }
 
+bool MovePart::starts_at_once() const {
+    return has_room_ &&
+           std::none_of(work_.begin(), work_.end(), [](const Work& w) { return w.falls() || w.from.tier == TierKind::kDisk; });
+}
+
+void MovePart::wake_checkers() {
+    if (!transfer_ || to_ != TierKind::kHost) return;
+    if (const std::unique_lock lock(sharing_.checking, std::try_to_lock); lock)
+        sharing_.checkers.parallel_for(sharing_.checkers.threads(), 1, [](int64_t, int) {});
+}
+
 // What goes on from there is taken.
 void MovePart::move_to_host() {
     MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_);
@@ -269,12 +280,7 @@ void MovePart::start_in_memory(std::vector<size_t> list) {
     Result<std::unique_ptr<DeviceTransfer>> transfer = device->start_copy(copies, options);
     if (!transfer.ok()) return fail_all(copied_, std::move(transfer).status());
     transfer_ = transfer.take();
-    if (to_ == TierKind::kHost) {
-        // Who hashes what arrives is awake by then.
-        if (const std::unique_lock lock(sharing_.checking, std::try_to_lock); lock)
-            sharing_.checkers.parallel_for(sharing_.checkers.threads(), 1, [](int64_t, int) {});
-        return;
-    }
+    if (to_ == TierKind::kHost) return;
     arriving_ = copied_;
     Result<std::unique_ptr<ArrivalCheck>> check = sharing_.pool.verifier()->start(placed, *transfer_);
     if (!check.ok()) return fail_all(copied_, std::move(check).status());

@@ -100,6 +100,10 @@ class MovePart {
 
     // Takes the blocks. False: start() will wait, for room or for others; who has parts on their way finishes them before.
     bool prepare();
+    // After prepare(): start() waits for nobody.
+    bool starts_at_once() const;
+    // Who hashes what arrives is awake by then.
+    void wake_checkers();
     // Finds room and starts to copy. Where there is no room, others make some for needed blocks.
     void start();
     // Waits for the copies, checks what arrived and publishes it.

@@ -17,6 +17,7 @@ struct Shape {
     uint32_t bits = 4, layers = 3, heads = 2, head_dim = 128, group = 4;
     ta_move_route route = TA_MOVE_ROUTE_AUTO;
     uint64_t device_blocks = 0;  // of the budget, beside 6 token blocks; 0: plenty
+    bool falls = false;          // precision, on the way down; the plain pool has tiers for that, too
 };
 
 // Random values in GPU memory; tensors are anywhere in it.
@@ -85,10 +86,16 @@ class GpuStaging : public GpuTest {
         plain_plan.reset();
         auto options = pool_options(s.layers, s.heads, s.head_dim, s.bits);
         options.budget_bytes = uint64_t{512} << 20;
-        plain_pool = make_pool(gpu, options);
-        const ta_kv_pool_stats blocks = stats(plain_pool);
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = uint64_t{128} << 20;
+        if (s.falls) {
+            tiers.disk_bytes = uint64_t{64} << 20;
+            tiers.falling_precision = TA_ON;
+            tiers.staging = TA_STAGING_NEVER;
+            options.tiers = &tiers;
+        }
+        plain_pool = make_pool(gpu, options);
+        const ta_kv_pool_stats blocks = stats(plain_pool);
         tiers.staging = s.staging;
         tiers.staging_bytes = s.slots * (s.bits == 8 ? blocks.token_block_bytes : blocks.channel_block_bytes);
         tiers.route = s.route;
@@ -117,6 +124,13 @@ class GpuStaging : public GpuTest {
     void away(size_t s, uint64_t first, uint64_t n, ta_tier tier) {
         const ta_move_info info = move_now(pool, seqs[s], first, n, tier);
         ASSERT_EQ(info.moved + info.present, n) << ta_status_name(info.status);
+    }
+    // Blocks go to `lowest`, where they lose bits, and back: to host memory, in the plain pool to the GPU's.
+    void fall(size_t s, uint64_t first, uint64_t n, ta_tier lowest) {
+        away(s, first, n, lowest);
+        away(s, first, n, TA_TIER_HOST);
+        for (const ta_tier tier : {lowest, ta_tier(TA_TIER_DEVICE)})
+            ASSERT_EQ(move_now(plain_pool, plain_seqs[s], first, n, tier).moved, n);
     }
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, std::vector<int32_t> n_query = {},
               const ta_attend_options* options = nullptr, bool with_lse = false) {
@@ -196,6 +210,35 @@ TEST_F(GpuStaging, SameBitsAsInPlace) {
         EXPECT_GT(counted().staged_pages, 6 * pages);
         EXPECT_LT(counted().staged_pages, 8 * pages);
         EXPECT_EQ(counted().host_steps, 8u);
+        for (const ta_seq seq : seqs) {
+            ta_error err;
+            require(ta_seq_verify(pool.get(), seq, &err), err);
+        }
+    }
+}
+
+// Pages that fell are staged as they are, of several widths in one ring.
+TEST_F(GpuStaging, PagesThatFell) {
+    for (const Shape& s : {Shape{.bits = 8, .falls = true}, Shape{.bits = 4, .falls = true},
+                           Shape{.slots = 9, .bits = 8, .head_dim = 64, .falls = true}}) {
+        SCOPED_TRACE(std::to_string(s.bits) + " bits, head_dim " + std::to_string(s.head_dim));
+        make_pools(s);
+        const size_t a = add(70, 0, 0), b = add(40, 0, 0);
+        fall(a, 1, 20, TA_TIER_DISK);
+        fall(a, 21, 30, TA_TIER_HOST);
+        fall(b, 5, 20, TA_TIER_DISK);
+        const ta_tier_stats host = tier_stats(pool, TA_TIER_HOST);
+        ASSERT_EQ(host.low_blocks, 40u);  // of 2 bits
+        ASSERT_EQ(host.channel_blocks, 30u);
+        ASSERT_EQ(tier_stats(plain_pool, TA_TIER_DEVICE).low_blocks, 40u);
+        ASSERT_EQ(tier_stats(plain_pool, TA_TIER_HOST).blocks, 0u);
+        step({a, b}, {300, 70});
+        step({b, a}, {1, 1});
+        step({a, b}, {0, 0}, {150, 2});
+        EXPECT_EQ(counted().staged_steps, 3u);
+        if (s.slots == 0) {
+            EXPECT_EQ(counted().staged_pages, 3u * 70 * s.layers);
+        }
         for (const ta_seq seq : seqs) {
             ta_error err;
             require(ta_seq_verify(pool.get(), seq, &err), err);

@@ -10,6 +10,8 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "src/attend/step.h"
 #include "src/core/device.h"
@@ -53,9 +55,23 @@ class LateDevice final : public Device {
         const auto work = [list] {
             for (const DeviceCopy& c : list) std::memcpy(c.to, c.from, c.bytes);
         };
+        uint64_t bytes = 0;
+        for (const DeviceCopy& c : copies) bytes += c.bytes;
+        calls_.push_back({std::this_thread::get_id(), bytes});
         copies_queue_.waiting.push_back({work, options.behind_steps ? steps_queue_.enqueued : 0});
         changed_.notify_all();
         return std::unique_ptr<DeviceTransfer>(std::make_unique<Transfer>(*this, ++copies_queue_.enqueued));
+    }
+
+    bool copies_beside() const override { return true; }
+    struct CopyCall {
+        std::thread::id caller;
+        uint64_t bytes;
+    };
+    // Since it was asked last.
+    std::vector<CopyCall> take_calls() {
+        std::lock_guard lock(mutex_);
+        return std::exchange(calls_, {});
     }
 
     int ordinal() const override { return 0; }
@@ -148,6 +164,7 @@ class LateDevice final : public Device {
     std::condition_variable changed_;
     bool stopping_ = false;
     Queue steps_queue_, copies_queue_;
+    std::vector<CopyCall> calls_;
     std::thread steps_, copies_;  // last: they use the rest
 };
 

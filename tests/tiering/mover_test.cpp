@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "tiering/late_device.h"
 
 namespace ta::testing {
@@ -193,6 +195,51 @@ TEST_F(MoverTest, ManyPartsAndACancelledTicket) {
     EXPECT_EQ(move(b, TierKind::kHost).moved, 300 - away);
     EXPECT_EQ(move(b, TierKind::kDevice).moved, 300u);
     EXPECT_TRUE(pool->verify(ids[b]).ok());
+}
+
+// Who asks for a move starts it; what nobody waits for is left to the threads.
+TEST_F(MoverTest, TheCallerStartsTheFirstPart) {
+    make_pool(100, 100, {});
+    const uint64_t a = add(40);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    for (const TierKind to : {TierKind::kHost, TierKind::kDevice}) {
+        device->take_calls();
+        EXPECT_EQ(move(a, to).moved, 40u);
+        const std::vector<LateDevice::CopyCall> calls = device->take_calls();
+        ASSERT_FALSE(calls.empty());
+        EXPECT_EQ(std::count_if(calls.begin(), calls.end(),
+                                [](const auto& call) { return call.caller == std::this_thread::get_id(); }),
+                  1);
+    }
+    EXPECT_EQ(move(a, TierKind::kHost).moved, 40u);
+    device->take_calls();
+    Result<uint64_t> ticket = pool->move_blocks(ids[a], 0, 40, TierKind::kDevice, MoveReason::kPrefetch);
+    ASSERT_TRUE(ticket.ok());
+    EXPECT_EQ(pool->mover()->wait(ticket.value(), -1).value().moved, 40u);
+    for (const LateDevice::CopyCall& call : device->take_calls()) EXPECT_NE(call.caller, std::this_thread::get_id());
+}
+
+// Callers that start parts at the same time, more than threads take over at once.
+TEST_F(MoverTest, ManyCallersStartParts) {
+    make_pool(600, 600, {});
+    const uint64_t a = add(500);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    for (const TierKind to : {TierKind::kHost, TierKind::kDevice}) {
+        std::vector<std::thread> callers;
+        std::atomic<uint64_t> moved{0};
+        for (uint64_t c = 0; c < 5; ++c) {
+            callers.emplace_back([&, c] {
+                std::vector<uint64_t> tickets;
+                for (uint64_t b = 100 * c; b < 100 * c + 100; ++b)
+                    tickets.push_back(pool->move_blocks(ids[a], b, 1, to, MoveReason::kAsked).value());
+                for (const uint64_t t : tickets) moved += pool->mover()->wait(t, -1).value().moved;
+            });
+        }
+        for (std::thread& t : callers) t.join();
+        EXPECT_EQ(moved, 500u);
+        EXPECT_EQ(pool->mover()->queued(), 0u);
+        EXPECT_TRUE(pool->verify(ids[a]).ok());
+    }
 }
 
 TEST_F(MoverTest, ADamagedBlockIsFoundWhereItArrives) {

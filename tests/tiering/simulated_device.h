@@ -101,6 +101,8 @@ class SimulatedDevice final : public Device {
         done_.wait(lock, [&] { return job.done; });
         return job.fault == DeviceFault::kFails ? fail(TA_E_DEVICE, "the simulated copy engine fails") : Status();
     }
+    // They are done when start_copy returns; so that those who ask for moves start them here, too, and meet every fault.
+    bool copies_beside() const override { return true; }
     Status wait_for_steps() override { return hit() == DeviceFault::kFails ? fail(TA_E_DEVICE, "simulated") : Status(); }
     Status register_host(uint8_t*, size_t) override {
         return hit() == DeviceFault::kFails ? fail(TA_E_DEVICE, "the memory cannot be registered") : Status();

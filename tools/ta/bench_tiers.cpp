@@ -48,7 +48,8 @@ std::span<const Route> routes_of(const Machine& machine) {
 class Cache {
   public:
     Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, uint64_t device_bytes, uint64_t host_bytes,
-          uint64_t disk_bytes, ta_move_route route = TA_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO)
+          uint64_t disk_bytes, ta_move_route route = TA_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO,
+          bool falling = false)
         : machine_(machine), g_(g), k_(machine, kChunk, g.kv_heads, g.head_dim), v_(machine, kChunk, g.kv_heads, g.head_dim) {
         auto co = sized<ta_context_options>();
         co.device = machine.kind();
@@ -61,6 +62,7 @@ class Cache {
         tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
         tiers.route = route;
         tiers.staging = staging;
+        if (falling) tiers.falling_precision = TA_ON;
         auto po = sized<ta_kv_pool_options>();
         po.layers = g.layers;
         po.kv_heads = g.kv_heads;
@@ -111,9 +113,12 @@ class Cache {
         std::vector<uint64_t> order(n);
         std::iota(order.begin(), order.end(), first);
         std::shuffle(order.begin(), order.end(), random_);
-        std::vector<ta_ticket> tickets;
-        for (const uint64_t block : order) tickets.push_back(start_move(seq, block, 1, tier));
-        for (const ta_ticket ticket : tickets) finish_move(ticket, 1);
+        constexpr uint64_t kAtOnce = 1024;  // tickets that finished long ago are forgotten
+        for (uint64_t i = 0; i < n; i += kAtOnce) {
+            std::vector<ta_ticket> tickets;
+            for (uint64_t j = i; j < std::min(n, i + kAtOnce); ++j) tickets.push_back(start_move(seq, order[j], 1, tier));
+            for (const ta_ticket ticket : tickets) finish_move(ticket, 1);
+        }
     }
     // What was measured, and what carried the bytes since creation.
     void describe(json& row) {
@@ -121,6 +126,13 @@ class Cache {
         TA_CHECK(ta_kv_pool_get_tier_stats(pool_, TA_TIER_DEVICE, &s, &error));
         row["copy_engine_from_down"] = s.copy_engine_from_down;
         row["copy_engine_from_up"] = s.copy_engine_from_up;
+    }
+    void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
+    // Bytes of blocks that came into a tier.
+    uint64_t bytes_in(ta_tier tier) const {
+        auto s = sized<ta_tier_stats>();
+        TA_CHECK(ta_kv_pool_get_tier_stats(pool_, tier, &s, &error));
+        return s.bytes_in;
     }
     void verify(ta_seq seq) { TA_CHECK(ta_seq_verify(pool_, seq, &error)); }
     uint64_t block_bytes() const {
@@ -321,12 +333,13 @@ std::pair<double, double> disk_ceiling(const std::string& folder, uint64_t bytes
     return {rates[0], rates[1]};
 }
 
-void bench_disk(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+std::string disk_folder(const BenchTiersOptions& options) {
     const char* temporary = std::getenv("TMPDIR");
-    const std::string folder = !options.disk_folder.empty() ? options.disk_folder
-                               : temporary && *temporary    ? temporary
-                                                            : "/tmp";
-    const auto [write, read] = disk_ceiling(folder, options.disk_bytes / 4);
+    return !options.disk_folder.empty() ? options.disk_folder : temporary && *temporary ? temporary : "/tmp";
+}
+
+void bench_disk(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    const auto [write, read] = disk_ceiling(disk_folder(options), options.disk_bytes / 4);
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);
         const uint64_t n = std::min<uint64_t>(4096, std::min(options.memory_bytes, options.disk_bytes / 2) / size);
@@ -433,7 +446,50 @@ void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::
     }
 }
 
-// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it.
+// Where precision falls: each block but once, so each batch is of new ones. GB/s are of the bytes that arrive.
+void bench_falling(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    const double to_host = machine.copy_bytes_per_s(true, false);
+    const auto [write, read] = disk_ceiling(disk_folder(options), options.disk_bytes / 4);
+    for (Geometry g : {kBlockSizes[1], kBlockSizes[3]}) {
+        g.bits = 8;
+        const uint64_t size = block_bytes_of(machine, options, g);
+        const uint64_t n = std::clamp<uint64_t>(std::min(options.memory_bytes, options.disk_bytes) / 2 / size, 1, 4096);
+        for (const bool falling : {false, true}) {
+            Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size),
+                        TA_MOVE_ROUTE_AUTO, TA_STAGING_AUTO, falling);
+            std::vector<double> to_memory, to_disk;
+            uint64_t host_bytes = 0, disk_bytes = 0;
+            for (int i = 0; i < std::max(3, options.repeats / 3); ++i) {
+                const uint64_t host_before = cache.bytes_in(TA_TIER_HOST), disk_before = cache.bytes_in(TA_TIER_DISK);
+                const ta_seq seq = cache.add(n);
+                auto start = Clock::now();
+                cache.move(seq, 1, n, TA_TIER_HOST);
+                to_memory.push_back(seconds_since(start));
+                host_bytes = cache.bytes_in(TA_TIER_HOST) - host_before;
+                start = Clock::now();
+                cache.move(seq, 1, n, TA_TIER_DISK);
+                to_disk.push_back(seconds_since(start));
+                disk_bytes = cache.bytes_in(TA_TIER_DISK) - disk_before;
+                if (i == 0) cache.verify(seq);
+                cache.release(seq);
+            }
+            for (const auto& [what, s, from, bytes, ceiling] :
+                 {std::tuple(falling ? "device to host, 8 to 4 bits" : "device to host, 8 bits", to_memory, n * size,
+                             host_bytes, to_host),
+                  std::tuple(falling ? "host to disk, 4 to 2 bits" : "host to disk, 8 bits", to_disk, host_bytes, disk_bytes,
+                             write)}) {
+                json r = times_row("falling", what, bytes, s, ceiling);
+                r["blocks"] = n;
+                r["block_bytes"] = bytes / n;
+                r["from_gb_s"] = r["gb_s"].get<double>() * double(from) / double(bytes);
+                row(r);
+            }
+        }
+    }
+}
+
+// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it. An attend counts
+// for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any case.
 void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);
@@ -445,39 +501,55 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
             const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
             Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
             const int repeats = 20 * options.repeats;
-            std::vector<double> idle, busy;
-            for (int i = 0; i < repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
+            std::vector<double> idle, busy[2];
+            const auto measure_idle = [&] {
+                for (int i = 0; i < repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
+            };
+            measure_idle();
             std::atomic<bool> over{false};
-            std::atomic<uint64_t> bytes{0};
+            std::atomic<uint64_t> moves{0};  // begun and ended; those down are even ones
+            double seconds[2] = {0, 0};
+            uint64_t times[2] = {0, 0};
             std::string failure;
             std::thread mover([&] {
                 try {
                     while (!over) {
-                        for (ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE}) {
-                            cache.move(moving, 1, moved, tier);
-                            bytes += moved * size;
+                        for (const size_t up : {0, 1}) {
+                            const auto start = Clock::now();
+                            ++moves;
+                            cache.move(moving, 1, moved, up ? TA_TIER_DEVICE : TA_TIER_HOST);
+                            ++moves;
+                            seconds[up] += seconds_since(start);
+                            ++times[up];
                         }
                     }
                 } catch (const Failure& e) {
                     failure = e.what();
+                    over = true;
                 }
             });
-            const auto start = Clock::now();
-            const auto last = start + std::chrono::seconds(10);
-            for (int i = 0; (i < repeats || bytes < 2 * moved * size) && Clock::now() < last; ++i)
-                busy.push_back(cache.attend_once(decoding, q, out));
-            const double seconds = seconds_since(start);
-            const uint64_t during = bytes;
+            const auto last = Clock::now() + std::chrono::seconds(10);
+            const auto enough = [&] { return std::min(busy[0].size(), busy[1].size()) >= size_t(repeats); };
+            while (!enough() && !over && Clock::now() < last) {
+                const uint64_t before = moves;
+                const double s = cache.attend_once(decoding, q, out);
+                if (before % 2 == 1 && moves == before) busy[before / 2 % 2].push_back(s);
+            }
             over = true;
             mover.join();
             if (!failure.empty()) throw Failure(failure);
-            json r = times_row("busy", "attend while blocks move", n * size / g.layers, busy, 0);
-            r["block_bytes"] = size;
-            r["route"] = route.name;
-            r["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
-            r["slower_percent"] = 100 * (quantile(busy, 0.5) / quantile(idle, 0.5) - 1);
-            r["moved_gb_s"] = double(during) / seconds * 1e-9;
-            row(r);
+            measure_idle();
+            for (const size_t up : {0, 1}) {
+                if (busy[up].empty()) continue;  // a move takes less than an attend
+                json r = times_row("busy", up ? "attend while blocks come up" : "attend while blocks go down",
+                                   n * size / g.layers, busy[up], 0);
+                r["block_bytes"] = size;
+                r["route"] = route.name;
+                r["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
+                r["slower_percent"] = 100 * (quantile(busy[up], 0.5) / quantile(idle, 0.5) - 1);
+                r["moved_gb_s"] = double(times[up] * moved * size) / seconds[up] * 1e-9;
+                row(r);
+            }
             cache.verify(moving);
         }
     }
@@ -491,6 +563,8 @@ void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::
             for (const HostNode& node : host_nodes(machine, options)) bench_moves(machine, options, node, row);
         } else if (part == "disk") {
             bench_disk(machine, options, row);
+        } else if (part == "falling") {
+            bench_falling(machine, options, row);
         } else if (part == "decode") {
             bench_decode(machine, options, row);
         } else if (part == "chunk") {
@@ -498,7 +572,7 @@ void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::
         } else if (part == "busy") {
             bench_busy(machine, options, row);
         } else {
-            throw Failure("no part of the benchmark is called '" + part + "': moves, disk, decode, chunk, busy");
+            throw Failure("no part of the benchmark is called '" + part + "': moves, disk, falling, decode, chunk, busy");
         }
     }
 }

@@ -12,7 +12,7 @@
 namespace ta::tools {
 
 struct BenchTiersOptions {
-    std::vector<std::string> parts{"moves", "disk", "decode", "chunk", "busy"};
+    std::vector<std::string> parts{"moves", "disk", "falling", "decode", "chunk", "busy"};
     uint64_t memory_bytes = uint64_t{1} << 30;  // that a case may take, in each tier
     uint64_t disk_bytes = uint64_t{1} << 30;
     std::string disk_folder;  // empty: TMPDIR or /tmp
