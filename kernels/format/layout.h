@@ -33,8 +33,8 @@ TA_HD constexpr bool is_supported_head_dim(int d) {
 
 // Channels that V codes are stored for. A byte holds 8 / bits groups of 16 channels, so 6 groups at 2 bits are padded to 8.
 TA_HD constexpr int v_stored_channels(int d, int bits) {
-    const int unit = 16 * (8 / bits);
-    return (d + unit - 1) / unit * unit;
+    // No division by the bits: GPU kernels ask this of each page.
+    return bits == 2 ? (d + 63) / 64 * 64 : bits == 4 ? (d + 31) / 32 * 32 : d;
 }
 
 // One head of a token page: K codes, V codes, K scales [64] f32, V scales [64] f32.

@@ -66,9 +66,15 @@ TA_DEVICE void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* b
 
 // Four 8 x 16-byte matrices: lane 4 r + i has bytes 4 i ... of row r of each; `to` of lane 8 n + r is where row r of the n-th
 // goes. The compiler may move other accesses to memory past it: for what the tensor cores read, after a fence.
-TA_DEVICE void store_matrices(void* to, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(w0),
-                 "r"(w1), "r"(w2), "r"(w3));
+TA_DEVICE void store_matrices(uint32_t to, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w0), "r"(w1), "r"(w2),
+                 "r"(w3));
+}
+// An address of its own: what lies a constant further is reached by that offset instead of another register.
+TA_DEVICE uint32_t base_address(const void* p) {
+    uint32_t address = shared_address(p);
+    asm volatile("" : "+r"(address));
+    return address;
 }
 
 template <int kRegisters>

@@ -122,12 +122,12 @@ __device__ __forceinline__ int step_of_range(int range, int bits) {
     return s < 1 ? 1 : s;
 }
 
-// ChannelLayout (layout.h) without divisions by the bits.
+// ChannelLayout (layout.h), computed once.
 struct PieceOffsets {
     int v_codes, k_step, k_zero, v_step, v_zero, v_exponents, k_scale, bytes;
     __device__ __forceinline__ PieceOffsets(int d, int k_bits, int v_bits) {
         v_codes = kPageTokens / 8 * d * k_bits;
-        k_step = v_codes + kPageTokens / 8 * v_bits * (v_bits == 4 ? v_stored_channels(d, 4) : v_stored_channels(d, 2));
+        k_step = v_codes + kPageTokens / 8 * v_bits * v_stored_channels(d, v_bits);
         k_zero = k_step + d;
         v_step = k_zero + d;
         v_zero = v_step + d;

@@ -77,21 +77,21 @@ TA_DEVICE void multiply_k(const uint8_t* q, const uint8_t* k, int32_t (&s)[64]) 
 #pragma unroll
     for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n128(s, rows + 2 * step, columns + 2 * step, step > 0);
 }
-// Adds to the scores what the fractions f of K's zero points do: sum(q f) / 8 for a page, rounded.
+// sum(q f) of the pages for the fractions f of K's zero points: columns are pages.
 template <int D>
-TA_DEVICE void add_k_fractions(const uint8_t* q, const uint8_t* k_fraction, int lane, int32_t (&s)[64]) {
+TA_DEVICE void multiply_k_fractions(const uint8_t* q, const uint8_t* k_fraction, int32_t (&product)[4]) {
     const uint64_t rows = sm90::tile_descriptor<D>(q), columns = sm90::tile_descriptor<D>(k_fraction);
-    int32_t sums[4];
-    sm90::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(sums, rows + 2 * step, columns + 2 * step, step > 0);
-    sm90::wgmma_commit();
-    sm90::wgmma_wait<0>();
-    sm90::pin_registers(sums);
+    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(product, rows + 2 * step, columns + 2 * step, step > 0);
+}
+// That of a lane's rows, [row][page], in units of scores.
+TA_DEVICE void fraction_sums(const int32_t (&product)[4], int lane, int32_t (&sums)[2][2]) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) sums[n] = __shfl_sync(~0u, (sums[n] + 4) >> 3, lane & ~3);
+    for (int n = 0; n < 4; ++n) sums[n / 2][n % 2] = __shfl_sync(~0u, (product[n] + 4) >> 3, lane & ~3);
+}
+TA_DEVICE void add_fractions(const int32_t (&sums)[2][2], int32_t (&s)[64]) {
 #pragma unroll
-    for (int n = 0; n < 64; ++n) s[n] += sums[n % 4 / 2 * 2 + n / 32];
+    for (int n = 0; n < 64; ++n) s[n] += sums[n % 4 / 2][n / 32];
 }
 // 64 of V's channels or, with N = 40, the last 64 and the sums.
 template <int N>
@@ -107,18 +107,16 @@ TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (
     }
 }
 
-// Adds to O what the fractions f of V's zero points do: f / 8 of a page's sum of P to a channel.
-template <int D>
-TA_DEVICE void add_v_fractions(const uint32_t (&p)[4][4], const uint8_t* v_fraction, const float (&factor)[2], int lane,
-                               float (&o)[D / 2]) {
-    uint32_t a[4];
-    operand_of_sums(p, lane & 3, a);
+// Adds to a product with V, of 64 channels, what the fractions f of V's zero points do: f / 8 of a page's sum of P. `a` is that of
+// operand_of_sums().
+template <int N>
+TA_DEVICE void add_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fraction, int lane, int32_t (&product)[N]) {
 #pragma unroll
-    for (int j = 0; j < D / 8; ++j) {
-        int32_t product[4] = {};
-        mma_u8_u8(product, a, *reinterpret_cast<const uint32_t*>(v_fraction + (8 * j + lane / 4) * 4), 0);
+    for (int j = 0; j < 8; ++j) {
+        int32_t columns[4] = {product[4 * j], product[4 * j + 1], product[4 * j + 2], product[4 * j + 3]};
+        mma_u8_u8(columns, a, *reinterpret_cast<const uint32_t*>(v_fraction + (8 * j + lane / 4) * 4), 0);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) add_term(product[n], factor[n / 2], o[4 * j + n]);
+        for (int n = 0; n < 4; ++n) product[4 * j + n] = columns[n];
     }
 }
 
@@ -180,8 +178,10 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
         if (key < key_stop) await_block();
         while (key < key_stop) {
             const BlockScales& scales = shared.scales[stage.slot];
-            int32_t s[64];
+            int32_t s[64], k_fractions[4];
             sm90::wgmma_fence();
+            // Without a condition, which would hold up the products: blocks that have no fractions do not use it.
+            if (kChannels) multiply_k_fractions<D>(q, shared.k_fraction[stage.slot], k_fractions);
             multiply_k<D>(q, shared.k[stage.slot], s);
             sm90::wgmma_commit();
             const bool masked = key < limits.begin || key + kBlockTokens > limits.end;
@@ -192,11 +192,21 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
             bool exact = args.lse != nullptr || block.v_octaves > float(kOctavesApart);
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
-            if (kChannels && channel) add_k_fractions<D>(q, shared.k_fraction[stage.slot], lane, s);
+            if (kChannels) sm90::pin_registers(k_fractions);
             // Each path makes P of its own: what they would hand to a common one is more registers than P.
             Scores scores;
             uint32_t p[4][4];
-            if (plain) {
+            int32_t sums_of_fractions[2][2];
+            const bool shifted = kChannels && channel && fits && !masked && !sas && !exact;
+            if (kChannels && channel) {
+                fraction_sums(k_fractions, lane, sums_of_fractions);
+                if (!shifted) add_fractions(sums_of_fractions, s);
+            }
+            if (kChannels && shifted) {
+                factors = find_factors(info, scales);
+                shifted_scores(s, factors, shifts_of(sums_of_fractions, factors), scales, i, scores);
+                make_p(scores, p);
+            } else if (plain) {
                 if (kChannels) factors = find_factors(info, scales);  // only now, for registers
                 fast_scores(s, factors, info, scales, sas, masked, key, i, scores);
                 if (exact) find_exact_sums(scales, i, scores, exact_sums);
@@ -229,14 +239,18 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
             };
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
             // producers need.
+            const bool fractions = kChannels && channel;
+            uint32_t sums_of_p[4];
             if constexpr (D == 128) {
                 int32_t product[32];
                 sm90::wgmma_fence();
                 multiply_v(p, v, product);
                 sm90::wgmma_commit();
                 prepare_factors();
+                if (fractions) operand_of_sums(p, i, sums_of_p);
                 sm90::wgmma_wait<0>();
                 sm90::pin_registers(product);
+                if (fractions) add_v_fractions(sums_of_p, v_fraction, lane, product);
                 add_product(product, factor, o, 0);
             }
             constexpr int kLast = D / 64 - 1;
@@ -244,28 +258,26 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
             sm90::wgmma_fence();
             multiply_v(p, v + kLast * 64 * kBlockTokens, product);
             sm90::wgmma_commit();
-            if (D == 64) prepare_factors();
+            if (D == 64) {
+                prepare_factors();
+                if (fractions) operand_of_sums(p, i, sums_of_p);
+            }
             const float digit = exact ? 0.0f : scales.digit[i];
             const int used = stage.slot;
-            const bool fractions = kChannels && channel;
             // Meanwhile, what the next block needs before its scores can be packed.
             stage.next();
             key += kBlockTokens;
             if (key < key_stop) await_block();
             sm90::wgmma_wait<0>();
             sm90::pin_registers(product);
+            if (fractions) add_v_fractions(sums_of_p, v_fraction + kLast * 64 * 4, lane, product);
             __syncwarp();  // lane 0 speaks for what the others have read
-            if (!fractions && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+            if (lane == 0) sm90::barrier_arrive(&shared.empty[used]);
             LaneSums sums = all_sums;
             add_product(product, factor, o, 32 * kLast);
             if (exact) add_exact_sums(exact_sums, factor, sums);
             add_sums(product, factor, digit, sums);
             all_sums = sums;
-            if (fractions) {
-                add_v_fractions<D>(p, v_fraction, factor, lane, o);
-                __syncwarp();
-                if (lane == 0) sm90::barrier_arrive(&shared.empty[used]);
-            }
         }
         settle(info, all_sums, {kNever, kNever}, o);
         finish_rows<D>(args, tile, row_in_tile, i, info, all_sums, o);

@@ -57,7 +57,7 @@ TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8
     const uint8_t* v_from = raw + kLayout.v_codes() + first_v * 1024 + lane * 16;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        uint8_t* const to = k_place<D>(k, half, 2 * pair + step, lane) + first * 16 * D;
+        const uint32_t to = sm90::base_address(k_place<D>(k, half, 2 * pair + step, lane) + first * 16 * D);
         uint4 a[kKTiles<D>];
 #pragma unroll
         for (int n = 0; n < kKTiles<D>; ++n) a[n] = load_chunk(k_from + (n * kSteps + step) * 512);
@@ -67,7 +67,7 @@ TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8
     constexpr uint32_t kSigns = 0x80808080;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        uint8_t* const to = v_place(v, half, step, lane) + first_v * 16 * kBlockTokens;
+        const uint32_t to = sm90::base_address(v_place(v, half, step, lane) + first_v * 16 * kBlockTokens);
         uint4 a[kVTiles<D>];
 #pragma unroll
         for (int n = 0; n < kVTiles<D>; ++n) a[n] = load_chunk(v_from + n * 1024 + step * 512);
@@ -105,9 +105,9 @@ TA_DEVICE half2 both(float x) {
 }
 
 // A constant that the compiler does not know: LOP3 has room for one immediate, and (x & mask) | magic with two would be two of
-// them.
+// them. Grids have one dimension.
 TA_DEVICE uint32_t in_register(uint32_t x) {
-    return __shfl_sync(~0u, x, 0);
+    return x + (gridDim.y - 1);
 }
 
 // Four unsigned bytes as halves, plus 1024: bytes 0 and 2, bytes 1 and 3.
@@ -161,8 +161,10 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
     constexpr int kSteps = D / 32, kPerByte = 8 / kBits;
     constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f, kFractionMask = kBits == 4 ? 0x07070707 : 0x04040404;
     const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first_tile = first_k_tile<D>(part);
-    uint8_t* const to[2] = {k_place<D>(k, half, 2 * pair, lane) + first_tile * 16 * D,
-                            k_place<D>(k, half, 2 * pair + 1, lane) + first_tile * 16 * D};
+    const uint32_t to[2] = {sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first_tile * 16 * D),
+                            sm90::base_address(k_place<D>(k, half, 2 * pair + 1, lane) + first_tile * 16 * D)};
+    const uint8_t* from = codes + (first_tile / kPerByte * kSteps + 2 * pair) * 512 + lane * 16;
+    uint4 a = load_chunk(from), b = load_chunk(from + 512);
     const uint4 step_bytes = load_chunk(steps + D / 4 * i + 16 * pair), zero_bytes = load_chunk(zeros + D / 4 * i + 16 * pair);
     const uint32_t magic = in_register(kBits == 4 ? 0x54005400 : 0x44004400);
     KChannels channels[4];
@@ -171,11 +173,12 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
     channels[2].set<kBits>(step_bytes.z & kStepMask, zero_bytes.z);
     channels[3].set<kBits>(step_bytes.w & kStepMask, zero_bytes.w);
     constexpr int kTilesOfLoad = kKTiles<D> < kPerByte ? kKTiles<D> : kPerByte;
-    const uint8_t* from = codes + (first_tile / kPerByte * kSteps + 2 * pair) * 512 + lane * 16;
 #pragma unroll
     for (int n = 0; n < kKTiles<D>; n += kTilesOfLoad) {
-        const uint4 a = load_chunk(from + n / kPerByte * kSteps * 512),
-                    b = load_chunk(from + n / kPerByte * kSteps * 512 + 512);
+        if (n > 0) {
+            a = load_chunk(from + n / kPerByte * kSteps * 512);
+            b = load_chunk(from + n / kPerByte * kSteps * 512 + 512);
+        }
 #pragma unroll
         for (int m = 0; m < kTilesOfLoad; ++m) {
             const int t = (first_tile + n + m) % kPerByte;
@@ -220,8 +223,8 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
         }
     }
     const uint8_t* from = codes + first_tile / kPerByte * 1024 + lane * 16;
-    uint8_t* const to[2] = {v_place(v, half, 0, lane) + first_tile * 16 * kBlockTokens,
-                            v_place(v, half, 1, lane) + first_tile * 16 * kBlockTokens};
+    const uint32_t to[2] = {sm90::base_address(v_place(v, half, 0, lane) + first_tile * 16 * kBlockTokens),
+                            sm90::base_address(v_place(v, half, 1, lane) + first_tile * 16 * kBlockTokens)};
 #pragma unroll
     for (int n = 0; n < kVTiles<D>; n += kTilesOfLoad) {
         const uint4 a = load_chunk(from + n / kPerByte * 1024), b = load_chunk(from + n / kPerByte * 1024 + 512);

@@ -25,10 +25,10 @@ inline constexpr float kRaise = 16.0f;       // a block this many octaves above 
 
 // Scores of one block on their way to P.
 struct Scores {
-    uint32_t y[2][16];   // [row][n]: word n
-    uint32_t offset[2];  // makes y a fp16 number in [1, 2), twice
-    int top[2];          // the row's maximum of y, equal in the quad
-    float m[2];          // the same in octaves, less what is added to scores
+    uint32_t y[2][16];      // [row][n]: word n
+    uint32_t offset[2][2];  // [row][page]: makes y a fp16 number in [1, 2), twice
+    int top[2];             // the row's maximum of y, equal in the quad
+    float m[2];             // the same in octaves, less what is added to scores
 };
 
 TA_DEVICE uint32_t twice(int x) {
@@ -58,7 +58,7 @@ TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
             uint32_t e[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                e[h] = exponential(__viaddmax_s16x2(scores.y[row][2 * n + h], scores.offset[row], twice(kLowestOne)));
+                e[h] = exponential(__viaddmax_s16x2(scores.y[row][2 * n + h], scores.offset[row][n / 4], twice(kLowestOne)));
             p[n / 2][2 * (n % 2) + row] = __byte_perm(e[0], e[1], 0x6420);
         }
     }
@@ -136,36 +136,50 @@ TA_DEVICE void find_limits(const AttendArgs& args, const RowInfo* info, WarpLimi
     __syncwarp();
 }
 
-// The largest of a row's 16-bit scores over the quad, rows g and g + 8 in the low and the high half; of columns 8 kFirst to 8
-// kEnd.
-template <int kFirst, int kEnd>
-TA_DEVICE uint32_t largest_of_rows(const Scores& scores) {
-    uint32_t m[2];
+// What is added to a page's 16-bit scores after they have been packed, [row][page], twice in a word.
+struct Shifts {
+    uint32_t of[2][2];
+};
+
+// The largest of a lane's 16-bit scores of a row and page, of even columns in the low half.
+TA_DEVICE uint32_t largest_of_page(const Scores& scores, int row, int page) {
+    const uint32_t* y = scores.y[row] + 8 * page;
+    uint32_t m = y[0];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        m[row] = scores.y[row][kFirst];
-#pragma unroll
-        for (int n = kFirst + 1; n < kEnd - 1; n += 2) m[row] = __vimax3_s16x2(m[row], scores.y[row][n], scores.y[row][n + 1]);
-        m[row] = __vmaxs2(m[row], scores.y[row][kEnd - 1]);
-    }
-    uint32_t both = __vmaxs2(__byte_perm(m[0], m[1], 0x5410), __byte_perm(m[0], m[1], 0x7632));
+    for (int n = 1; n < 7; n += 2) m = __vimax3_s16x2(m, y[n], y[n + 1]);
+    return __vmaxs2(m, y[7]);
+}
+// Over the quad, rows g and g + 8 in the low and the high half.
+TA_DEVICE uint32_t largest_of_rows(uint32_t m0, uint32_t m1) {
+    uint32_t both = __vmaxs2(__byte_perm(m0, m1, 0x5410), __byte_perm(m0, m1, 0x7632));
     both = __vmaxs2(both, __shfl_xor_sync(~0u, both, 1));
     return __vmaxs2(both, __shfl_xor_sync(~0u, both, 2));
 }
 
-// The rows' maxima and what follows from them. y is `bias` more than the score; kNothing stands for what is masked.
-template <int kNothing>
-TA_DEVICE void find_maxima(int bias, bool masked, Scores& out) {
-    const uint32_t both = largest_of_rows<0, 16>(out);
+// The rows' maxima and what follows from them. y is `bias` more than the score; kNothing stands for what is masked. kShifted: y
+// is to be shifted, which P's offsets see to.
+template <int kNothing, bool kShifted = false>
+TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shifts = {}) {
+    constexpr uint32_t kLowest = 0x80008000, kTop = kLowestOne + 1023;
+    uint32_t m[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        m[row] = largest_of_page(out, row, 0);
+        if (kShifted) m[row] = __viaddmax_s16x2(m[row], shifts.of[row][0], kLowest);
+        const uint32_t second = largest_of_page(out, row, 1);
+        m[row] = kShifted ? __viaddmax_s16x2(second, shifts.of[row][1], m[row]) : __vmaxs2(m[row], second);
+    }
+    const uint32_t both = largest_of_rows(m[0], m[1]);
     out.top[0] = int16_t(both), out.top[1] = int(both) >> 16;
-    constexpr uint32_t kTop = kLowestOne + 1023;
-    out.offset[0] = __byte_perm(kTop - both, 0, 0x1010);
-    out.offset[1] = __byte_perm((kTop << 16 | 0xffffu) - both, 0, 0x3232);
+    const uint32_t offset[2] = {__byte_perm(kTop - both, 0, 0x1010), __byte_perm((kTop << 16 | 0xffffu) - both, 0, 0x3232)};
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         out.m[row] = float(out.top[row] - bias) * (1.0f / kGrid);
+#pragma unroll
+        for (int page = 0; page < 2; ++page)
+            out.offset[row][page] = kShifted ? __viaddmax_s16x2(offset[row], shifts.of[row][page], kLowest) : offset[row];
         if (masked && out.top[row] == kNothing) {
-            out.offset[row] = 0;  // no key: every P is less than 1/2
+            out.offset[row][0] = out.offset[row][1] = 0;  // no key: every P is less than 1/2
             out.m[row] = kNever;
         }
     }
@@ -174,6 +188,7 @@ TA_DEVICE void find_maxima(int bias, bool masked, Scores& out) {
 // Which keys of a block rows g and g + 8 see, counted from the lane's first column.
 struct Seen {
     int begin[2], end[2];
+    Seen() = default;
     TA_DEVICE Seen(const RowInfo* info, int key, int i) {
         const int first = key + lane_token(i);
 #pragma unroll
@@ -189,7 +204,7 @@ struct Seen {
 template <bool kTokens, bool kMasked>
 TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const BlockScales& scales, const RowInfo* info,
                            int key, int i, Scores& out) {
-    const Seen seen(info, key, i);
+    const Seen seen = kMasked ? Seen(info, key, i) : Seen();
     const int of_page[2] = {scales.v_page[0], scales.v_page[1]};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -217,7 +232,10 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const
 // step at most.) V's scales are one for a page.
 TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) {
     constexpr float kCut = 6.0f * 1.44269504f * kGrid;
-    const uint32_t both[2] = {largest_of_rows<0, 8>(scores), largest_of_rows<8, 16>(scores)};
+    uint32_t both[2];
+#pragma unroll
+    for (int page = 0; page < 2; ++page)
+        both[page] = largest_of_rows(largest_of_page(scores, 0, page), largest_of_page(scores, 1, page));
     int cut[2][2];
     bool any = false;
 #pragma unroll
@@ -246,6 +264,26 @@ TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) 
             scores.y[row][n] = (y & ~below) | (below & 0x80008000u);
         }
     }
+}
+
+// The fractions of K's zero points as shifts: `sums`, [row][page], in units of scores.
+TA_DEVICE Shifts shifts_of(const int32_t (&sums)[2][2], const Factors& factors) {
+    Shifts shifts;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+        shifts.of[n / 2][n % 2] = __byte_perm(uint32_t(sums[n / 2][n % 2] * factors.of[n / 2][n % 2] + 32768), 0, 0x3232);
+    return shifts;
+}
+
+// The 16-bit path where nothing is masked and scores of pages are to be shifted.
+TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, const Shifts& shifts, const BlockScales& scales,
+                              int i, Scores& out) {
+    if (pages_have_scales(scales)) {
+        pack_scores<false, false>(s, factors, scales, nullptr, 0, i, out);
+    } else {
+        pack_scores<true, false>(s, factors, scales, nullptr, 0, i, out);
+    }
+    find_maxima<SHRT_MIN, true>(0, false, out, shifts);
 }
 
 // The 16-bit path over the block of scores from `key` on.
@@ -418,7 +456,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     for (int row = 0; row < 2; ++row) {
         out.m[row] = fmaxf(quad_max(top[row]), kNever);
         if (kOptions) natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
-        out.offset[row] = twice(kLowestOne + 1023);
+        out.offset[row][0] = out.offset[row][1] = twice(kLowestOne + 1023);
     }
     float l[2] = {};
 #pragma unroll
