@@ -138,6 +138,18 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
                      : "memory");
 }
 
+// Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it before
+// the main loop it would keep in local memory, which takes longer.
+struct ConsumerLane {
+    int thread, lane, row_in_tile;
+    TA_DEVICE ConsumerLane() {
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        thread -= 32 * kProducerWarps;
+        lane = thread % 32;
+        row_in_tile = thread / 32 * 16 + lane / 4;
+    }
+};
+
 // One warpgroup's share of the tiles. kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS.
 template <int D, bool kChannels, bool kOptions>
 TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
@@ -154,10 +166,13 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
         sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
         const Tile& tile = shared.tiles[at.slot];
         if (tile.head < 0) return;
-        start_rows<D>(args, tile, row_in_tile, lane, shared.sign_masks, shared.q, info);
+        {
+            const ConsumerLane me;
+            start_rows<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, shared.rows + me.row_in_tile);
+            shared.sums[me.thread] = {};
+        }
         sm90::fence_async_proxy();
         sm90::named_barrier(1 + group, 128);
-        all_sums = {};
         float o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
@@ -279,10 +294,12 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
             add_sums(product, factor, digit, sums);
             all_sums = sums;
         }
-        settle(info, all_sums, {kNever, kNever}, o);
-        finish_rows<D>(args, tile, row_in_tile, i, info, all_sums, o);
-        __syncwarp();  // before the next tile writes `info`
-        if (lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
+        const ConsumerLane me;
+        RowInfo* const rows = shared.rows + me.row_in_tile;
+        settle(rows, shared.sums[me.thread], {kNever, kNever}, o);
+        finish_rows<D>(args, tile, me.row_in_tile, me.lane & 3, rows, shared.sums[me.thread], o);
+        __syncwarp();  // before the next tile writes `rows`
+        if (me.lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
     }
 }
 
