@@ -48,7 +48,8 @@ uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
 bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const {
     const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
-    if (geometry_.falls || unused == std::array<uint64_t, 3>{}) return true;
+    // Blocks that leave for nothing come back; not so bits that they lose on the way.
+    if (!geometry_.falls && unused == std::array<uint64_t, 3>{}) return true;
     uint64_t room[3] = {blocks_->budget() - blocks_->usage().used};  // that there is, and that is made of what nobody uses
     for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
         const Tier* there = tier(kind);
@@ -78,6 +79,10 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
                 const uint64_t bytes = geometry_.slot_bytes(kind);
                 if (alone && may_lose && b < count_full(*s)) {
                     droppable[size_t(tier)] += bytes;
+                    continue;
+                }
+                if (block.moving()) {  // it has its new place, and leaves the old one soon
+                    room[0] += bytes;
                     continue;
                 }
                 if (tier != TierKind::kDisk && !is_mine) others += bytes;
