@@ -240,17 +240,9 @@ TEST_F(GpuAttention, TheColdestLeaveFirst) {
         end(gpu_plan);
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     }
-    auto r = sized<ta_residency>();
-    ta_error err;
-    require(ta_seq_residency(gpu_pool.get(), on_gpu[a], &r, &err), err);
-    EXPECT_GT(r.host_blocks, 15u);
-    for (const uint64_t b : kLooked) {
-        ta_ticket ticket = 0;
-        auto info = sized<ta_move_info>();
-        require(ta_seq_move(gpu_pool.get(), on_gpu[a], b, 1, TA_TIER_DEVICE, &ticket, &err), err);
-        require(ta_move_wait(gpu_pool.get(), ticket, -1, &info, &err), err);
-        EXPECT_EQ(info.present, 1u) << "block " << b << " left";
-    }
+    EXPECT_GT(residency(gpu_pool, on_gpu[a]).host_blocks, 15u);
+    for (const uint64_t b : kLooked)
+        EXPECT_EQ(move_now(gpu_pool, on_gpu[a], b, 1, TA_TIER_DEVICE).present, 1u) << "block " << b << " left";
     const std::vector<float> mass = mass_of(gpu_pool, on_gpu[a]);
     EXPECT_GT(mass[5], 10 * mass[6]);
 }

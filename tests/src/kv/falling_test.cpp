@@ -312,6 +312,7 @@ TEST(FallingEviction, TiersHoldAsMuchAsTheirBitsAllow) {
             plain_steps.take(plain, references[i], 200, 1);
         }
     }
+    wait_for_moves(pool);
     const ta_tier_stats device = tier_stats(pool, TA_TIER_DEVICE), host = tier_stats(pool, TA_TIER_HOST),
                         disk = tier_stats(pool, TA_TIER_DISK);
     EXPECT_EQ(device.blocks + host.blocks + disk.blocks, 4u * 16u);
