@@ -324,6 +324,47 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     EXPECT_GT(dropped(), before);
 }
 
+// What goes is free at once, beside steps and checks of others: nobody may be reading there.
+TEST_F(Dropping, BesideStepsOfOtherThreads) {
+    for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{512} << 10}) {
+        make({.device_blocks = 24, .host_bytes = host_bytes, .bits = 8, .drop_coldest = TA_ON});
+        const auto grow = [&](uint64_t seed) {
+            Random values(seed);
+            const Plan mine = make_plan(pool);
+            ta_seq seq = make_sequence(pool);
+            ta_error err;
+            int steps = 0;
+            for (int i = 0; i < 60; ++i) {
+                const int32_t n = 40;
+                const ta_status begun = ta_plan_begin(mine.get(), 1, &seq, &n, nullptr, &err);
+                EXPECT_TRUE(begun == TA_OK || begun == TA_E_TIER_FULL) << err.message;
+                if (begun != TA_OK) continue;
+                for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                    Tensor k(values.normals(n * kRow), n, kHeads, kDim),
+                        q(values.normals(n * kQHeads * kDim), n, kQHeads, kDim);
+                    Tensor out(n, kQHeads, kDim);
+                    append(mine, layer, k, k);
+                    attend(mine, layer, q, out);
+                    for (const float x : out.values()) ASSERT_TRUE(std::isfinite(x));
+                }
+                end(mine);
+                ++steps;
+                EXPECT_EQ(ta_seq_verify(pool.get(), seq, &err), TA_OK) << err.message;
+                if (i % 8 != 7) continue;
+                const ta_seq fork = fork_sequence(pool, seq);
+                require(ta_seq_release(pool.get(), seq, &err), err);
+                seq = fork;
+            }
+            EXPECT_GT(steps, 20);
+        };
+        {
+            std::vector<std::jthread> threads;
+            for (uint64_t t = 0; t < 3; ++t) threads.emplace_back(grow, t + 1);
+        }
+        EXPECT_GT(dropped(), 20u);
+    }
+}
+
 TEST_F(Dropping, TiersAreFilledFirst) {
     make({.device_blocks = 12, .host_bytes = 512 << 10, .disk_bytes = 1 << 20, .drop_coldest = TA_ON});
     std::vector<ta_seq> seqs;
