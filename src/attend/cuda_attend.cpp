@@ -33,7 +33,7 @@ void set_options(const AttendSettings& settings, AttendArgs& args) {
     args.exp = settings.exp;
 }
 
-Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
+ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     args.p_levels = format.levels;
     args.p_running = false;
@@ -42,16 +42,12 @@ Result<ManyRowsKey> choose_for_many_rows(const CudaDevice& device, ta_p p, Atten
     const bool by_kernel =
         device.kernel_generation() == 9 && !args.may_lack_pages && !args.has_low && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
-    if (!by_kernel && !args.causal && (args.window > 0 || args.alibi_slope)) {
-        return fail(TA_E_UNSUPPORTED, "on a GPU, windows and ALiBi under TA_MASK_FULL take up to %d query rows per kv head",
-                    cuda::kDecodeRows);
-    }
     return ManyRowsKey{args.group, args.causal, args.window, by_kernel};
 }
 
 namespace {
 
-// Calls fn(chunk) for each chunk of up to 16 rows.
+// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows.
 template <class Fn>
 void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, Fn fn) {
     const int32_t tokens = cuda::kDecodeRows / key.group;
@@ -60,9 +56,19 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
             SequenceArgs c = s;
             c.n_query = std::min(tokens, s.n_query - first);
             c.row = s.row + first;
-            // Below zero: none of the rows sees a key, which is so with no keys too.
-            if (key.causal) c.n_keys = std::max(0, s.n_keys - s.n_query + first + c.n_query);
-            fn(c);
+            int32_t position = s.n_keys - s.n_query + first;
+            if (key.causal) {
+                // Below zero: none of the rows sees a key, which is so with no keys too.
+                c.n_keys = std::max(0, position + c.n_query);
+            } else if (key.window > 0) {
+                // From the page of the first key that a row sees to the last key.
+                const int32_t begin = cuda::visible_keys(false, key.window, s.n_keys, position).begin / kPageTokens;
+                c.n_keys = cuda::visible_keys(false, key.window, s.n_keys, position + c.n_query - 1).end - begin * kPageTokens;
+                c.first_entry += begin;
+                position -= begin * kPageTokens;
+                if (c.n_keys <= 0) c.n_keys = 0;
+            }
+            fn(c, position);
         }
     }
 }
@@ -74,13 +80,14 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
         bytes = cuda::prefill_schedule_bytes(cuda::count_prefill_tiles(sequences, key.group));
         return;
     }
-    for_each_chunk(key, sequences, [this](const SequenceArgs& c) {
+    for_each_chunk(key, sequences, [this](const SequenceArgs& c, int32_t) {
         ++chunks;
         pages += (c.n_keys + kPageTokens - 1) / kPageTokens;
     });
     max_rows_of_one = cuda::kDecodeRows / key.group * key.group;
     counts_at = round_up(size_t(chunks) * sizeof(SequenceArgs), 16);
-    bytes = counts_at + size_t(chunks + 1) * sizeof(int32_t);
+    positions_at = counts_at + size_t(chunks + 1) * sizeof(int32_t);
+    bytes = positions_at + (key.causal ? 0 : size_t(chunks) * sizeof(int32_t));
 }
 
 void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
@@ -90,7 +97,11 @@ void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> seque
     }
     auto* const first = reinterpret_cast<SequenceArgs*>(to);
     SequenceArgs* next = first;
-    for_each_chunk(key, sequences, [&next](const SequenceArgs& c) { *next++ = c; });
+    auto* position = reinterpret_cast<int32_t*>(to + positions_at);
+    for_each_chunk(key, sequences, [&](const SequenceArgs& c, int32_t first_position) {
+        *next++ = c;
+        if (!key.causal) *position++ = first_position;
+    });
     cuda::count_pages({first, next}, reinterpret_cast<int32_t*>(to + counts_at));
 }
 
@@ -119,6 +130,8 @@ void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
     }
     work.args.sequences = reinterpret_cast<const SequenceArgs*>(schedule);
     work.args.pages_before = reinterpret_cast<const int32_t*>(schedule + rows.counts_at);
+    // A causal chunk is a sequence that ends with its queries.
+    if (!work.args.causal) work.args.first_position = reinterpret_cast<const int32_t*>(schedule + rows.positions_at);
 }
 
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {

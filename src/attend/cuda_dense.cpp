@@ -146,9 +146,7 @@ Status DenseRun::prepare() {
         TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_few_rows_, few_work_));
     }
     if (!many_.empty()) {
-        Result<ManyRowsKey> key = choose_for_many_rows(device_, call_.settings.p, a);
-        if (!key.ok()) return std::move(key).status().argument(6);
-        many_key_ = key.value();
+        many_key_ = choose_for_many_rows(device_, call_.settings.p, a);
         many_rows_ = ManyRows(many_key_, many_);
         TA_RETURN_IF_ERROR(plan_many_rows(device_, a, many_rows_, many_work_));
     }

@@ -391,12 +391,11 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool capture
 
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
-    Result<ManyRowsKey> key = choose_for_many_rows(device_, p, a);
-    if (!key.ok()) return std::move(key).status();
-    Schedule& schedule = schedules_.try_emplace(key.value(), device_).first->second;
+    const ManyRowsKey key = choose_for_many_rows(device_, p, a);
+    Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
     if (schedule.step != steps_) {
         if (captured) return needs_a_run("these options");
-        TA_RETURN_IF_ERROR(upload_schedule(key.value(), schedule));
+        TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
     TA_RETURN_IF_ERROR(plan_many_rows(device_, a, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);

@@ -131,7 +131,7 @@ void Plan::list_touched(StepMember& m) {
 }
 
 // The step's blocks, where the device reads them, and the new ones. From here on none of them changes its bytes at the addresses it
-// has now, until clear().
+// has now, until clear(). Whether there can be room is decided before published blocks or tokens are lost for it.
 Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
     constexpr int kMostAttempts = 64;
@@ -140,22 +140,14 @@ Status Plan::bring_blocks() {
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
     pool_->count_lookups(sequences_);
-    std::vector<PageKind> wanted;
-    // What was dropped is room as soon as those are done who may be reading there; until then nothing more is dropped for it.
-    std::chrono::steady_clock::time_point drop_until{};
-    const auto may_drop = [&] {
-        const auto now = std::chrono::steady_clock::now();
-        if (drop_until != std::chrono::steady_clock::time_point()) return now < drop_until;
-        drop_until = now + plans_patience;
-        return true;
-    };
+    const Wanted wanted = list_wanted();
+    int made = 0;  // room, in whatever way
     if (!pool_->mover()) {
         for (;;) {
-            Status s = reserve_blocks(&wanted);
-            if (s.code() != TA_E_TIER_FULL) return s;
-            if (pool_->drop_unused(TierKind::kDevice, wanted)) continue;
-            if (!may_drop() || !pool_->drop_coldest(wanted, sequences_)) return s;
-            store.wait_for_left(kPause);
+            Status s = reserve_blocks(wanted);
+            if (s.code() != TA_E_TIER_FULL || ++made > kMostAttempts) return s;
+            if (pool_->drop_unused(TierKind::kDevice, wanted.kinds, true)) continue;
+            if (pool_->drop_coldest(wanted.kinds, sequences_, {}) == Pool::Drop::kNothing) return s;
         }
     }
     struct Waits {
@@ -169,54 +161,79 @@ Status Plan::bring_blocks() {
             counters.wait_nanoseconds += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
         }
     } waits{pool_->counters(), start};
+    auto patience_ends = start + plans_patience;
+    const auto may_wait = [&] { return std::chrono::steady_clock::now() < patience_ends; };
+    // False where room that was made below does not come up to the device.
+    bool may_drop_below = true, dropped_below = false;
+    std::optional<uint64_t> readers;  // when blocks were to be dropped first
+    const auto drop = [&] {
+        if (!readers) readers = store.last_reading();
+        const bool in_time = may_wait();
+        const bool below = may_drop_below && (in_time || (!dropped_below && !store.still_reading(store.last_reading())));
+        switch (pool_->drop_coldest(wanted.kinds, sequences_, {below, *readers})) {
+            case Pool::Drop::kNothing:
+                return false;
+            case Pool::Drop::kLater:
+                (void)store.still_reading(*readers, kPause);
+                return in_time;
+            case Pool::Drop::kBelow:
+                if (!dropped_below) patience_ends = std::chrono::steady_clock::now() + plans_patience;
+                dropped_below = true;
+                break;
+            case Pool::Drop::kHere:
+                break;
+        }
+        return ++made <= kMostAttempts;
+    };
     bool tried = false;
-    for (int made = 0;;) {
+    for (;;) {
         waits.for_blocks |= has_block_on_disk();
-        Status s = pool_->make_resident(sequences_);
+        Status s;
+        if (!tried && has_block_on_disk() && !pool_->may_make_room(wanted.kinds, sequences_)) {
+            s = fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk");
+        } else {
+            s = pool_->make_resident(sequences_);
+        }
         if (s.code() == TA_E_TIER_FULL) {
-            if (may_drop() && pool_->drop_to_be_resident(sequences_)) {
-                store.wait_for_left(kPause);
-                continue;
-            }
+            waits.for_room = true;
+            if (may_wait() && (store.wait_for_left(kPause) || store.wait_for_scratch(kPause))) continue;
+            if (++made <= kMostAttempts && pool_->drop_to_be_resident(wanted.kinds, sequences_)) continue;
         }
         TA_RETURN_IF_ERROR(std::move(s));
         reading_ = store.start_reading();
-        wanted.clear();
         if (has_block_on_disk()) {
             s = fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back");
         } else {
-            s = reserve_blocks(&wanted);
+            s = reserve_blocks(wanted);
         }
         if (s.ok()) return s;
         store.stop_reading(*reading_);
         reading_.reset();
-        const auto waited = std::chrono::steady_clock::now() - start;
         if (s.code() == TA_E_TIER_FULL) {
-            const bool may_wait = waited < plans_patience;
-            if (!tried && !(tried = pool_->may_make_room(wanted))) {
+            if (!tried && !(tried = pool_->may_make_room(wanted.kinds, sequences_))) {
                 // Where other steps stage is room when they end.
-                if (!may_wait || !store.wait_for_scratch(kPause)) return s;
+                if (!may_wait() || !store.wait_for_scratch(kPause)) return s;
                 waits.for_room = true;
                 continue;
             }
             waits.for_room = true;
             // What blocks have left is room as soon as those are done who read there.
-            if (may_wait && store.wait_for_left(kPause)) continue;
+            if (may_wait() && store.wait_for_left(kPause)) continue;
             const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon
-            if (pool_->make_room(TierKind::kDevice, wanted)) {
+            if (pool_->make_room(TierKind::kDevice, wanted.kinds, true)) {
                 if (++made > kMostAttempts) return s;
                 continue;
             }
             if (!moving) {
-                if (may_wait && store.wait_for_scratch(kPause)) continue;
-                if (!may_drop() || !pool_->drop_coldest(wanted, sequences_)) return s;
-                store.wait_for_left(kPause);
+                may_drop_below &= !dropped_below;
+                if (may_wait() && store.wait_for_scratch(kPause)) continue;
+                if (!drop()) return s;
                 continue;
             }
         } else if (s.code() != TA_E_BUSY) {
             return s;
         }
-        if (waited > pool_->tier_settings().moves_patience) return s;
+        if (std::chrono::steady_clock::now() - start > pool_->tier_settings().moves_patience) return s;
         std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
 }
@@ -231,39 +248,40 @@ bool Plan::has_block_on_disk() const {
     return false;
 }
 
-// Takes all blocks of the step at once: a step that does not fit takes none from others. `all_wanted`: their kinds, or nullptr.
-Status Plan::reserve_blocks(std::vector<PageKind>* all_wanted) {
-    std::vector<PageKind> wanted;
-    std::vector<Tenant> tenants;
-    std::vector<std::pair<size_t, StepBlock*>> owner;  // of wanted: member and touched block
+Plan::Wanted Plan::list_wanted() {
+    Wanted wanted;
     for (size_t i = 0; i < step_.members.size(); ++i) {
         StepMember& m = step_.members[i];
         for (StepBlock& t : m.touched) {
             const auto want = [&](PageKind kind) {
-                wanted.push_back(kind);
-                tenants.push_back(m.sequence->tenant);
-                owner.emplace_back(i, &t);
+                wanted.kinds.push_back(kind);
+                wanted.tenants.push_back(m.sequence->tenant);
+                wanted.owners.emplace_back(i, &t);
             };
             if (!t.token && t.workspace_page < 0) want(PageKind::kToken);
             if (t.closes) want(PageKind::kChannel);
         }
     }
+    return wanted;
+}
+
+// Takes all blocks of the step at once: a step that does not fit takes none from others.
+Status Plan::reserve_blocks(const Wanted& wanted) {
     // So that end cannot fail. A larger capacity may stay behind after a failure. Others look at the blocks under the lock.
     pool_->commit_plan([this] {
         for (StepMember& m : step_.members) m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
     });
-    size_t failed = wanted.size();
-    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted, &failed, tenants);
+    size_t failed = wanted.kinds.size();
+    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted.kinds, &failed, wanted.tenants);
     if (!taken.ok()) {
         Status s = std::move(taken).status();
-        if (all_wanted) all_wanted->swap(wanted);
-        if (failed == owner.size()) return s;  // `wanted` may have been handed on
-        return std::move(s).sequence(int64_t(owner[failed].first)).block(owner[failed].second->index);
+        if (failed == wanted.owners.size()) return s;
+        return std::move(s).sequence(int64_t(wanted.owners[failed].first)).block(wanted.owners[failed].second->index);
     }
     std::vector<BlockPtr> blocks = taken.take();
     for (size_t i = 0; i < blocks.size(); ++i) {
-        StepBlock& t = *owner[i].second;
-        (wanted[i] == PageKind::kToken ? t.token : t.channel) = std::move(blocks[i]);
+        StepBlock& t = *wanted.owners[i].second;
+        (wanted.kinds[i] == PageKind::kToken ? t.token : t.channel) = std::move(blocks[i]);
     }
     for (StepMember& m : step_.members) {
         for (StepBlock& t : m.touched) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "src/attend/step.h"
@@ -30,7 +31,14 @@ class Plan {
     void list_touched(StepMember& member);
     Status bring_blocks();
     bool has_block_on_disk() const;
-    Status reserve_blocks(std::vector<PageKind>* all_wanted);
+    // The new blocks of a step.
+    struct Wanted {
+        std::vector<PageKind> kinds;
+        std::vector<Tenant> tenants;
+        std::vector<std::pair<size_t, StepBlock*>> owners;  // member, and its touched block
+    };
+    Wanted list_wanted();
+    Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
     void clear();
 

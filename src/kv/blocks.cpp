@@ -427,36 +427,48 @@ bool BlockStore::has_record(const Block& block) const {
 
 void BlockStore::drop(Block& block) {
     std::lock_guard lock(mutex_);
-    left_.push_back({moves_, {block.tier_, block.kind_, block.slot(), block.tier_slot_, false}, block.tenant()});
     if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
     block.record_ = Slot{};
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, false}, block.tenant());
     block.tier_keyed_ = false;
     block.dropped_.store(true, std::memory_order_release);
     block.sealed_.store(false, std::memory_order_release);
     block.stored_.store(Block::pack(nullptr, block.kind_), std::memory_order_release);
     block.tier_.store(TierKind::kDevice, std::memory_order_release);
     moves_.fetch_add(1, std::memory_order_release);
-    free_left();
 }
 
 uint64_t BlockStore::start_reading() {
     std::lock_guard lock(mutex_);
-    reading_.push_back(moves_);
-    return moves_;
+    reading_.push_back({++readings_, moves_});
+    return readings_;
 }
 
 void BlockStore::stop_reading(uint64_t reading) {
     std::lock_guard lock(mutex_);
-    const auto mine = std::find(reading_.begin(), reading_.end(), reading);
+    const auto mine = std::find_if(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number == reading; });
     *mine = reading_.back();
     reading_.pop_back();
     free_left();
+    freed_.notify_all();
+}
+
+uint64_t BlockStore::last_reading() const {
+    std::lock_guard lock(mutex_);
+    return readings_;
+}
+
+bool BlockStore::still_reading(uint64_t last, std::chrono::milliseconds wait) const {
+    std::unique_lock lock(mutex_);
+    return !freed_.wait_for(lock, wait, [&] {
+        return std::none_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
+    });
 }
 
 // What was left before the first of the present readers came.
 void BlockStore::free_left() {
     uint64_t first = UINT64_MAX;
-    for (uint64_t reading : reading_) first = std::min(first, reading);
+    for (const Reading& r : reading_) first = std::min(first, r.from);
     if (!barriers_.readers) first = UINT64_MAX;
     size_t n = 0;
     while (n < left_.size() && left_[n].at < first) ++n;

@@ -223,12 +223,16 @@ class BlockStore {
     bool move(Block& block, const Place& to);
     // The block's kind is for good.
     void keep_kind(Block& block);
-    // Its place is freed when all who read now are done.
+    // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every address
     // that it returned, though the block may move on.
     uint64_t start_reading();
     void stop_reading(uint64_t reading);
+    // Readers that started so far have numbers up to this one.
+    uint64_t last_reading() const;
+    // Whether some of those up to `last` are reading still; waits until none is, or time is up.
+    bool still_reading(uint64_t last, std::chrono::milliseconds wait = {}) const;
     // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
     bool wait_for_left(std::chrono::milliseconds most);
     // Of those places in the tier.
@@ -266,6 +270,10 @@ class BlockStore {
 
   private:
     friend class Block;
+    struct Reading {
+        uint64_t number;
+        uint64_t from;  // moves_ when it started
+    };
     struct Left {  // by a block that was moved
         uint64_t at;
         Place place;
@@ -311,9 +319,10 @@ class BlockStore {
     uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
     std::atomic<uint64_t> moves_{0}, on_disk_{0};
     PrefetchCounters prefetches_;
-    std::vector<uint64_t> reading_;  // moves_ when each reader started
-    std::vector<Left> left_;         // oldest first
-    std::condition_variable freed_;  // some of left_
+    uint64_t readings_ = 0;                  // that were ever started
+    std::vector<Reading> reading_;           // now
+    std::vector<Left> left_;                 // oldest first
+    mutable std::condition_variable freed_;  // some of left_, or a reader is done
 };
 
 // A reader of blocks for a scope.

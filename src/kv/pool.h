@@ -161,20 +161,32 @@ class Pool {
     uint64_t staging_bytes() const { return tier_settings_.staging_bytes; }
     // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be reading.
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
-    // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
-    bool make_room(TierKind tier, std::span<const PageKind> wanted);
-    // False: published blocks that nobody uses would be lost, and the wanted ones not fit all the same.
-    bool may_make_room(std::span<const PageKind> wanted) const;
+    // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved. `for_all`:
+    // published blocks that nobody uses are dropped only where then all that is wanted fits.
+    bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false);
+    // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
+    bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
     // Counts where the blocks of a step are as it begins. Sequences are in the caller's plan.
     void count_lookups(std::span<Sequence* const> seqs);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
     Status make_resident(std::span<Sequence* const> seqs);
-    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has, out of the slowest tier whose room
-    // can be passed on to the device. No plan but the caller's, which holds `mine`, sees them. True: there is, or will be when others
-    // have read what was there, room to try again. False, and nothing was dropped, when what may go would not be enough.
-    bool drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine);
-    // The same for make_resident(mine): out of all tiers but the disk, and there blocks of `mine`, which need not come any more.
-    bool drop_to_be_resident(std::span<Sequence* const> mine);
+    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's, which
+    // holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free at once.
+    // What would not be enough is not dropped.
+    enum class Drop : uint8_t {
+        kNothing,
+        kLater,  // nothing now; when those are done who are reading
+        kHere,   // the wanted blocks fit
+        kBelow,  // what makes room in the device tier fits below
+    };
+    struct DropBelow {
+        bool allowed = true;
+        uint64_t readers = 0;  // up to this one must have ended where the device's own blocks would not do
+    };
+    Drop drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine, const DropBelow& from_below);
+    // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of `mine`, which
+    // need not come any more. False: nothing was dropped.
+    bool drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine);
     // After a step: lets blocks leave in the background when the device tier is nearly full.
     void keep_room();
     // Moves of full blocks [first, first + n) of a sequence that is in no plan.
@@ -193,8 +205,9 @@ class Pool {
     Status publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys);
     // A sequence of the namespace with the blocks that are published under the first keys.
     Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
-    // Drops published blocks that no sequence has, to make room in a tier. False when that freed nothing.
-    bool drop_unused(TierKind tier, std::span<const PageKind> wanted);
+    // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that freed
+    // nothing.
+    bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
     // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
     Status flush_namespace(Tenant space);
 
@@ -245,6 +258,8 @@ class Pool {
     Status run_on_disk(const TierRequest& request) const;
     TierKind below(TierKind tier) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes);
+    uint64_t bytes_of(std::span<const PageKind> kinds) const;
+    uint64_t bytes_on_disk(std::span<Sequence* const> seqs) const;
     void drop(std::span<const MoveItem> items);
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();

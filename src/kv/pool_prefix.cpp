@@ -76,16 +76,14 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
     return std::pair(seq.value(), length);
 }
 
-bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted) {
-    uint64_t bytes = 0;
-    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
+bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all) {
+    uint64_t bytes = bytes_of(wanted);
     if (tier == TierKind::kDevice) {
         const uint64_t free = blocks_->budget() - blocks_->usage().used;
         bytes = std::max<uint64_t>(1, bytes - std::min(bytes, free));
     }
     const uint64_t before = tier == TierKind::kDisk ? disk_->stats().used : 0;
-    // Where nothing else makes room, entries that are not enough are not lost for nothing.
-    const uint64_t freed = prefixes_.drop_unused(tier, bytes, !mover_ && !tier_settings_.drop_coldest);
+    const uint64_t freed = prefixes_.drop_unused(tier, bytes, for_all);
     if (freed == 0) return false;
     // A slot of a persistent disk is free only when its record was erased. Others may take what becomes free meanwhile.
     constexpr std::chrono::milliseconds kPatience{1000};

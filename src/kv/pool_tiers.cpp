@@ -5,6 +5,7 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "src/kv/leaving.h"
 #include "src/kv/pool.h"
 #include "src/tiering/block_check.h"
 #include "src/tiering/disk.h"
@@ -12,9 +13,6 @@
 
 namespace ta {
 namespace {
-
-// What is evicted at once, of the device budget: room for some steps.
-constexpr uint64_t kEvictedPart = 64;
 
 Status check_range(const Sequence& s, uint64_t first, uint64_t n) {
     if (first <= s.blocks.size() && n <= s.blocks.size() - first) return {};
@@ -33,86 +31,6 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
             break;
     }
     return make_lru_policy();
-}
-
-bool may_leave(const Block& b) {
-    return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck();
-}
-
-// What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
-class Leaving final : public EvictionView {
-  public:
-    Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
-
-    // `slowest`: what lies in the tiers down to it too.
-    void add(const Sequence& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
-        const uint32_t end = uint32_t(blocks);
-        owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
-        sequences_.push_back(&s);
-        slowest_.push_back(std::max(tier_, slowest));
-    }
-    // From now on what several have, but not what is in `held`.
-    void set_shared(std::unordered_set<const Block*> held) {
-        shared_ = true;
-        held_ = std::move(held);
-    }
-
-    std::span<const BlockOwner> owners() const override { return owners_; }
-    uint64_t bytes(size_t owner, uint32_t b) const override {
-        // Policies walk over blocks in order, and these lie anywhere: the block, and the count of its owners before it.
-        constexpr uint32_t kAhead = 12;
-        const std::vector<BlockPtr>& blocks = sequences_[owner]->blocks;
-        if (b + kAhead < blocks.size()) {
-            const char* ahead = reinterpret_cast<const char*>(blocks[b + kAhead].get());
-            __builtin_prefetch(ahead);
-            __builtin_prefetch(ahead - 16);
-        }
-        const BlockPtr& block = blocks[b];
-        const TierKind tier = block->tier();
-        if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block)) return 0;
-        if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
-        return geometry_.slot_bytes(block->kind());
-    }
-    AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
-    uint32_t now() const override { return now_; }
-    MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block, sequences_[v.owner]->last_used_at}; }
-    std::vector<MoveItem> items(std::span<const Victim> victims) const {
-        std::vector<MoveItem> items;
-        for (const Victim v : victims) items.push_back(item(v));
-        return items;
-    }
-
-  private:
-    const TierKind tier_;
-    const Geometry& geometry_;
-    const uint32_t now_;
-    std::vector<const Sequence*> sequences_;
-    std::vector<TierKind> slowest_;
-    std::vector<BlockOwner> owners_;
-    bool shared_ = false;
-    std::unordered_set<const Block*> held_;
-};
-
-// Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
-std::unordered_set<const Block*> shared_in_plans(std::span<const std::unique_ptr<Sequence>> sequences) {
-    std::unordered_set<const Block*> held;
-    for (const auto& s : sequences) {
-        if (!s->alive || !s->in_plan) continue;
-        for (const BlockPtr& block : s->blocks) {
-            if (block.use_count() > 1) held.insert(block.get());
-        }
-    }
-    return held;
-}
-
-// A full block that a truncate cut is needed when tokens are appended: not among those that may be dropped.
-size_t count_full(const Sequence& s) {
-    return size_t(s.length / kPageTokens);
-}
-
-// Whether the plan that holds `mine` may drop blocks of the sequence.
-bool may_lose_blocks(const Sequence& s, std::span<Sequence* const> mine) {
-    return s.alive && (!s.in_plan || std::find(mine.begin(), mine.end(), &s) != mine.end());
 }
 
 }  // namespace
@@ -254,136 +172,15 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     return items;
 }
 
-// An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
-bool Pool::may_make_room(std::span<const PageKind> wanted) const {
-    const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
-    if (tier_settings_.drop_coldest || geometry_.falls || unused == std::array<uint64_t, 3>{}) return true;
-    uint64_t bytes = 0, below = 0;
-    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
-    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
-        const Tier* there = tier(kind);
-        if (!there) continue;
-        below += blocks_->left_bytes(kind) + unused[size_t(kind)];
-        if (there->health().state == TierState::kOk) below += there->stats().free;
-    }
-    uint64_t leaves = 0;
-    {
-        std::lock_guard lock(mutex_);
-        std::unordered_set<const Block*> seen;
-        for (const auto& s : sequences_) {
-            for (size_t b = numerics_.sink_blocks; s->alive && b < s->blocks.size(); ++b) {
-                const Block& block = *s->blocks[b];
-                if (block.tier() != TierKind::kDevice || !block.sealed() || block.pins() > 0 || block.stuck()) continue;
-                if (s->blocks[b].use_count() == 1 || seen.insert(&block).second) leaves += geometry_.slot_bytes(block.kind());
-            }
-        }
-    }
-    const uint64_t free = blocks_->budget() - blocks_->usage().used + blocks_->left_bytes(TierKind::kDevice);
-    return bytes <= free + unused[0] + std::min(leaves, below);
-}
-
-bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted) {
-    if (tier == TierKind::kDisk) return drop_unused(tier, wanted);
+bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all) {
+    if (tier == TierKind::kDisk) return drop_unused(tier, wanted, for_all);
     take_in_attention(false);
-    uint64_t bytes = 0;
-    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
     const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
-    bytes = std::max(bytes, budget / kEvictedPart);
+    const uint64_t bytes = std::max(bytes_of(wanted), budget / kEvictedPart);
     if (evict(tier, below(tier), bytes)) return true;
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
     if (tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes)) return true;
-    return drop_unused(tier, wanted);
-}
-
-void Pool::drop(std::span<const MoveItem> items) {
-    for (const MoveItem& item : items) {
-        if (!item.block->start_move()) continue;
-        blocks_->drop(*item.block);
-        item.block->end_move();
-        ++counters_.dropped_blocks;
-    }
-}
-
-bool Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
-    if (!tier_settings_.drop_coldest) return false;
-    take_in_attention(true);  // what is lost must not depend on how far a GPU is
-    uint64_t bytes = 0;
-    for (PageKind kind : wanted) bytes += geometry_.slot_bytes(kind);
-    // What others might come to have is decided under the lock; so it is held until the blocks are gone.
-    std::lock_guard lock(mutex_);
-    const uint64_t left[3] = {blocks_->left_bytes(TierKind::kDevice), blocks_->left_bytes(TierKind::kHost),
-                              blocks_->left_bytes(TierKind::kDisk)};
-    const uint64_t room = blocks_->budget() - blocks_->usage().used + left[0];
-    if (bytes <= room) return true;
-    const uint64_t missing = bytes - room;
-    // By tier: what may be dropped, and what may leave for the next tier, or for the disk, once there is room.
-    uint64_t drops[3] = {}, down[3] = {}, to_disk[3] = {};
-    std::unordered_set<const Block*> seen;
-    const std::unordered_set<const Block*> held = shared_in_plans(sequences_);
-    for (const auto& s : sequences_) {
-        if (!may_lose_blocks(*s, mine)) continue;
-        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
-            const BlockPtr& block = s->blocks[b];
-            const bool shared = block.use_count() > 1;
-            if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
-            const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
-            if (!shared) drops[tier] += size;
-            down[tier] += size;
-            if (!s->in_plan && !(shared && held.contains(block.get()))) to_disk[tier] += size;
-        }
-    }
-    const auto full = [&](const Tier& tier) {
-        const TierStats stats = tier.stats();
-        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
-            if (geometry_.slot_bytes(kind) > 0 && stats.slots_free[size_t(kind)] == 0) return true;
-        }
-        return false;
-    };
-    // Room in a tier helps where the tiers above are full too, and have as much to pass on.
-    const bool host_full = host_ && full(*host_) && down[0] >= missing;
-    TierKind from = TierKind::kDevice;
-    if (host_full && drops[1] + left[1] >= missing) from = TierKind::kHost;
-    if (disk_ && full(*disk_) && (to_disk[0] >= missing || (host_full && to_disk[1] >= missing)) &&
-        drops[2] + left[2] >= missing)
-        from = TierKind::kDisk;
-    if (from == TierKind::kDevice && drops[0] < missing) return false;  // then nothing is lost for nothing
-    const uint64_t there = from == TierKind::kDevice ? 0 : left[size_t(from)];
-    if (there >= missing) return true;
-    Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
-    for (const auto& s : sequences_) {
-        if (may_lose_blocks(*s, mine)) leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s));
-    }
-    drop(leaving.items(policy_->choose(leaving, missing - there)));
-    return true;
-}
-
-bool Pool::drop_to_be_resident(std::span<Sequence* const> mine) {
-    if (!tier_settings_.drop_coldest) return false;
-    take_in_attention(true);
-    std::lock_guard lock(mutex_);
-    uint64_t bytes = 0;
-    std::unordered_set<const Block*> seen;
-    for (const Sequence* s : mine) {
-        for (const BlockPtr& block : s->blocks) {
-            if (block->tier() == TierKind::kDisk && (block.use_count() == 1 || seen.insert(block.get()).second))
-                bytes += geometry_.slot_bytes(block->kind());
-        }
-    }
-    uint64_t room = blocks_->left_bytes(TierKind::kDevice) + blocks_->left_bytes(TierKind::kHost);
-    room += blocks_->budget() - blocks_->usage().used;
-    if (bytes <= room) return true;
-    const uint64_t missing = bytes - room;
-    Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
-    for (const auto& s : sequences_) {
-        if (!may_lose_blocks(*s, mine)) continue;
-        leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), s->in_plan ? TierKind::kDisk : TierKind::kHost);
-    }
-    const std::vector<Victim> victims = policy_->choose(leaving, missing);
-    uint64_t may_go = 0;
-    for (const Victim v : victims) may_go += leaving.bytes(v.owner, v.block);
-    if (may_go < missing) return false;
-    drop(leaving.items(victims));
-    return true;
+    return drop_unused(tier, wanted, for_all);
 }
 
 bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {
@@ -484,7 +281,7 @@ Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) 
         Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
         Status s = std::move(taken).status();
-        if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted)) continue;
+        if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
         if (s.code() != TA_E_TIER_FULL || !mover_ || attempt == kAttempts) return s;
         if (make_room(TierKind::kDevice, wanted)) continue;
         std::vector<MoveItem> items;

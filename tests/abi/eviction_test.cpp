@@ -1,8 +1,6 @@
 // Which blocks leave first: what the policies promise through the ABI. Outputs are the same to the bit under all of them.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <thread>
 
 #include "abi/tier_twins.h"
 
@@ -64,8 +62,7 @@ TEST(Eviction, SequencesOfLowPriorityLeaveFirst) {
     const size_t fork = twins.fork(high);
     twins.truncate(high, 64);
     set_priority(twins.pool, twins.seqs[fork], -9);
-    for (int i = 0; i < 5000 && tier_stats(twins.pool, TA_TIER_DEVICE).queued > 0; ++i)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));  // what was chosen before
+    wait_for_moves(twins.pool);  // what was chosen before
     const uint64_t before = on_host(middle);
     for (int i = 0; i < 6; ++i) {
         twins.step({other}, {64});

@@ -240,17 +240,9 @@ TEST_F(GpuAttention, TheColdestLeaveFirst) {
         end(gpu_plan);
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     }
-    auto r = sized<ta_residency>();
-    ta_error err;
-    require(ta_seq_residency(gpu_pool.get(), on_gpu[a], &r, &err), err);
-    EXPECT_GT(r.host_blocks, 15u);
-    for (const uint64_t b : kLooked) {
-        ta_ticket ticket = 0;
-        auto info = sized<ta_move_info>();
-        require(ta_seq_move(gpu_pool.get(), on_gpu[a], b, 1, TA_TIER_DEVICE, &ticket, &err), err);
-        require(ta_move_wait(gpu_pool.get(), ticket, -1, &info, &err), err);
-        EXPECT_EQ(info.present, 1u) << "block " << b << " left";
-    }
+    EXPECT_GT(residency(gpu_pool, on_gpu[a]).host_blocks, 15u);
+    for (const uint64_t b : kLooked)
+        EXPECT_EQ(move_now(gpu_pool, on_gpu[a], b, 1, TA_TIER_DEVICE).present, 1u) << "block " << b << " left";
     const std::vector<float> mass = mass_of(gpu_pool, on_gpu[a]);
     EXPECT_GT(mass[5], 10 * mass[6]);
 }
@@ -262,7 +254,7 @@ class GpuDropping : public GpuAttention {
     struct Rules {
         int32_t n_query = 1;
         int64_t window = 0;
-        bool alibi = false;
+        bool alibi = false, full = false;
     };
     void step_and_compare(size_t s, int32_t n_new, const Rules& rules) {
         step({s}, {n_new}, {0});
@@ -279,6 +271,7 @@ class GpuDropping : public GpuAttention {
         ASSERT_EQ(cudaMemcpy(d_slopes, slopes.data(), slopes.size() * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
         auto options = sized<ta_attend_options>();
         options.window = rules.window;
+        if (rules.full) options.mask = TA_MASK_FULL;
         auto cpu_options = options;
         if (rules.alibi) {
             options.alibi_slopes = static_cast<float*>(d_slopes);
@@ -317,8 +310,9 @@ class GpuDropping : public GpuAttention {
                     std::vector<double> o(kDim, 0.0);
                     double sum = 0.0;
                     const size_t q_at = size_t((row * q_heads + head) * kDim);
-                    for (int64_t key = rules.window ? std::max<int64_t>(0, position - rules.window + 1) : 0; key <= position;
-                         ++key) {
+                    const int64_t reach = rules.window ? rules.window - 1 : n;
+                    const int64_t last = rules.full ? std::min(n - 1, position + reach) : position;
+                    for (int64_t key = std::max<int64_t>(0, position - reach); key <= last; ++key) {
                         if (!has[size_t(key / 64)]) continue;
                         double dot = 0.0;
                         const size_t at = size_t(key * kRow + head / group * kDim);
@@ -349,8 +343,12 @@ TEST_F(GpuDropping, ASequenceGrowsBeyondAllBudgets) {
         const size_t a = add();
         // More than 16 rows a step count on a CPU only.
         const int32_t many = eviction == TA_EVICT_LRU ? 12 : 4;
-        const Rules rules[] = {{.n_query = 1}, {.n_query = 1, .window = 700}, {.n_query = many}, {.n_query = 3, .alibi = true}};
-        for (int i = 0; i < 32; ++i) step_and_compare(a, i % 2 == 0 ? 64 : 37, rules[i % 4]);
+        const Rules rules[] = {{.n_query = 1},
+                               {.n_query = 1, .window = 700},
+                               {.n_query = many},
+                               {.n_query = 3, .alibi = true},
+                               {.n_query = many, .window = 200, .alibi = true, .full = true}};
+        for (int i = 0; i < 35; ++i) step_and_compare(a, i % 2 == 0 ? 64 : 37, rules[i % 5]);
         const std::vector<bool> has = present(gpu_pool, on_gpu[a]);
         EXPECT_GT(dropped(gpu_pool), 5u);
         EXPECT_EQ(dropped(gpu_pool), uint64_t(std::count(has.begin(), has.end(), false)));

@@ -282,13 +282,6 @@ TEST_F(GpuDense, OptionsOfAttend) {
                 if (which == 6) p.attend.p = TA_P_S8_119;
                 if (which == 7) p.attend.p = TA_P_U8_RUNNING;
                 if (which == 8) p.attend.mask = TA_MASK_FULL, p.attend.window = 30, p.slopes = true;
-                if (which == 8 && variant != TA_DENSE_INT_FLASH_HALF && n_query > 4) {
-                    Twin twin(p);
-                    ta_error err;
-                    EXPECT_EQ(twin.enqueue(gpu, stream, &err), TA_E_UNSUPPORTED);
-                    EXPECT_EQ(err.argument, 6);
-                    continue;
-                }
                 compare(p, which == 2 ? kSas : kFine);
                 if (HasFatalFailure()) return;
             }

@@ -269,6 +269,40 @@ TEST_F(Gpu, OptionsOfAttend) {
     cudaFree(arrays);
 }
 
+// More query rows than the decode kernel takes at once, each chunk of them somewhere among the keys: P of 16 bits goes that way.
+TEST_F(Gpu, FullMasksWithWindowsAndAlibiInChunks) {
+    for (const Shape& shape : {kShapes[0], kShapes[3], kShapes[5], kShapes[6], kShapes[7]}) {
+        SCOPED_TRACE("d " + std::to_string(shape.head_dim) + ", group " + std::to_string(shape.group));
+        Twins twins(gpu, cpu, shape, stream, 31);
+        const size_t a = twins.add(), b = twins.add(), c = twins.add();
+        twins.step({a, b, c}, {900, 333, 40}, {1, 1, 1}, kDecodeError);
+        const size_t heads = size_t(shape.kv_heads * shape.group);
+        std::vector<float> slopes(heads);
+        for (size_t h = 0; h < heads; ++h) slopes[h] = 0.01f * float(h + 1);
+        void* memory = nullptr;
+        ASSERT_EQ(cudaMalloc(&memory, heads * sizeof(float)), cudaSuccess);
+        const std::unique_ptr<void, FreeDevice> owner(memory);
+        ASSERT_EQ(cudaMemcpy(memory, slopes.data(), heads * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
+        for (const int64_t window : {0, 1, 30, 64, 65, 200, 5000}) {
+            for (const bool alibi : {false, true}) {
+                SCOPED_TRACE("window " + std::to_string(window) + (alibi ? ", ALiBi" : ""));
+                auto options = sized<ta_attend_options>();
+                options.mask = TA_MASK_FULL;
+                options.window = window;
+                options.p = TA_P_U16;
+                auto on_gpu = options;
+                if (alibi) {
+                    options.alibi_slopes = slopes.data();
+                    on_gpu.alibi_slopes = static_cast<const float*>(memory);
+                }
+                twins.step({a, b, c}, {1, 0, 0}, {300, 333, 1}, kDecodeError, &options, &on_gpu);
+                twins.step({c, a}, {0, 0}, {37, 17}, kDecodeError, &options, &on_gpu);
+                if (HasFatalFailure()) return;
+            }
+        }
+    }
+}
+
 TEST_F(Gpu, PrefillInUnitsOfTheRunningMaximum) {
     auto options = sized<ta_attend_options>();
     options.p = TA_P_U8_RUNNING;

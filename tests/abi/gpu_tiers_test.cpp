@@ -68,8 +68,7 @@ class GpuTiers : public GpuTest {
     }
     void verify() {
         for (size_t s = 0; s < seqs.size(); ++s) {
-            ta_error err;
-            require(ta_seq_verify(pool.get(), seqs[s], &err), err);
+            ta::testing::verify(pool, seqs[s]);
             const int64_t n = length(plain_pool, plain_seqs[s]), row = kHeads * kDim;
             ASSERT_TRUE(dequantize(pool, seqs[s], 1, 0, n, row) == dequantize(plain_pool, plain_seqs[s], 1, 0, n, row));
         }
@@ -115,9 +114,8 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
         step({a}, {1});
     }
     // Work of a stream waits for a move that is on its way.
-    ta_ticket ticket = 0;
+    const ta_ticket ticket = move(pool, seqs[a], 0, 30, TA_TIER_HOST);
     ta_error err;
-    require(ta_seq_move(pool.get(), seqs[a], 0, 30, TA_TIER_HOST, &ticket, &err), err);
     require(ta_move_stream_wait(pool.get(), ticket, stream, &err), err);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     auto info = sized<ta_move_info>();

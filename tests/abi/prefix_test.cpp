@@ -284,6 +284,67 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingInTiers) {
     }
 }
 
+TEST_F(Prefix, ABeginThatCannotFitLosesNothingThoughBlocksMayBeDropped) {
+    for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{1} << 17}) {
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = host_bytes;
+        tiers.drop_coldest = TA_ON;
+        const KvPool pool = make_pool(context, small_options(12, &tiers));
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 6 * 64, 1), idle = write(pool, 5 * 64, 2), held = write(pool, 6 * 64, 3);
+        publish(pool, seq, space, 1, 6);
+        release(pool, seq);
+        ta_error err;
+        require(ta_seq_pin(pool.get(), held, 0, 6, &err), err);
+        // All but the pinned blocks and the other sequence's sink would have to go, and one more.
+        const ta_kv_pool_stats s = stats(pool);
+        const auto bytes = [&](uint64_t blocks) { return s.token_block_bytes + (blocks - 1) * s.channel_block_bytes; };
+        uint64_t blocks = 1;
+        while (bytes(blocks) <= s.bytes_budget - bytes(6) - s.token_block_bytes) ++blocks;
+        const ta_seq next = make_sequence(pool);
+        const int32_t much = int32_t(blocks * 64);
+        const Plan plan = make_plan(pool);
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(space_stats(pool, space).entries, 6u);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).dropped_blocks, 0u);
+        // What nobody uses goes before what a sequence has.
+        begin(plan, {next}, {much - 64});
+        EXPECT_TRUE(host_bytes > 0 || space_stats(pool, space).entries == 0);
+        EXPECT_LE(residency(pool, idle).dropped_blocks, 4u);
+        require(ta_plan_abort(plan.get(), &err), err);
+        verify(pool, held);
+    }
+}
+
+// Blocks on disk come to where the device reads them: a step whose blocks do not fit there loses nothing on the way.
+TEST_F(Prefix, AStepTooLargeForTheTiersThatAreReadLosesNothing) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.disk_bytes = uint64_t{1} << 21;
+    tiers.high_percent = 100;
+    const KvPool pool = make_pool(context, small_options(12, &tiers));
+    const ta_namespace space = make_namespace(pool, 1);
+    std::vector<ta_seq> large;
+    for (uint64_t text = 2; text < 5; ++text) {
+        large.push_back(write(pool, 10 * 64, text));
+        EXPECT_EQ(move(pool, large.back(), 10, TA_TIER_DISK).moved, 10u);
+    }
+    // The disk is full, and so is the device, of what nobody uses.
+    for (uint64_t text = 20; text < 60 && space_stats(pool, space).evicted == 0; ++text) {
+        const ta_seq seq = write(pool, 6 * 64, text);
+        publish(pool, seq, space, text, 6);
+        release(pool, seq);
+    }
+    ASSERT_GT(space_stats(pool, space).evicted, 0u);
+    const uint64_t entries = space_stats(pool, space).entries;
+    const Plan plan = make_plan(pool);
+    const int32_t none[] = {0, 0, 0};
+    ta_error err;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 3, large.data(), none, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(space_stats(pool, space).entries, entries);
+    begin(plan, {large[0]}, {0});
+    require(ta_plan_abort(plan.get(), &err), err);
+}
+
 TEST_F(Prefix, ABlockUnderTwoKeysMakesRoom) {
     const KvPool pool = make_pool(context, small_options(12));
     const ta_namespace space = make_namespace(pool, 1);

@@ -6,7 +6,7 @@
 #include <filesystem>
 
 #include "support/files.h"
-#include "support/handles.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 namespace {
@@ -76,8 +76,7 @@ TEST_F(SequenceFile, WhatIsLoadedIsWhatWasSaved) {
                 const std::string file = path(std::to_string(files++).c_str());
                 save(from, seq, file);
                 const ta_seq copy = load(to, file);
-                ta_error err;
-                require(ta_seq_verify(to.get(), copy, &err), err);
+                verify(to, copy);
                 ASSERT_EQ(length(to, copy), n);
                 for (uint32_t layer = 0; layer < kLayers && n > 0; ++layer)
                     ASSERT_TRUE(dequantize(from, seq, layer, 0, n, kRow) == dequantize(to, copy, layer, 0, n, kRow));
@@ -204,16 +203,9 @@ TEST_F(SequenceFile, AcrossTiers) {
     grow(large, seq, 3000);
     save(large, seq, path("large"));
     const ta_seq copy = load(small, path("large"));
-    ta_error err;
-    require(ta_seq_verify(small.get(), copy, &err), err);
-    auto r = sized<ta_residency>();
-    require(ta_seq_residency(small.get(), copy, &r, &err), err);
-    EXPECT_GT(r.host_blocks, 20u);
-    ta_ticket ticket = 0;
-    auto info = sized<ta_move_info>();
-    require(ta_seq_move(small.get(), copy, 5, 20, TA_TIER_DISK, &ticket, &err), err);
-    require(ta_move_wait(small.get(), ticket, -1, &info, &err), err);
-    EXPECT_EQ(info.moved, 20u);
+    verify(small, copy);
+    EXPECT_GT(residency(small, copy).host_blocks, 20u);
+    EXPECT_EQ(move_now(small, copy, 5, 20, TA_TIER_DISK).moved, 20u);
     save(small, copy, path("again"));
     const ta_seq back = load(large, path("again"));
     EXPECT_TRUE(dequantize(large, seq, 1, 0, 3000, kRow) == dequantize(large, back, 1, 0, 3000, kRow));

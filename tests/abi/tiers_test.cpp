@@ -193,8 +193,7 @@ TEST(Tiers, BlocksLeaveInTheBackgroundAboveTheWatermark) {
     Twins twins({.device_blocks = 100, .host_bytes = kPlenty, .high = 50, .low = 30});
     const size_t a = twins.add();
     for (int i = 0; i < 15; ++i) twins.step({a}, {256});
-    for (int i = 0; i < 1000 && tier_stats(twins.pool, TA_TIER_DEVICE).queued > 0; ++i)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    wait_for_moves(twins.pool);
     const ta_tier_stats s = tier_stats(twins.pool, TA_TIER_DEVICE);
     EXPECT_LT(s.bytes_used, s.bytes_budget * 55 / 100);
     EXPECT_GT(s.bytes_out, 0u);

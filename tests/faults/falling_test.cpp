@@ -10,7 +10,7 @@
 #include "src/api/api.h"
 #include "support/failing_memory.h"
 #include "support/files.h"
-#include "support/handles.h"
+#include "support/tiers.h"
 #include "tests/src/kv/falling_blocks.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"
@@ -107,20 +107,16 @@ struct Life {
             EXPECT_TRUE(got.payload == expected[b].at(got.bits)) << "block " << b << " of " << got.bits << " bits";
             bits[b] = got.bits;
         }
-        ta_error err;
-        require(ta_seq_verify(pool.get(), seq, &err), err);
+        verify(pool, seq);
     }
     void finish() {
         for (int attempt = 0; attempt < 1000 && work() > 0; ++attempt) usleep(1000);
         check();
         EXPECT_EQ(bits, (std::vector<uint32_t>{8, 4, 2, 2, 2, 2, 4, 2}));
-        auto s = sized<ta_tier_stats>();
-        ta_error err;
-        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_HOST, &s, &err), err);
-        EXPECT_EQ(s.blocks, kBlocks);
-        EXPECT_EQ(s.low_blocks, 5u);
-        require(ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, &s, &err), err);
-        EXPECT_EQ(s.bytes_used, 0u) << "a place was lost";
+        const ta_tier_stats host = tier_stats(pool, TA_TIER_HOST);
+        EXPECT_EQ(host.blocks, kBlocks);
+        EXPECT_EQ(host.low_blocks, 5u);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).bytes_used, 0u) << "a place was lost";
     }
 };
 

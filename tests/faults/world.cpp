@@ -305,10 +305,7 @@ void World::settle() {
 }
 
 ta_residency World::residency(size_t s) {
-    auto r = sized<ta_residency>();
-    ta_error err;
-    require(ta_seq_residency(pool.get(), seqs[s], &r, &err), err);
-    return r;
+    return testing::residency(pool, seqs[s]);
 }
 
 const BlockPtr& World::block(size_t s, size_t b) {
@@ -465,10 +462,7 @@ void World::move(size_t s, uint64_t first, uint64_t n, ta_tier tier) {
     disarm();
     const bool faults = std::exchange(faults_on_, false);
     for (const auto end = Clock::now() + kPatience; !there() && Clock::now() < end; std::this_thread::sleep_for(1ms)) {
-        ta_error err;
-        ta_ticket ticket = 0;
-        require(ta_seq_move(pool.get(), seqs[s], first, n, tier, &ticket, &err), err);
-        require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+        info = move_now(pool, seqs[s], first, n, tier);
     }
     EXPECT_TRUE(there()) << "a move fails for ever: " << ta_status_name(info.status);
     expect_state("a move that failed");
@@ -587,13 +581,10 @@ void World::refuse_step(const std::vector<size_t>& members, const std::vector<in
 }
 
 void World::refuse_move(size_t s, uint64_t b, ta_tier tier) {
-    ta_error err;
-    ta_ticket ticket = 0;
-    auto info = sized<ta_move_info>();
-    require(ta_seq_move(pool.get(), seqs[s], b, 1, tier, &ticket, &err), err);
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+    const ta_move_info info = move_now(pool, seqs[s], b, 1, tier);
     EXPECT_EQ(info.status, TA_E_CORRUPT) << "a damaged block has moved";
     EXPECT_EQ(info.block, int64_t(b));
+    ta_error err;
     EXPECT_EQ(ta_seq_verify(pool.get(), seqs[s], &err), TA_E_CORRUPT);
     EXPECT_EQ(err.block, int64_t(b));
 }

@@ -13,7 +13,7 @@
 #include "support/counting_allocator.h"
 #include "support/failing_memory.h"
 #include "support/files.h"
-#include "support/handles.h"
+#include "support/tiers.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"
 #include "tiering/tier_client.h"

@@ -1,6 +1,9 @@
 // Calls about tiers that throw where they fail, as those of handles.h.
 #pragma once
 
+#include <chrono>
+#include <thread>
+
 #include "support/handles.h"
 
 namespace ta::testing {
@@ -31,6 +34,11 @@ inline ta_move_info wait(const KvPool& pool, ta_ticket ticket) {
 }
 inline ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
     return wait(pool, move(pool, seq, first, n, tier));
+}
+// Until what leaves in the background has left.
+inline void wait_for_moves(const KvPool& pool) {
+    for (int i = 0; i < 30000 && tier_stats(pool, TA_TIER_DEVICE).queued > 0; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 inline void verify(const KvPool& pool, ta_seq seq) {
     ta_error err;

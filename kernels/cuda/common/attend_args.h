@@ -49,6 +49,9 @@ struct AttendArgs {
 
     const SequenceArgs* sequences;  // [batch]
     const int32_t* pages_before;    // [batch + 1] pages of the sequences before; the last is the sum
+    // [batch] place of the first query token among the keys; below 0 or behind them, too. nullptr: the queries are the last tokens.
+    // With it the pages before a window are left out already. The decode kernel's alone.
+    const int32_t* first_position;
     const uint64_t* table;
     const HeadArgs* heads;  // [kv_heads]; nullptr when no page is a channel page
     uint64_t token_layer_offset, channel_layer_offset;

@@ -312,6 +312,7 @@ TEST(FallingEviction, TiersHoldAsMuchAsTheirBitsAllow) {
             plain_steps.take(plain, references[i], 200, 1);
         }
     }
+    wait_for_moves(pool);
     const ta_tier_stats device = tier_stats(pool, TA_TIER_DEVICE), host = tier_stats(pool, TA_TIER_HOST),
                         disk = tier_stats(pool, TA_TIER_DISK);
     EXPECT_EQ(device.blocks + host.blocks + disk.blocks, 4u * 16u);
@@ -425,6 +426,53 @@ TEST(FallingBlocks, WhatWasPublishedStaysAsItWas) {
     EXPECT_EQ(move_now(pool, seq, 0, 3, TA_TIER_HOST).moved, 3u);
     EXPECT_EQ(read_block(pool, seq, 1).bits, 8u);
     EXPECT_EQ(read_block(pool, seq, 2).bits, 4u);
+}
+
+// A begin that cannot have its room waits for none, and takes bits from no block; what leaves takes less room below, and counts so.
+TEST(FallingEviction, ABeginKnowsWhatLeavingBlocksTake) {
+    const Context context = make_context(2);
+    const ta_kv_pool_stats sizes = stats(make_pool(context, Settings{}));
+    const uint64_t token = sizes.token_block_bytes, channel = sizes.channel_block_bytes;
+    Settings settings;
+    settings.device_bytes = 182 * token + token / 2;  // so that nothing leaves in the background
+    settings.host_bytes = 130 * (token + 4096);       // 64 regions of two blocks of 8 bits, or three of 4
+    settings.disk_bytes = 0;
+    for (const bool fits : {false, true}) {
+        const KvPool pool = make_pool(context, settings);
+        Steps steps{settings.shape};
+        ta_error err;
+        auto space_options = sized<ta_namespace_options>();
+        space_options.salt[0] = 1;
+        ta_namespace space = 0;
+        require(ta_namespace_create(pool.get(), &space_options, &space, &err), err);
+        const std::vector<uint8_t> keys(32, 9);
+        const auto entries = [&] {
+            auto s = sized<ta_namespace_stats>();
+            require(ta_namespace_get_stats(pool.get(), space, &s, &err), err);
+            return s.entries;
+        };
+        const ta_seq seq = make_sequence(pool), idle = make_sequence(pool), next = make_sequence(pool);
+        steps.take(pool, seq, 64, 1);
+        require(ta_seq_publish(pool.get(), seq, space, keys.data(), 1, &err), err);
+        require(ta_seq_release(pool.get(), seq, &err), err);
+        steps.take(pool, idle, 181 * 64, 1);
+        ASSERT_EQ(entries(), 1u);
+        // All but the sink leaves at 4 bits, or one block too many is pinned.
+        const uint64_t room = tier_stats(pool, TA_TIER_HOST).bytes_free;
+        EXPECT_LT(room, 180 * token) << "not at 8 bits";
+        EXPECT_GE(room, 180 * channel + token);
+        if (!fits) require(ta_seq_pin(pool.get(), idle, 1, 2, &err), err);
+        const Plan plan = make_plan(pool);
+        const int32_t n = 180 * 64;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &n, nullptr, &err), fits ? TA_OK : TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(entries(), 1u);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).waits_for_room, fits ? 1u : 0u);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).fallen_blocks, fits ? 179u : 0u);
+        if (!fits) continue;
+        require(ta_plan_abort(plan.get(), &err), err);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).channel_blocks, 179u);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).token_blocks, 1u) << "the published one";
+    }
 }
 
 TEST(FallingBlocks, FilesAndTruncatesKeepTheBits) {

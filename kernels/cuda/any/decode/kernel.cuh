@@ -14,6 +14,7 @@ struct DecodeSegment {
     SequenceArgs s;
     int32_t seq, head;
     int32_t k_bits, v_bits;
+    int32_t first_position;      // of its query tokens among the keys
     int32_t min_end, max_begin;  // every row sees all keys of [max_begin, min_end)
 };
 
@@ -25,8 +26,9 @@ __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, con
     const HeadArgs h = p.a.heads ? p.a.heads[at.head] : HeadArgs{0, 4, 4, 0};
     g.k_bits = h.k_bits;
     g.v_bits = h.v_bits;
-    g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.s.n_keys - g.s.n_query).end;
-    g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.s.n_keys - 1).begin;
+    g.first_position = p.a.first_position ? p.a.first_position[at.seq] : g.s.n_keys - g.s.n_query;
+    g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position).end;
+    g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position + g.s.n_query - 1).begin;
     return g;
 }
 
@@ -96,7 +98,7 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment&
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int token = RowPlace(p, seg.head, 4 * (tile + n) + lane % 4).token;
-        const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.s.n_keys - seg.s.n_query + token);
+        const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.first_position + token);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             const int32_t key = first_key + lane / 4 + 8 * k;
@@ -144,7 +146,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
             const auto [token, q_head] = RowPlace(p, seg.head, row);
             const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
             const float bias = memory.queries[0].bias[row];  // 0 without an offset
-            const int32_t to_row = first_key + r - (seg.s.n_keys - seg.s.n_query + token);
+            const int32_t to_row = first_key + r - (seg.first_position + token);
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
         }

@@ -64,9 +64,9 @@ struct DecodeCursor {
     }
 };
 
-// The first page of a sequence that its queries see.
+// The first page of a sequence's entries that its queries see.
 __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const SequenceArgs& s) {
-    if (a.window == 0) return 0;
+    if (a.window == 0 || a.first_position) return 0;
     return visible_keys(a.causal, a.window, s.n_keys, s.n_keys - s.n_query).begin / kPageTokens;
 }
 

@@ -1,0 +1,97 @@
+// Which blocks may leave a tier, or be dropped: what policies choose from.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <unordered_set>
+#include <vector>
+
+#include "src/kv/pool.h"
+
+namespace ta {
+
+// What is evicted at once, of a tier's budget: room for some steps.
+inline constexpr uint64_t kEvictedPart = 64;
+
+inline bool may_leave(const Block& b) {
+    return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck();
+}
+
+// What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
+class Leaving final : public EvictionView {
+  public:
+    Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
+
+    // `slowest`: what lies in the tiers down to it too.
+    void add(const Sequence& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
+        const uint32_t end = uint32_t(blocks);
+        owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
+        sequences_.push_back(&s);
+        slowest_.push_back(std::max(tier_, slowest));
+    }
+    // From now on what several have, but not what is in `held`.
+    void set_shared(std::unordered_set<const Block*> held) {
+        shared_ = true;
+        held_ = std::move(held);
+    }
+
+    std::span<const BlockOwner> owners() const override { return owners_; }
+    uint64_t bytes(size_t owner, uint32_t b) const override {
+        // Policies walk over blocks in order, and these lie anywhere: the block, and the count of its owners before it.
+        constexpr uint32_t kAhead = 12;
+        const std::vector<BlockPtr>& blocks = sequences_[owner]->blocks;
+        if (b + kAhead < blocks.size()) {
+            const char* ahead = reinterpret_cast<const char*>(blocks[b + kAhead].get());
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead - 16);
+        }
+        const BlockPtr& block = blocks[b];
+        const TierKind tier = block->tier();
+        if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block)) return 0;
+        if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
+        return geometry_.slot_bytes(block->kind());
+    }
+    AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
+    uint32_t now() const override { return now_; }
+    MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block, sequences_[v.owner]->last_used_at}; }
+    std::vector<MoveItem> items(std::span<const Victim> victims) const {
+        std::vector<MoveItem> items;
+        for (const Victim v : victims) items.push_back(item(v));
+        return items;
+    }
+
+  private:
+    const TierKind tier_;
+    const Geometry& geometry_;
+    const uint32_t now_;
+    std::vector<const Sequence*> sequences_;
+    std::vector<TierKind> slowest_;
+    std::vector<BlockOwner> owners_;
+    bool shared_ = false;
+    std::unordered_set<const Block*> held_;
+};
+
+// Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
+inline std::unordered_set<const Block*> shared_in_plans(std::span<const std::unique_ptr<Sequence>> sequences) {
+    std::unordered_set<const Block*> held;
+    for (const auto& s : sequences) {
+        if (!s->alive || !s->in_plan) continue;
+        for (const BlockPtr& block : s->blocks) {
+            if (block.use_count() > 1) held.insert(block.get());
+        }
+    }
+    return held;
+}
+
+// A full block that a truncate cut is needed when tokens are appended: not among those that may be dropped.
+inline size_t count_full(const Sequence& s) {
+    return size_t(s.length / kPageTokens);
+}
+
+// Whether the plan that holds `mine` may drop blocks of the sequence.
+inline bool may_lose_blocks(const Sequence& s, std::span<Sequence* const> mine) {
+    return s.alive && (!s.in_plan || std::find(mine.begin(), mine.end(), &s) != mine.end());
+}
+
+}  // namespace ta

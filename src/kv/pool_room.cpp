@@ -1,0 +1,213 @@
+// Whether a begin can have the room that it lacks, and what a pool drops for it where that is allowed. Both are decided before
+// anything is lost.
+#include <algorithm>
+#include <array>
+#include <unordered_set>
+
+#include "src/kv/fall.h"
+#include "src/kv/leaving.h"
+#include "src/kv/pool.h"
+
+namespace ta {
+namespace {
+
+// Bytes of what may be dropped, by tier, and of what may leave for the next tier, or for the disk, once there is room.
+struct Movable {
+    uint64_t drops[3] = {}, down[3] = {}, to_disk[3] = {};
+};
+
+bool is_full(const Tier& tier, const Geometry& geometry) {
+    const TierStats stats = tier.stats();
+    for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
+        if (geometry.slot_bytes(kind) > 0 && stats.slots_free[size_t(kind)] == 0) return true;
+    }
+    return false;
+}
+
+}  // namespace
+
+uint64_t Pool::bytes_of(std::span<const PageKind> kinds) const {
+    uint64_t bytes = 0;
+    for (const PageKind kind : kinds) bytes += geometry_.slot_bytes(kind);
+    return bytes;
+}
+
+uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
+    if (blocks_->blocks_on_disk() == 0) return 0;
+    uint64_t bytes = 0;
+    std::unordered_set<const Block*> seen;
+    for (const Sequence* s : seqs) {
+        for (const BlockPtr& block : s->blocks) {
+            if (block->tier() == TierKind::kDisk && (block.use_count() == 1 || seen.insert(block.get()).second))
+                bytes += geometry_.slot_bytes(block->kind());
+        }
+    }
+    return bytes;
+}
+
+// An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
+bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const {
+    const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
+    // Blocks that leave for nothing come back; not so bits that they lose on the way.
+    if (!geometry_.falls && unused == std::array<uint64_t, 3>{}) return true;
+    uint64_t room[3] = {blocks_->budget() - blocks_->usage().used};  // that there is, and that is made of what nobody uses
+    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+        const Tier* there = tier(kind);
+        if (there && there->health().state == TierState::kOk) room[size_t(kind)] = there->stats().free;
+    }
+    for (size_t t = 0; t < 3; ++t) room[t] += blocks_->left_bytes(TierKind(t)) + unused[t];
+    // What falls is of these bytes here and of those there: by kind, what keeps its bytes last.
+    struct Leaves {
+        uint64_t bytes = 0, below = 0;
+    } leaves[kPageKinds + 1];
+    const TierKind next = below(TierKind::kDevice);
+    uint64_t others = 0, shrinks = 0, droppable[3] = {};
+    {
+        std::lock_guard lock(mutex_);
+        std::unordered_set<const Block*> seen;
+        for (const auto& s : sequences_) {
+            if (!s->alive) continue;
+            const bool is_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
+            const bool may_lose = tier_settings_.drop_coldest && may_lose_blocks(*s, mine);
+            for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
+                const Block& block = *s->blocks[b];
+                if (!block.sealed() || block.pins() > 0 || block.stuck()) continue;
+                const bool alone = s->blocks[b].use_count() == 1;
+                if (!alone && !seen.insert(&block).second) continue;
+                const TierKind tier = block.tier();
+                const PageKind kind = block.kind();
+                const uint64_t bytes = geometry_.slot_bytes(kind);
+                if (alone && may_lose && b < count_full(*s)) {
+                    droppable[size_t(tier)] += bytes;
+                    continue;
+                }
+                if (block.moving()) {  // it has its new place, and leaves the old one soon
+                    room[0] += bytes;
+                    continue;
+                }
+                if (tier != TierKind::kDisk && !is_mine) others += bytes;
+                if (tier != TierKind::kDevice) continue;
+                const bool falls = may_fall(geometry_, numerics_, block, b);
+                const uint64_t there = falls ? geometry_.slot_bytes(kind_in_tier(kind, next)) : bytes;
+                Leaves& l = leaves[falls ? size_t(kind) : size_t(kPageKinds)];
+                l.bytes += bytes;
+                l.below += there;
+                if (host_) shrinks += bytes - there;
+            }
+        }
+    }
+    // A byte of the disk takes what needs more of them in the tiers above.
+    const auto times_on_disk = [&](PageKind above) {
+        return geometry_.falls ? double(geometry_.slot_bytes(above)) / double(geometry_.low_slot_bytes) : 1.0;
+    };
+    const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
+    const uint64_t dropped_below = droppable[1] + droppable[2];
+    double below_bytes = double(room[2]);
+    if (host_) below_bytes = double(room[1]) + double(room[2]) * times_on_disk(kind_in_tier(largest, TierKind::kHost));
+    below_bytes += double(dropped_below);
+    double gained = 0;
+    for (const Leaves& l : leaves) {
+        if (l.below == 0) continue;
+        const double part = std::min(1.0, below_bytes / double(l.below));
+        gained += part * double(l.bytes);
+        below_bytes -= part * double(l.below);
+    }
+    const uint64_t bytes = bytes_of(wanted), here = room[0] + droppable[0];
+    if (double(bytes) > double(here) + gained) return false;
+    // All of the step's blocks lie in these two tiers.
+    const uint64_t comes_up = bytes_on_disk(mine);
+    if (comes_up == 0) return true;
+    const double to_disk = std::min(double(others), double(room[2] + comes_up) * times_on_disk(largest));
+    return double(bytes + comes_up) <= double(here + room[1] + shrinks + dropped_below) + to_disk;
+}
+
+void Pool::drop(std::span<const MoveItem> items) {
+    for (const MoveItem& item : items) {
+        if (!item.block->start_move()) continue;
+        BlockPtr(item.block).reset();  // what former owners read happened before others write there
+        blocks_->drop(*item.block);
+        item.block->end_move();
+        ++counters_.dropped_blocks;
+    }
+}
+
+Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine, const DropBelow& from_below) {
+    if (!tier_settings_.drop_coldest) return Drop::kNothing;
+    take_in_attention(true);  // what is lost must not depend on how far a GPU is
+    const uint64_t bytes = bytes_of(wanted), unused = prefixes_.unused_bytes()[0];
+    // What others might come to have is decided under the lock; so it is held until the blocks are gone.
+    std::lock_guard lock(mutex_);
+    // What moved blocks have left does not count: it was waited for, and plans that stay open may be reading there.
+    const uint64_t free = blocks_->budget() - blocks_->usage().used;
+    if (bytes <= free) return Drop::kHere;
+    uint64_t missing = bytes - free;
+    Movable m;
+    std::unordered_set<const Block*> seen;
+    const std::unordered_set<const Block*> held = shared_in_plans(sequences_);
+    for (const auto& s : sequences_) {
+        if (!may_lose_blocks(*s, mine)) continue;
+        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
+            const BlockPtr& block = s->blocks[b];
+            const bool shared = block.use_count() > 1;
+            if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
+            const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
+            if (!shared) m.drops[tier] += size;
+            m.down[tier] += size;
+            if (!s->in_plan && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
+        }
+    }
+    // Room in a tier helps where the tiers above are full too, and have as much to pass on.
+    const bool host_full = host_ && is_full(*host_, geometry_) && m.down[0] >= missing;
+    TierKind from = TierKind::kDevice;
+    if (from_below.allowed && host_full && m.drops[1] >= missing) from = TierKind::kHost;
+    if (from_below.allowed && disk_ && is_full(*disk_, geometry_) &&
+        (m.to_disk[0] >= missing || (host_full && m.to_disk[1] >= missing)) && m.drops[2] >= missing)
+        from = TierKind::kDisk;
+    // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's own
+    // blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
+    const uint64_t evicted = std::max(bytes, blocks_->budget() / kEvictedPart);
+    if (from != TierKind::kDevice && m.drops[0] < missing + evicted && blocks_->still_reading(from_below.readers)) {
+        if (m.drops[0] + unused < missing) return Drop::kLater;
+        from = TierKind::kDevice;
+    }
+    if (from == TierKind::kDevice) {
+        if (m.drops[0] + unused < missing) return Drop::kNothing;
+        if (unused > 0) missing -= std::min(missing, prefixes_.drop_unused(from, missing, false));
+        if (missing == 0) return Drop::kHere;
+    }
+    Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
+    for (const auto& s : sequences_) {
+        if (may_lose_blocks(*s, mine)) leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s));
+    }
+    drop(leaving.items(policy_->choose(leaving, missing)));
+    return from == TierKind::kDevice ? Drop::kHere : Drop::kBelow;
+}
+
+bool Pool::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
+    if (!tier_settings_.drop_coldest) return false;
+    take_in_attention(true);
+    std::lock_guard lock(mutex_);
+    const uint64_t come_up = bytes_on_disk(mine), bytes = bytes_of(wanted);
+    const uint64_t free = blocks_->budget() - blocks_->usage().used;
+    Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
+    uint64_t may_go = 0, of_device = 0;
+    for (const auto& s : sequences_) {
+        if (!may_lose_blocks(*s, mine)) continue;
+        const TierKind slowest = s->in_plan ? TierKind::kDisk : TierKind::kHost;
+        leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), slowest);
+        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
+            const BlockPtr& block = s->blocks[b];
+            const bool alone = block.use_count() == 1;
+            if (!may_leave(*block) || block->tier() > slowest) continue;
+            const uint64_t size = geometry_.slot_bytes(block->kind());
+            if (alone) may_go += size;
+            if (block->tier() == TierKind::kDevice && (alone || host_)) of_device += size;
+        }
+    }
+    // Nothing is lost for a step whose new blocks have no room then.
+    if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
+    if (come_up > free) drop(leaving.items(policy_->choose(leaving, come_up - free)));
+    return true;
+}
+
+}  // namespace ta
