@@ -392,6 +392,8 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool capture
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
+    // Prompts of new sequences take the kernel that knows no channel pages. A graph is replayed with other steps.
+    if (key.by_kernel && !captured && !tables_.may_have_channel_blocks()) a.heads = nullptr;
     Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
     if (schedule.step != steps_) {
         if (captured) return needs_a_run("these options");

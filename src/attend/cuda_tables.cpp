@@ -137,12 +137,13 @@ void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTable
 void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) {
     auto* const first = static_cast<TablePatch*>(staging.part(0));
     TablePatch* patch = first;
-    lacks_blocks_ = false;
+    lacks_blocks_ = channel_blocks_ = false;
     for (const StepMember& m : step.members) {
         Row& row = rows_[m.sequence->slot];
         uint64_t entry = row.first;
         const int64_t clean = clean_entries(m), untouched = Step::untouched_blocks(m);
         row.lacks_blocks &= clean > 0;
+        channel_blocks_ |= untouched > int64_t{pool_.numerics().sink_blocks};  // those that the step writes are token blocks
         entry += uint64_t(clean);
         for (int64_t b = clean; b < untouched; ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];

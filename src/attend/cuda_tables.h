@@ -44,6 +44,7 @@ class CudaTables {
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
     size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
     bool lacks_blocks() const { return lacks_blocks_; }                            // some of the step's were dropped
+    bool may_have_channel_blocks() const { return channel_blocks_; }               // of the step's
 
     // What captured launches point at.
     void addresses(std::vector<uint64_t>& out) const;
@@ -83,7 +84,7 @@ class CudaTables {
     size_t used_entries_ = 0;
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     int group_ = 0, max_rows_ = 0;
-    bool any_prefill_ = false, lacks_blocks_ = false;
+    bool any_prefill_ = false, lacks_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> prefill_;
     Staging staging_[4];
     uint64_t uploads_ = 0;
