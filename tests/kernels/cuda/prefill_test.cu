@@ -77,8 +77,8 @@ constexpr int kRowsToCheck = 48;  // of a case; with few of them, a bound relati
 constexpr double kTimesCpu = 1.6, kBeyondCpu = 2e-3, kSasError = 0.02;  // bounds: times the CPU's error, plus this
 
 struct Errors {
-    double o = 0.0, cpu_o = 0.0, norm = 0.0;  // sums of squares
-    double lse = 0.0, cpu_lse = 0.0;          // largest
+    double o = 0.0, cpu_o = 0.0, running_o = 0.0, norm = 0.0;  // sums of squares
+    double lse = 0.0, cpu_lse = 0.0;                           // largest
 };
 
 class Problem {
@@ -234,8 +234,8 @@ class Problem {
         a.exp = c_.exp, a.p_levels = c_.p_levels;
     }
 
-    // A row by the CPU's kernel with the same P of 8 bits.
-    double cpu_row(const QueryCodes& q, size_t s, int head, const RowRules& rules, double* out) const {
+    // A row by the CPU's kernel with the same P of 8 bits, in units of a page's largest or of the running maximum.
+    double cpu_row(const QueryCodes& q, size_t s, int head, const RowRules& rules, bool running, double* out) const {
         constexpr float kLog2eF = 1.44269504f;
         std::vector<cpu::PageRef> pages;
         const int n_pages = (sequences_[s].n_keys + kPageTokens - 1) / kPageTokens;
@@ -257,7 +257,7 @@ class Problem {
         t.bias = &q.bias;
         if (c_.alibi) t.slope = &slope;
         if (c_.softcap > 0.0f) t.softcap_log2 = c_.softcap * kLog2eF, t.softcap_inv = 1.0f / c_.softcap;
-        t.exp = c_.exp, t.p_levels = c_.p_levels;
+        t.exp = c_.exp, t.p_levels = c_.p_levels, t.p_running = running;
         t.o = o, t.m = &m, t.l = &l;
         t.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) % 64;
         cpu::attend_scalar(t);
@@ -296,7 +296,7 @@ class Problem {
 
     // What a row should be, and what the CPU makes of it.
     struct Expected {
-        std::vector<double> o, cpu_o;
+        std::vector<double> o, cpu_o, running_o;
         double lse, cpu_lse;
     };
 
@@ -342,7 +342,9 @@ class Problem {
                     for (int n = 0; n < n_pages; ++n) pages.push_back(&numbers(s, n, head));
                     if (!known) {
                         expected.lse = exact_row(codes, pages, c_.d, rules, want.data());
-                        expected.cpu_lse = cpu_row(codes, s, head, rules, cpu.data());
+                        expected.cpu_lse = cpu_row(codes, s, head, rules, false, cpu.data());
+                        expected.running_o.resize(size_t(c_.d));
+                        cpu_row(codes, s, head, rules, true, expected.running_o.data());
                         if (c_.exp == ExpMode::kSas) want = cpu, expected.lse = expected.cpu_lse;  // wrong by design
                     }
                     const double want_lse = expected.lse, cpu_lse = expected.cpu_lse;
@@ -351,6 +353,7 @@ class Problem {
                         const double got = load(out, c_.out_type, q_at(row, h) + size_t(c));
                         error += (got - want[size_t(c)]) * (got - want[size_t(c)]);
                         cpu_error += (cpu[size_t(c)] - want[size_t(c)]) * (cpu[size_t(c)] - want[size_t(c)]);
+                        e->running_o += std::pow(expected.running_o[size_t(c)] - want[size_t(c)], 2);
                         norm += want[size_t(c)] * want[size_t(c)];
                     }
                     e->o += error;
@@ -565,7 +568,7 @@ int test(bool quick, const std::string& only) {
         std::printf("stage 1 of queries, %-14s %s\n", name, agrees ? "ok" : "FAILED");
         failed += !agrees;
     }
-    std::printf("%-34s %9s %9s %9s %9s\n", "case", "O", "CPU's O", "LSE", "CPU's LSE");
+    std::printf("%-34s %9s %9s %9s %9s %9s\n", "case", "O", "CPU's O", "running", "LSE", "CPU's LSE");
     for (const Case& c : all_cases(quick)) {
         if (c.name.find(only) == std::string::npos) continue;
         AttendArgs probe{};
@@ -578,8 +581,8 @@ int test(bool quick, const std::string& only) {
         Errors e;
         const bool good = problem.run(kRowsToCheck, &e);
         const double norm = std::max(e.norm, 1e-300);
-        std::printf("%-34s %9.2e %9.2e %9.2e %9.2e %s\n", c.name.c_str(), std::sqrt(e.o / norm), std::sqrt(e.cpu_o / norm),
-                    e.lse, e.cpu_lse, good ? "ok" : "FAILED");
+        std::printf("%-34s %9.2e %9.2e %9.2e %9.2e %9.2e %s\n", c.name.c_str(), std::sqrt(e.o / norm),
+                    std::sqrt(e.cpu_o / norm), std::sqrt(e.running_o / norm), e.lse, e.cpu_lse, good ? "ok" : "FAILED");
         std::fflush(stdout);
         failed += !good;
     }
