@@ -93,7 +93,8 @@ void prefill(benchmark::State& state) {
 }
 BENCHMARK(prefill)->ArgNames({"bits"})->Arg(8)->Arg(4)->Arg(2)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
 
-// The peer: the same rows and keys in FP32 (float_attention.h), which gets each head's keys and values as dense arrays for free.
+// The peer: the same rows and keys in FP32 (float_attention.h), which gets each head's keys and values as dense arrays for
+// free.
 class FloatPrefill {
   public:
     FloatPrefill(const Shape& shape, int64_t n_query, const std::vector<float>& k, const std::vector<float>& v)

@@ -1,5 +1,6 @@
-// Decode on a GPU through the ABI: one new token for every sequence, quantization of Q included. bench_decode [--json] [--only TEXT]
-// [--sweep]: --sweep goes over context lengths, for bench/gpu/plot.py. bench/gpu/peers.py times other libraries on the same shapes.
+// Decode on a GPU through the ABI: one new token for every sequence, quantization of Q included. bench_decode [--json] [--only
+// TEXT] [--sweep]: --sweep goes over context lengths, for bench/gpu/plot.py. bench/gpu/peers.py times other libraries on the
+// same shapes.
 #include "bench/gpu/support.h"
 
 using namespace ta::bench;

@@ -1,5 +1,5 @@
-// Prefill on a GPU through the ABI: the tokens of a chunk attend to themselves and to what is cached, quantization of Q included, that
-// of K and V (append) beside it. bench_prefill [--json] [--only TEXT] [--sweep]
+// Prefill on a GPU through the ABI: the tokens of a chunk attend to themselves and to what is cached, quantization of Q
+// included, that of K and V (append) beside it. bench_prefill [--json] [--only TEXT] [--sweep]
 #include "bench/gpu/support.h"
 
 using namespace ta::bench;

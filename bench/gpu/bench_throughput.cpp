@@ -1,5 +1,5 @@
-// Decode of a model as large as Llama 3 8B, attention and append only: 32 layers, batch 16, 32k tokens each, a graph per step. Prints
-// tokens/s, and how many such sequences fit into the GPU's memory against F16. bench_throughput [--json] [--only TEXT]
+// Decode of a model as large as Llama 3 8B, attention and append only: 32 layers, batch 16, 32k tokens each, a graph per step.
+// Prints tokens/s, and how many such sequences fit into the GPU's memory against F16. bench_throughput [--json] [--only TEXT]
 #include "bench/gpu/support.h"
 
 using namespace ta::bench;

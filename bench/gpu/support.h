@@ -1,5 +1,6 @@
-// What the GPU benchmarks share: F16 rows on the device, a pool filled with sequences that grew in turns, medians with a cold L2, the
-// check of an output against float64 attention over the stored values, and the two forms of output. Through the public ABI alone.
+// What the GPU benchmarks share: F16 rows on the device, a pool filled with sequences that grew in turns, medians with a cold
+// L2, the check of an output against float64 attention over the stored values, and the two forms of output. Through the public
+// ABI alone.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -73,8 +74,8 @@ class Cache {
     void abort();
     void end();
     uint64_t bytes_used() const;
-    // Relative L2 error of the last sequence's last query, all query heads of its first kv head, in layer 0. What the step appended is
-    // taken as given, the rest as stored.
+    // Relative L2 error of the last sequence's last query, all query heads of its first kv head, in layer 0. What the step
+    // appended is taken as given, the rest as stored.
     double error_of(const Rows& q, const Rows& new_k, const Rows& new_v, const Rows& out) const;
 
     // Appends the rows in a step that is ended; relative L2 error of what is stored of the last sequence's new tokens.
@@ -102,7 +103,8 @@ double back_to_back_us(cudaStream_t stream, const std::function<void()>& call);
 // Median microseconds that `call` takes of the host.
 double host_us(const std::function<void()>& before, const std::function<void()>& call, const std::function<void()>& after);
 
-// Rows of a table or, with --json, what Google Benchmark prints: {"context": ..., "benchmarks": [...]}. --only TEXT: names that contain it.
+// Rows of a table or, with --json, what Google Benchmark prints: {"context": ..., "benchmarks": [...]}. --only TEXT: names that
+// contain it.
 class Report {
   public:
     using Columns = std::vector<std::pair<const char*, double>>;

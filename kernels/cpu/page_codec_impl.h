@@ -141,8 +141,8 @@ int64_t quantize(const float* x, int64_t n, float scale, int levels, int8_t* out
 
 using Lanes = float __attribute__((vector_size(64)));
 
-// hadamard_in_place (rotation.h) of D channels, 16 at a time: within 16 a butterfly is the other half of each pair plus or minus
-// one's own.
+// hadamard_in_place (rotation.h) of D channels, 16 at a time: within 16 a butterfly is the other half of each pair plus or
+// minus one's own.
 template <int D>
 TA_HD inline void rotate_lanes(float* x, const float* sign) {
     Lanes v[D / 16];
@@ -247,8 +247,8 @@ struct ChannelPage {
     int32_t zero8[kMaxHeadDim];
 };
 
-// Squared error of the page under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a tie
-// the other way, which costs the same error.
+// Squared error of the page under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a
+// tie the other way, which costs the same error.
 void search_errors(const ChannelPage& p, int d, float levels, const float* step, const float* zero, float* error) {
     float inverse[kMaxHeadDim];
     for (int c = 0; c < d; ++c) {

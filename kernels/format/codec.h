@@ -1,5 +1,5 @@
-// The numeric codec: float -> INT8 (stage 1) -> 4/2 bits (stage 2), one value or one channel at a time, the same on CPU and GPU.
-// docs/numerics.md gives the source of each step. All functions round to nearest even and need IEEE division and no
+// The numeric codec: float -> INT8 (stage 1) -> 4/2 bits (stage 2), one value or one channel at a time, the same on CPU and
+// GPU. docs/numerics.md gives the source of each step. All functions round to nearest even and need IEEE division and no
 // contraction (-ffp-contract=off, nvcc -fmad=false where they are inlined).
 #pragma once
 
@@ -46,9 +46,9 @@ TA_HD inline float token_magnitude(int sum_of_codes, float token_scale) {
     return float(sum_of_codes) * token_scale;
 }
 
-// The power-of-two scale of a V token: as large as the token's magnitude allows next to the largest magnitude of the page, and its
-// scale next to the largest scale. The scale alone follows the token's largest channel: it would blow up tokens of ordinary size
-// beside one with an outlier, and with them the range of every channel.
+// The power-of-two scale of a V token: as large as the token's magnitude allows next to the largest magnitude of the page, and
+// its scale next to the largest scale. The scale alone follows the token's largest channel: it would blow up tokens of ordinary
+// size beside one with an outlier, and with them the range of every channel.
 TA_HD inline int v_exponent(float token_scale, float max_scale, float magnitude, float max_magnitude) {
     const int by_scale = exponent_below(token_scale, max_scale), by_magnitude = exponent_below(magnitude, max_magnitude);
     return by_scale < by_magnitude ? by_scale : by_magnitude;
@@ -96,9 +96,9 @@ TA_HD inline int stage2_step(int min, int max, int levels) {
     return s < 1 ? 1 : s;
 }
 
-// Candidates of the encoder search: three steps from the full one down at 4 bits; five at 2 bits, 12/16 to 8/16 of the full one.
-// Each has its covered interval placed at several parts, in sixteenths, of the slack. The full range at its minimum comes before
-// them and wins ties, as does the earlier candidate. docs/numerics.md has the figures.
+// Candidates of the encoder search: three steps from the full one down at 4 bits; five at 2 bits, 12/16 to 8/16 of the full
+// one. Each has its covered interval placed at several parts, in sixteenths, of the slack. The full range at its minimum comes
+// before them and wins ties, as does the earlier candidate. docs/numerics.md has the figures.
 TA_HD constexpr int search_steps(int bits) {
     return bits == 2 ? 5 : 3;
 }

@@ -287,7 +287,8 @@ Status CpuStep::seal() {
     return {};
 }
 
-// Leaves with each block the mean weight that it had in a row of this step. Blocks that take another's place take over what it got.
+// Leaves with each block the mean weight that it had in a row of this step. Blocks that take another's place take over what it
+// got.
 void CpuStep::add_masses() {
     if (masses_.empty()) return;
     Fading fading = pool_.fading();

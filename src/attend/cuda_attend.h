@@ -1,5 +1,5 @@
-// How a call of attention runs on a GPU: which kernels, what they read, the launches. Steps of plans and dense calls share it. Only
-// CUDA builds include this.
+// How a call of attention runs on a GPU: which kernels, what they read, the launches. Steps of plans and dense calls share it.
+// Only CUDA builds include this.
 #pragma once
 
 #include <compare>
@@ -42,9 +42,9 @@ struct ManyRowsKey {
 // Sets P's format in `args` and chooses.
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendArgs& args);
 
-// The prefill kernel's tiles or, where it cannot run the call, chunks of up to 16 rows for the decode kernel: query tokens [i, i + c)
-// of a sequence are the last ones of a shorter sequence under a causal mask; under a full one they come with their positions, and
-// with a window only with the pages that it reaches.
+// The prefill kernel's tiles or, where it cannot run the call, chunks of up to 16 rows for the decode kernel: query tokens [i,
+// i + c) of a sequence are the last ones of a shorter sequence under a causal mask; under a full one they come with their
+// positions, and with a window only with the pages that it reaches.
 struct ManyRows {
     size_t bytes = 0;
     bool by_kernel = false;

@@ -1,6 +1,6 @@
-// What attention blocks get in the steps of a plan on a GPU: the decode kernels add it up by entry of the block table, the end of a
-// step sends the sums to pinned memory, and whoever needs them next, a later begin or an eviction, leaves them with the blocks.
-// Only CUDA builds include this.
+// What attention blocks get in the steps of a plan on a GPU: the decode kernels add it up by entry of the block table, the end
+// of a step sends the sums to pinned memory, and whoever needs them next, a later begin or an eviction, leaves them with the
+// blocks. Only CUDA builds include this.
 #pragma once
 
 #include <cstdint>

@@ -107,7 +107,8 @@ bool CudaStaging::take_ring() {
 Status CudaStaging::open() {
     if (copies_) return {};
     int least = 0, greatest = 0;
-    // Before the kernels of the layers when the copies are a kernel: it takes few multiprocessors and the layers' last for long.
+    // Before the kernels of the layers when the copies are a kernel: it takes few multiprocessors and the layers' last for
+    // long.
     TA_RETURN_IF_ERROR(device_.check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for stream priorities"));
     for (Part& part : parts_) {
         for (cudaEvent_t* e : {&part.arrived, &part.read}) {
@@ -171,8 +172,8 @@ Status CudaStaging::load(uint32_t layer) {
     return {};
 }
 
-// The kernel is left to pages for which the engine takes twice as long: it keeps multiprocessors from the layers that the copies are
-// beside, and copies that end before those do are not waited for.
+// The kernel is left to pages for which the engine takes twice as long: it keeps multiprocessors from the layers that the
+// copies are beside, and copies that end before those do are not waited for.
 MoveRoute CudaStaging::route(uint64_t bytes) const {
     const MoveRoute route = pool_.mover()->route();
     if (route != MoveRoute::kCalibrated) return route;
@@ -212,8 +213,8 @@ Status CudaStaging::after_attend(cudaStream_t stream) {
     used_ = true;
     part.is_read = true;
     TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(part.read, stream), "recording an event"));
-    // With one part the next layer's copies wait for this attend, but not for what the embedder does between the two. A step without
-    // new tokens may attend to a layer again.
+    // With one part the next layer's copies wait for this attend, but not for what the embedder does between the two. A step
+    // without new tokens may attend to a layer again.
     const int64_t next = last_layer_ + 1;
     if (ring_.parts == 2 || step_->total_new == 0 || next == pool_.geometry().layers) return {};
     return load(uint32_t(next));

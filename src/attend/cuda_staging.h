@@ -1,6 +1,6 @@
-// Layer-ahead staging on a GPU: pages of blocks in host memory are copied to device memory, into slots of the pool that are free, beside
-// the layers before theirs, and a layer's kernels get a block table with these addresses. Attend reads the same bytes either way. Only
-// CUDA builds include this.
+// Layer-ahead staging on a GPU: pages of blocks in host memory are copied to device memory, into slots of the pool that are
+// free, beside the layers before theirs, and a layer's kernels get a block table with these addresses. Attend reads the same
+// bytes either way. Only CUDA builds include this.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ class CudaStaging {
         int64_t rows_at_once = 0;  // of sequences with more rows than the decode kernel takes; 0: there are none
         int64_t window = 0;        // 0: none
     };
-    // A step begins whose tables have been sent. Its calls are taken to be like those of the step before: decides, and starts the copies
-    // of its first layers. Leaves that to the first call where nothing is known yet, and where `replays`: what was captured into a graph
-    // reads in place.
+    // A step begins whose tables have been sent. Its calls are taken to be like those of the step before: decides, and starts
+    // the copies of its first layers. Leaves that to the first call where nothing is known yet, and where `replays`: what was
+    // captured into a graph reads in place.
     Status begin(const Step& step, const CudaTables& tables, bool replays, cudaStream_t stream);
-    // The block table for a layer's attend, which is enqueued next and may not overlap what is before it if `*staged`. Not for calls
-    // that are captured. The step's sequences have been sent.
+    // The block table for a layer's attend, which is enqueued next and may not overlap what is before it if `*staged`. Not for
+    // calls that are captured. The step's sequences have been sent.
     Result<const uint64_t*> before_attend(uint32_t layer, const Call& call, bool* staged, cudaStream_t stream);
     // It was enqueued, or some of it.
     Status after_attend(cudaStream_t stream);

@@ -70,7 +70,8 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 
-// A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given up.
+// A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given
+// up.
 Status CudaTables::place_rows(const Step& step) {
     const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
     const size_t have = capacity();

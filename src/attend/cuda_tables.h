@@ -1,5 +1,5 @@
-// A step's tables in device memory: the blocks that append writes, the block table, and the sequences. The block table stays from
-// step to step; only entries that changed are sent. Only CUDA builds include this.
+// A step's tables in device memory: the blocks that append writes, the block table, and the sequences. The block table stays
+// from step to step; only entries that changed are sent. Only CUDA builds include this.
 #pragma once
 
 #include <cstdint>

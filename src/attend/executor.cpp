@@ -47,8 +47,8 @@ Status check_magnitudes(const float* x, int64_t n, float limit, const char* name
     return {};
 }
 
-// The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where another call
-// has left O. True when that width is the low one.
+// The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where
+// another call has left O. True when that width is the low one.
 bool end_run(const PageBase* pages, int64_t first, int64_t end, int64_t& last) {
     PageKind width = PageKind::kToken;  // no channel page yet
     for (last = first; last < end; ++last) {

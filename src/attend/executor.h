@@ -18,8 +18,8 @@ struct PageBase {
     PageKind kind;
 };
 
-// Query tokens of a call, the last ones, whose attention is observed: all of a decode step, and enough of a prompt to say what it
-// looks at.
+// Query tokens of a call, the last ones, whose attention is observed: all of a decode step, and enough of a prompt to say what
+// it looks at.
 inline constexpr int64_t kObservedTokens = 16;
 
 struct AttendSequence {
@@ -77,8 +77,8 @@ class AttendExecutor {
         int64_t row_begin, row_end;  // of n_query * group
         int64_t page_begin, page_end;
         int64_t partial_row;  // first row of its part in partials_, -1: writes the result itself
-        // Rows [observed_begin, row_end) are observed. Offsets in masses_: [pages, observed rows] of the part, relative to its maximum,
-        // and [pages] of the result; -1 where there are none.
+        // Rows [observed_begin, row_end) are observed. Offsets in masses_: [pages, observed rows] of the part, relative to its
+        // maximum, and [pages] of the result; -1 where there are none.
         int64_t observed_begin = 0, part_mass = -1, mass = -1;
         int64_t pages() const { return page_end - page_begin; }
         int64_t observed() const { return row_end - observed_begin; }

@@ -130,8 +130,8 @@ void Plan::list_touched(StepMember& m) {
     }
 }
 
-// The step's blocks, where the device reads them, and the new ones. From here on none of them changes its bytes at the addresses it
-// has now, until clear(). Whether there can be room is decided before published blocks or tokens are lost for it.
+// The step's blocks, where the device reads them, and the new ones. From here on none of them changes its bytes at the
+// addresses it has now, until clear(). Whether there can be room is decided before published blocks or tokens are lost for it.
 Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
     constexpr int kMostAttempts = 64;

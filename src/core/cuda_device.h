@@ -16,8 +16,9 @@ namespace ta {
 class CudaDense;
 class CudaMoves;
 
-// Makes a device (-1: none) current for a scope and puts the caller's back. What the calls in the scope leave as the thread's last error is
-// taken away, unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
+// Makes a device (-1: none) current for a scope and puts the caller's back. What the calls in the scope leave as the thread's
+// last error is taken away, unless the caller already had one there: the embedder's errors are neither reported as ours nor
+// cleared.
 class CudaScope {
   public:
     explicit CudaScope(int ordinal);
@@ -88,8 +89,8 @@ class CudaDevice final : public Device {
     // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.
     Status wait_for(cudaEvent_t event, const char* what) const;
 
-    // Steps of different streams meet in the slots that one frees and the other takes. An event for each plan: recorded where its
-    // last step ends, waited for by the steps of the others.
+    // Steps of different streams meet in the slots that one frees and the other takes. An event for each plan: recorded where
+    // its last step ends, waited for by the steps of the others.
     cudaEvent_t add_fence();
     void remove_fence(cudaEvent_t fence);
     // `look`: first whether they are over, which costs the stream nothing; not while a graph is captured.

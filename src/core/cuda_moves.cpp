@@ -163,7 +163,8 @@ Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceC
 
 // ------------------------------------------------------------------------------------------------------------- calibration
 
-// Of one of several that are on their way, as the parts of a move are: enqueueing one takes no time then while others are copied.
+// Of one of several that are on their way, as the parts of a move are: enqueueing one takes no time then while others are
+// copied.
 cudaError_t CudaMoves::time_copies(const Copies& copies, MoveRoute route, cudaStream_t stream, double& seconds) {
     constexpr int kOnTheirWay = 3;
     seconds = 1e30;

@@ -1,5 +1,5 @@
-// Copies of blocks between a GPU and the host: by copy engine or by kernel, several batches in flight in each direction. Only CUDA
-// builds include this.
+// Copies of blocks between a GPU and the host: by copy engine or by kernel, several batches in flight in each direction. Only
+// CUDA builds include this.
 #pragma once
 
 #include <atomic>

@@ -59,7 +59,8 @@ class ArrivalCheck {
 class BlockVerifier {
   public:
     virtual ~BlockVerifier() = default;
-    // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does not match.
+    // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does
+    // not match.
     virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
     // The same without waiting, and behind `arrival`. A verifier that cannot verifies when it is waited for.
     virtual Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival);
@@ -69,8 +70,8 @@ class BlockVerifier {
 class BlockEncoder {
   public:
     virtual ~BlockEncoder() = default;
-    // Makes of full token blocks in the device's memory channel blocks with trailers: to[i] is memory of the device for one. Behind all
-    // steps that were ended so far; waits. The blocks match their hashes.
+    // Makes of full token blocks in the device's memory channel blocks with trailers: to[i] is memory of the device for one.
+    // Behind all steps that were ended so far; waits. The blocks match their hashes.
     virtual Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) = 0;
 };
 
@@ -103,19 +104,19 @@ class Device {
     virtual std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) = 0;
     // nullptr: this device cannot.
     virtual std::unique_ptr<BlockEncoder> make_encoder(const Pool&);
-    // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits. Addresses
-    // and sizes are multiples of 16. Calls from several threads overlap, also in the same direction.
+    // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits.
+    // Addresses and sizes are multiples of 16. Calls from several threads overlap, also in the same direction.
     virtual Status copy(std::span<const DeviceCopy> copies, bool to_host) = 0;
-    // The same without waiting; within a direction the copies of a call are done, more or less, before those of the next. A device
-    // that cannot copies at once.
+    // The same without waiting; within a direction the copies of a call are done, more or less, before those of the next. A
+    // device that cannot copies at once.
     virtual Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options);
     // Whether start_copy returns before the copies are done.
     virtual bool copies_beside() const { return false; }
     // Measures, the first time, from what size on the copy engine is the faster way. Takes some milliseconds.
     virtual Status calibrate_moves() { return {}; }
     virtual MoveCrossover move_crossover() const { return {}; }
-    // Enqueues zeroing of device memory behind all steps that were ended so far, before steps and copies that begin from now on.
-    // A device whose memory is the host's does it at once.
+    // Enqueues zeroing of device memory behind all steps that were ended so far, before steps and copies that begin from now
+    // on. A device whose memory is the host's does it at once.
     virtual Status zero(std::span<const DeviceRange> ranges);
     // Until all steps that were ended so far are over on the device.
     virtual Status wait_for_steps() = 0;

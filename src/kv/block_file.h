@@ -1,4 +1,5 @@
-// What the files of sequences and of pools share: checked reading and writing, and blocks with their headers. docs/FORMAT.md, section 8.
+// What the files of sequences and of pools share: checked reading and writing, and blocks with their headers. docs/FORMAT.md,
+// section 8.
 #pragma once
 
 #include <cstddef>
@@ -67,13 +68,14 @@ class File {
 // TA_E_CANCELLED: the progress callback asked to stop.
 Status stopped(const std::string& path);
 
-// A file that has its name only when `write` has written all of it; else nothing is left. TA_E_INVALID: there is one of this name.
+// A file that has its name only when `write` has written all of it; else nothing is left. TA_E_INVALID: there is one of this
+// name.
 Status write_new_file(FileSystem& files, const std::string& path, const std::function<Status(File&)>& write);
 
 // Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use.
 Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
-// Reads the block at the file's position into a new block of the pool; `mine` may be moved out of the device for it. `tokens` gets how
-// many it has; the index must be this one where it is not kAnyIndex, and comes back. TA_E_CORRUPT.
+// Reads the block at the file's position into a new block of the pool; `mine` may be moved out of the device for it. `tokens`
+// gets how many it has; the index must be this one where it is not kAnyIndex, and comes back. TA_E_CORRUPT.
 inline constexpr uint64_t kAnyIndex = UINT64_MAX;
 Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uint64_t& index, uint32_t& tokens,
                             std::span<const MoveItem> mine, std::vector<uint8_t>& slot);

@@ -73,8 +73,8 @@ class Block {
                        uint8_t* slot) const;
     // The same was enqueued where the block's bytes are.
     void mark_sealed() { sealed_.store(true, std::memory_order_release); }
-    // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`, of this kind. TA_E_CORRUPT names the
-    // layer.
+    // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`, of this kind. TA_E_CORRUPT names
+    // the layer.
     Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot,
                   PageKind kind) const;
     Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const {
@@ -88,7 +88,8 @@ class Block {
     // Its bytes do not match their hashes: nobody tries to move it again by himself.
     void set_stuck() { stuck_.store(true, std::memory_order_relaxed); }
     bool stuck() const { return stuck_.load(std::memory_order_relaxed); }
-    // Its bytes are gone for good, and it has no slot: attention passes over it. Not sealed any more, so that it is not moved either.
+    // Its bytes are gone for good, and it has no slot: attention passes over it. Not sealed any more, so that it is not moved
+    // either.
     bool dropped() const { return dropped_.load(std::memory_order_acquire); }
     // A pinned block is moved up only.
     void pin() { pins_.fetch_add(1, std::memory_order_relaxed); }
@@ -161,12 +162,13 @@ struct PlacedBlock {
     PageKind kind;
 };
 
-// Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens the
-// hash of every page. TA_E_CORRUPT names the layer.
+// Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens
+// the hash of every page. TA_E_CORRUPT names the layer.
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
 
-// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their place.
+// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their
+// place.
 void write_trailer(const Geometry& geometry, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens, bool hashes);
 // The hashes of pages [first, first + n), behind a trailer without.
@@ -184,8 +186,8 @@ struct Barriers {
     bool readers = true;  // what a block has left is free when those who read there are done
 };
 
-// Hands out slots of both kinds in the device tier and keeps freed ones for reuse. All bytes it holds there, in use or cached, stay
-// within the budget. Blocks may be moved to the tiers below.
+// Hands out slots of both kinds in the device tier and keeps freed ones for reuse. All bytes it holds there, in use or cached,
+// stay within the budget. Blocks may be moved to the tiers below.
 class BlockStore {
   public:
     BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget);
@@ -195,16 +197,17 @@ class BlockStore {
     BlockStore(const BlockStore&) = delete;
     BlockStore& operator=(const BlockStore&) = delete;
 
-    // One block for each kind in `wanted`, in that order, or none and nothing changed. Their bytes are unspecified: kernels never
-    // read slots of tokens that were not written; what other tenants left there is zeroed. TA_E_TIER_FULL beyond the budget, `failed`
-    // is then the first that does not fit; TA_E_MEMORY when the allocator has none. `tenants`: of each block, or empty: none.
+    // One block for each kind in `wanted`, in that order, or none and nothing changed. Their bytes are unspecified: kernels
+    // never read slots of tokens that were not written; what other tenants left there is zeroed. TA_E_TIER_FULL beyond the
+    // budget, `failed` is then the first that does not fit; TA_E_MEMORY when the allocator has none. `tenants`: of each block,
+    // or empty: none.
     Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr,
                                           std::span<const Tenant> tenants = {});
     // The same without blocks around the slots, for blocks that come back from other tiers and overwrite all of them.
     Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
     void release_slot(PageKind kind, uint8_t* slot);
-    // Room for a while, without blocks: as many slots as there are free, at most so many. Once the caller has put bytes of `tenant` into
-    // them it gives them back so.
+    // Room for a while, without blocks: as many slots as there are free, at most so many. Once the caller has put bytes of
+    // `tenant` into them it gives them back so.
     struct Scratch {
         uint8_t* slot;
         Tenant tenant;  // whose bytes are in it
@@ -218,15 +221,15 @@ class BlockStore {
     // The tiers below the device, or nullptr. They outlive the store's blocks.
     void attach(Tier* host, Tier* disk);
     Place place_of(const Block& block) const;
-    // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are done.
-    // False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided.
+    // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
+    // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided.
     bool move(Block& block, const Place& to);
     // The block's kind is for good.
     void keep_kind(Block& block);
     // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
-    // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every address
-    // that it returned, though the block may move on.
+    // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every
+    // address that it returned, though the block may move on.
     uint64_t start_reading();
     void stop_reading(uint64_t reading);
     // Readers that started so far have numbers up to this one.

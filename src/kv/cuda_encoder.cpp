@@ -1,5 +1,5 @@
-// Blocks of a GPU's memory that lose bits before they leave: a kernel encodes them, another hashes what it made. Only CUDA builds
-// have this.
+// Blocks of a GPU's memory that lose bits before they leave: a kernel encodes them, another hashes what it made. Only CUDA
+// builds have this.
 #include <algorithm>
 #include <mutex>
 

@@ -1,7 +1,8 @@
-// Precision that falls on the way down: a full block of 8 bits becomes one of 4 when it leaves for the host tier, and one of 2 when
-// it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.7.
+// Precision that falls on the way down: a full block of 8 bits becomes one of 4 when it leaves for the host tier, and one of 2
+// when it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.7.
 //
-// Always by the same steps, 8 -> 4 -> 2 bits, also where a block skips a tier: so its bytes follow from its content id and kind.
+// Always by the same steps, 8 -> 4 -> 2 bits, also where a block skips a tier: so its bytes follow from its content id and
+// kind.
 #pragma once
 
 #include "kernels/cpu/page_codec.h"

@@ -80,8 +80,8 @@ class Pool {
     struct Counters {
         std::atomic<uint64_t> appended_tokens{0}, closed_pages{0}, reopened_blocks{0}, copied_blocks{0}, saturated_values{0},
             clamped_values{0};
-        // By TierKind, of the blocks of steps that began: found there; looked for there and found further down; there, but could not
-        // be brought up.
+        // By TierKind, of the blocks of steps that began: found there; looked for there and found further down; there, but
+        // could not be brought up.
         std::atomic<uint64_t> hits[3] = {}, absent[3] = {}, failed[3] = {};
         // Begins that waited for room, for blocks on disk, and how long in all.
         std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
@@ -142,7 +142,8 @@ class Pool {
 
     // Whether steps leave with blocks what attention they got; what they add fades until now.
     bool observes_attention() const { return tier_settings_.eviction == Eviction::kAttention; }
-    // The weights of a sequence's first blocks in step `at`, each times `each`. Blocks that came into their places since then get them.
+    // The weights of a sequence's first blocks in step `at`, each times `each`. Blocks that came into their places since then
+    // get them.
     void add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at);
     void add_attention_source(AttentionSource* source);
     void remove_attention_source(AttentionSource* source);
@@ -159,10 +160,11 @@ class Pool {
     Mover* mover() const { return mover_.get(); }
     StagingMode staging() const { return tier_settings_.staging; }
     uint64_t staging_bytes() const { return tier_settings_.staging_bytes; }
-    // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be reading.
+    // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
+    // reading.
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
-    // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved. `for_all`:
-    // published blocks that nobody uses are dropped only where then all that is wanted fits.
+    // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
+    // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
     bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false);
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
@@ -170,9 +172,9 @@ class Pool {
     void count_lookups(std::span<Sequence* const> seqs);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
     Status make_resident(std::span<Sequence* const> seqs);
-    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's, which
-    // holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free at once.
-    // What would not be enough is not dropped.
+    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
+    // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
+    // at once. What would not be enough is not dropped.
     enum class Drop : uint8_t {
         kNothing,
         kLater,  // nothing now; when those are done who are reading
@@ -184,8 +186,8 @@ class Pool {
         uint64_t readers = 0;  // up to this one must have ended where the device's own blocks would not do
     };
     Drop drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine, const DropBelow& from_below);
-    // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of `mine`, which
-    // need not come any more. False: nothing was dropped.
+    // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of
+    // `mine`, which need not come any more. False: nothing was dropped.
     bool drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine);
     // After a step: lets blocks leave in the background when the device tier is nearly full.
     void keep_room();
@@ -194,8 +196,8 @@ class Pool {
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
     // Records of a persistent file that were damaged when it was opened.
     uint64_t refused_records() const { return refused_records_; }
-    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr. A block that was on disk once
-    // keeps its kind.
+    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr. A block that was on
+    // disk once keeps its kind.
     Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;
 
     // Prefix reuse: pool_prefix.cpp.
@@ -205,8 +207,8 @@ class Pool {
     Status publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys);
     // A sequence of the namespace with the blocks that are published under the first keys.
     Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
-    // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that freed
-    // nothing.
+    // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
+    // freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
     // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
     Status flush_namespace(Tenant space);

@@ -1,4 +1,5 @@
-// A whole pool as a file: its sequences, each block once however many share it, and what is published. docs/FORMAT.md, section 9.
+// A whole pool as a file: its sequences, each block once however many share it, and what is published. docs/FORMAT.md, section
+// 9.
 #pragma once
 
 #include <string>

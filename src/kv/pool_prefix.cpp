@@ -1,4 +1,5 @@
-// The pool's side of prefix reuse: sequences that publish, sequences made of what is published, and what comes from a persistent disk.
+// The pool's side of prefix reuse: sequences that publish, sequences made of what is published, and what comes from a
+// persistent disk.
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -98,7 +99,8 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for
 
 // ------------------------------------------------------------------------------------------------------------ persistent disk
 
-// Every full block with a key becomes an entry, for the namespace that the key names; the others are of sequences that are no more.
+// Every full block with a key becomes an entry, for the namespace that the key names; the others are of sequences that are no
+// more.
 void Pool::recover_published(DiskTier& disk) {
     constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
     prefixes_.set_persistent();

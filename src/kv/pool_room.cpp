@@ -163,8 +163,8 @@ Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequen
     if (from_below.allowed && disk_ && is_full(*disk_, geometry_) &&
         (m.to_disk[0] >= missing || (host_full && m.to_disk[1] >= missing)) && m.drops[2] >= missing)
         from = TierKind::kDisk;
-    // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's own
-    // blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
+    // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's
+    // own blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
     const uint64_t evicted = std::max(bytes, blocks_->budget() / kEvictedPart);
     if (from != TierKind::kDevice && m.drops[0] < missing + evicted && blocks_->still_reading(from_below.readers)) {
         if (m.drops[0] + unused < missing) return Drop::kLater;

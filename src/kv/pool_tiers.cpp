@@ -142,8 +142,8 @@ TierKind Pool::below(TierKind tier) const {
     return tier == TierKind::kDevice && host_ ? TierKind::kHost : TierKind::kDisk;
 }
 
-// Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay; shared
-// ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
+// Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay;
+// shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
 std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
     // Before all others what is published and nobody uses.
     std::vector<MoveItem> items = prefixes_.unused(tier, bytes);

@@ -1,6 +1,6 @@
-// Published prefixes: full blocks that new sequences find by keys of the caller, kept apart by namespace. A key stands for all tokens
-// up to the end of its block. What the tables hold are hashes of the keys under the namespace's salt, which nobody without the salt
-// can compute, and shares of the blocks.
+// Published prefixes: full blocks that new sequences find by keys of the caller, kept apart by namespace. A key stands for all
+// tokens up to the end of its block. What the tables hold are hashes of the keys under the namespace's salt, which nobody
+// without the salt can compute, and shares of the blocks.
 #pragma once
 
 #include <array>
@@ -59,7 +59,8 @@ class PrefixStore {
     Result<NamespaceStats> stats(Tenant id) const;
     std::vector<NamespaceStats> all_stats() const;
     Status check(Tenant id) const;
-    // How a file names the namespace, and whose the tokens are that a file says are of it, be the namespace there already or not yet.
+    // How a file names the namespace, and whose the tokens are that a file says are of it, be the namespace there already or
+    // not yet.
     SpaceTag tag_of(Tenant id) const;
     Tenant tenant_of(SpaceTag tag);
 
@@ -70,13 +71,13 @@ class PrefixStore {
     // Of a match that came to something, for the statistics: keys found, and keys asked for.
     void count_match(Tenant id, uint64_t found, uint64_t asked);
 
-    // Blocks of a tier that nobody but the tables owns, those first that were not asked for longest, of at least so many bytes or
-    // all there are. Of a prefix the end comes before the beginning.
+    // Blocks of a tier that nobody but the tables owns, those first that were not asked for longest, of at least so many bytes
+    // or all there are. Of a prefix the end comes before the beginning.
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
     // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
     std::array<uint64_t, 3> unused_bytes() const;
-    // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes that
-    // this frees. `all`: drops nothing when they would be fewer than wanted.
+    // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes
+    // that this frees. `all`: drops nothing when they would be fewer than wanted.
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool all);
 
     // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet.

@@ -1,5 +1,5 @@
-// Where the slots of blocks lie on a CPU: side by side in chunks of huge pages, since attention walks over all of them and small
-// pages cost it half its time in TLB misses. With allocator hooks every slot is an allocation of its own.
+// Where the slots of blocks lie on a CPU: side by side in chunks of huge pages, since attention walks over all of them and
+// small pages cost it half its time in TLB misses. With allocator hooks every slot is an allocation of its own.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace ta {
 
-// The memory of all slots on a device, taken once. It is cut into regions; a region holds slots of one kind while it holds any, and
-// serves any kind again when it is empty. Not synchronised.
+// The memory of all slots on a device, taken once. It is cut into regions; a region holds slots of one kind while it holds any,
+// and serves any kind again when it is empty. Not synchronised.
 class SlotSlab {
   public:
     explicit SlotSlab(Device& device) : device_(device) {}
@@ -45,7 +45,8 @@ class SlotSlab {
 // Slots of one size. Not synchronised.
 class SlotMemory {
   public:
-    // `most`: the bytes that all slots together may come to. `slab`: where they lie on a device, as slots of `kind`, else nullptr.
+    // `most`: the bytes that all slots together may come to. `slab`: where they lie on a device, as slots of `kind`, else
+    // nullptr.
     SlotMemory(Allocator& allocator, SlotSlab* slab, int kind, size_t slot_bytes, uint64_t most);
     ~SlotMemory();
     SlotMemory(const SlotMemory&) = delete;

@@ -6,8 +6,8 @@
 
 namespace ta {
 
-// For slots of a pool of this geometry and fingerprint. A block of fewer than 64 tokens has no page hashes: of it the trailer is
-// compared.
+// For slots of a pool of this geometry and fingerprint. A block of fewer than 64 tokens has no page hashes: of it the trailer
+// is compared.
 BlockCheck make_block_check(const Geometry& geometry, uint64_t fingerprint);
 
 }  // namespace ta

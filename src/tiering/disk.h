@@ -1,5 +1,5 @@
-// The disk tier: blocks as records of one preallocated file, read and written past the page cache. Anonymous files are gone with the
-// process, however it ends; a persistent one brings its blocks back, kill -9 included.
+// The disk tier: blocks as records of one preallocated file, read and written past the page cache. Anonymous files are gone
+// with the process, however it ends; a persistent one brings its blocks back, kill -9 included.
 #pragma once
 
 #include <chrono>
@@ -31,8 +31,8 @@ struct DiskTierOptions {
 
 class DiskTier final : public Tier {
   public:
-    // TA_E_INVALID: the file is not one of this pool, or not safe to use. TA_E_CORRUPT: it is not a file of a disk tier, or damaged as a
-    // whole. TA_E_BUSY: in use. TA_E_TIER_FULL: no space. TA_E_IO.
+    // TA_E_INVALID: the file is not one of this pool, or not safe to use. TA_E_CORRUPT: it is not a file of a disk tier, or
+    // damaged as a whole. TA_E_BUSY: in use. TA_E_TIER_FULL: no space. TA_E_IO.
     static Result<std::unique_ptr<DiskTier>> open(std::shared_ptr<FileSystem> files, const DiskTierOptions& options);
     ~DiskTier() override;
 
@@ -50,8 +50,8 @@ class DiskTier final : public Tier {
     TierHealth health() const override { return engine_->health(); }
     std::span<const std::string> degraded() const override { return engine_->file().degraded; }
 
-    // The blocks that a persistent file brought along. Their slots are acquired; release those that nobody wants. What they hold is
-    // checked when it is read.
+    // The blocks that a persistent file brought along. Their slots are acquired; release those that nobody wants. What they
+    // hold is checked when it is read.
     std::span<const RecoveredBlock> recovered() const { return engine_->file().recovered; }
     // Records that were not taken, a sentence each (the first ones), and how many there were.
     std::span<const std::string> refused() const { return engine_->file().refused; }

@@ -191,8 +191,8 @@ void DiskEngine::start_op(Lock& lock, IoQueue& queue, Op& op, unsigned& flying) 
     run_step(lock, queue, op, flying);
 }
 
-// The record as it will lie on disk. The header is sealed here too: its hash covers what was copied, not what the client's memory
-// may hold by now.
+// The record as it will lie on disk. The header is sealed here too: its hash covers what was copied, not what the client's
+// memory may hold by now.
 Status DiskEngine::stage_write(Op& op) {
     const size_t bytes = op.request.bytes, record = size_t(map_.shape().stride[op.request.slot.slot_class]);
     uint8_t* payload = op.staging + kDiskPage;
@@ -235,7 +235,8 @@ bool DiskEngine::next_step(Op& op) {
                 if (step > 0) return false;
                 break;
             }
-            // Never a header in front of bytes that are not its own, so: the old header goes, the bytes come, then their header.
+            // Never a header in front of bytes that are not its own, so: the old header goes, the bytes come, then their
+            // header.
             if (step == 0 && !slot.on_disk) ++op.step;
             switch (op.step - 1) {
                 case 0:

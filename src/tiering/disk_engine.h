@@ -1,6 +1,6 @@
-// What runs a disk tier: a few threads that keep records moving between the file and staging buffers, and one that supervises them.
-// I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its client is told, its
-// buffer and its slot stay out of use until the operating system lets go of them.
+// What runs a disk tier: a few threads that keep records moving between the file and staging buffers, and one that supervises
+// them. I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its client is told,
+// its buffer and its slot stay out of use until the operating system lets go of them.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,8 @@ class DiskEngine {
     DiskEngine(const DiskEngine&) = delete;
     DiskEngine& operator=(const DiskEngine&) = delete;
 
-    // The threads keep the engine alive for as long as the operating system keeps one of them. To be stopped also when this fails.
+    // The threads keep the engine alive for as long as the operating system keeps one of them. To be stopped also when this
+    // fails.
     static Status start(const std::shared_ptr<DiskEngine>& engine);
     void stop();
 
@@ -130,8 +131,8 @@ class DiskEngine {
 
     SlotMap map_;
     std::vector<SlotInfo> slots_;  // by index
-    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush, and
-    // when slots are wanted after a while. Their capacity is all slots.
+    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush,
+    // and when slots are wanted after a while. Their capacity is all slots.
     std::vector<uint32_t> to_erase_, not_erased_;
     std::vector<uint8_t*> idle_staging_;
     Ops queued_, active_;

@@ -122,7 +122,8 @@ Status DiskFile::check_wanted() const {
     return progress_->abandoned ? fail(TA_E_IO, "opening was given up") : Status();
 }
 
-// The I/O that a killed process had in flight keeps its lock for a moment longer than the process lives, and may land until then.
+// The I/O that a killed process had in flight keeps its lock for a moment longer than the process lives, and may land until
+// then.
 int DiskFile::lock() {
     const auto end = std::chrono::steady_clock::now() + kLockPatience;
     for (;;) {

@@ -1,5 +1,5 @@
-// The file of a disk tier: made or opened, checked, locked, and what it holds. Everything here happens once, before the tier serves
-// anything; the hot path is disk.cpp's.
+// The file of a disk tier: made or opened, checked, locked, and what it holds. Everything here happens once, before the tier
+// serves anything; the hot path is disk.cpp's.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
-// What lies in the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of records.
-// A record is a header of 4096 bytes and the slot, padded with zeros to 4096 bytes. A persistent file has a record's header
-// only while its slot is stored completely: writing it is the last step, erasing it the first one.
+// What lies in the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
+// records. A record is a header of 4096 bytes and the slot, padded with zeros to 4096 bytes. A persistent file has a record's
+// header only while its slot is stored completely: writing it is the last step, erasing it the first one.
 #pragma once
 
 #include <cstdint>

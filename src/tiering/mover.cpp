@@ -122,9 +122,9 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
     return ticket->id;
 }
 
-// How many of the first items go together; `before`: bytes of those that went already. Little towards the end, so that little is left to
-// check when the last has arrived; a device checks faster than it is waited for. Where copies run beside this, little at first, too,
-// so that the bus is busy before all is prepared, and of a small move to the host little all the time.
+// How many of the first items go together; `before`: bytes of those that went already. Little towards the end, so that little
+// is left to check when the last has arrived; a device checks faster than it is waited for. Where copies run beside this,
+// little at first, too, so that the bus is busy before all is prepared, and of a small move to the host little all the time.
 Mover::Cut Mover::cut_part(std::span<const MoveItem> items, TierKind to, uint64_t before) const {
     const Geometry& g = sharing_.pool.geometry();
     const auto bytes_of = [&](const MoveItem& item) { return item.block ? uint64_t{g.slot_bytes(item.block->kind())} : 0; };

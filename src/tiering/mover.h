@@ -1,6 +1,6 @@
-// Moves full blocks between tiers: copies their bytes, checks them against their hashes where they arrive, and publishes the new
-// place. Moves are asked for with tickets and done in parts by threads of the mover, some for each direction, or at once by the
-// caller; each has several parts on their way.
+// Moves full blocks between tiers: copies their bytes, checks them against their hashes where they arrive, and publishes the
+// new place. Moves are asked for with tickets and done in parts by threads of the mover, some for each direction, or at once by
+// the caller; each has several parts on their way.
 #pragma once
 
 #include <atomic>
@@ -23,16 +23,16 @@ class Mover {
   public:
     // host and disk may be nullptr.
     Mover(Pool& pool, Tier* host, Tier* disk);
-    // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route` says
-    // which is taken. TA_E_LIMIT.
+    // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route`
+    // says which is taken. TA_E_LIMIT.
     Status start(MoveRoute route = MoveRoute::kCalibrated);
     // Cancels what is queued and waits for what is moving.
     ~Mover();
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
 
-    // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls. Of what is asked
-    // for the caller starts the first part, where that waits for nobody.
+    // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls. Of what is
+    // asked for the caller starts the first part, where that waits for nobody.
     Result<uint64_t> submit(std::vector<MoveItem> items, TierKind to, MoveReason reason);
     // The same at once. Where there is no room in `to`, others make room for needed blocks.
     MoveProgress run(std::span<const MoveItem> items, TierKind to, MoveReason reason);

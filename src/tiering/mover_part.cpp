@@ -338,8 +338,8 @@ void MovePart::check_on_device() {
     }
 }
 
-// What arrived in memory must match its hashes before anybody is sent there; a disk has checked when it read. On a CPU it arrives
-// here.
+// What arrived in memory must match its hashes before anybody is sent there; a disk has checked when it read. On a CPU it
+// arrives here.
 void MovePart::check_on_host() {
     const Pool& pool = sharing_.pool;
     const Geometry& g = pool.geometry();
@@ -470,7 +470,8 @@ void MovePart::give_back(const Work& w) {
     }
 }
 
-// Whether what did not match is the block where it lies, and not only what arrived of it. Who cannot tell says no: the next move does.
+// Whether what did not match is the block where it lies, and not only what arrived of it. Who cannot tell says no: the next
+// move does.
 bool MovePart::is_damaged(const Work& w) const {
     if (w.status.code() != TA_E_CORRUPT) return false;
     const Pool& pool = sharing_.pool;

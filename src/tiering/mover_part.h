@@ -1,5 +1,5 @@
-// A part of a move: some blocks that are copied, checked and published together. Several parts are on their way at a time, so that
-// the bus is busy while what has arrived is checked.
+// A part of a move: some blocks that are copied, checked and published together. Several parts are on their way at a time, so
+// that the bus is busy while what has arrived is checked.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,8 @@ struct MoveItem {
     std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
 };
 
-// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, moved by others.
+// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, moved by
+// others.
 struct MoveProgress {
     ta_move_state state = TA_MOVE_QUEUED;
     uint64_t blocks = 0, moved = 0, present = 0, skipped = 0, failed = 0;

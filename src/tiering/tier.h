@@ -1,5 +1,5 @@
-// Where blocks live and how their bytes get in and out. A tier has fixed slots of up to three classes under a byte budget and moves
-// bytes asynchronously; which block lives where, and when it moves, is not its business.
+// Where blocks live and how their bytes get in and out. A tier has fixed slots of up to three classes under a byte budget and
+// moves bytes asynchronously; which block lives where, and when it moves, is not its business.
 #pragma once
 
 #include <array>
@@ -45,8 +45,8 @@ struct BlockIdentity {
     bool operator==(const BlockIdentity&) const = default;
 };
 
-// Whether the bytes of a whole slot are the block that `identity` names: TA_E_CORRUPT says what differs. Called by threads of the
-// tier; must not throw.
+// Whether the bytes of a whole slot are the block that `identity` names: TA_E_CORRUPT says what differs. Called by threads of
+// the tier; must not throw.
 using BlockCheck = std::function<Status(const BlockIdentity& identity, uint8_t slot_class, const uint8_t* slot)>;
 
 // Bytes into or out of one slot.
@@ -71,8 +71,8 @@ struct TierCompletion {
 class TierClient {
   public:
     virtual ~TierClient() = default;
-    // From a thread of the tier that holds no lock, never from within a call; several threads may call at the same time. May call
-    // the tier. Short, since it keeps the tier from working.
+    // From a thread of the tier that holds no lock, never from within a call; several threads may call at the same time. May
+    // call the tier. Short, since it keeps the tier from working.
     virtual void on_done(TierCompletion completion) noexcept = 0;
 };
 

@@ -1,5 +1,5 @@
-// Every call of the ABI with wrong values: the status, the argument it names, the text, and that nothing changes. Structs, tensors
-// and the order of calls have files of their own (bad_structs_, bad_tensors_, bad_order_test.cpp).
+// Every call of the ABI with wrong values: the status, the argument it names, the text, and that nothing changes. Structs,
+// tensors and the order of calls have files of their own (bad_structs_, bad_tensors_, bad_order_test.cpp).
 #include <cmath>
 #include <limits>
 

@@ -1,5 +1,5 @@
-// ta_tier_options.drop_coldest: what goes when no tier has room, what never goes, and that attention is exactly attention over the
-// tokens that are left.
+// ta_tier_options.drop_coldest: what goes when no tier has room, what never goes, and that attention is exactly attention over
+// the tokens that are left.
 
 #include <cmath>
 #include <cstdio>
@@ -21,8 +21,8 @@ class Dropping : public ::testing::Test {
         pool = make_pool(context, options);
         plan = make_plan(pool);
     }
-    // Appends, then attends in a step of its own, so that all tokens are read as they are stored, and compares with float64 over what the
-    // sequence still has.
+    // Appends, then attends in a step of its own, so that all tokens are read as they are stored, and compares with float64
+    // over what the sequence still has.
     void step(ta_seq seq, int32_t n_new, int32_t n_query = 1) {
         begin(plan, {seq}, {n_new}, {0});
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -262,7 +262,8 @@ TEST_F(Dropping, ABeginWaitsForAnOpenPlanAsLongAsItMay) {
             begin(plan, {fresh}, {3 * 64});
             const auto took = std::chrono::steady_clock::now() - start;
             EXPECT_LT(took, std::chrono::milliseconds(wait == 0 ? 5000 : 1500));
-            // First what the host tier has; the device's own blocks when what these make room for is still being read, or might be.
+            // First what the host tier has; the device's own blocks when what these make room for is still being read, or might
+            // be.
             const bool waits = host_bytes > 0 && wait >= 0;
             EXPECT_GE(took, std::chrono::milliseconds(waits ? std::max(wait, 90) : 0));
             EXPECT_LE(dropped() - before, waits ? 6u : 3u);
@@ -274,7 +275,8 @@ TEST_F(Dropping, ABeginWaitsForAnOpenPlanAsLongAsItMay) {
     }
 }
 
-// What several have and a step reads may leave the device, where nothing else is, once there is room below: but the step must end.
+// What several have and a step reads may leave the device, where nothing else is, once there is room below: but the step must
+// end.
 TEST_F(Dropping, NothingIsLostForRoomThatAnotherPlanKeeps) {
     for (const bool ends : {false, true}) {
         make({.device_blocks = 4,

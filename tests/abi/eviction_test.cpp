@@ -73,8 +73,8 @@ TEST(Eviction, SequencesOfLowPriorityLeaveFirst) {
     twins.verify();
 }
 
-// What the blocks of a step got by its queries, in float64: q as given, keys as stored; the mean over layers, heads and the last 16
-// tokens.
+// What the blocks of a step got by its queries, in float64: q as given, keys as stored; the mean over layers, heads and the
+// last 16 tokens.
 std::vector<double> exact_mass(const KvPool& pool, ta_seq seq, const std::vector<std::vector<float>>& q, int64_t n_query,
                                int64_t window) {
     const int64_t n = length(pool, seq), observed = std::min<int64_t>(n_query, 16);

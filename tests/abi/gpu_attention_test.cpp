@@ -1,5 +1,6 @@
-// TA_EVICT_ATTENTION and drop_coldest on a GPU: beside a CPU that is fed the same rows, blocks get the same attention, leave in the
-// same order and are lost in the same order, and results are attention over the tokens that are left. Skipped where there is no GPU.
+// TA_EVICT_ATTENTION and drop_coldest on a GPU: beside a CPU that is fed the same rows, blocks get the same attention, leave in
+// the same order and are lost in the same order, and results are attention over the tokens that are left. Skipped where there
+// is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -247,8 +248,8 @@ TEST_F(GpuAttention, TheColdestLeaveFirst) {
     EXPECT_GT(mass[5], 10 * mass[6]);
 }
 
-// Appends, then attends in a step of its own, so that all tokens are read as they are stored, and compares with float64 over what the
-// sequence still has.
+// Appends, then attends in a step of its own, so that all tokens are read as they are stored, and compares with float64 over
+// what the sequence still has.
 class GpuDropping : public GpuAttention {
   protected:
     struct Rules {

@@ -53,9 +53,9 @@ class DeviceCopy {
     DeviceMemory memory_;
 };
 
-// Both are judged by the CPU's result with 16-bit P: with the P that is asked for, the GPU may be off by kTimesCpu times as much as
-// the CPU is, whose units of P are smaller, and by what rounding differs. LSE beside 8-bit P is summed from scores on a grid of 1/112
-// octave. SAS cuts off at a distance from the maximum so far, which depends on where the work was cut.
+// Both are judged by the CPU's result with 16-bit P: with the P that is asked for, the GPU may be off by kTimesCpu times as
+// much as the CPU is, whose units of P are smaller, and by what rounding differs. LSE beside 8-bit P is summed from scores on a
+// grid of 1/112 octave. SAS cuts off at a distance from the maximum so far, which depends on where the work was cut.
 constexpr double kTimesCpu = 1.6, kFine = 2e-3, kSas = 3e-2, kLse = 5e-3;
 
 struct Item {

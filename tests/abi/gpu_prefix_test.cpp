@@ -1,5 +1,5 @@
-// Prefix reuse, a disk tier that lasts and pool files on a GPU context: a matched sequence beside a fork of its publisher, the same
-// outputs to the bit. Skipped where there is no GPU.
+// Prefix reuse, a disk tier that lasts and pool files on a GPU context: a matched sequence beside a fork of its publisher, the
+// same outputs to the bit. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 

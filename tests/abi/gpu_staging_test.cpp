@@ -1,5 +1,5 @@
-// Layer-ahead staging: steps that copy pages in host memory to the GPU before they read them, beside a pool with all blocks in GPU
-// memory. The same outputs to the bit. Skipped where there is no GPU.
+// Layer-ahead staging: steps that copy pages in host memory to the GPU before they read them, beside a pool with all blocks in
+// GPU memory. The same outputs to the bit. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 

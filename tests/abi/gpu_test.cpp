@@ -269,7 +269,8 @@ TEST_F(Gpu, OptionsOfAttend) {
     cudaFree(arrays);
 }
 
-// More query rows than the decode kernel takes at once, each chunk of them somewhere among the keys: P of 16 bits goes that way.
+// More query rows than the decode kernel takes at once, each chunk of them somewhere among the keys: P of 16 bits goes that
+// way.
 TEST_F(Gpu, FullMasksWithWindowsAndAlibiInChunks) {
     for (const Shape& shape : {kShapes[0], kShapes[3], kShapes[5], kShapes[6], kShapes[7]}) {
         SCOPED_TRACE("d " + std::to_string(shape.head_dim) + ", group " + std::to_string(shape.group));

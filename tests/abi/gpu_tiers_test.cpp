@@ -1,5 +1,5 @@
-// Tiers of a GPU context: a pool whose blocks are spread over GPU memory, pinned host memory and disk, beside one with all in GPU
-// memory. The same outputs to the bit. Skipped where there is no GPU.
+// Tiers of a GPU context: a pool whose blocks are spread over GPU memory, pinned host memory and disk, beside one with all in
+// GPU memory. The same outputs to the bit. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 

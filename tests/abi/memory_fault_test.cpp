@@ -1,6 +1,6 @@
-// Memory that runs out at every possible point: the n-th allocation of a scenario fails, alone or with all after it, for every n,
-// through the allocator hooks and through operator new. A call that fails says TA_E_MEMORY and has changed nothing; made again
-// with memory, the scenario ends with the same bits as if nothing had happened; nothing leaks.
+// Memory that runs out at every possible point: the n-th allocation of a scenario fails, alone or with all after it, for every
+// n, through the allocator hooks and through operator new. A call that fails says TA_E_MEMORY and has changed nothing; made
+// again with memory, the scenario ends with the same bits as if nothing had happened; nothing leaks.
 #include <gtest/gtest.h>
 #include <unistd.h>
 

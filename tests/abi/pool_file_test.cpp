@@ -1,5 +1,5 @@
-// Whole pools saved and loaded: every sequence with its values, blocks shared as before, what is published; and no file that is not what
-// was saved.
+// Whole pools saved and loaded: every sequence with its values, blocks shared as before, what is published; and no file that is
+// not what was saved.
 #define XXH_INLINE_ALL
 #include <sys/stat.h>
 #include <xxhash.h>

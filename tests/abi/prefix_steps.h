@@ -30,7 +30,8 @@ class PrefixSteps : public ::testing::Test {
         return o;
     }
 
-    // Appends n tokens of the stream `text`: what they are depends on it and on their places alone. Returns what attention gave.
+    // Appends n tokens of the stream `text`: what they are depends on it and on their places alone. Returns what attention
+    // gave.
     static std::vector<float> grow(const KvPool& pool, ta_seq seq, int32_t n, uint64_t text) {
         const int64_t have = length(pool, seq);
         const Plan plan = make_plan(pool);

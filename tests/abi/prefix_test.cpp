@@ -1,5 +1,5 @@
-// Published prefixes: a sequence that begins with one is what a fork of the publisher is, namespaces see nothing of one another, and
-// what nobody uses makes room.
+// Published prefixes: a sequence that begins with one is what a fork of the publisher is, namespaces see nothing of one
+// another, and what nobody uses makes room.
 #include <unistd.h>
 
 #include <algorithm>

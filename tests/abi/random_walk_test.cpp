@@ -1,5 +1,5 @@
-// A random walk through the API beside a simple model: which blocks each sequence has and shares, and what their tokens read as.
-// After every move the library must agree: lengths, statistics to the last block, stored values, attention, hashes.
+// A random walk through the API beside a simple model: which blocks each sequence has and shares, and what their tokens read
+// as. After every move the library must agree: lengths, statistics to the last block, stored values, attention, hashes.
 //
 // TA_WALK_SECONDS (10) is the time of all walks together, TA_WALK_SEED (1) where they begin. A failure prints the seed and the
 // moves that led to it.
@@ -406,7 +406,8 @@ class Walk {
     std::vector<float> values(int64_t tokens, size_t mean_at) {
         std::vector<float> x = random_.normals(tokens * c_.row());
         for (size_t i = 0; i < x.size(); ++i) x[i] += mean_[mean_at + i % size_t(c_.row())];
-        // The first token of a page decides its universal scale: without this, others would be cut off far too often to compare.
+        // The first token of a page decides its universal scale: without this, others would be cut off far too often to
+        // compare.
         for (size_t i = 0; c_.universal() && i < x.size(); i += c_.head_dim) x[i] = 5.0f;
         return x;
     }
@@ -459,8 +460,8 @@ class Walk {
         }
     }
 
-    // Takes over what is stored now: new and changed blocks within the quantization error of what they came from, all others bit
-    // for bit.
+    // Takes over what is stored now: new and changed blocks within the quantization error of what they came from, all others
+    // bit for bit.
     void commit(Member& m, const std::vector<std::vector<float>>& new_k, const std::vector<std::vector<float>>& new_v) {
         ModelSequence& s = *m.sequence;
         const int64_t old_length = s.length, row = c_.row();

@@ -1,5 +1,5 @@
-// One pool, many threads: each with a plan and sequences of its own gets what it would get alone, bit by bit, whatever the others
-// do meanwhile. Small enough for ThreadSanitizer.
+// One pool, many threads: each with a plan and sequences of its own gets what it would get alone, bit by bit, whatever the
+// others do meanwhile. Small enough for ThreadSanitizer.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// What the statistics of tiers count: where steps found their blocks, what became of prefetched ones, how old evicted ones were, and
-// whether begins waited.
+// What the statistics of tiers count: where steps found their blocks, what became of prefetched ones, how old evicted ones
+// were, and whether begins waited.
 #include <chrono>
 #include <thread>
 

@@ -1,4 +1,5 @@
-// Pools with tiers beside a pool that has all its blocks in one: the same outputs to the bit, wherever blocks are and whatever moves.
+// Pools with tiers beside a pool that has all its blocks in one: the same outputs to the bit, wherever blocks are and whatever
+// moves.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// Every scenario with every operation failing: the k-th allocation, file operation or copy, once and from then on. No crash, hang,
-// leak or wrong byte; a call that fails has changed nothing, and afterwards all goes on. TA_FAULTS_ALL=1 takes every k, on plain memory
-// and on the simulated device, with io_uring and without; else the k are spread. Each line that begins with "fault-matrix" is a row of
-// the table in docs/testing.md.
+// Every scenario with every operation failing: the k-th allocation, file operation or copy, once and from then on. No crash,
+// hang, leak or wrong byte; a call that fails has changed nothing, and afterwards all goes on. TA_FAULTS_ALL=1 takes every k,
+// on plain memory and on the simulated device, with io_uring and without; else the k are spread. Each line that begins with
+// "fault-matrix" is a row of the table in docs/testing.md.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// 100000 flipped bits of blocks in the device, the host and the disk tier: each is found by ta_seq_verify, which names the block, and
-// no block goes to another tier with one. TA_FLIPS: how many in each tier.
+// 100000 flipped bits of blocks in the device, the host and the disk tier: each is found by ta_seq_verify, which names the
+// block, and no block goes to another tier with one. TA_FLIPS: how many in each tier.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

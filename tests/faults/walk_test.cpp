@@ -1,5 +1,5 @@
-// Random walks of a tiered pool, each several times with something failing at a random moment. TA_WALK_SECONDS (4) is the time of all
-// walks together, TA_WALK_SEED (1) where they begin; a failure prints the seed.
+// Random walks of a tiered pool, each several times with something failing at a random moment. TA_WALK_SECONDS (4) is the time
+// of all walks together, TA_WALK_SEED (1) where they begin; a failure prints the seed.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -15,7 +15,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-// Of calls that are made again when the fault is over: a tier may be read-only for a moment, or a stalled thread on its way back.
+// Of calls that are made again when the fault is over: a tier may be read-only for a moment, or a stalled thread on its way
+// back.
 constexpr auto kPatience = 10s;
 // A short deadline for I/O that never comes back, a long one where a busy machine may be slow.
 constexpr std::chrono::milliseconds kShortDeadline{20}, kLongDeadline{8000}, kRetryAfter{2};

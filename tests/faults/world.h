@@ -1,6 +1,6 @@
-// One life of a tiered pool in which at most one fault is set: a scenario's calls, made through the ABI on a context whose files,
-// memory and device may fail. A call that fails has changed nothing, and made again without the fault it succeeds; what attention
-// gives and what is stored is that of a pool without tiers that makes the same calls.
+// One life of a tiered pool in which at most one fault is set: a scenario's calls, made through the ABI on a context whose
+// files, memory and device may fail. A call that fails has changed nothing, and made again without the fault it succeeds; what
+// attention gives and what is stored is that of a pool without tiers that makes the same calls.
 #pragma once
 
 #include <functional>
@@ -77,8 +77,8 @@ struct Reference {
     std::vector<int64_t> matched;  // tokens, of each match
 };
 
-// A pool with tiers has dropped published blocks that nobody used, as it may where a fault left no room, and a match found fewer: from here
-// on there is nothing to compare with.
+// A pool with tiers has dropped published blocks that nobody used, as it may where a fault left no room, and a match found
+// fewer: from here on there is nothing to compare with.
 struct LostPrefix {};
 
 // Inputs of steps: the same in all lives of a scenario.
@@ -136,8 +136,8 @@ class World {
     // They come back as new sequences, in the order of the old ones. Returns the first.
     size_t load_pool();
     void flush(uint8_t salt);
-    // Another pool on the same persistent file; sequences and namespaces are gone. On a pool without tiers what was published stays for a
-    // namespace of the same salt.
+    // Another pool on the same persistent file; sequences and namespaces are gone. On a pool without tiers what was published
+    // stays for a namespace of the same salt.
     void reopen();
     void lost_prefix() { lost_ = true; }
 

@@ -11,8 +11,8 @@ enum class MemorySource { kHooks, kNew };
 // From now on the allocation after the next `skip` ones of the source fails, in all threads; with `forever` all after it too.
 void break_memory(MemorySource source, bool forever, int64_t skip);
 void heal_memory();
-// The same in two steps, for a program that counts only what some of its calls allocate: allocations are counted, and fail, between
-// arm_memory and heal_memory.
+// The same in two steps, for a program that counts only what some of its calls allocate: allocations are counted, and fail,
+// between arm_memory and heal_memory.
 void skip_allocations(int64_t n);
 void arm_memory(MemorySource source, bool forever);
 // Whether more than the skipped allocations have been asked for.

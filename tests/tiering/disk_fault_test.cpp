@@ -1,5 +1,5 @@
-// Scripts on the disk tier in which every file operation fails, once and from then on, in every way: no crash, hang, leak or wrong
-// byte, and afterwards everything that was acknowledged.
+// Scripts on the disk tier in which every file operation fails, once and from then on, in every way: no crash, hang, leak or
+// wrong byte, and afterwards everything that was acknowledged.
 #include <gtest/gtest.h>
 
 #include <algorithm>

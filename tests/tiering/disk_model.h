@@ -1,5 +1,5 @@
-// What a persistent disk tier owes its caller, kept beside it while a script runs on it under faults: which contents of a block may
-// be found later, and which one must.
+// What a persistent disk tier owes its caller, kept beside it while a script runs on it under faults: which contents of a block
+// may be found later, and which one must.
 #pragma once
 
 #include <memory>

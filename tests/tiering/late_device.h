@@ -1,5 +1,5 @@
-// A device whose steps run late and whose copies run at any time that the calls allow: a copy that is not told to stand behind steps
-// overtakes them. Whoever forgets an ordering gets wrong bytes.
+// A device whose steps run late and whose copies run at any time that the calls allow: a copy that is not told to stand behind
+// steps overtakes them. Whoever forgets an ordering gets wrong bytes.
 #pragma once
 
 #include <chrono>

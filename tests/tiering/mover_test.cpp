@@ -1,5 +1,5 @@
-// Moves beside steps of a device that is late: what the orderings are for. Each case is also run without its ordering, where it must
-// see wrong bytes: a test that could not fail says nothing.
+// Moves beside steps of a device that is late: what the orderings are for. Each case is also run without its ordering, where it
+// must see wrong bytes: a test that could not fail says nothing.
 #include "src/tiering/mover.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// A tier that does nothing until it is told to: requests complete late and in any order, and the bytes move only then, as with a
-// copy engine. Whoever reuses memory or a slot too early gets wrong bytes.
+// A tier that does nothing until it is told to: requests complete late and in any order, and the bytes move only then, as with
+// a copy engine. Whoever reuses memory or a slot too early gets wrong bytes.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,8 @@ class SimulatedTier final : public Tier {
         }
     }
 
-    // Lets one pending request, any of them, complete with this status, or as its own turn of events has it. False when there is none.
+    // Lets one pending request, any of them, complete with this status, or as its own turn of events has it. False when there
+    // is none.
     bool step(Status status = {}) {
         std::list<Op> one;
         {

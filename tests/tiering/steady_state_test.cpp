@@ -1,5 +1,5 @@
-// Appending never waits in the steady state: with watermarks, blocks leave in the background before their room is needed, however
-// slow the tier below is, as long as it keeps up on average. The tier is slowed down; the pool is a real one.
+// Appending never waits in the steady state: with watermarks, blocks leave in the background before their room is needed,
+// however slow the tier below is, as long as it keeps up on average. The tier is slowed down; the pool is a real one.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -173,8 +173,8 @@ class Cache {
         TA_CHECK(ta_kv_pool_get_tier_stats(pool_, TA_TIER_DEVICE, &s, &error));
         return s.staged_bytes;
     }
-    // Moves blocks so that of n behind the sink so many percent are on the host, spread evenly: every block b with b * away / n of
-    // another whole part than b - 1. Returns how many that are; `away`: as many were there.
+    // Moves blocks so that of n behind the sink so many percent are on the host, spread evenly: every block b with b * away / n
+    // of another whole part than b - 1. Returns how many that are; `away`: as many were there.
     uint64_t spread(ta_seq seq, uint64_t n, uint64_t away, uint64_t percent) {
         const uint64_t wanted = n * percent / 100;
         for (uint64_t b = 1; b <= n; ++b) {
@@ -488,8 +488,8 @@ void bench_falling(Machine& machine, const BenchTiersOptions& options, const std
     }
 }
 
-// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it. An attend counts
-// for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any case.
+// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it. An attend
+// counts for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any case.
 void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);

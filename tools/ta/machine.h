@@ -1,4 +1,5 @@
-// The device that a command works on: where its tensors lie and when its work is done. Behind it the CUDA runtime, if the build has it.
+// The device that a command works on: where its tensors lie and when its work is done. Behind it the CUDA runtime, if the build
+// has it.
 #pragma once
 
 #include <cstddef>

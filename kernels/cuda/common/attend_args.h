@@ -1,6 +1,6 @@
 // What one attention call over pages (one layer) needs on the device; decode and prefill share it. Pointers are to device
-// memory, or to host memory mapped into it, unless said otherwise. Nothing here depends on lengths: a captured graph is replayed
-// with new lengths by rewriting what `sequences`, `pages_before` and `table` point at.
+// memory, or to host memory mapped into it, unless said otherwise. Nothing here depends on lengths: a captured graph is
+// replayed with new lengths by rewriting what `sequences`, `pages_before` and `table` point at.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,8 @@ struct HeadArgs {
     uint16_t unused;
 };
 
-// [rows, heads, head_dim] with head_dim contiguous; strides in elements. 16-byte aligned rows are read faster, none are required.
+// [rows, heads, head_dim] with head_dim contiguous; strides in elements. 16-byte aligned rows are read faster, none are
+// required.
 struct TensorArgs {
     void* data;
     int64_t stride_row, stride_head;
@@ -49,8 +50,8 @@ struct AttendArgs {
 
     const SequenceArgs* sequences;  // [batch]
     const int32_t* pages_before;    // [batch + 1] pages of the sequences before; the last is the sum
-    // [batch] place of the first query token among the keys; below 0 or behind them, too. nullptr: the queries are the last tokens.
-    // With it the pages before a window are left out already. The decode kernel's alone.
+    // [batch] place of the first query token among the keys; below 0 or behind them, too. nullptr: the queries are the last
+    // tokens. With it the pages before a window are left out already. The decode kernel's alone.
     const int32_t* first_position;
     const uint64_t* table;
     const HeadArgs* heads;  // [kv_heads]; nullptr when no page is a channel page

@@ -22,8 +22,8 @@ TA_MMA_16832(mma_u8_u8, "u8.u8")
 TA_MMA_16832(mma_s8_u8, "s8.u8")
 #undef TA_MMA_16832
 
-// Bytes of lo (0..3) and hi (4..7) by the nibbles of the selector, the lowest first; with 8 added to a nibble, that byte's sign in all
-// bits.
+// Bytes of lo (0..3) and hi (4..7) by the nibbles of the selector, the lowest first; with 8 added to a nibble, that byte's sign
+// in all bits.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permute_signed(uint32_t lo, uint32_t hi) {
     uint32_t r;

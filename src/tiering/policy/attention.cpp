@@ -11,8 +11,8 @@ class Attention final : public EvictionPolicy {
 
     std::vector<Victim> choose(const EvictionView& view, uint64_t bytes) const override {
         struct Candidate {
-            // The mass, whose bits are ordered as it is, and below it the last use: blocks that nobody attends to any more are all at
-            // zero, and leave as under LRU.
+            // The mass, whose bits are ordered as it is, and below it the last use: blocks that nobody attends to any more are
+            // all at zero, and leave as under LRU.
             uint64_t heat;
             uint32_t owner, key;  // reversed bits of the block
             bool operator<(const Candidate& other) const {

@@ -1,5 +1,5 @@
-// Which blocks leave a tier first. A policy sees sequences, how they were used, and how much attention their blocks got. Which blocks
-// may leave at all, and where they go, is the pool's to say.
+// Which blocks leave a tier first. A policy sees sequences, how they were used, and how much attention their blocks got. Which
+// blocks may leave at all, and where they go, is the pool's to say.
 #pragma once
 
 #include <cmath>

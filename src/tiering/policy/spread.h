@@ -9,8 +9,8 @@
 
 namespace ta {
 
-// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading them
-// from below is spread over all that attend.
+// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading
+// them from below is spread over all that attend.
 inline uint32_t reversed_bits(uint32_t x) {
     x = (x & 0x55555555) << 1 | (x >> 1 & 0x55555555);
     x = (x & 0x33333333) << 2 | (x >> 2 & 0x33333333);

@@ -286,7 +286,8 @@ class Problem {
         rows_ = rows;
     }
 
-    // The largest magnitudes in device memory: two sides a sequence, records of other layers between them, NaN where nothing is.
+    // The largest magnitudes in device memory: two sides a sequence, records of other layers between them, NaN where nothing
+    // is.
     int64_t state_stride() const { return c_.heads * 2 + 6; }
     int state_side(size_t sequence) const { return c_.sequences[sequence].length == 0 ? kNothingSeen : int(sequence % 2); }
     std::vector<float> state_records() const {

@@ -1,5 +1,5 @@
-// Timing of the CUDA decode kernel: random page order, cold L2, medians, the error beside each time. Pages are copies of a few that
-// the codec made, so that the exact result is cheap to know.
+// Timing of the CUDA decode kernel: random page order, cold L2, medians, the error beside each time. Pages are copies of a few
+// that the codec made, so that the exact result is cheap to know.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

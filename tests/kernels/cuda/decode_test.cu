@@ -1,4 +1,5 @@
-// The CUDA decode kernel against attention in float64 over the same pages, its integers against the CPU's bit by bit, and its speed.
+// The CUDA decode kernel against attention in float64 over the same pages, its integers against the CPU's bit by bit, and its
+// speed.
 //
 // usage: decode_test [--quick] [--only TEXT] [--path bulk|async]   correctness; prints a line per case, exits with 1 if one fails
 //        decode_test --bench [--bits N] [--warps N] [--path bulk|async] [--only SHAPE] [--mass]
@@ -115,8 +116,8 @@ class Problem {
         return compare(*out_bytes, lse.copy(), worst_o, worst_lse);
     }
 
-    // The same after run() with the kernels that say what attention pages get: they must write the same results. `worst` is of a page,
-    // of what all rows and heads gave.
+    // The same after run() with the kernels that say what attention pages get: they must write the same results. `worst` is of
+    // a page, of what all rows and heads gave.
     bool run_mass(LoadPath path, const std::vector<uint8_t>& want_out, double* worst) {
         const DecodePlan plan = plan_for(path);
         Device<uint8_t> workspace(plan.workspace_bytes);
@@ -606,8 +607,8 @@ std::vector<Case> make_cases(bool quick) {
 
 // ------------------------------------------------------------------------------------------------ integers, bit by bit
 
-// By one warp: the stage-1 codes of the rows of sequence 0, words in the order of the channels, and their scales; the scores of a
-// piece.
+// By one warp: the stage-1 codes of the rows of sequence 0, words in the order of the channels, and their scales; the scores of
+// a piece.
 template <int D, int kTiles>
 __global__ void score_probe(const __grid_constant__ DecodeParams p, const uint8_t* piece, bool channel, int k_bits, int v_bits,
                             uint32_t* codes, float* scales, int* scores) {

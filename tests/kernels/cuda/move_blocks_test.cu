@@ -1,5 +1,5 @@
-// Copies of scattered blocks between the device and the host by kernel: every byte of them, and none beside them. With --bench how
-// fast, against one copy of 64 MiB by the copy engine.
+// Copies of scattered blocks between the device and the host by kernel: every byte of them, and none beside them. With --bench
+// how fast, against one copy of 64 MiB by the copy engine.
 #include <cstring>
 #include <numeric>
 #include <random>

@@ -1,5 +1,5 @@
-// Pages for the CUDA kernel tests, made by the CPU codec in host memory that is then copied to the device as it is, and attention
-// in float64 over the numbers they stand for.
+// Pages for the CUDA kernel tests, made by the CPU codec in host memory that is then copied to the device as it is, and
+// attention in float64 over the numbers they stand for.
 #pragma once
 
 #include <cstdint>
@@ -66,8 +66,8 @@ struct RowRules {
     double slope = 0.0;
     const float* sink = nullptr;
 };
-// Attention of one row over pages in float64: out [head_dim] and the LSE. Keys of a page that is nullptr are seen by nobody. `shares`
-// [pages] grow by the weights of pages.
+// Attention of one row over pages in float64: out [head_dim] and the LSE. Keys of a page that is nullptr are seen by nobody.
+// `shares` [pages] grow by the weights of pages.
 double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int head_dim, const RowRules& rules,
                  double* out, double* shares = nullptr);
 

@@ -1,5 +1,5 @@
-// ta_attend_dense against float64. Inputs that INT8 holds exactly, the exact exponential and 16-bit P show whether the right keys
-// are attended to; random inputs show what each variant's quantization costs.
+// ta_attend_dense against float64. Inputs that INT8 holds exactly, the exact exponential and 16-bit P show whether the right
+// keys are attended to; random inputs show what each variant's quantization costs.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -56,8 +56,8 @@ TEST(Staging, AFewPagesAreNotWorthTheStart) {
     EXPECT_EQ(choose_staged(many, StagingMode::kAuto, kRate), (std::vector<uint32_t>{1, 0}));
 }
 
-// Places of a part do not overlap one another nor those of the other part, lie within slots, and begin where flags of a block table's
-// entry have room.
+// Places of a part do not overlap one another nor those of the other part, lie within slots, and begin where flags of a block
+// table's entry have room.
 void check(const StagingRing& ring, const std::vector<uint32_t>& bytes, size_t slots, size_t slot_bytes) {
     ASSERT_EQ(ring.places.size(), size_t(ring.parts) * ring.pages);
     std::vector<std::pair<size_t, size_t>> used;

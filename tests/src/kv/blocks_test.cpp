@@ -274,7 +274,8 @@ TEST_F(Blocks, ScratchIsWhatRoomThereIs) {
     EXPECT_EQ(s.usage().channel_blocks, 1u);
 }
 
-// What was put into scratch is zeroed before another tenant gets the slot, and before the same one does where it was a third one's.
+// What was put into scratch is zeroed before another tenant gets the slot, and before the same one does where it was a third
+// one's.
 TEST_F(Blocks, ScratchIsOfTheTenantWhoseBytesAreInIt) {
     BlockStore& s = store(channel);
     const PageKind kind = PageKind::kChannel;

@@ -1,4 +1,5 @@
-// What blocks are where precision falls on the way down, made by hand: with the scalar codec, from the offsets of docs/FORMAT.md.
+// What blocks are where precision falls on the way down, made by hand: with the scalar codec, from the offsets of
+// docs/FORMAT.md.
 #pragma once
 
 #include <cstdint>

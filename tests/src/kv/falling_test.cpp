@@ -1,5 +1,5 @@
-// Precision that falls on the way down: what blocks become is what the scalar codec makes of them by hand, whichever way they take;
-// attention over them is that over a pool which got the same blocks from a file; and what shall not fall does not.
+// Precision that falls on the way down: what blocks become is what the scalar codec makes of them by hand, whichever way they
+// take; attention over them is that over a pool which got the same blocks from a file; and what shall not fall does not.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -428,7 +428,8 @@ TEST(FallingBlocks, WhatWasPublishedStaysAsItWas) {
     EXPECT_EQ(read_block(pool, seq, 2).bits, 4u);
 }
 
-// A begin that cannot have its room waits for none, and takes bits from no block; what leaves takes less room below, and counts so.
+// A begin that cannot have its room waits for none, and takes bits from no block; what leaves takes less room below, and counts
+// so.
 TEST(FallingEviction, ABeginKnowsWhatLeavingBlocksTake) {
     const Context context = make_context(2);
     const ta_kv_pool_stats sizes = stats(make_pool(context, Settings{}));

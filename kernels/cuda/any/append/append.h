@@ -1,5 +1,5 @@
-// Append on CUDA: stage 1 of new K and V into token pages, and the closing of the pages that they fill to 4 or 2 bits. Every byte
-// is the one the CPU writes (src/attend/cpu_step.cpp). The host side; nothing here needs the CUDA language.
+// Append on CUDA: stage 1 of new K and V into token pages, and the closing of the pages that they fill to 4 or 2 bits. Every
+// byte is the one the CPU writes (src/attend/cpu_step.cpp). The host side; nothing here needs the CUDA language.
 #pragma once
 
 #include <cstdint>
@@ -52,9 +52,9 @@ struct AppendArgs {
     bool universal_open_scale, v_exponents, fractional_zero, v_search;
     bool saturate;  // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 
-    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest magnitudes of K and V, open_amax_stride elements
-    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
-    // taken back.
+    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest magnitudes of K and V, open_amax_stride
+    // elements apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that
+    // it can be taken back.
     float* open_amax;
     int64_t open_amax_stride;
     AppendProgress* progress;  // [sequences, kv_heads]
@@ -68,8 +68,8 @@ struct AppendPlan {
     int32_t ctas;
 };
 
-// `max_tasks` bounds the number of tasks of any launch with this plan; fewer CTAs start where it is small. Returns a cudaError_t:
-// cudaErrorInvalidValue for shapes that are not supported.
+// `max_tasks` bounds the number of tasks of any launch with this plan; fewer CTAs start where it is small. Returns a
+// cudaError_t: cudaErrorInvalidValue for shapes that are not supported.
 int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan);
 
 // Enqueues one layer's append. Returns a cudaError_t.

@@ -1,8 +1,8 @@
-// A head's page in shared memory, and its closing: token scales merged, channels encoded at 4 or 2 bits. The integers are those of
-// kernels/format/codec.h.
+// A head's page in shared memory, and its closing: token scales merged, channels encoded at 4 or 2 bits. The integers are those
+// of kernels/format/codec.h.
 //
-// Codes are taken and left in the order of layout.h, 16 bytes per lane: the order is the same at all bits, so a lane packs what it
-// encoded with shifts alone. Two values go through half-precision arithmetic at a time. Every step of it is exact but the
+// Codes are taken and left in the order of layout.h, 16 bytes per lane: the order is the same at all bits, so a lane packs what
+// it encoded with shifts alone. Two values go through half-precision arithmetic at a time. Every step of it is exact but the
 // division by a step, and that is right for all values and steps that occur (tests/kernels/cuda/append_test.cu tries them all).
 #pragma once
 
@@ -20,7 +20,8 @@ struct PageImage {
     int32_t v_sum[kPageTokens];            // of a token's |V codes|
     bool merge[2][2];                      // by half of the tokens: some ratio is not 1
 
-    // Chunks are permuted so that lanes which write different loads, in natural order, and lanes which read one load meet all banks.
+    // Chunks are permuted so that lanes which write different loads, in natural order, and lanes which read one load meet all
+    // banks.
     __device__ static int k_chunk(int tile, int step, int r, int i) {
         constexpr int kShift = D == 64 ? 2 : D == 256 ? 0 : 1;
         return (tile * (D / 32) + step) * 32 + ((4 * r + i) ^ (step << kShift & 7));
@@ -85,8 +86,8 @@ __device__ __forceinline__ __half reciprocal(int step) {
     return __float2half_rn(r);
 }
 
-// The codes of x, each an integer less than 2^9 in magnitude, from the channel's step on: 1024 + RNE(x / step). Ties are ties: the
-// rounded product by the rounded reciprocal is, for all steps up to 80, the exact quotient where that is a half.
+// The codes of x, each an integer less than 2^9 in magnitude, from the channel's step on: 1024 + RNE(x / step). Ties are ties:
+// the rounded product by the rounded reciprocal is, for all steps up to 80, the exact quotient where that is a half.
 __device__ __forceinline__ uint32_t step_codes(__half2 x, __half2 inverse) {
     return bits_of(__hadd2_rn(__hmul2_rn(x, inverse), halves_1024(0)));
 }

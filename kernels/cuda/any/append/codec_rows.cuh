@@ -227,8 +227,8 @@ __device__ __forceinline__ float page_stage1_scale(float amax) {
 
 inline constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
 
-// Stage-1 codes of a lane's values as the low bytes of `code`. The values are multiplied by divide.up already, and none may round
-// to more than kStage1Levels.
+// Stage-1 codes of a lane's values as the low bytes of `code`. The values are multiplied by divide.up already, and none may
+// round to more than kStage1Levels.
 __device__ __forceinline__ void quantize_row(const float (&x)[8], const Divider& divide, uint32_t (&code)[8]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) code[j] = __float_as_uint(__fadd_rn(divide(x[j]), kRound));

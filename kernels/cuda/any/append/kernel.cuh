@@ -1,6 +1,6 @@
-// The append kernel. A CTA takes one head of one block at a time. Where the open page's scale is universal, what the sequence's last
-// page gets depends on all before it: whoever completes those does it. Where closed pages have no scale of their own either, a CTA
-// takes one head of a sequence, block after block.
+// The append kernel. A CTA takes one head of one block at a time. Where the open page's scale is universal, what the sequence's
+// last page gets depends on all before it: whoever completes those does it. Where closed pages have no scale of their own
+// either, a CTA takes one head of a sequence, block after block.
 #pragma once
 
 #include "kernels/cuda/any/append/append.h"
@@ -25,8 +25,8 @@ class Appender {
           row_in_warp_(threadIdx.x % 32 / Rows::kLanes),
           lane_(threadIdx.x % Rows::kLanes) {}
 
-    // All tokens of a page at once, into the image and the token page. Row slot s of 16 has tokens 32 (s / 8) + 8 p + s % 8, so that
-    // a lane's four rows fill whole words of V's order and half words of K's.
+    // All tokens of a page at once, into the image and the token page. Row slot s of 16 has tokens 32 (s / 8) + 8 p + s % 8, so
+    // that a lane's four rows fill whole words of V's order and half words of K's.
     __device__ void whole_page(const AppendTask& task) {
         const int slot = warp_ + Rows::kWarps * row_in_warp_, t0 = 32 * (slot / 8) + slot % 8;
         uint8_t* piece = token_piece(task);
@@ -99,8 +99,8 @@ class Appender {
         }
     }
 
-    // Fewer tokens. Of `warps` warps, this one being number `warp`, one half takes K and the other V. A team that is not the whole
-    // CTA can have neither a page that closes nor universal scales.
+    // Fewer tokens. Of `warps` warps, this one being number `warp`, one half takes K and the other V. A team that is not the
+    // whole CTA can have neither a page that closes nor universal scales.
     __device__ void some_tokens(const AppendTask& task, int warp, int warps) {
         uint8_t* piece = token_piece(task);
         const bool closes = task.channel_slot != 0, universal = a_.universal_open_scale;
@@ -180,8 +180,8 @@ class Appender {
         v_seen_ = record(task, task.amax_side)[1];
     }
 
-    // This CTA has done its part of the task, number n. Returns the number of the sequence's last task to the CTA that completes what
-    // that one waits for, which then knows all magnitudes, and -1 to the others.
+    // This CTA has done its part of the task, number n. Returns the number of the sequence's last task to the CTA that
+    // completes what that one waits for, which then knows all magnitudes, and -1 to the others.
     __device__ int arrive(const AppendTask& task, int n, bool last) {
         __shared__ int last_task;
         __shared__ float amax[2];
@@ -250,8 +250,8 @@ class Appender {
         return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
     }
 
-    // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that
-    // are not `valid` get zeros.
+    // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those
+    // that are not `valid` get zeros.
     template <int kRows>
     __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
                               float (&amax)[kRows]) const {

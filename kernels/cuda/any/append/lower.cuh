@@ -1,4 +1,5 @@
-// Precision that falls: token pages that are full, where they lie, to channel pages of 4 bits. A CTA takes one head of one page.
+// Precision that falls: token pages that are full, where they lie, to channel pages of 4 bits. A CTA takes one head of one
+// page.
 #pragma once
 
 #include "kernels/cuda/any/append/append.h"

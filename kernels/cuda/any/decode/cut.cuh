@@ -8,9 +8,9 @@ namespace ta::cuda {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What the units of each head cost. All units in their order, each as long as its cost, make up a line; ranges are cut on it, and a
-// unit belongs to the range in which it begins. Where all heads have the same bits a unit costs 1, and the place of a unit
-// on the line is its number. The same in all lanes but for `upto`.
+// What the units of each head cost. All units in their order, each as long as its cost, make up a line; ranges are cut on it,
+// and a unit belongs to the range in which it begins. Where all heads have the same bits a unit costs 1, and the place of a
+// unit on the line is its number. The same in all lanes but for `upto`.
 struct HeadCosts {
     int32_t upto;       // lane h: of heads 0 to h
     int32_t all, most;  // of all heads, of the dearest

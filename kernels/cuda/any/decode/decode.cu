@@ -35,8 +35,8 @@ bool kernels_of(int head_dim, DecodeKernels* kernels) {
     return false;
 }
 
-// The most workers, but not less than `least`, who share equal segments without a part of one and the rest of another: each has some
-// whole ones, or some of them have one together. All if there is no such number.
+// The most workers, but not less than `least`, who share equal segments without a part of one and the rest of another: each has
+// some whole ones, or some of them have one together. All if there is no such number.
 int aligned_workers(int all, int least, int64_t segments) {
     for (int n = all; n >= least; --n) {
         if (segments % n == 0 || n % segments == 0) return n;
@@ -134,8 +134,8 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.bulk = shape.path == LoadPath::kAuto ? generation >= 9 : shape.path == LoadPath::kBulk;
     p.overlap = generation >= 9;
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
-    // Equal lengths are common, and a (sequence, head) that is a CTA's alone needs no join of CTAs. Memory is saturated without the
-    // CTAs that are left out.
+    // Equal lengths are common, and a (sequence, head) that is a CTA's alone needs no join of CTAs. Memory is saturated without
+    // the CTAs that are left out.
     const int64_t segments = int64_t(shape.batch) * shape.kv_heads;
     p.ctas = aligned_workers(sms, sms - sms / 16, segments);
     const int warp_bytes = kernels.warp_bytes[tiles_index(p.tiles)], token_bytes = int(TokenLayout(shape.head_dim).bytes());

@@ -43,12 +43,12 @@ struct DecodePlan {
 // `device` is the current one. Fails with cudaErrorInvalidValue for shapes that are not supported.
 cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 
-// Enqueues one call: one kernel, and under a window a small one before it. `workspace` is device memory of the plan's size, 256-byte
-// aligned, and belongs to the call until the stream has passed it. Its first zeroed_bytes must be 0 before its first call; calls
-// leave them so. Every sequence must have at most shape.max_rows rows. args.batch, kv_heads, group and head_dim must be the shape's.
-// The lengths and the block table must not come from a kernel that is enqueued right before: with programmatic dependent launch
-// they are read while it still runs. `mass`: where to leave what attention pages get, or nullptr; its page_lse is for 4 * plan.tiles
-// rows, and belongs to the call like the workspace.
+// Enqueues one call: one kernel, and under a window a small one before it. `workspace` is device memory of the plan's size,
+// 256-byte aligned, and belongs to the call until the stream has passed it. Its first zeroed_bytes must be 0 before its first
+// call; calls leave them so. Every sequence must have at most shape.max_rows rows. args.batch, kv_heads, group and head_dim
+// must be the shape's. The lengths and the block table must not come from a kernel that is enqueued right before: with
+// programmatic dependent launch they are read while it still runs. `mass`: where to leave what attention pages get, or nullptr;
+// its page_lse is for 4 * plan.tiles rows, and belongs to the call like the workspace.
 cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream,
                           const DecodeMass* mass = nullptr);
 

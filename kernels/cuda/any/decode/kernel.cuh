@@ -1,6 +1,7 @@
 // Decode: attention of at most 16 query rows per kv head over pages, one warp per page and kv head. Warps share nothing, so the
-// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the maximum that O and l refer to follows
-// only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below POLY's.
+// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the maximum that O and l refer to
+// follows only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far
+// below POLY's.
 #pragma once
 
 #include "kernels/cuda/any/decode/launch.h"
@@ -90,7 +91,8 @@ inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float
     return fmaf(slope, float(distance), x);
 }
 
-// Keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible have any.
+// Keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible have
+// any.
 template <int N>
 __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                      float (&x)[N][8], int lane) {
@@ -130,8 +132,9 @@ __device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int ti
 
 constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
 
-// Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is what V
-// multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every option.
+// Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is
+// what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every
+// option.
 template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                         float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
@@ -181,8 +184,8 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
     }
 }
 
-// The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and `power`
-// [8] are 2^exponent, which l takes back.
+// The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and
+// `power` [8] are 2^exponent, which l takes back.
 template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                                 float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
@@ -326,7 +329,8 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
     }
 }
 
-// Writes the rows of a segment: results if it is the whole, all `pages`, of its (sequence, head), else a partial result to `partial`.
+// Writes the rows of a segment: results if it is the whole, all `pages`, of its (sequence, head), else a partial result to
+// `partial`.
 template <int D, int kTiles, bool kMass, class Memory>
 __device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, int32_t pages, bool whole,
                                               void* partial, Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
@@ -395,7 +399,8 @@ __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane
 }
 
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
-// kKind == kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost nothing.
+// kKind == kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost
+// nothing.
 template <int D, int kTiles, DecodeKind kKind>
 __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     static_assert(D % 32 == 0, "an MMA step has 32 channels");
@@ -408,8 +413,9 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     const int stride = kMemoryBytes + p.ring_bytes;
     Memory& memory = *reinterpret_cast<Memory*>(smem + warp * stride);
     uint8_t* const ring = smem + warp * stride + kMemoryBytes;
-    // NOTES: lengths and the block table are read before the wait. That is right because they are copied to the device, and a kernel
-    // that this one may overlap with was not launched before the copy was complete. What kernels write must be waited for.
+    // NOTES: lengths and the block table are read before the wait. That is right because they are copied to the device, and a
+    // kernel that this one may overlap with was not launched before the copy was complete. What kernels write must be waited
+    // for.
     if (p.windowed_pages) grid_dependency_wait();
     const DecodeCursor::Probe probe(p, lane);
     HeadArgs head{};
@@ -437,8 +443,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     grid_launch_dependents();
     if (left > at.pages - at.page) loader.touch_next_segment();
 
-    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that have the segment first or
-    // second, and for the others into global memory. Each warp's first two rows are on their way before the first pages.
+    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that have the segment first
+    // or second, and for the others into global memory. Each warp's first two rows are on their way before the first pages.
     prefetch_queries<D, 4 * kTiles>(p, cta_at, cta_end - cta_begin, warp, lane);
     struct Task {
         DecodeCursor at;
@@ -517,8 +523,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         const uint32_t place = mass_place(p, seg.s, seg.head);
         for (int32_t page = first; page < first + pages; ++page) {
             loader.fill();
-            // Of the page before, while this one is on its way: a warp has room for one piece or two, and the memory waits for those
-            // who compute.
+            // Of the page before, while this one is on its way: a warp has room for one piece or two, and the memory waits for
+            // those who compute.
             if (page > first) leave_page_lse<kKind>(p, place + page - 1, rows.m, rows.page, lane);
             const auto piece = loader.take();
             if (kTiered && piece.dropped) {

@@ -252,8 +252,8 @@ class PieceLoader {
     const uint32_t barriers_;
     const int lane_;
 
-    // The place in the ring of the oldest piece in flight, in the lowest bits whether it is of a channel page, of a dropped one, of a
-    // low one; lane k has that of the piece whose barrier is k.
+    // The place in the ring of the oldest piece in flight, in the lowest bits whether it is of a channel page, of a dropped
+    // one, of a low one; lane k has that of the piece whose barrier is k.
     uint32_t oldest_ = 0, place_ = 0;
     uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
 

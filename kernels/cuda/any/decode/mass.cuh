@@ -1,5 +1,5 @@
-// What attention pages get. A warp leaves log2 of each row's sum of weights over a page, which is independent of maxima that change
-// later; who writes the row's result knows what all of them add up to, and turns them into shares.
+// What attention pages get. A warp leaves log2 of each row's sum of weights over a page, which is independent of maxima that
+// change later; who writes the row's result knows what all of them add up to, and turns them into shares.
 #pragma once
 
 #include "kernels/cuda/any/decode/launch.h"
@@ -35,9 +35,9 @@ __device__ __forceinline__ void leave_page_lse(const DecodeParams& p, uint32_t p
     }
 }
 
-// Adds the shares of the `pages` pages that a (sequence, head) sees to their sums, in the rows of a tile: `m` is the maximum of row
-// lane % 4, `factor` what it is multiplied with. Of chunks of 32 pages the warp does number `first` and every `step`th after it. Other
-// warps and CTAs may have left what is read; the caller has waited for them.
+// Adds the shares of the `pages` pages that a (sequence, head) sees to their sums, in the rows of a tile: `m` is the maximum of
+// row lane % 4, `factor` what it is multiplied with. Of chunks of 32 pages the warp does number `first` and every `step`th
+// after it. Other warps and CTAs may have left what is read; the caller has waited for them.
 template <int kTiles>
 __device__ __forceinline__ void add_shares(const DecodeParams& p, const SequenceArgs& s, int head, int tile, float m,
                                            float factor, int32_t pages, int first, int step, int lane) {

@@ -7,8 +7,8 @@
 
 namespace ta::cuda {
 
-// Writes words of the row 4 tile + lane % 4 of (s, head): o[k] are channels (D/8) (lane / 4) + 4 (first + k) .. + 3. Returns what it
-// multiplies with, 0 if there is no such row.
+// Writes words of the row 4 tile + lane % 4 of (s, head): o[k] are channels (D/8) (lane / 4) + 4 (first + k) .. + 3. Returns
+// what it multiplies with, 0 if there is no such row.
 template <int D, int N>
 __device__ __forceinline__ float write_row(const DecodeParams& p, const SequenceArgs& s, int head, int tile, int first,
                                            const float4 (&o)[N], float m, float l, int lane) {
@@ -101,9 +101,10 @@ __device__ __forceinline__ JoinedPart join_partials(const PartialList& list, int
     return {o, m, l};
 }
 
-// Joins the partial results of the CTA's segments once all its warps have left theirs. Whole segments of a warp are written already. Of
-// a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins them: for each
-// word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's first unit.
+// Joins the partial results of the CTA's segments once all its warps have left theirs. Whole segments of a warp are written
+// already. Of a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins
+// them: for each word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's
+// first unit.
 template <int D, int kTiles, bool kMass>
 __device__ __forceinline__ void join_segments(const DecodeParams& p, const DecodeShare& share, const HeadCosts& costs,
                                               DecodeCursor at, uint8_t* rings, int64_t warp_stride, int lane) {

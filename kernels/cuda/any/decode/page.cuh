@@ -1,7 +1,7 @@
 // The two products of the decode kernel over one page: scores and values, on codes as they are stored. Both are transposed:
-// tokens or channels on the 16 rows of mma.sync, queries on its 8 columns, which are the high and the low digit of 4 query rows.
-// Lane = 4 r + i works on query row i of each tile of 4: it gets the scores of tokens r + 8 k, k = 0..7, and the outputs of channels
-// (d'/8) r .. (d'/8) (r + 1) - 1, d' the channels that V codes are stored for.
+// tokens or channels on the 16 rows of mma.sync, queries on its 8 columns, which are the high and the low digit of 4 query
+// rows. Lane = 4 r + i works on query row i of each tile of 4: it gets the scores of tokens r + 8 k, k = 0..7, and the outputs
+// of channels (d'/8) r .. (d'/8) (r + 1) - 1, d' the channels that V codes are stored for.
 #pragma once
 
 #include "kernels/cuda/any/decode/query.cuh"
@@ -13,8 +13,8 @@ __device__ __forceinline__ uint4 load_codes(const uint8_t* codes, int load, int 
 }
 
 // Row tile `sub` of those that share bytes. Upper fields stay where they are, 2^(kBits sub) too large: whoever takes the sum
-// corrects it. The last of them is not unpacked at all: its sum is that of all fields, from which the others are then taken off,
-// which costs less than the masks.
+// corrects it. The last of them is not unpacked at all: its sum is that of all fields, from which the others are then taken
+// off, which costs less than the masks.
 template <int kBits>
 __device__ __forceinline__ void unpack(const uint4& w, int sub, uint32_t (&a)[4]) {
     const uint32_t mask = kBits * (sub + 1) == 8 ? 0xffffffffu : (kBits == 4 ? 0x0f0f0f0fu : 0x03030303u) << kBits * sub;
@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t bits_of(__half2 x) {
     return *reinterpret_cast<const uint32_t*>(&x);
 }
 
-// A lane's channels 4 lane .. + 3 (and + 128) of the queries as fp16. Held in registers over a segment where there are few rows.
+// A lane's channels 4 lane .. + 3 (and + 128) of the queries as fp16. Held in registers over a segment where there are few
+// rows.
 template <int D, int kRows>
 struct HalfQueries {
     static constexpr int W = D > 128 ? 2 : 1;
@@ -62,8 +63,8 @@ struct HalfQueries {
     }
 };
 
-// Splits q * step of kRows rows and all channels into digits, 128 high + low with |low| <= 64, and leaves them in memory. In fp16,
-// adding 1536 rounds to an integer, which the low byte then is: |q step| <= 127 * 80, and each operation is exact but for
+// Splits q * step of kRows rows and all channels into digits, 128 high + low with |low| <= 64, and leaves them in memory. In
+// fp16, adding 1536 rounds to an integer, which the low byte then is: |q step| <= 127 * 80, and each operation is exact but for
 // that rounding.
 template <int D, int kBits, int kRows, class Memory>
 __device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQueries<D, kRows>& q, Memory& memory,
@@ -97,7 +98,8 @@ __device__ __forceinline__ void scale_queries(const uint8_t* k_step, const HalfQ
     }
 }
 
-// Scores of channel pages are in eighths times 2^score_shift, for token r + 8 k: a power of two that needs no shift to the right.
+// Scores of channel pages are in eighths times 2^score_shift, for token r + 8 k: a power of two that needs no shift to the
+// right.
 template <int kBits>
 constexpr int score_shift(int k) {
     const int field = k / 2 % (8 / kBits) * kBits;
@@ -212,8 +214,8 @@ __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory&
 
 // ------------------------------------------------------------------------------------------------------------- P and values
 
-// P of tokens r + 8 k as bytes of two digits: a lane's words are the high digits of k = 0..3 and 4..7 and the low ones. Its place
-// keeps both the write and the reads below free of bank conflicts.
+// P of tokens r + 8 k as bytes of two digits: a lane's words are the high digits of k = 0..3 and 4..7 and the low ones. Its
+// place keeps both the write and the reads below free of bank conflicts.
 __device__ __forceinline__ int p_place(int lane) {
     const int r = lane / 4, i = lane % 4, r0 = r & 1, r1 = r >> 1 & 1, r2 = r >> 2;
     return (i & 1) | ((i >> 1) ^ r1) << 1 | (r0 ^ r2) << 2 | r1 << 3 | r2 << 4;

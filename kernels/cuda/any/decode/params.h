@@ -11,8 +11,8 @@ inline constexpr int kDecodeRows = 16;        // query rows (query tokens x grou
 inline constexpr int kDecodeMaxInFlight = 4;  // pieces of one warp
 
 // A partial result is [tile][head_dim / 32] of these, for a tile of 4 rows and, of each lane, word j of its channels, which are
-// (head_dim / 8) (lane / 4) + 4 j .. + 3 of row lane % 4: sums of P v, not divided by l, [lane] as 4 floats; then for each of the rows
-// its maximum in log2 units and its l.
+// (head_dim / 8) (lane / 4) + 4 j .. + 3 of row lane % 4: sums of P v, not divided by l, [lane] as 4 floats; then for each of
+// the rows its maximum in log2 units and its l.
 inline constexpr int kDecodePartBytes = 32 * 16 + 4 * 8;
 TA_HD constexpr int decode_parts(int head_dim, int tiles) {
     return tiles * (head_dim / 32);
@@ -26,8 +26,8 @@ TA_HD constexpr int decode_max_warps(int head_dim, int tiles) {
     return tiles == 1 && head_dim <= 128 ? 12 : 8;
 }
 
-// How many workers there are, with what it takes to divide by that at once: a GPU's division by a number that it does not know takes
-// many instructions, and each of these is fetched from memory.
+// How many workers there are, with what it takes to divide by that at once: a GPU's division by a number that it does not know
+// takes many instructions, and each of these is fetched from memory.
 struct DecodeWorkers {
     int32_t n;
     uint32_t inverse;  // (2^32 - 1) / n
@@ -50,23 +50,24 @@ struct DecodeMass {
 // Integers, so that sums do not depend on the order in which warps get there. A call adds less than 2^11 to a page.
 inline constexpr float kMassUnit = 0x1p-40f;
 
-// A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut into
-// contiguous ranges of equal cost, one per CTA, and each of them into one per warp. A segment is the part of one (sequence, head)
-// within a range. There are less than 2^31 units.
+// A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut
+// into contiguous ranges of equal cost, one per CTA, and each of them into one per warp. A segment is the part of one
+// (sequence, head) within a range. There are less than 2^31 units.
 struct DecodeParams {
     AttendArgs a;
     const int32_t* pages_before;  // a.pages_before, or windowed_pages
     int32_t* windowed_pages;      // [batch + 1] the same for the pages within the window; nullptr without one
 
     // Queries of a segment of a CTA are in slot CTA + sequence * kv_heads + head: both only grow along the units, and each new
-    // segment raises one of them, so no two share a slot. Stage-1 codes, 4 to a word; stage-1 scale * unit; q . K offset * unit.
+    // segment raises one of them, so no two share a slot. Stage-1 codes, 4 to a word; stage-1 scale * unit; q . K offset *
+    // unit.
     uint32_t* query_codes;  // [ctas + batch * kv_heads, row_capacity, head_dim / 4]
     float* query_scale;     // [ctas + batch * kv_heads, row_capacity]
     float* query_bias;      // [ctas + batch * kv_heads, row_capacity]
 
-    // Partial results: of a warp's first segment, if the warp before it has a part of its (sequence, head); of a CTA's first segment,
-    // if CTAs before it have parts, and of its last, if only CTAs after it have; and how many CTAs have left theirs of the (sequence,
-    // head) that begins in a CTA and ends in another, for each word of a tile.
+    // Partial results: of a warp's first segment, if the warp before it has a part of its (sequence, head); of a CTA's first
+    // segment, if CTAs before it have parts, and of its last, if only CTAs after it have; and how many CTAs have left theirs of
+    // the (sequence, head) that begins in a CTA and ends in another, for each word of a tile.
     float* warp_partials;  // [ctas, warps]
     float* cta_partials;   // [ctas, 2]
     uint32_t* arrivals;    // [ctas, decode_parts]

@@ -1,5 +1,5 @@
-// Queries rotated and quantized to stage 1, in the arithmetic of kernels/format/{rotation,codec}.h to the bit. The warps of a CTA
-// share the rows of its segments, while the first pages are on their way.
+// Queries rotated and quantized to stage 1, in the arithmetic of kernels/format/{rotation,codec}.h to the bit. The warps of a
+// CTA share the rows of its segments, while the first pages are on their way.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,11 +15,11 @@ namespace ta::cuda {
 template <int D, int kRows>
 struct WarpMemory {
     static constexpr int kRowCapacity = kRows;
-    // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. Those of a tile of 4 rows give way to its P, on its way
-    // from the layout of scores to that of an operand.
+    // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. Those of a tile of 4 rows give way to its P, on
+    // its way from the layout of scores to that of an operand.
     uint8_t digits[2 * kRows][D];
-    // Stage-1 codes, scales and K offset terms of the segment at hand and, where there is room, of the warp's second one: reading them
-    // from global memory would wait behind all pages that have been asked for.
+    // Stage-1 codes, scales and K offset terms of the segment at hand and, where there is room, of the warp's second one:
+    // reading them from global memory would wait behind all pages that have been asked for.
     static constexpr int kQueries = kRows * D <= 1024 ? 2 : 1;
     struct Queries {
         uint8_t code[kRows][D];
@@ -32,8 +32,8 @@ struct WarpMemory {
     static_assert(8 * D >= 32 * sizeof(uint4));
 };
 
-// Place of a word of 4 channels in a row of bytes. Fragments are read 16 bytes at a time by lanes of two rows and four quarters of
-// the channels (at 96: 8 bytes, four rows); the order keeps them, and writes of whole rows, free of bank conflicts.
+// Place of a word of 4 channels in a row of bytes. Fragments are read 16 bytes at a time by lanes of two rows and four quarters
+// of the channels (at 96: 8 bytes, four rows); the order keeps them, and writes of whole rows, free of bank conflicts.
 template <int D>
 __device__ __forceinline__ int swizzled_word(int row, int word) {
     if constexpr (D == 128) return word * 4 ^ (row & 1) * 16;
@@ -206,8 +206,8 @@ struct RowPart {
     }
 };
 
-// Brings the rows of the CTA's segments of the first sequence into L2, warp w byte range w of each. Later, when pages have been asked for,
-// each access waits in their queue.
+// Brings the rows of the CTA's segments of the first sequence into L2, warp w byte range w of each. Later, when pages have been
+// asked for, each access waits in their queue.
 template <int D, int kRows>
 __device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const DecodeCursor& at, int32_t units, int warp,
                                                  int lane) {
@@ -225,7 +225,8 @@ struct QueryRow {
     float scale, bias;
 };
 
-// By one warp. `signs` are looked at where p.a.signs is not nullptr. `nonfinite`, if not nullptr, counts the values that are replaced.
+// By one warp. `signs` are looked at where p.a.signs is not nullptr. `nonfinite`, if not nullptr, counts the values that are
+// replaced.
 template <int D>
 __device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, const RowPart<D>& part, const RowPart<D>& signs,
                                                      int head, uint32_t* nonfinite, int lane) {

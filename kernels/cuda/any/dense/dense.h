@@ -1,5 +1,5 @@
-// Dense attention on CUDA: K and V of plain tensors to token pages, byte for byte those of src/attend/dense.cpp, and attention with
-// V in float, which no page holds. The host side; nothing here needs the CUDA language.
+// Dense attention on CUDA: K and V of plain tensors to token pages, byte for byte those of src/attend/dense.cpp, and attention
+// with V in float, which no page holds. The host side; nothing here needs the CUDA language.
 #pragma once
 
 #include <cstddef>

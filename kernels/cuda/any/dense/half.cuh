@@ -1,7 +1,7 @@
-// INT-FlashAttention's half INT8: scores on INT8 codes, P and V in float. A CTA takes 64 query rows of one sequence and kv head, a
-// warp 16 of them, and goes through the pages of K; a page's V is brought into shared memory as TF32. Query rows lie on the 16
-// rows of mma.sync in both products. The order of the sums over tokens is free, and chosen so that the scores of a lane are its
-// operand of the second product.
+// INT-FlashAttention's half INT8: scores on INT8 codes, P and V in float. A CTA takes 64 query rows of one sequence and kv
+// head, a warp 16 of them, and goes through the pages of K; a page's V is brought into shared memory as TF32. Query rows lie on
+// the 16 rows of mma.sync in both products. The order of the sums over tokens is free, and chosen so that the scores of a lane
+// are its operand of the second product.
 #pragma once
 
 #include "kernels/cuda/any/append/codec_rows.cuh"
@@ -26,8 +26,8 @@ struct HalfMemory {
 };
 static_assert(kHalfRows == kPageTokens);
 
-// c += a b with a [16, 8] and b [8, 8] of TF32, c [16, 8]. With lane = 4 r + i: a[0], a[2] are row r, columns i and i + 4, a[1] and
-// a[3] row r + 8; b0, b1 are column r, rows i and i + 4; c[0], c[1] are row r, columns 2i and 2i + 1, c[2], c[3] row r + 8.
+// c += a b with a [16, 8] and b [8, 8] of TF32, c [16, 8]. With lane = 4 r + i: a[0], a[2] are row r, columns i and i + 4, a[1]
+// and a[3] row r + 8; b0, b1 are column r, rows i and i + 4; c[0], c[1] are row r, columns 2i and 2i + 1, c[2], c[3] row r + 8.
 __device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

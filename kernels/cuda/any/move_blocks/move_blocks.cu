@@ -1,5 +1,6 @@
-// A CTA takes every gridDim-th piece of the blocks. From sm_90 on one thread of it keeps bulk copies in flight through a ring in
-// shared memory, so that a CTA takes next to no registers and issue slots from the kernels beside it; before, threads load and store.
+// A CTA takes every gridDim-th piece of the blocks. From sm_90 on one thread of it keeps bulk copies in flight through a ring
+// in shared memory, so that a CTA takes next to no registers and issue slots from the kernels beside it; before, threads load
+// and store.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -20,7 +21,8 @@ struct Task {
     uint32_t first_piece;  // of all tasks
 };
 
-// NOTES: passed by value, so that no table has to outlive the launch. 32764 bytes are the most that a kernel's parameters may be.
+// NOTES: passed by value, so that no table has to outlive the launch. 32764 bytes are the most that a kernel's parameters may
+// be.
 template <int kTasks>
 struct Tasks {
     uint32_t n, pieces;
@@ -29,8 +31,8 @@ struct Tasks {
 constexpr int kFewTasks = 64, kManyTasks = 1024;
 static_assert(sizeof(Tasks<kManyTasks>) <= 32764);
 
-// Pieces of a task are about alike, so that none is too small to be worth its latency, and begin at whole units of it: bursts on the
-// bus that are not aligned take twice the time.
+// Pieces of a task are about alike, so that none is too small to be worth its latency, and begin at whole units of it: bursts
+// on the bus that are not aligned take twice the time.
 constexpr uint32_t kUnitWords = 64;
 __host__ __device__ uint32_t pieces_of(uint32_t words) {
     return (words + kPieceBytes / 16 - 1) / (kPieceBytes / 16);

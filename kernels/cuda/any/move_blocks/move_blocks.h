@@ -1,5 +1,5 @@
-// Copies scattered blocks between device memory and host memory that the device reads, by a few CTAs: for blocks too small for the
-// copy engine, which takes microseconds for each.
+// Copies scattered blocks between device memory and host memory that the device reads, by a few CTAs: for blocks too small for
+// the copy engine, which takes microseconds for each.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ struct BlockCopy {
     uint64_t bytes;
 };
 
-// Copies all of them, which do not overlap one another; any number. `generation`: as kernel_generation() says. The table travels with the
-// launch: it may go as soon as this returns. Returns a cudaError_t.
+// Copies all of them, which do not overlap one another; any number. `generation`: as kernel_generation() says. The table
+// travels with the launch: it may go as soon as this returns. Returns a cudaError_t.
 int launch_move_blocks(const BlockCopy* copies, size_t n, int generation, CUstream_st* stream);
 
 }  // namespace ta::cuda

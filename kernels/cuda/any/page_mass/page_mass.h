@@ -1,5 +1,5 @@
-// What attention pages got in a step, on its way to the host: one launch that reads the sums of the decode kernels, puts them into
-// pinned host memory and leaves zeros for the next step.
+// What attention pages got in a step, on its way to the host: one launch that reads the sums of the decode kernels, puts them
+// into pinned host memory and leaves zeros for the next step.
 #pragma once
 
 #include <cstdint>

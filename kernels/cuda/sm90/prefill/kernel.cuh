@@ -107,8 +107,8 @@ TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (
     }
 }
 
-// Adds to a product with V, of 64 channels, what the fractions f of V's zero points do: f / 8 of a page's sum of P. `a` is that of
-// operand_of_sums().
+// Adds to a product with V, of 64 channels, what the fractions f of V's zero points do: f / 8 of a page's sum of P. `a` is that
+// of operand_of_sums().
 template <int N>
 TA_DEVICE void add_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fraction, int lane, int32_t (&product)[N]) {
 #pragma unroll
@@ -138,8 +138,8 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
                      : "memory");
 }
 
-// Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it before
-// the main loop it would keep in local memory, which takes longer.
+// Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it
+// before the main loop it would keep in local memory, which takes longer.
 struct ConsumerLane {
     int thread, lane, row_in_tile;
     TA_DEVICE ConsumerLane() {
