@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "support/counting_allocator.h"
 #include "support/handles.h"
@@ -165,6 +167,8 @@ TEST(Lifetime, ManyPoolsOfOneContextAreApart) {
 // Runs `check` in a child; it returns the number of the first thing that was wrong, 0 for none.
 template <class Check>
 int in_child(Check&& check) {
+    // A thread that is just starting may hold a lock of the sanitizer's allocator, which the child would wait for.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
     const pid_t child = fork();
     if (child == 0) {
         alarm(30);
