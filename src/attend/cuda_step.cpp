@@ -392,8 +392,12 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool capture
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
-    // Prompts of new sequences take the kernel that knows no channel pages. A graph is replayed with other steps.
-    if (key.by_kernel && !captured && !tables_.may_have_channel_blocks()) a.heads = nullptr;
+    // Prompts of new sequences take the kernel that knows no channel pages. A graph is replayed with other steps: what it
+    // captures takes the other, which is loaded by then.
+    if (key.by_kernel && a.heads && !captured && !tables_.may_have_channel_blocks()) {
+        TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
+        a.heads = nullptr;
+    }
     Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
     if (schedule.step != steps_) {
         if (captured) return needs_a_run("these options");

@@ -17,21 +17,31 @@ void for_each_tile(std::span<const SequenceArgs> sequences, int group, Fn fn) {
     }
 }
 
+// Loads the kernel and allows it its shared memory.
+template <int D, bool kChannels, bool kOptions>
+cudaError_t load() {
+    constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kChannels>);
+    static_assert(kBytes <= 227 * 1024, "what a CTA of Hopper may have");
+    return cudaFuncSetAttribute(prefill::prefill_kernel<D, kChannels, kOptions>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                int(kBytes));
+}
+
+bool has_options(const AttendArgs& args) {
+    return args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
+}
+
 template <int D, bool kChannels, bool kOptions>
 cudaError_t launch(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream) {
     const auto kernel = prefill::prefill_kernel<D, kChannels, kOptions>;
     constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kChannels>);
-    static_assert(kBytes <= 227 * 1024, "what a CTA of Hopper may have");
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes));
-        e != cudaSuccess)
-        return e;
+    if (cudaError_t e = load<D, kChannels, kOptions>(); e != cudaSuccess) return e;
     kernel<<<ctas, prefill::kThreads, kBytes, stream>>>(args, static_cast<PrefillSchedule*>(schedule));
     return cudaGetLastError();
 }
 
 template <int D>
 cudaError_t launch(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream) {
-    const bool options = args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
+    const bool options = has_options(args);
     const auto kernel = args.heads ? (options ? launch<D, true, true> : launch<D, true, false>)
                                    : (options ? launch<D, false, true> : launch<D, false, false>);
     return kernel(args, schedule, ctas, stream);
@@ -89,6 +99,11 @@ const char* prefill_refusal(const AttendArgs& args) {
     if (args.head_dim != 128 && args.head_dim != 64) return "head_dim other than 64 and 128";
     if (args.p_levels > 255 || args.p_running) return "P of 16 bits, or in units of the running maximum";
     return nullptr;
+}
+
+cudaError_t load_prefill(const AttendArgs& args) {
+    if (has_options(args)) return args.head_dim == 128 ? load<128, true, true>() : load<64, true, true>();
+    return args.head_dim == 128 ? load<128, true, false>() : load<64, true, false>();
 }
 
 cudaError_t launch_prefill(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream) {

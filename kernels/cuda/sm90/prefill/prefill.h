@@ -44,6 +44,9 @@ void plan_prefill(std::span<const SequenceArgs> sequences, int group, bool causa
 // Why the kernel cannot run a call, or nullptr when it can.
 const char* prefill_refusal(const AttendArgs& args);
 
+// Loads the kernel for channel pages that a call with these options takes, so that its first launch may be a captured one.
+cudaError_t load_prefill(const AttendArgs& args);
+
 // Enqueues the call on `ctas` CTAs, at best as many as multiprocessors; `schedule` is in device memory. Launches with the same
 // schedule must not overlap.
 cudaError_t launch_prefill(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream);
