@@ -47,14 +47,19 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
 
 namespace {
 
-// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows.
+// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows that the key asks for.
 template <class Fn>
 void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, Fn fn) {
     const int32_t tokens = cuda::kDecodeRows / key.group;
     for (const SequenceArgs& s : sequences) {
-        for (int32_t first = 0; first < s.n_query; first += tokens) {
+        int32_t begin = 0, end = s.n_query;
+        if (key.observed != ManyRowsKey::kAll) {
+            begin = std::max(0, s.n_query - int32_t(kObservedTokens)) + key.observed * tokens;
+            end = std::min(end, begin + tokens);
+        }
+        for (int32_t first = begin; first < end; first += tokens) {
             SequenceArgs c = s;
-            c.n_query = std::min(tokens, s.n_query - first);
+            c.n_query = std::min(tokens, end - first);
             c.row = s.row + first;
             int32_t position = s.n_keys - s.n_query + first;
             if (key.causal) {
@@ -62,10 +67,10 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
                 c.n_keys = std::max(0, position + c.n_query);
             } else if (key.window > 0) {
                 // From the page of the first key that a row sees to the last key.
-                const int32_t begin = cuda::visible_keys(false, key.window, s.n_keys, position).begin / kPageTokens;
-                c.n_keys = cuda::visible_keys(false, key.window, s.n_keys, position + c.n_query - 1).end - begin * kPageTokens;
-                c.first_entry += begin;
-                position -= begin * kPageTokens;
+                const int32_t page = cuda::visible_keys(false, key.window, s.n_keys, position).begin / kPageTokens;
+                c.n_keys = cuda::visible_keys(false, key.window, s.n_keys, position + c.n_query - 1).end - page * kPageTokens;
+                c.first_entry += page;
+                position -= page * kPageTokens;
                 if (c.n_keys <= 0) c.n_keys = 0;
             }
             fn(c, position);
@@ -74,6 +79,13 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
 }
 
 }  // namespace
+
+int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
+    const int tokens = cuda::kDecodeRows / group;
+    int most = 0;
+    for (const SequenceArgs& s : sequences) most = std::max(most, std::min(s.n_query, int32_t(kObservedTokens)));
+    return (most + tokens - 1) / tokens;
+}
 
 ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel) {
     if (by_kernel) {

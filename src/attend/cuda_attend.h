@@ -35,9 +35,13 @@ struct ManyRowsKey {
     int group;
     bool causal;
     int window;
-    bool by_kernel;  // the prefill kernel, else the decode kernel with chunks of the queries
+    bool by_kernel;       // the prefill kernel, else the decode kernel with chunks of the queries
+    int observed = kAll;  // only this chunk of each sequence's last kObservedTokens query tokens
+    static constexpr int kAll = -1;
     auto operator<=>(const ManyRowsKey&) const = default;
 };
+// Chunks of the observed query tokens, of the sequence that has most.
+int count_observed_chunks(int group, std::span<const cuda::SequenceArgs> sequences);
 
 // Sets P's format in `args` and chooses.
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendArgs& args);

@@ -1,5 +1,9 @@
 #include "src/attend/cuda_mass.h"
 
+#include <algorithm>
+
+#include "src/attend/executor.h"
+
 namespace ta {
 
 CudaMass::CudaMass(Pool& pool, CudaDevice& device)
@@ -38,7 +42,7 @@ Status CudaMass::begin(const Step& step, const CudaTables& tables, cudaStream_t 
     size_t blocks = 0;
     for (const StepMember& m : step.members) {
         const size_t n = size_t(CudaTables::entries_of(m));
-        r.members.push_back({m.sequence->slot, m.sequence->generation, m.n_query, blocks, n});
+        r.members.push_back({m.sequence->slot, m.sequence->generation, std::min(m.n_query, kObservedTokens), blocks, n});
         blocks += n;
     }
     TA_RETURN_IF_ERROR(
@@ -109,8 +113,8 @@ void CudaMass::take_in(Record& r) {
     const uint64_t observed = *r.heads - (r.counts_anew ? 0 : heads_);  // heads of all calls: each gave 1 to every row
     heads_ = *r.heads;
     for (const Member& m : r.members) {
-        if (observed == 0 || m.n_query == 0) continue;
-        const float each = float(1.0 / (double(observed) * double(m.n_query)));
+        if (observed == 0 || m.observed == 0) continue;
+        const float each = float(1.0 / (double(observed) * double(m.observed)));
         pool_.add_attention(m.slot, m.generation, {r.weight + m.first, m.blocks}, each, r.at);
     }
 }

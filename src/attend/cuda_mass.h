@@ -27,7 +27,13 @@ class CudaMass final : public AttentionSource {
     bool holds(const CudaTables& tables, int rows) const { return page_lse_.holds(lse_bytes(tables, rows)); }
     // For calls of so many rows at most.
     Status reserve(const CudaTables& tables, int rows);
+    // For the launches of a call: the first, and the others.
     cuda::DecodeMass args() const;
+    cuda::DecodeMass without_heads() const {
+        cuda::DecodeMass mass = args();
+        mass.heads = nullptr;
+        return mass;
+    }
     // Behind the step's calls.
     Status end(const Step& step, const CudaTables& tables, cudaStream_t stream);
     void take_in(bool wait) override;
@@ -38,7 +44,7 @@ class CudaMass final : public AttentionSource {
   private:
     struct Member {
         uint32_t slot, generation;
-        int64_t n_query;
+        int64_t observed;      // query tokens
         size_t first, blocks;  // in the record's weights
     };
     struct Record {  // of a step

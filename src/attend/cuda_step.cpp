@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
@@ -57,6 +58,9 @@ class CudaStep final : public StepBackend {
     Status upload_schedule(const ManyRowsKey& key, Schedule& schedule);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
     Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
+    Status prepare_observed(const AttendArgs& args, ta_p p, bool captured);
+    Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work);
+    Status reserve_mass(const AttendWork& work, bool captured);
     Status reserve_workspace(const AttendWork& work, bool captured);
     Status seal_blocks();
     Status capturing(bool* yes) const;
@@ -102,6 +106,7 @@ class CudaStep final : public StepBackend {
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
     std::map<ManyRowsKey, Schedule> schedules_;  // one for each combination that the plan has met
+    std::vector<AttendWork> observed_;           // of a call: prepare_observed()
     cuda::AppendPlan append_plan_{};
 };
 
@@ -352,7 +357,16 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     AttendWork decode, prefill;
     const int rows = tables_.max_decode_rows();
     if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
-    if (tables_.any_prefill()) TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
+    observed_.clear();
+    if (tables_.any_prefill()) {
+        TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
+        if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, settings.p, captured));
+    }
+    if (mass_.on()) {
+        cuda::DecodeMass mass = mass_.args();  // now that it has room for all of them
+        if (rows > 0) decode.mass = std::exchange(mass, mass_.without_heads());
+        for (AttendWork& w : observed_) w.mass = std::exchange(mass, mass_.without_heads());
+    }
     bool staged = false;
     if (!captured) {
         CudaStaging::Call like{0, a.window};
@@ -361,6 +375,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
         Result<const uint64_t*> table = staging_.before_attend(layer, like, &staged, stream_);
         if (!table.ok()) return std::move(table).status();
         decode.args.table = prefill.args.table = table.value();
+        for (AttendWork& w : observed_) w.args.table = table.value();
     }
     // Decode may start while the kernel before it runs, and reads the tables at once.
     if (tables_are_last_ || staged) decode.plan.overlap = prefill.plan.overlap = false;
@@ -368,6 +383,9 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     Status launched;
     if (rows > 0) launched = launch_attend(device_, decode, decode_workspace_.data(), stream_);
     if (launched.ok() && tables_.any_prefill()) launched = launch_attend(device_, prefill, decode_workspace_.data(), stream_);
+    for (const AttendWork& w : observed_) {
+        if (launched.ok()) launched = launch_attend(device_, w, decode_workspace_.data(), stream_);
+    }
     if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
     TA_RETURN_IF_ERROR(std::move(launched));
     see_call(captured);
@@ -380,13 +398,14 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool capture
     a.p_running = format.running;
     a.may_lack_pages = pool_.may_drop();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
-    if (mass_.on()) {
-        const int mass_rows = 4 * work.plan.tiles;
-        if (captured && !mass_.holds(tables_, mass_rows)) return needs_a_run("this shape of a batch");
-        TA_RETURN_IF_ERROR(mass_.reserve(tables_, mass_rows));
-        work.mass = mass_.args();
-    }
+    if (mass_.on()) TA_RETURN_IF_ERROR(reserve_mass(work, captured));
     return reserve_workspace(work, captured);
+}
+
+Status CudaStep::reserve_mass(const AttendWork& work, bool captured) {
+    const int rows = 4 * work.plan.tiles;
+    if (captured && !mass_.holds(tables_, rows)) return needs_a_run("this shape of a batch");
+    return mass_.reserve(tables_, rows);
 }
 
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
@@ -398,12 +417,34 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
         TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
         a.heads = nullptr;
     }
+    return add_schedule(a, key, captured, work);
+}
+
+// The prefill kernel does not say what pages get. The last query tokens of prompts, those that are observed, are attended to
+// once more, by the decode kernel, which writes their rows again. A launch takes one chunk of each sequence: a page has room
+// for the rows of one.
+Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured) {
+    AttendArgs a = args;
+    const PFormat format = p_format(p, cuda::kDecodeRows);
+    a.p_levels = format.levels;
+    a.p_running = format.running;
+    a.may_lack_pages = pool_.may_drop();
+    const int chunks = count_observed_chunks(a.group, tables_.prefill());
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        AttendWork& work = observed_.emplace_back();
+        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, false, chunk}, captured, work));
+        TA_RETURN_IF_ERROR(reserve_mass(work, captured));
+    }
+    return {};
+}
+
+Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work) {
     Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
     if (schedule.step != steps_) {
         if (captured) return needs_a_run("these options");
         TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
-    TA_RETURN_IF_ERROR(plan_many_rows(device_, a, schedule.rows, work));
+    TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);
     return reserve_workspace(work, captured);
 }

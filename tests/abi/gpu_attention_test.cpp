@@ -154,6 +154,23 @@ TEST_F(GpuAttention, BlocksGetWhatTheyGetOnACpu) {
     }
 }
 
+// Of a prompt the last 16 query tokens count.
+TEST_F(GpuAttention, PromptsGiveWhatTheirEndsLookAt) {
+    for (const int query_group : {1, 4, 5, 8, 16}) {
+        SCOPED_TRACE("group " + std::to_string(query_group));
+        make({}, query_group);
+        const size_t a = add(), b = add(), c = add();
+        step({a, b, c}, {700, 40, 1900}, {700, 40, 300});
+        step({b}, {17}, {17});
+        step({c, a, b}, {100, 1, 3}, {100, 1, 3}, 150);  // beside decode steps, under a window
+        for (const size_t s : {a, b, c}) {
+            double all = 0.0;
+            compare_mass(s, &all);
+            EXPECT_GT(all, 1.0);
+        }
+    }
+}
+
 TEST_F(GpuAttention, AbortedStepsGiveNothing) {
     make({});
     const size_t a = add();

@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     __syncthreads();
     if (warp == warps - 1) write_empty_rows<D>(p, lane);
     if constexpr (kTiered) {
-        if (p.mass.page_lse && cta == 0 && threadIdx.x == 0) {
+        if (p.mass.heads && cta == 0 && threadIdx.x == 0) {
             atomicAdd(reinterpret_cast<unsigned long long*>(p.mass.heads), uint32_t(p.a.kv_heads * p.a.group));
         }
     }
