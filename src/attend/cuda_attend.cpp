@@ -38,9 +38,8 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     args.p_levels = format.levels;
     args.p_running = false;
     // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
-    // those too. It reads every page of the table, and knows no low ones.
-    const bool by_kernel =
-        device.kernel_generation() == 9 && !args.may_lack_pages && !args.has_low && !cuda::prefill_refusal(args);
+    // those too. It reads every page of the table.
+    const bool by_kernel = device.kernel_generation() == 9 && !args.may_lack_pages && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     return ManyRowsKey{args.group, args.causal, args.window, by_kernel};
 }

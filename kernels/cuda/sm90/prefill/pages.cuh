@@ -412,21 +412,23 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
             const bool exists = page + half < tile.rows.page_end;
             const uint8_t* from = shared.raw[raw][half];
-            const bool is_channel = kChannels && exists && shared.raw_is_channel[raw][half];
+            const uint32_t bits = kChannels && exists ? shared.raw_bits[raw][half] : 0;
+            const bool is_channel = bits != 0;
+            const int k_bits = k_bits_of(bits), v_bits = v_bits_of(bits);
             if (exists) {
                 uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
                 if constexpr (kChannels) {
                     uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction[stage.slot];
                     if (is_channel) {
-                        expand_channel_page<D>(from, tile.k_bits, tile.v_bits, half, k, v, k_fraction, v_fraction, part, lane);
-                    } else if (shared.raw_is_channel[raw][half ^ 1]) {
+                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, part, lane);
+                    } else if (shared.raw_bits[raw][half ^ 1]) {
                         clear_fractions<D>(half, k_fraction, v_fraction, part, lane);
                     }
                 }
                 if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
             }
             const int valid = exists ? tile.rows.n_keys - (page + half) * kPageTokens : 0;
-            read_scales<D>(from, is_channel, tile.k_bits, tile.v_bits, valid, half, part, lane, shared.scales[stage.slot],
+            read_scales<D>(from, is_channel, k_bits, v_bits, valid, half, part, lane, shared.scales[stage.slot],
                            shared.v[stage.slot] + D * kBlockTokens);
             sm90::fence_async_proxy();
             __syncwarp();

@@ -144,7 +144,7 @@ struct SharedMemory {
     Tile tiles[kTiles];
     alignas(16) uint4 sign_masks[D / 8];  // of the rotation
     PageStream<D> stream;
-    alignas(8) uint32_t raw_is_channel[kRawBlocks][2];
+    alignas(8) uint32_t raw_bits[kRawBlocks][2];  // page_bits()
     uint64_t raw_full[kRawBlocks], raw_empty[kRawBlocks];
     uint64_t full[kStages], empty[kStages];
     uint64_t tile_full[kTiles], tile_empty[kTiles];

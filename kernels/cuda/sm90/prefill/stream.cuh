@@ -12,6 +12,17 @@ inline constexpr int kProducerWarps = 4;  // expand pages into tiles
 inline constexpr int kTiles = 4;          // tiles of rows that some warp works on
 inline constexpr int kRawBlocks = 2;      // blocks of keys whose pages are on their way from memory
 
+// The bits of a channel page's K and V in a word; of a token page 0.
+TA_HD constexpr uint32_t page_bits(uint32_t k, uint32_t v) {
+    return k | v << 8;
+}
+TA_HD constexpr int k_bits_of(uint32_t bits) {
+    return int(bits & 0xff);
+}
+TA_HD constexpr int v_bits_of(uint32_t bits) {
+    return int(bits >> 8);
+}
+
 // Position in a ring of `N` slots and the parity of its barrier's phase.
 template <int N>
 struct Ring {
@@ -28,9 +39,8 @@ struct Ring {
 // What all warps learn of a tile of rows.
 struct Tile {
     PrefillTile rows;
-    int32_t head;            // kv head; -1: there are no more tiles
-    int32_t k_bits, v_bits;  // of its channel pages
-    int32_t unused;
+    int32_t head;  // kv head; -1: there are no more tiles
+    int32_t unused[3];
 };
 
 // Where row `row` of the sequence's n_query * group begins in q or out.
@@ -113,19 +123,14 @@ class PageStream {
             sm90::barrier_wait(&shared.raw_empty[at.slot], at.phase ^ 1);
             if (lane == 0) {
                 const int pages = min(2, page_end - page);
-                uint32_t bytes[2] = {}, is_channel[2] = {};
-                for (int n = 0; n < pages; ++n) {
-                    is_channel[n] = uint32_t(address_[page - batch + n] & kEntryChannel);
-                    bytes[n] = is_channel[n] ? channel_bytes_ : kTokenBytes;
-                }
-                *reinterpret_cast<uint2*>(shared.raw_is_channel[at.slot]) = make_uint2(is_channel[0], is_channel[1]);
+                const uint32_t piece[2] = {piece_[page - batch], pages == 2 ? piece_[page - batch + 1] : 0};
+                *reinterpret_cast<uint2*>(shared.raw_bits[at.slot]) = make_uint2(piece[0] & 0xffff, piece[1] & 0xffff);
                 // NOTES: one barrier for both pages, which every producer warp waits for in every round. A warp that skipped
                 // rounds could take the end of one before for that of its own.
-                sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], bytes[0] + bytes[1]);
+                sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], (piece[0] >> 16) + (piece[1] >> 16));
                 for (int n = 0; n < pages; ++n) {
-                    sm90::bulk_copy(shared.raw[at.slot][n],
-                                    reinterpret_cast<const void*>(address_[page - batch + n] - is_channel[n]), bytes[n],
-                                    &shared.raw_full[at.slot]);
+                    sm90::bulk_copy(shared.raw[at.slot][n], reinterpret_cast<const void*>(address_[page - batch + n]),
+                                    piece[n] >> 16, &shared.raw_full[at.slot]);
                 }
                 ring_.next();
                 page_ = page + pages;
@@ -137,7 +142,7 @@ class PageStream {
   private:
     enum Known : int { kNothing, kItem, kTile, kEntries, kEnd };  // of the next tile
 
-    static constexpr uint32_t kTokenBytes = TokenLayout(D).bytes();
+    static constexpr uint32_t kTokenBytes = TokenLayout(D).bytes(), kLowBytes = ChannelLayout(D, 2, 2).bytes();
 
     // One step: the item's number, the tile (which all warps are told of then), its first table entries. False: there is no
     // place to publish the tile in yet.
@@ -164,7 +169,6 @@ class PageStream {
                     int4* words = reinterpret_cast<int4*>(&t.rows);
                     words[0] = __ldg(from), words[1] = __ldg(from + 1);
                     t.head = item % heads;
-                    if (args.heads) t.k_bits = args.heads[t.head].k_bits, t.v_bits = args.heads[t.head].v_bits;
                     next_ = t;
                 }
                 sm90::barrier_arrive(&shared.tile_full[at.slot]);
@@ -195,26 +199,28 @@ class PageStream {
     }
     TA_DEVICE void find_addresses(const AttendArgs& args, uint64_t entry, int lane) {
         const int head = head_;
-        uint64_t address = entry & ~kEntryFlags;
-        if (args.heads) {
+        uint64_t layer = args.token_layer_offset, in_page = uint64_t(head) * kTokenBytes;
+        uint32_t piece = kTokenBytes << 16;
+        if (entry & kEntryLow) {
+            layer = args.low_layer_offset, in_page = uint64_t(head) * kLowBytes;
+            piece = kLowBytes << 16 | page_bits(2, 2);
+        } else if (entry & kEntryChannel) {
             const HeadArgs h = args.heads[head];
-            channel_bytes_ = uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes());
-            if (entry & kEntryChannel)
-                address += (entry & kEntrySingleLayer ? 0 : args.channel_layer_offset) + h.channel_offset + kEntryChannel;
+            layer = args.channel_layer_offset, in_page = h.channel_offset;
+            piece = uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes()) << 16 | page_bits(h.k_bits, h.v_bits);
         }
-        if (!(entry & kEntryChannel))
-            address += (entry & kEntrySingleLayer ? 0 : args.token_layer_offset) + uint64_t(head) * kTokenBytes;
-        address_[lane] = address;
+        address_[lane] = (entry & ~kEntryFlags) + (entry & kEntrySingleLayer ? 0 : layer) + in_page;
+        piece_[lane] = piece;
         batch_ = page_;
         __syncwarp();
     }
 
-    uint64_t address_[32], next_entry_[32];  // bit 0 of an address: a channel page
+    uint64_t address_[32], next_entry_[32];
+    uint32_t piece_[32];  // bytes << 16 | page_bits()
     Tile next_;
     Known known_;
     int item_;
     int head_, first_entry_, page_, page_end_, batch_, issued_, published_;
-    uint32_t channel_bytes_;
     Ring<kRawBlocks> ring_;
     Ring<kTiles> tile_ring_;
 };
