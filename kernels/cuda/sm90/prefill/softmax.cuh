@@ -82,15 +82,25 @@ TA_DEVICE void operand_of_sums(const uint32_t (&p)[4][4], int i, uint32_t (&a)[4
     }
 }
 
+// Do V's tokens have one scale in each page?
+TA_DEVICE bool pages_have_scales(const BlockScales& scales) {
+    // Where there is no page, the lowest is above the highest.
+    return scales.v_highest[0] <= scales.v_lowest[0] && scales.v_highest[1] <= scales.v_lowest[1];
+}
+
 // The 16-bit path's factors: y = score * factor[row][page] + the token's addend, the high half counts. `info` is that of row g,
 // info + 8 that of row g + 8.
 struct Factors {
     int of[2][2];
+    int addend[2];  // of the pages' tokens
+    bool equal;     // if these have one
 };
 TA_DEVICE Factors find_factors(const RowInfo* info, const BlockScales& scales) {
     Factors factors;
+    factors.equal = pages_have_scales(scales);
 #pragma unroll
     for (int page = 0; page < 2; ++page) {
+        factors.addend[page] = scales.v_page[page];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             // Less than 2^22 where the path can take the block.
@@ -111,12 +121,6 @@ TA_DEVICE Block look_at(const WarpLimits& limits, const BlockScales& scales) {
     const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
                 lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]), v_size = fmaxf(highest, -lowest);
     return {fmaf(limits.largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine), v_size, highest - lowest};
-}
-
-// Do V's tokens have one scale in each page?
-TA_DEVICE bool pages_have_scales(const BlockScales& scales) {
-    // Where there is no page, the lowest is above the highest.
-    return scales.v_highest[0] <= scales.v_lowest[0] && scales.v_highest[1] <= scales.v_lowest[1];
 }
 
 // Can token_scores take the block?
@@ -187,16 +191,23 @@ TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shi
 
 // Which keys of a block rows g and g + 8 see, counted from the lane's first column.
 struct Seen {
-    int begin[2], end[2];
+    uint32_t begin[2], end[2];  // twice: less the first token, the last
     Seen() = default;
     TA_DEVICE Seen(const RowInfo* info, int key, int i) {
         const int first = key + lane_token(i);
 #pragma unroll
-        for (int row = 0; row < 2; ++row)
-            begin[row] = info[8 * row].key_begin - first, end[row] = info[8 * row].key_end - first;
+        for (int row = 0; row < 2; ++row) {
+            begin[row] = twice(-min(max(info[8 * row].key_begin - first, 0), 1000));
+            end[row] = twice(min(max(info[8 * row].key_end - first, 0), 1000) - 1);
+        }
     }
-    TA_DEVICE bool has(int row, int token) const {
-        return token >= begin[row] && token < end[row];
+    // All bits of the halves of a word of scores that the row does not see: columns j and j + 1.
+    TA_DEVICE uint32_t hidden(int row, int j, int e) const {
+        const uint32_t tokens = uint32_t(column_token(j, e)) | uint32_t(column_token(j + 1, e)) << 16;
+        const uint32_t left = __vmins2(__vadd2(begin[row], tokens), __vsub2(end[row], tokens));  // negative: hidden
+        uint32_t signs;
+        asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(signs) : "r"(left));
+        return signs;
     }
 };
 
@@ -205,10 +216,9 @@ template <bool kTokens, bool kMasked>
 TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const BlockScales& scales, const RowInfo* info,
                            int key, int i, Scores& out) {
     const Seen seen = kMasked ? Seen(info, key, i) : Seen();
-    const int of_page[2] = {scales.v_page[0], scales.v_page[1]};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-        const int page = of_page[n / 4];
+        const int page = factors.addend[n / 4];
         const int4 four = kTokens ? *reinterpret_cast<const int4*>(scales.v_token[n][i]) : make_int4(page, page, page, page);
         const int addend[2][2] = {{four.x, four.y}, {four.z, four.w}};
 #pragma unroll
@@ -220,9 +230,13 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const
                 for (int h = 0; h < 2; ++h) {
                     const int j = 2 * n + h;
                     y[h] = s[4 * j + 2 * row + e] * factors.of[row][n / 4] + addend[e][h];
-                    if (kMasked && !seen.has(row, column_token(j, e))) y[h] = INT_MIN;
                 }
-                out.y[row][score_word(2 * n, e)] = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
+                uint32_t& both = out.y[row][score_word(2 * n, e)];
+                both = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x7632);
+                if (kMasked) {
+                    const uint32_t hidden = seen.hidden(row, 2 * n, e);
+                    both = (both & ~hidden) | (hidden & 0x80008000u);
+                }
             }
         }
     }
@@ -278,7 +292,7 @@ TA_DEVICE Shifts shifts_of(const int32_t (&sums)[2][2], const Factors& factors) 
 // The 16-bit path where nothing is masked and scores of pages are to be shifted.
 TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, const Shifts& shifts, const BlockScales& scales,
                               int i, Scores& out) {
-    if (pages_have_scales(scales)) {
+    if (factors.equal) {
         pack_scores<false, false>(s, factors, scales, nullptr, 0, i, out);
     } else {
         pack_scores<true, false>(s, factors, scales, nullptr, 0, i, out);
@@ -291,7 +305,7 @@ TA_DEVICE void fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
                            bool masked, int key, int i, Scores& out) {
     if (masked) {
         pack_scores<true, true>(s, factors, scales, info, key, i, out);
-    } else if (pages_have_scales(scales)) {
+    } else if (factors.equal) {
         pack_scores<false, false>(s, factors, scales, info, key, i, out);
     } else {
         pack_scores<true, false>(s, factors, scales, info, key, i, out);
@@ -313,7 +327,7 @@ TA_DEVICE void raise_lowest(Scores& scores) {
 template <bool kMasked>
 TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, int key, int i,
                                  Scores& out) {
-    const Seen seen(info, key, i);
+    const Seen seen = kMasked ? Seen(info, key, i) : Seen();
     const float unit[2] = {info[0].scale * kGrid, info[8].scale * kGrid};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -326,9 +340,9 @@ TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, co
             for (int h = 0; h < 2; ++h) {
                 const int j = first + h;
                 y[h] = __float_as_uint(fmaf(float(s[4 * j + 2 * row + e]) * token.k[h], unit[row], token.v[h]));
-                if (kMasked && !seen.has(row, column_token(j, e))) y[h] = 0;
             }
             out.y[row][n] = __byte_perm(y[0], y[1], 0x6521);
+            if (kMasked) out.y[row][n] &= ~seen.hidden(row, first, e);
         }
     }
 }
@@ -435,8 +449,13 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     if (masked) {
         const Seen seen(row_info, key, i);
 #pragma unroll
-        for (int n = 0; n < 64; ++n) {
-            if (!seen.has(n / 2 % 2, column_token(n / 4, n % 2))) s[n] = __float_as_int(-INFINITY);
+        for (int j = 0; j < 16; j += 2) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const uint32_t hidden = seen.hidden(n / 2, j, n % 2);
+                if (hidden & 0xffff) s[4 * j + n] = __float_as_int(-INFINITY);
+                if (hidden >> 16) s[4 * j + 4 + n] = __float_as_int(-INFINITY);
+            }
         }
     }
     float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
