@@ -300,9 +300,16 @@ void World::settle() {
     EXPECT_FALSE(p.mover()->busy()) << "something moves for ever";
     // What stalls was given up by the tier and comes back when the fault is over.
     if (fault_.kind == FaultKind::kStall) disarm();
-    const auto in_flight = [&] { return p.tier(TierKind::kDisk) ? p.tier(TierKind::kDisk)->stats().in_flight : 0; };
-    while (in_flight() > 0 && Clock::now() < end) std::this_thread::sleep_for(100us);
-    EXPECT_EQ(in_flight(), 0u) << "I/O that never ends";
+    const Tier* disk = p.tier(TierKind::kDisk);
+    uint64_t left = 0;
+    const auto some_left = [&] {
+        if (!disk) return false;
+        const TierStats s = disk->stats();
+        left = s.in_flight + s.erasing;  // an erase waits for nobody, and may be about to start
+        return left > 0;
+    };
+    while (some_left() && Clock::now() < end) std::this_thread::sleep_for(100us);
+    EXPECT_EQ(left, 0u) << "I/O that never ends";
 }
 
 ta_residency World::residency(size_t s) {
