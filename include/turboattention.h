@@ -301,8 +301,7 @@ enum {
     TA_EVICT_LRU = 0,      /* those of the sequence that no plan used for longest, spread evenly over it */
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
     /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over layers, query
-     * heads and the last 16 query tokens, summed, halving in attention_half_life steps. On a GPU sequences of up to 16 query
-     * tokens x group in a step count, and longer prompts do not */
+     * heads and the last 16 query tokens, summed, halving in attention_half_life steps */
     TA_EVICT_ATTENTION = 2,
 };
 

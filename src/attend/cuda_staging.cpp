@@ -52,7 +52,8 @@ bool CudaStaging::choose_pages(const Call& call) {
     for (size_t i = 0; i < host.size(); ++i) {
         const int64_t n = step_->members[i].n_query;
         const bool many = n * group > cuda::kDecodeRows;
-        host[i].reads = many ? reads_of_page(n, group, call.rows_at_once, call.window) : std::min<int64_t>(n, 1);
+        host[i].reads =
+            many ? reads_of_page(n, group, call.rows_at_once, call.window) + call.observed : std::min<int64_t>(n, 1);
         any |= host[i].reads >= least;
     }
     if (!any) return false;           // decode, mostly: looks at no block

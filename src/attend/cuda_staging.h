@@ -25,6 +25,7 @@ class CudaStaging {
     struct Call {
         int64_t rows_at_once = 0;  // of sequences with more rows than the decode kernel takes; 0: there are none
         int64_t window = 0;        // 0: none
+        int64_t observed = 0;      // launches that read the pages of such sequences again
     };
     // A step begins whose tables have been sent. Its calls are taken to be like those of the step before: decides, and starts
     // the copies of its first layers. Leaves that to the first call where nothing is known yet, and where `replays`: what was

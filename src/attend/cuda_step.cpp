@@ -325,6 +325,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
+        for (auto& [key, schedule] : schedules_) schedule.step = 0;  // of other members, perhaps
         tables_are_last_ = true;
     }
 
@@ -372,6 +373,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
         CudaStaging::Call like{0, a.window};
         if (tables_.any_prefill())
             like.rows_at_once = prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
+        like.observed = int64_t(observed_.size());
         Result<const uint64_t*> table = staging_.before_attend(layer, like, &staged, stream_);
         if (!table.ok()) return std::move(table).status();
         decode.args.table = prefill.args.table = table.value();
@@ -490,17 +492,14 @@ Status CudaStep::seal_blocks() {
     return {};
 }
 
-// All that a captured launch depends on beside the tables.
+// All that a captured launch depends on beside the tables. A workspace that was outgrown since still serves it.
 std::vector<uint64_t> CudaStep::kind_of_step() const {
-    std::vector<uint64_t> kind{uint64_t(tables_.group()),
-                               uint64_t(tables_.max_decode_rows()),
-                               uint64_t(tables_.any_prefill()),
-                               uint64_t(uintptr_t(decode_workspace_.data())),
-                               mass_.address(),
-                               uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
+    std::vector<uint64_t> kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
+                               mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
     tables_.addresses(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {
+        if (schedule.step != steps_) continue;  // no prompts in this step
         kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));
         kind.push_back(uint64_t(schedule.rows.chunks));
     }

@@ -156,7 +156,7 @@ TEST_F(GpuAttention, BlocksGetWhatTheyGetOnACpu) {
 
 // Of a prompt the last 16 query tokens count.
 TEST_F(GpuAttention, PromptsGiveWhatTheirEndsLookAt) {
-    for (const int query_group : {1, 4, 5, 8, 16}) {
+    for (const int query_group : {1, 3, 4, 5, 8, 16}) {
         SCOPED_TRACE("group " + std::to_string(query_group));
         make({}, query_group);
         const size_t a = add(), b = add(), c = add();
@@ -232,6 +232,25 @@ TEST_F(GpuAttention, EachReplayOfAGraphAddsOnce) {
     }
     compare_mass(a);
     compare_mass(b);
+    // Prompts of other numbers and lengths between replays do not make a decode step another kind.
+    for (const int32_t n : {40, 10}) {
+        step({a, b}, {n, n}, {n, n > 20 ? n : 1});
+        const std::vector<float> kv = normals(2 * kRow), qv = normals(2 * q_heads * kDim, 2.0f);
+        k.set(kv);
+        q.set(qv);
+        begin(gpu_plan, on_gpu, {1, 1});
+        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        end(gpu_plan);
+        begin(cpu_plan, on_cpu, {1, 1});
+        Tensor ck(kv, 2, kHeads, kDim, TA_DTYPE_F16), cq(qv, 2, q_heads, kDim, TA_DTYPE_F16), cout(2, q_heads, kDim);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(cpu_plan, layer, ck, ck);
+            attend(cpu_plan, layer, cq, cout);
+        }
+        end(cpu_plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        for (const size_t s : {a, b}) compare_mass(s);
+    }
     cudaGraphExecDestroy(exec);
 }
 
@@ -359,13 +378,11 @@ TEST_F(GpuDropping, ASequenceGrowsBeyondAllBudgets) {
         SCOPED_TRACE("policy " + std::to_string(eviction));
         make({.device_blocks = 2, .eviction = eviction, .drop_coldest = TA_ON});
         const size_t a = add();
-        // More than 16 rows a step count on a CPU only.
-        const int32_t many = eviction == TA_EVICT_LRU ? 12 : 4;
         const Rules rules[] = {{.n_query = 1},
                                {.n_query = 1, .window = 700},
-                               {.n_query = many},
+                               {.n_query = 12},
                                {.n_query = 3, .alibi = true},
-                               {.n_query = many, .window = 200, .alibi = true, .full = true}};
+                               {.n_query = 12, .window = 200, .alibi = true, .full = true}};
         for (int i = 0; i < 35; ++i) step_and_compare(a, i % 2 == 0 ? 64 : 37, rules[i % 5]);
         const std::vector<bool> has = present(gpu_pool, on_gpu[a]);
         EXPECT_GT(dropped(gpu_pool), 5u);

@@ -42,12 +42,12 @@ struct DecodeWorkers {
 
 // Where calls leave what attention pages get. A page's place is that of its entry in the block table.
 struct DecodeMass {
-    float* page_lse;   // [kv_heads, entries, row_capacity], of one call: log2 of the sum of a row's weights in a page
+    float* page_lse;   // [kv_heads, entries, row_capacity], of one launch: log2 of the sum of a row's weights in a page
     uint32_t entries;  // of the block table, or more; times kv_heads less than 2^32
     uint64_t* weight;  // [entries], kMassUnit: grows by the weights of all rows, each of which gives 1 to all its pages
     uint64_t* heads;   // grows by the query heads of each call; nullptr: another launch of the call counts them
 };
-// Integers, so that sums do not depend on the order in which warps get there. A call adds less than 2^11 to a page.
+// Integers, so that sums do not depend on the order in which warps get there. A call adds 16 for each query head to a page at most.
 inline constexpr float kMassUnit = 0x1p-40f;
 
 // A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut
