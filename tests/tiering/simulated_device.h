@@ -1,7 +1,7 @@
 // A device in host memory whose copy engine is late and unordered: the bytes of a copy move at some moment between the call and
 // its return, those of calls that overlap mixed with one another. Steps run on the CPU. It fails as it is told, at its k-th
-// operation (each block of a copy is one), once
-// or from then on. Allocates nothing while it works, so that tests may let memory run out around it.
+// operation (each block of a copy is one), once or from then on. Allocates nothing while it works, so that tests may let memory
+// run out around it.
 #pragma once
 
 #include <atomic>

@@ -17,60 +17,104 @@ struct Case {
     int window;
 };
 
-void check(const Case& c, const std::vector<cuda::SequenceArgs>& sequences) {
-    const ManyRowsKey key{c.group, c.causal, c.window, false};
-    const ManyRows rows(key, sequences);
-    std::vector<uint8_t> bytes(rows.bytes + 1, 0xa5);
-    rows.write(key, sequences, bytes.data());
-    EXPECT_EQ(bytes.back(), 0xa5) << "written beyond the end";
+// The rows of `part`, a chunk of `s` whose first query token has this position in it, see what they see in the sequence.
+void check_keys(const Case& c, const cuda::SequenceArgs& s, const cuda::SequenceArgs& part, int32_t first) {
+    ASSERT_GT(part.n_query, 0);
+    ASSERT_LE(part.n_query * c.group, cuda::kDecodeRows);
+    const int32_t skipped = part.first_entry - s.first_entry;
+    ASSERT_GE(skipped, 0);
+    ASSERT_LE(skipped + (part.n_keys + kPageTokens - 1) / kPageTokens, (s.n_keys + kPageTokens - 1) / kPageTokens);
+    for (int32_t i = 0; i < part.n_query; ++i) {
+        const int32_t row = part.row - s.row + i, position = s.n_keys - s.n_query + row;
+        const cuda::KeyRange want = cuda::visible_keys(c.causal, c.window, s.n_keys, position);
+        const cuda::KeyRange got = cuda::visible_keys(c.causal, c.window, part.n_keys, first + i);
+        const int32_t before = skipped * int32_t(kPageTokens);
+        ASSERT_EQ(got.end - got.begin, want.end - want.begin) << "query " << row;
+        if (want.begin == want.end) continue;
+        ASSERT_EQ(before + got.begin, want.begin) << "query " << row;
+        ASSERT_EQ(before + first + i, position) << "query " << row;  // distances
+    }
+}
+
+// What the kernel would be given of the sequences.
+struct Written {
+    Written(const Case& c, int observed, const std::vector<cuda::SequenceArgs>& sequences)
+        : key{c.group, c.causal, c.window, false, observed}, rows(key, sequences), bytes(rows.bytes + 1, 0xa5) {
+        rows.write(key, sequences, bytes.data());
+        EXPECT_EQ(bytes.back(), 0xa5) << "written beyond the end";
+        work.args.causal = c.causal;
+        set_schedule(rows, bytes.data(), work);
+        EXPECT_EQ(work.args.first_position != nullptr, !c.causal);
+    }
+    int32_t first_position(size_t chunk) const {
+        const cuda::SequenceArgs& part = work.args.sequences[chunk];
+        return work.args.causal ? part.n_keys - part.n_query : work.args.first_position[chunk];
+    }
+    ManyRowsKey key;
+    ManyRows rows;
+    std::vector<uint8_t> bytes;
     AttendWork work;
-    work.args.causal = c.causal;
-    set_schedule(rows, bytes.data(), work);
-    ASSERT_EQ(work.args.first_position != nullptr, !c.causal);
+};
+
+void check(const Case& c, const std::vector<cuda::SequenceArgs>& sequences) {
+    const Written w(c, ManyRowsKey::kAll, sequences);
     size_t chunk = 0;
     int64_t pages = 0;
     for (const cuda::SequenceArgs& s : sequences) {
         for (int32_t row = 0; row < s.n_query; ++chunk) {
-            ASSERT_LT(chunk, size_t(rows.chunks));
-            const cuda::SequenceArgs& part = work.args.sequences[chunk];
-            ASSERT_EQ(work.args.pages_before[chunk], pages);
-            const int32_t n_pages = (part.n_keys + kPageTokens - 1) / kPageTokens;
-            pages += n_pages;
-            ASSERT_GT(part.n_query, 0);
-            ASSERT_LE(part.n_query * c.group, cuda::kDecodeRows);
+            ASSERT_LT(chunk, size_t(w.rows.chunks));
+            const cuda::SequenceArgs& part = w.work.args.sequences[chunk];
+            ASSERT_EQ(w.work.args.pages_before[chunk], pages);
+            pages += (part.n_keys + kPageTokens - 1) / kPageTokens;
             ASSERT_EQ(part.row, s.row + row);
-            const int32_t skipped = part.first_entry - s.first_entry;
-            ASSERT_GE(skipped, 0);
-            ASSERT_LE(skipped + n_pages, (s.n_keys + kPageTokens - 1) / kPageTokens);
-            const int32_t first = c.causal ? part.n_keys - part.n_query : work.args.first_position[chunk];
-            for (int32_t i = 0; i < part.n_query; ++i, ++row) {
-                const int32_t position = s.n_keys - s.n_query + row;
-                const cuda::KeyRange want = cuda::visible_keys(c.causal, c.window, s.n_keys, position);
-                const cuda::KeyRange got = cuda::visible_keys(c.causal, c.window, part.n_keys, first + i);
-                const int32_t before = skipped * int32_t(kPageTokens);
-                ASSERT_EQ(got.end - got.begin, want.end - want.begin) << "query " << row;
-                if (want.begin == want.end) continue;
-                ASSERT_EQ(before + got.begin, want.begin) << "query " << row;
-                ASSERT_EQ(before + first + i, position) << "query " << row;  // distances
-            }
+            check_keys(c, s, part, w.first_position(chunk));
+            if (::testing::Test::HasFatalFailure()) return;
+            row += part.n_query;
         }
     }
-    EXPECT_EQ(chunk, size_t(rows.chunks));
-    EXPECT_EQ(work.args.pages_before[chunk], pages);
-    EXPECT_EQ(rows.pages, pages);
+    EXPECT_EQ(chunk, size_t(w.rows.chunks));
+    EXPECT_EQ(w.work.args.pages_before[chunk], pages);
+    EXPECT_EQ(w.rows.pages, pages);
+}
+
+// The last kObservedTokens query tokens of each sequence, each once, and no two chunks of a sequence in one schedule.
+void check_observed(const Case& c, const std::vector<cuda::SequenceArgs>& sequences) {
+    const int chunks = count_observed_chunks(c.group, sequences), tokens = cuda::kDecodeRows / c.group;
+    ASSERT_EQ(chunks, (kObservedTokens + tokens - 1) / tokens);
+    std::vector<int> seen(size_t(sequences.back().row + sequences.back().n_query));  // by row: in how many chunks it is
+    for (int n = 0; n < chunks; ++n) {
+        const Written w(c, n, sequences);
+        std::vector<bool> has(sequences.size());
+        for (size_t chunk = 0; chunk < size_t(w.rows.chunks); ++chunk) {
+            const cuda::SequenceArgs& part = w.work.args.sequences[chunk];
+            size_t s = 0;
+            while (part.row >= sequences[s].row + sequences[s].n_query) ++s;
+            ASSERT_FALSE(has[s]) << "two chunks of sequence " << s;
+            has[s] = true;
+            check_keys(c, sequences[s], part, w.first_position(chunk));
+            if (::testing::Test::HasFatalFailure()) return;
+            for (int32_t i = 0; i < part.n_query; ++i) ++seen[size_t(part.row + i)];
+        }
+    }
+    for (const cuda::SequenceArgs& s : sequences) {
+        for (int32_t i = 0; i < s.n_query; ++i)
+            ASSERT_EQ(seen[size_t(s.row + i)], i >= s.n_query - kObservedTokens ? 1 : 0) << "row " << s.row + i;
+    }
 }
 
 TEST(ManyRows, SeeWhatTheirSequencesDo) {
     // Keys, queries, first row, first entry: more queries than keys too.
     const std::vector<cuda::SequenceArgs> sequences = {
-        {900, 300, 0, 0}, {333, 333, 300, 15}, {64, 0, 633, 21}, {70, 17, 633, 22}, {40, 130, 650, 24}, {0, 20, 780, 25},
+        {900, 300, 0, 0},   {333, 333, 300, 15}, {64, 0, 633, 21}, {70, 17, 633, 22},
+        {40, 130, 650, 24}, {640, 6, 780, 25},   {0, 20, 786, 35},
     };
-    for (const int group : {1, 3, 4, 16}) {
+    for (const int group : {1, 3, 4, 5, 8, 16}) {
         for (const bool causal : {false, true}) {
             for (const int window : {0, 1, 30, 64, 65, 200, 5000}) {
                 SCOPED_TRACE("group " + std::to_string(group) + (causal ? ", causal" : ", full") + ", window " +
                              std::to_string(window));
                 check({group, causal, window}, sequences);
+                if (!::testing::Test::HasFatalFailure()) check_observed({group, causal, window}, sequences);
                 if (::testing::Test::HasFatalFailure()) return;
             }
         }

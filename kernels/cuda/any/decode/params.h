@@ -47,7 +47,8 @@ struct DecodeMass {
     uint64_t* weight;  // [entries], kMassUnit: grows by the weights of all rows, each of which gives 1 to all its pages
     uint64_t* heads;   // grows by the query heads of each call; nullptr: another launch of the call counts them
 };
-// Integers, so that sums do not depend on the order in which warps get there. A call adds 16 for each query head to a page at most.
+// Integers, so that sums do not depend on the order in which warps get there. A call adds 16 for each query head to a page at
+// most.
 inline constexpr float kMassUnit = 0x1p-40f;
 
 // A unit of work is one page of one kv head of one sequence. All units of a call, ordered by sequence, head and page, are cut

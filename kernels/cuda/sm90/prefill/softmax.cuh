@@ -1,6 +1,6 @@
 // Scores to P. P is u8 in units of 1/255 of the largest P of its row within the block of keys, P being 2^(score + log2 of V's
-// scale). A block's product with V is exact in int32 and is added to O, in fp32 in units
-// of 2^m, m a reference of the row's that hardly ever changes.
+// scale). A block's product with V is exact in int32 and is added to O, in fp32 in units of 2^m, m a reference of the row's
+// that hardly ever changes.
 //
 // Scores come to the exponential as 16-bit integers in 1/112 of an octave, two to a register: 1024 steps, what fp16 has in [1,
 // 2), span P's 8 bits. Three ways there:
