@@ -660,7 +660,8 @@ TA_API void ta_plan_destroy(ta_plan* plan);
 /* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls
  * may be captured into a graph (cudaStreamBeginCapture between begin and end) after a step of the same kind has run without,
  * and the graph launched in place of those calls between any later begin and end: with as many sequences, as many query tokens
- * for each and the same tensors, but other lengths. end() refuses a step that is not of the captured kind.
+ * for each, the same tensors, and as many query heads in the last attend before that begin, but other lengths. end() refuses a
+ * step that is not of the captured kind.
  * Errors: TA_E_STATE (the plan is open), TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
 TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
 

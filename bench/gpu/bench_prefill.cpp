@@ -71,10 +71,13 @@ int main(int argc, char** argv) {
     measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 causal, paper");
     measure(report, shape_of(1, 16384, false, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 full, paper");
     measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_ACCURATE, 64), "prefill b1 h32/8 d64 n16384 causal");
-    for (uint32_t bits : {4u, 2u, 8u}) {
-        Shape chunk = shape_of(1, 2048, true, bits);
-        chunk.cached = 30720;
-        measure(report, chunk, "chunk of 2048 over 30720 INT" + std::to_string(bits));
-    }
+    const auto measure_chunk = [&](int64_t n, uint32_t bits) {
+        Shape chunk = shape_of(1, n, true, bits);
+        chunk.cached = 32768 - n;
+        measure(report, chunk,
+                "chunk of " + std::to_string(n) + " over " + std::to_string(chunk.cached) + " INT" + std::to_string(bits));
+    };
+    for (uint32_t bits : {4u, 2u, 8u}) measure_chunk(2048, bits);
+    for (int64_t n : {512, 64}) measure_chunk(n, 4);
     return 0;
 }

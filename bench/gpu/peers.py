@@ -73,7 +73,8 @@ def shapes(sweep):
     yield "prefill b1 h32/8 n16384 full", 1, 32, 8, 16384, 16384, False
     for batch, n in (1, 16384), (4, 4096), (16, 1024):
         yield f"prefill b{batch} h32/8 n{n} causal", batch, 32, 8, n, n, True
-    yield "chunk of 2048 over 30720", 1, 32, 8, 2048, 32768, False  # all keys: cuDNN's causal mask is top-left aligned
+    for n in 2048, 512, 64:
+        yield f"chunk of {n} over {32768 - n}", 1, 32, 8, n, 32768, False  # all keys: cuDNN's causal mask is top-left aligned
 
 
 # A peer is made of q, k, v and gives a call that returns [batch, heads, tokens, D], and the values that it attends to.

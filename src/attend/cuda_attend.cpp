@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/cuda/sm90/prefill/prefill.h"
-
 namespace ta {
 
 using cuda::AttendArgs;
@@ -41,7 +39,12 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     // those too. It reads every page of the table.
     const bool by_kernel = device.kernel_generation() == 9 && !args.may_lack_pages && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
-    return ManyRowsKey{args.group, args.causal, args.window, by_kernel};
+    ManyRowsKey key{args.group, args.causal, args.window, by_kernel};
+    if (!by_kernel) return key;
+    key.kv_heads = args.kv_heads;
+    // SAS cuts off by the row's maximum so far, so its rows see their keys in order.
+    if (args.exp != cuda::ExpMode::kSas) key.ctas = device.properties().multiProcessorCount;
+    return key;
 }
 
 namespace {
@@ -79,6 +82,14 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
 
 }  // namespace
 
+std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group) {
+    std::vector<SequenceArgs> prompts(sequences.begin(), sequences.end());
+    for (SequenceArgs& s : prompts) {
+        if (s.n_query * int64_t(group) <= cuda::kDecodeRows) s.n_query = 0;
+    }
+    return prompts;
+}
+
 int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
     const int tokens = cuda::kDecodeRows / group;
     int most = 0;
@@ -86,9 +97,10 @@ int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
     return (most + tokens - 1) / tokens;
 }
 
-ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel) {
+ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel), ctas(key.ctas) {
     if (by_kernel) {
-        bytes = cuda::prefill_schedule_bytes(cuda::count_prefill_tiles(sequences, key.group));
+        tiles = cuda::PrefillPlan(sequences, key.group, key.causal, key.window, key.kv_heads, key.ctas);
+        bytes = tiles.bytes();
         return;
     }
     for_each_chunk(key, sequences, [this](const SequenceArgs& c, int32_t) {
@@ -103,7 +115,7 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
 
 void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
     if (by_kernel) {
-        cuda::plan_prefill(sequences, key.group, key.causal, key.window, to);
+        tiles.write(to);
         return;
     }
     auto* const first = reinterpret_cast<SequenceArgs*>(to);
@@ -125,7 +137,11 @@ Status plan_few_rows(const CudaDevice& device, const AttendArgs& args, int max_r
 Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const ManyRows& rows, AttendWork& work) {
     work = {};
     work.args = args;
-    if (rows.by_kernel) return {};
+    if (rows.by_kernel) {
+        // A graph that this call becomes part of may be replayed with parts.
+        work.parts_bytes = cuda::prefill_workspace_bytes(args.head_dim, rows.ctas);
+        return {};
+    }
     if (rows.pages * args.kv_heads > INT32_MAX) {
         return fail(TA_E_LIMIT, "the queries, 16 rows of a kv head at a time, read %lld pages; the limit is 2^31 - 1",
                     (long long)(rows.pages * args.kv_heads));
@@ -148,7 +164,7 @@ void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {
     if (work.schedule) {
         const int ctas = device.properties().multiProcessorCount;
-        return device.check(cuda::launch_prefill(work.args, work.schedule, ctas, stream), "a prefill");
+        return device.check(cuda::launch_prefill(work.args, work.schedule, work.parts, ctas, stream), "a prefill");
     }
     const cuda::DecodeMass* mass = work.mass.page_lse ? &work.mass : nullptr;
     return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass), "attention");

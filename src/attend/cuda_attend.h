@@ -6,9 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/cuda/common/attend_args.h"
+#include "kernels/cuda/sm90/prefill/prefill.h"
 #include "src/attend/executor.h"
 #include "src/core/cuda_memory.h"
 
@@ -37,9 +39,13 @@ struct ManyRowsKey {
     int window;
     bool by_kernel;       // the prefill kernel, else the decode kernel with chunks of the queries
     int observed = kAll;  // only this chunk of each sequence's last kObservedTokens query tokens
+    int kv_heads = 0;     // of the prefill kernel
+    int ctas = 0;         // of the prefill kernel, if it may split the pages of rows between them, else 0
     static constexpr int kAll = -1;
     auto operator<=>(const ManyRowsKey&) const = default;
 };
+// The sequences that have more rows than the decode kernel takes at once; the others' n_query is 0.
+std::vector<cuda::SequenceArgs> prompts_of(std::span<const cuda::SequenceArgs> sequences, int group);
 // Chunks of the observed query tokens, of the sequence that has most.
 int count_observed_chunks(int group, std::span<const cuda::SequenceArgs> sequences);
 
@@ -52,6 +58,8 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendA
 struct ManyRows {
     size_t bytes = 0;
     bool by_kernel = false;
+    cuda::PrefillPlan tiles;  // the prefill kernel's
+    int ctas = 0;             // ManyRowsKey's
     int chunks = 0;           // sequences that the decode kernel sees
     size_t counts_at = 0;     // their pages_before
     size_t positions_at = 0;  // their first_position, under a full mask
@@ -70,6 +78,8 @@ struct AttendWork {
     cuda::AttendArgs args{};
     cuda::DecodePlan plan{};      // the decode kernel's
     uint8_t* schedule = nullptr;  // the prefill kernel's
+    size_t parts_bytes = 0;       // of the memory that parts of its tiles need
+    void* parts = nullptr;        // that memory; none where no tile is split
     cuda::DecodeMass mass{};      // the decode kernel's, unless page_lse is nullptr
 };
 // Sequences of at most `max_rows` query rows for the decode kernel. P's format is set already.
@@ -78,7 +88,7 @@ Status plan_few_rows(const CudaDevice& device, const cuda::AttendArgs& args, int
 Status plan_many_rows(const CudaDevice& device, const cuda::AttendArgs& args, const ManyRows& rows, AttendWork& work);
 // What it wrote will lie in device memory at `schedule`.
 void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work);
-// `workspace`: work.plan.workspace_bytes of device memory, none where that is 0.
+// `workspace`: work.plan.workspace_bytes of device memory, none where that is 0. work.parts points to work.parts_bytes.
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream);
 
 }  // namespace ta

@@ -76,7 +76,7 @@ class DenseRun {
     Layout layout_;
     size_t table_at_ = 0, pages_at_ = 0, few_at_ = 0, counts_at_ = 0, many_at_ = 0, tiles_at_ = 0, v_rows_at_ = 0,
            staged_end_ = 0;
-    size_t nonfinite_at_ = 0, n_nonfinite_ = 0, amax_at_ = 0, zeros_end_ = 0, data_at_ = 0, workspace_at_ = 0;
+    size_t nonfinite_at_ = 0, n_nonfinite_ = 0, amax_at_ = 0, zeros_end_ = 0, data_at_ = 0, workspace_at_ = 0, parts_at_ = 0;
 };
 
 Status DenseRun::list_sequences() {
@@ -167,6 +167,7 @@ Status DenseRun::prepare() {
     amax_at_ = layout_.take(tensor_scale ? batch * size_t(kv_heads_) * sizeof(uint32_t) : 0);
     // The kernels of few rows and of many run one after the other.
     workspace_at_ = layout_.take(std::max(few_work_.plan.workspace_bytes, many_work_.plan.workspace_bytes), 256);
+    parts_at_ = layout_.take(many_rows_.tiles.slots() > 0 ? many_work_.parts_bytes : 0, 256);
     zeros_end_ = workspace_at_ + std::max(few_work_.plan.zeroed_bytes, many_work_.plan.zeroed_bytes);
     data_at_ = layout_.take(pages_.size() * page_stride(), cuda::kEntryFlags + 1);
     return {};
@@ -245,6 +246,7 @@ Status DenseRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced
     if (!many_.empty()) {
         many_work_.args = placed(many_work_.args);
         set_schedule(many_rows_, base + many_at_, many_work_);
+        many_work_.parts = base + parts_at_;
         TA_RETURN_IF_ERROR(launch_attend(device_, many_work_, base + workspace_at_, stream));
     }
     if (n_nonfinite_ == 0) return {};

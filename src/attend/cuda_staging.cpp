@@ -87,7 +87,7 @@ bool CudaStaging::choose_pages(const Call& call) {
         tenant_ = first || tenant_ == tenant ? tenant : kUnknownTenant;
         first = false;
         for_each_page(m, [&](const Block::Stored& at, int64_t b, size_t bytes) {
-            pages_.push_back({at.slot, at.kind, uint32_t(step_tables_->prefill()[i].first_entry + b)});
+            pages_.push_back({at.slot, at.kind, uint32_t(step_tables_->members()[i].first_entry + b)});
             page_bytes_.push_back(uint32_t(bytes));
         });
     }

@@ -31,6 +31,7 @@ class CudaStep final : public StepBackend {
           mass_(pool, device),
           staging_(pool, device),
           decode_workspace_(device),
+          prefill_parts_(device),
           hasher_(pool, device) {}
     ~CudaStep() override;
 
@@ -48,7 +49,8 @@ class CudaStep final : public StepBackend {
         explicit Schedule(CudaDevice& device) : buffer(device) {}
         DeviceBuffer buffer;
         Staging staging;
-        uint64_t step = 0;  // that it was made for
+        uint64_t step = 0;      // that it was made for
+        uint64_t captured = 0;  // the last step in which a captured call reads it; 0: none does
         ManyRows rows;
     };
 
@@ -91,6 +93,7 @@ class CudaStep final : public StepBackend {
     bool captured_ = false;         // some call was captured
     bool tables_are_last_ = false;  // of the plan's kernels on the stream, no other was enqueued after them
     bool seen_calls_ = false;       // in this step
+    uint64_t captured_step_ = 0;    // the last with captured calls
     std::vector<uint64_t> captured_kind_;
     Step* step_ = nullptr;
     uint64_t steps_ = 0;
@@ -103,10 +106,12 @@ class CudaStep final : public StepBackend {
     CudaMass mass_;
     CudaStaging staging_;
     DeviceBuffer decode_workspace_;
+    DeviceBuffer prefill_parts_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
     std::map<ManyRowsKey, Schedule> schedules_;  // one for each combination that the plan has met
     std::vector<AttendWork> observed_;           // of a call: prepare_observed()
+    std::vector<Schedule*> read_;                // by a call
     cuda::AppendPlan append_plan_{};
 };
 
@@ -187,7 +192,8 @@ Status CudaStep::begin(Step& step) {
     step_ = &step;
     ++steps_;
     seen_calls_ = false;
-    if (tables_.any_prefill()) {
+    // Of all groups: a graph reads its own, whatever was called for last.
+    if (tables_.group() > 0) {
         for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
     return staging_.begin(step, tables_, captured_, stream_);
@@ -210,13 +216,16 @@ Status CudaStep::prepare() {
     return {};
 }
 
+// Makes it for the step, unless that has no prompts for calls of its group: then nobody reads it.
 Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
-    schedule.rows = ManyRows(key, tables_.prefill());
+    const std::vector<cuda::SequenceArgs> prompts = prompts_of(tables_.members(), key.group);
+    if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
+    schedule.rows = ManyRows(key, prompts);
     const size_t bytes = schedule.rows.bytes;
     TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
     TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
     auto* staged = static_cast<uint8_t*>(schedule.staging.part(bytes));
-    schedule.rows.write(key, tables_.prefill(), staged);
+    schedule.rows.write(key, prompts, staged);
     TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
     TA_RETURN_IF_ERROR(schedule.staging.record(device_, stream_));
     schedule.step = steps_;
@@ -233,8 +242,11 @@ Status CudaStep::capturing(bool* yes) const {
 // A call of the step has been enqueued; remembers what is captured.
 void CudaStep::see_call(bool captured) {
     seen_calls_ = true;
+    const std::vector<Schedule*> read = std::exchange(read_, {});
     if (!captured) return;
+    for (Schedule* s : read) s->captured = steps_;
     captured_ = true;
+    captured_step_ = steps_;
     captured_kind_ = kind_of_step();
 }
 
@@ -325,7 +337,6 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
-        for (auto& [key, schedule] : schedules_) schedule.step = 0;  // of other members, perhaps
         tables_are_last_ = true;
     }
 
@@ -359,6 +370,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const int rows = tables_.max_decode_rows();
     if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
     observed_.clear();
+    read_.clear();
     if (tables_.any_prefill()) {
         TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
         if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, settings.p, captured));
@@ -431,7 +443,7 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured)
     a.p_levels = format.levels;
     a.p_running = format.running;
     a.may_lack_pages = pool_.may_drop();
-    const int chunks = count_observed_chunks(a.group, tables_.prefill());
+    const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();
         TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, false, chunk}, captured, work));
@@ -448,6 +460,13 @@ Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bo
     }
     TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);
+    read_.push_back(&schedule);
+    if (!prefill_parts_.holds(work.parts_bytes)) {
+        if (captured) return needs_a_run("prompts");
+        Status reserved = prefill_parts_.reserve(work.parts_bytes, "the parts of prompts");
+        if (!reserved.ok() && schedule.rows.tiles.slots() > 0) return reserved;
+    }
+    work.parts = prefill_parts_.data();
     return reserve_workspace(work, captured);
 }
 
@@ -499,9 +518,10 @@ std::vector<uint64_t> CudaStep::kind_of_step() const {
     tables_.addresses(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     for (const auto& [key, schedule] : schedules_) {
-        if (schedule.step != steps_) continue;  // no prompts in this step
+        // Those that no captured call reads do not matter, nor those without prompts in this step.
+        if (schedule.captured == 0 || schedule.step != steps_) continue;
         kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));
-        kind.push_back(uint64_t(schedule.rows.chunks));
+        if (schedule.captured == captured_step_) kind.push_back(uint64_t(schedule.rows.chunks));
     }
     return kind;
 }

@@ -50,7 +50,9 @@ Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stre
     TA_RETURN_IF_ERROR(staging.take(device_, sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
     write_sequences(step, group, staging, args);
-    return send(args, staging, stream);
+    Status sent = send(args, staging, stream);
+    if (!sent.ok()) group_ = 0;  // the device still has those of before
+    return sent;
 }
 
 void CudaTables::committed(const Step& step) {
@@ -169,7 +171,7 @@ void CudaTables::write_sequences(const Step& step, int group, Staging& staging, 
     const size_t batch = step.members.size();
     std::span decode(static_cast<SequenceArgs*>(staging.part(batch * sizeof(SequenceArgs))), batch);
     auto* pages_before = static_cast<int32_t*>(staging.part((batch + 1) * sizeof(int32_t)));
-    prefill_.clear();
+    members_.clear();
     max_rows_ = 0;
     any_prefill_ = false;
     for (size_t i = 0; i < batch; ++i) {
@@ -179,8 +181,8 @@ void CudaTables::write_sequences(const Step& step, int group, Staging& staging, 
         const bool to_decode = s.n_query * int64_t(group) <= cuda::kDecodeRows;
         if (to_decode) max_rows_ = std::max(max_rows_, s.n_query * group);
         any_prefill_ |= !to_decode;
-        prefill_.push_back(s);
-        (to_decode ? prefill_.back() : s).n_query = 0;
+        members_.push_back(s);
+        if (!to_decode) s.n_query = 0;
         decode[i] = s;
     }
     cuda::count_pages(decode, pages_before);

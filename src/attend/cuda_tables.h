@@ -38,7 +38,7 @@ class CudaTables {
     int group() const { return group_; }               // of the sequences that were sent last; 0: none yet
     int max_decode_rows() const { return max_rows_; }  // of the sequences that decode takes, query tokens x group
     bool any_prefill() const { return any_prefill_; }  // a sequence is left for prefill
-    std::span<const cuda::SequenceArgs> prefill() const { return prefill_; }  // all; those that decode takes have n_query = 0
+    std::span<const cuda::SequenceArgs> members() const { return members_; }  // with all of their query tokens
 
     static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
@@ -85,7 +85,7 @@ class CudaTables {
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     int group_ = 0, max_rows_ = 0;
     bool any_prefill_ = false, lacks_blocks_ = false, channel_blocks_ = false;
-    std::vector<cuda::SequenceArgs> prefill_;
+    std::vector<cuda::SequenceArgs> members_;
     Staging staging_[4];
     uint64_t uploads_ = 0;
 };

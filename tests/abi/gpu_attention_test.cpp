@@ -57,34 +57,46 @@ class GpuAttention : public GpuTest {
         for (float& v : x) v *= scale;
         return x;
     }
-    // One step of both.
+    // One step of both. `groups` of the calls of each layer, one after the other; none: one call with `group`.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
-              int64_t window = 0) {
+              int64_t window = 0, const std::vector<int>& groups = {}) {
         std::vector<ta_seq> a, b;
         for (const size_t m : members) a.push_back(on_gpu[m]), b.push_back(on_cpu[m]);
         const int64_t rows = std::accumulate(n_new.begin(), n_new.end(), int64_t{0});
         const int64_t queries = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
-        const int64_t q_heads = kHeads * group;
         begin(gpu_plan, a, n_new, n_query);
         begin(cpu_plan, b, n_new, n_query);
         auto options = sized<ta_attend_options>();
         options.window = window;
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            const std::vector<float> kv = normals(rows * kRow), qv = normals(queries * q_heads * kDim, 2.0f);
-            const DeviceTensor k(rows, kHeads, kDim, &kv), q(queries, q_heads, kDim, &qv), out(queries, q_heads, kDim);
-            Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16), cq(qv, queries, q_heads, kDim, TA_DTYPE_F16),
-                cout(queries, q_heads, kDim);
+            const std::vector<float> kv = normals(rows * kRow);
+            const DeviceTensor k(rows, kHeads, kDim, &kv);
+            Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16);
             ta_error err;
             require(ta_append(gpu_plan.get(), layer, k.view(), k.view(), &err), err);
             append(cpu_plan, layer, ck, ck);
             if (queries == 0) continue;
-            require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, &options, &err), err);
-            attend(cpu_plan, layer, cq, cout, nullptr, &options);
-            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-            expect_close(out.get(), cout.values());
+            for (const int g : groups.empty() ? std::vector<int>{group} : groups) {
+                attend_both(layer, queries, kHeads * g, options);
+                if (HasFatalFailure()) return;
+            }
         }
         end(gpu_plan);
         end(cpu_plan);
+    }
+    void attend_both(uint32_t layer, int64_t queries, int64_t q_heads, const ta_attend_options& options) {
+        const std::vector<float> qv = normals(queries * q_heads * kDim, 2.0f);
+        const DeviceTensor q(queries, q_heads, kDim, &qv), out(queries, q_heads, kDim);  // NaN, until it is written
+        Tensor cq(qv, queries, q_heads, kDim, TA_DTYPE_F16), cout(queries, q_heads, kDim);
+        ta_error err;
+        require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, &options, &err), err);
+        attend(cpu_plan, layer, cq, cout, nullptr, &options);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        const std::vector<float> got = out.get();
+        const auto hole = std::find_if(got.begin(), got.end(), [](float x) { return std::isnan(x); });
+        EXPECT_TRUE(hole == got.end()) << "layer " << layer << ", " << q_heads << " query heads: query "
+                                       << (hole - got.begin()) / (q_heads * kDim) << " was left out";
+        expect_close(got, cout.values());
     }
     static void expect_close(const std::vector<float>& got, const std::vector<float>& want) {
         double error = 0.0, norm = 0.0;
@@ -168,6 +180,26 @@ TEST_F(GpuAttention, PromptsGiveWhatTheirEndsLookAt) {
             compare_mass(s, &all);
             EXPECT_GT(all, 1.0);
         }
+    }
+}
+
+// 10 query tokens are for the decode kernel at group 1 and for prefill at group 4. A step begins with the group of the call
+// before it; schedules cut for that one must not serve for another.
+TEST_F(GpuAttention, TheGroupChangesFromCallToCall) {
+    for (const ta_eviction eviction : {TA_EVICT_LRU, TA_EVICT_ATTENTION}) {  // without and with the rows that are observed
+        SCOPED_TRACE("policy " + std::to_string(eviction));
+        make({.eviction = eviction});
+        const size_t a = add(), b = add();
+        step({a, b}, {100, 70}, {100, 70}, 0, {4, 1});  // so that schedules of both are there
+        step({a, b}, {40, 10}, {40, 10}, 0, {4});
+        step({a, b}, {40, 10}, {40, 10}, 0, {1, 4, 1});
+        step({a, b}, {40, 10}, {40, 10}, 0, {1, 4, 1});
+        step({b, a}, {10, 40}, {10, 40}, 30, {4, 1, 4});
+        step({b, a}, {70, 10}, {10, 10}, 0, {1});  // no prompts at all
+        step({b, a}, {1, 10}, {1, 10}, 0, {4, 1, 4});
+        if (HasFatalFailure()) return;
+        if (eviction != TA_EVICT_ATTENTION) continue;
+        for (const size_t s : {a, b}) compare_mass(s);
     }
 }
 

@@ -21,6 +21,12 @@ TA_MMA_16832(mma_s8_s8, "s8.s8")
 TA_MMA_16832(mma_u8_u8, "u8.u8")
 TA_MMA_16832(mma_s8_u8, "s8.u8")
 #undef TA_MMA_16832
+// The same with 16 columns of a and rows of b.
+__device__ __forceinline__ void mma_u8_u8_k16(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
 
 // Bytes of lo (0..3) and hi (4..7) by the nibbles of the selector, the lowest first; with 8 added to a nibble, that byte's sign
 // in all bits.

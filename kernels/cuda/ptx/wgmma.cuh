@@ -70,6 +70,12 @@ TA_DEVICE void store_matrices(uint32_t to, uint32_t w0, uint32_t w1, uint32_t w2
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w0), "r"(w1), "r"(w2),
                  "r"(w3));
 }
+// A word of shared memory, where it is loaded here and not earlier.
+TA_DEVICE uint32_t load_word(uint32_t from) {
+    uint32_t word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
 // An address of its own: what lies a constant further is reached by that offset instead of another register.
 TA_DEVICE uint32_t base_address(const void* p) {
     uint32_t address = shared_address(p);

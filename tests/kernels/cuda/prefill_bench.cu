@@ -30,7 +30,7 @@ struct Shape {
 // Pages repeat after kDistinct; addresses do not.
 class Bench {
   public:
-    explicit Bench(const Shape& s)
+    Bench(const Shape& s, bool whole)
         : s_(s),
           pool_({s.d, kKvHeads, std::vector<uint8_t>(kKvHeads, uint8_t(s.bits)),
                  std::vector<uint8_t>(kKvHeads, uint8_t(s.bits))}) {
@@ -74,9 +74,11 @@ class Bench {
         d_lse_ = Device<float>(rows * kKvHeads * kGroup);
         d_signs_ = Device<float>(std::vector<float>(size_t(s.d), 1.0f));
         ctas_ = multiprocessors();
-        std::vector<uint8_t> schedule(prefill_schedule_bytes(count_prefill_tiles(sequences, kGroup)));
-        plan_prefill(sequences, kGroup, s.causal, 0, schedule.data());
+        const PrefillPlan plan(sequences, kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_);
+        std::vector<uint8_t> schedule(plan.bytes());
+        plan.write(schedule.data());
         d_schedule_ = Device<uint8_t>(schedule);
+        d_workspace_ = Device<uint8_t>(prefill_workspace_bytes(s.d, ctas_));
         AttendArgs& a = args_;
         a.head_dim = s.d, a.kv_heads = kKvHeads, a.group = kGroup, a.batch = s.batch, a.table = d_table_.get();
         a.heads = cached ? d_heads_.get() : nullptr;
@@ -95,7 +97,7 @@ class Bench {
         for (int n = 0; n < runs + 2; ++n) {
             CHECK(cudaMemsetAsync(flush.get(), n, flush_bytes));
             CHECK(cudaEventRecord(begin));
-            CHECK(launch_prefill(args_, d_schedule_.get(), ctas_, nullptr));
+            CHECK(launch_prefill(args_, d_schedule_.get(), d_workspace_.get(), ctas_, nullptr));
             CHECK(cudaEventRecord(end));
             CHECK(cudaEventSynchronize(end));
             float ms = 0.0f;
@@ -118,7 +120,7 @@ class Bench {
     PagePool pool_;
     int ctas_ = 0;
     DevicePool d_pool_;
-    Device<uint8_t> d_schedule_;
+    Device<uint8_t> d_schedule_, d_workspace_;
     Device<uint64_t> d_table_;
     Device<HeadArgs> d_heads_;
     Device<uint16_t> d_q_, d_out_;
@@ -128,7 +130,7 @@ class Bench {
 
 }  // namespace
 
-int bench(const std::string& only) {
+int bench(const std::string& only, bool whole) {
     constexpr size_t kFlush = size_t(256) << 20;
     Device<uint8_t> flush(kFlush);
     const Shape shapes[] = {
@@ -138,6 +140,10 @@ int bench(const std::string& only) {
         {"b16 h32/8 n1024 causal", 16, 1024, 1024, true, Pages::kToken, 4},
         {"chunk 2048 on 30720 INT4", 1, 32768, 2048, true, Pages::kPrefix, 4},
         {"chunk 2048 on 30720 INT2", 1, 32768, 2048, true, Pages::kPrefix, 2},
+        {"chunk 64 on 32704 INT4", 1, 32768, 64, true, Pages::kPrefix, 4},
+        {"chunk 512 on 32256 INT4", 1, 32768, 512, true, Pages::kPrefix, 4},
+        {"b1 h32/8 n1024 causal", 1, 1024, 1024, true, Pages::kToken, 4},
+        {"b1 h32/8 n2048 causal", 1, 2048, 2048, true, Pages::kToken, 4},
         {"chunk 2048 on 30720 INT8", 1, 32768, 2048, true, Pages::kToken, 4},
         {"n16384 causal, token scales", 1, 16384, 16384, true, Pages::kTokenOwnScale, 4},
         {"n16384 causal, LSE", 1, 16384, 16384, true, Pages::kToken, 4, 128, true},
@@ -148,7 +154,7 @@ int bench(const std::string& only) {
         AttendArgs probe{};
         probe.head_dim = s.d, probe.p_levels = 255;
         if (prefill_refusal(probe)) continue;
-        Bench(s).run(flush, kFlush, 15);
+        Bench(s, whole).run(flush, kFlush, 15);
     }
     return 0;
 }

@@ -2,7 +2,7 @@
 // speed.
 //
 // usage: prefill_test [--quick] [--only TEXT]    correctness; prints a line per case, exits with 1 if one fails
-//        prefill_test --bench [--only TEXT]      times, L2 flushed
+//        prefill_test --bench [--whole] [--only TEXT]   times, L2 flushed; whole: tiles are not split
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -41,6 +41,7 @@ struct Case {
     std::string name;
     std::vector<Sequence> sequences{{1000, 1000}};
     Pages pages = Pages::kToken;
+    int low = 0;  // percent of the full pages that have fallen to 2 bits instead
     int d = 128, kv_heads = 2, group = 4;
     int k_bits = 4, v_bits = 4;  // of even heads; 0: mixed
     DataKind data = DataKind::kNormal;
@@ -83,7 +84,7 @@ struct Errors {
 
 class Problem {
   public:
-    explicit Problem(const Case& c) : c_(c), pool_(make_shape(c)) {
+    explicit Problem(const Case& c) : c_(c), pool_(make_shape(c)), low_pool_(make_low_shape(c)) {
         Random random(c.seed);
         make_pages(random);
         make_rows(random);
@@ -93,15 +94,25 @@ class Problem {
     // O and LSE must be the same to the bit however many CTAs there are, wherever pages lie and whenever they arrive.
     bool run(int rows_to_check, Errors* errors) {
         const int all = multiprocessors();
+        const auto run_plan = [&](const PrefillPlan& plan) { return run(plan, all, rows_to_check, errors); };
+        if (!run_plan(PrefillPlan(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, 0))) return false;
+        if (c_.exp == ExpMode::kSas) return true;  // never split
+        const PrefillPlan split(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, all);
+        return split.slots() == 0 || run_plan(split);
+    }
+
+  private:
+    bool run(const PrefillPlan& plan, int all, int rows_to_check, Errors* errors) {
         struct Run {
             int ctas;
             bool host;  // some of the pages lie in host memory
         };
         const Run runs[] = {{all, false}, {all, true}, {1, false}, {all, false},
                             {2, true},    {all, true}, {5, false}, {all, true}};
-        std::vector<uint8_t> schedule(prefill_schedule_bytes(count_prefill_tiles(sequences_, c_.group)));
-        plan_prefill(sequences_, c_.group, c_.causal, c_.window, schedule.data());
-        Device<uint8_t> d_schedule(schedule), out(out_elements_ * cpu::dtype_bytes(c_.out_type));
+        std::vector<uint8_t> schedule(plan.bytes());
+        plan.write(schedule.data());
+        Device<uint8_t> d_schedule(schedule), workspace(prefill_workspace_bytes(c_.d, all));
+        Device<uint8_t> out(out_elements_ * cpu::dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
         for (const bool with_lse : {true, false}) {
@@ -111,8 +122,9 @@ class Problem {
             for (const Run& r : runs) {
                 out.poison();
                 lse.poison();
+                workspace.poison();
                 args_.table = r.host ? d_mixed_table_.get() : d_table_.get();
-                CHECK(launch_prefill(args_, d_schedule.get(), r.ctas, nullptr));
+                CHECK(launch_prefill(args_, d_schedule.get(), workspace.get(), r.ctas, nullptr));
                 CHECK(cudaDeviceSynchronize());
                 const std::vector<uint8_t> got = out.copy();
                 const std::vector<float> got_lse = lse.copy();
@@ -127,7 +139,6 @@ class Problem {
         return true;
     }
 
-  private:
     static PoolShape make_shape(const Case& c) {
         PoolShape s{c.d, c.kv_heads, {}, {}};
         for (int h = 0; h < c.kv_heads; ++h) {
@@ -136,6 +147,22 @@ class Problem {
         }
         return s;
     }
+    static PoolShape make_low_shape(const Case& c) {
+        const std::vector<uint8_t> bits(size_t(c.kv_heads), 2);
+        return {c.d, c.kv_heads, bits, bits};
+    }
+    // What an entry of table_ stands for.
+    struct Piece {
+        const uint8_t* bytes;
+        PageKind kind;  // kChannel for low pages too, as the CPU has it
+        int k_bits, v_bits;
+    };
+    Piece piece_of(uint64_t entry, int head) const {
+        const PagePool& pool = entry & kEntryLow ? low_pool_ : pool_;
+        const HeadArgs& h = pool.heads()[size_t(head)];
+        return {pool.piece(entry, head), entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken, h.k_bits, h.v_bits};
+    }
+
     int q_heads() const { return c_.kv_heads * c_.group; }
     size_t q_at(int row, int head) const { return size_t(row) * size_t(stride_row_) + size_t(head) * size_t(stride_head_); }
 
@@ -162,10 +189,13 @@ class Problem {
             const size_t token = size_t(c_.kv_heads) * size_t(c_.d);
             for (int n = 0; n < n_pages; ++n) {
                 const int tokens = std::min(kPageTokens, s.n_keys - n * kPageTokens);
-                const bool channel = is_channel(s, n, tokens, random);
+                const bool low = c_.low > 0 && tokens == kPageTokens && random.chance(c_.low);
+                const bool channel = low || is_channel(s, n, tokens, random);
                 const float *k = data.k.data() + size_t(n) * kPageTokens * token,
                             *v = data.v.data() + size_t(n) * kPageTokens * token;
-                table_.push_back(pool_.add(channel ? PageKind::kChannel : PageKind::kToken, k, v, tokens, random.chance(20)));
+                table_.push_back((low ? low_pool_ : pool_)
+                                     .add(channel ? PageKind::kChannel : PageKind::kToken, k, v, tokens, random.chance(20)) |
+                                 (low ? kEntryLow : 0));
                 if (!channel && c_.pages != Pages::kTokenOwnScale && !(c_.pages == Pages::kRandom && random.chance(50)))
                     give_page_scales(pool_, table_.back(), k, v, tokens);
             }
@@ -200,16 +230,25 @@ class Problem {
     }
 
     void upload() {
-        d_pool_ = DevicePool(pool_.bytes());
+        // Low slots come behind the others. Their layers begin further in, so that no other kind's offset will do for them.
+        constexpr uint64_t kFurther = 4096;
+        std::vector<uint8_t> slots = pool_.bytes();
+        slots.resize((slots.size() + kFurther - 1) / kFurther * kFurther, 0xFF);
+        const uint64_t first_low = slots.size();
+        slots.resize(slots.size() + kFurther, 0xFF);
+        slots.insert(slots.end(), low_pool_.bytes().begin(), low_pool_.bytes().end());
+        const auto entry_in = [&](uint64_t memory, uint64_t entry) {
+            if (entry == ~uint64_t{0}) return entry;
+            if (entry & kEntryLow) memory += first_low + (entry & kEntrySingleLayer ? kFurther : 0);
+            return memory + entry;
+        };
+        d_pool_ = DevicePool(slots);
         std::vector<uint64_t> table = table_;
-        for (uint64_t& e : table) {
-            if (e != ~uint64_t{0}) e += d_pool_.address();
-        }
+        for (uint64_t& e : table) e = entry_in(d_pool_.address(), e);
         d_table_ = Device<uint64_t>(table);
-        h_pool_ = HostCopy(pool_.bytes());
-        for (size_t n = 0; n < table.size(); n += 1 + n % 2) {
-            if (table_[n] != ~uint64_t{0}) table[n] = table_[n] + reinterpret_cast<uint64_t>(h_pool_.get());
-        }
+        h_pool_ = HostCopy(slots);
+        for (size_t n = 0; n < table.size(); n += 1 + n % 2)
+            table[n] = entry_in(reinterpret_cast<uint64_t>(h_pool_.get()), table_[n]);
         d_mixed_table_ = Device<uint64_t>(table);
         d_heads_ = Device<HeadArgs>(pool_.heads());
         d_q_ = Device<uint8_t>(q_bytes_);
@@ -220,8 +259,10 @@ class Problem {
         AttendArgs& a = args_;
         a = {};
         a.head_dim = c_.d, a.kv_heads = c_.kv_heads, a.group = c_.group, a.batch = int32_t(sequences_.size());
-        a.heads = c_.pages == Pages::kToken || c_.pages == Pages::kTokenOwnScale ? nullptr : d_heads_.get();
+        const bool all_token = (c_.pages == Pages::kToken || c_.pages == Pages::kTokenOwnScale) && c_.low == 0;
+        a.heads = all_token ? nullptr : d_heads_.get();
         a.token_layer_offset = pool_.token_layer_offset(), a.channel_layer_offset = pool_.channel_layer_offset();
+        a.low_layer_offset = low_pool_.channel_layer_offset() + kFurther, a.has_low = c_.low > 0;
         a.q = {d_q_.get(), stride_row_, stride_head_, c_.q_type};
         a.out = {nullptr, stride_row_, stride_head_, c_.out_type};
         a.signs = c_.rotate && can_rotate(c_.d) ? d_signs_.get() : nullptr;
@@ -237,11 +278,12 @@ class Problem {
     // A row by the CPU's kernel with the same P of 8 bits, in units of a page's largest or of the running maximum.
     double cpu_row(const QueryCodes& q, size_t s, int head, const RowRules& rules, bool running, double* out) const {
         constexpr float kLog2eF = 1.44269504f;
-        std::vector<cpu::PageRef> pages;
         const int n_pages = (sequences_[s].n_keys + kPageTokens - 1) / kPageTokens;
+        std::vector<Piece> pieces;
+        std::vector<cpu::PageRef> pages;
         for (int n = 0; n < n_pages; ++n) {
-            const uint64_t entry = table_[size_t(sequences_[s].first_entry + n)];
-            pages.push_back({pool_.piece(entry, head), entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken});
+            pieces.push_back(piece_of(table_[size_t(sequences_[s].first_entry + n)], head));
+            pages.push_back({pieces.back().bytes, pieces.back().kind});
         }
         cpu::AttendTask t{};
         const int64_t begin = rules.keys.begin, end = rules.keys.end;
@@ -251,8 +293,7 @@ class Problem {
         float m = -std::numeric_limits<float>::infinity(), l = 0.0f;
         const float slope = float(rules.slope) * kLog2eF;
         std::vector<uint8_t> workspace(cpu::workspace_bytes(c_.d, 1) + 64);
-        t.head_dim = c_.d, t.k_bits = pool_.heads()[size_t(head)].k_bits, t.v_bits = pool_.heads()[size_t(head)].v_bits;
-        t.pages = pages.data(), t.page_end = n_pages, t.n_keys = sequences_[s].n_keys, t.rows = 1;
+        t.head_dim = c_.d, t.pages = pages.data(), t.n_keys = sequences_[s].n_keys, t.rows = 1;
         t.q = code, t.q_scale = &q.scale, t.key_begin = &begin, t.key_end = &end, t.position = &rules.position;
         t.bias = &q.bias;
         if (c_.alibi) t.slope = &slope;
@@ -260,7 +301,10 @@ class Problem {
         t.exp = c_.exp, t.p_levels = c_.p_levels, t.p_running = running;
         t.o = o, t.m = &m, t.l = &l;
         t.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) % 64;
-        cpu::attend_scalar(t);
+        for (int n = 0; n < n_pages; ++n) {  // a task's channel pages have the same bits; the next goes on where it left O
+            t.page_begin = n, t.page_end = n + 1, t.k_bits = pieces[size_t(n)].k_bits, t.v_bits = pieces[size_t(n)].v_bits;
+            cpu::attend_scalar(t);
+        }
         if (rules.sink) l += std::exp2(*rules.sink * kLog2eF - m);
         for (int c = 0; c < c_.d; ++c) out[c] = l > 0.0f ? double(o[c]) / double(l) : 0.0;
         return (double(m) + std::log2(double(l))) * std::log(2.0);
@@ -270,12 +314,9 @@ class Problem {
         const auto key = std::make_tuple(s, n, head);
         const auto found = numbers_.find(key);
         if (found != numbers_.end()) return found->second;
-        const uint64_t entry = table_[size_t(sequences_[s].first_entry + n)];
-        const HeadArgs& h = pool_.heads()[size_t(head)];
-        return numbers_
-            .emplace(key, read_piece(pool_.piece(entry, head), entry & kEntryChannel ? PageKind::kChannel : PageKind::kToken,
-                                     c_.d, h.k_bits, h.v_bits, std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens)))
-            .first->second;
+        const Piece p = piece_of(table_[size_t(sequences_[s].first_entry + n)], head);
+        const int valid = std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens);
+        return numbers_.emplace(key, read_piece(p.bytes, p.kind, c_.d, p.k_bits, p.v_bits, valid)).first->second;
     }
 
     // A step of V's codes at the key that is heaviest by P and V's scale. Where that key's own values are 0 beside its page's
@@ -385,7 +426,7 @@ class Problem {
     }
 
     Case c_;
-    PagePool pool_;
+    PagePool pool_, low_pool_;  // low pages are the channel pages of a pool of 2 bits
     std::vector<AttentionData> data_;
     std::vector<uint64_t> table_;
     std::vector<SequenceArgs> sequences_;
@@ -501,6 +542,31 @@ std::vector<Case> all_cases(bool quick) {
         c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0;
     });
     add("d64 full", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64, c.causal = false; });
+    for (const int d : {128, 64}) {
+        const auto add_low = [&](const std::string& name, Pages pages, int low, auto change) {
+            add("low pages, d" + std::to_string(d) + ", " + name, [&](Case& c) {
+                c.d = d, c.pages = pages, c.low = low;
+                change(c);
+            });
+        };
+        // Beside the pages of a pool of 4 bits, and beside those of one of 8, some of which fell to 4 only.
+        add_low("4 bits", Pages::kPrefix, 50, [](Case& c) { c.sequences = {{1100, 300}, {3000, 100}}; });
+        add_low("8 bits", Pages::kRandom, 35, [](Case& c) { c.sequences = {{1500, 400}, {2600, 60}, {130, 130}}; });
+        add_low("8 and 2 bits", Pages::kTokenOwnScale, 50, [](Case& c) { c.sequences = {{900, 300}}; });
+        add_low("all", Pages::kChannel, 100, [](Case& c) { c.sequences = {{640, 200}, {704, 70}, {65, 65}}; });
+        add_low("ends of pages", Pages::kRandom, 50, [](Case& c) {
+            c.sequences = {{63, 63}, {64, 64}, {65, 65}, {127, 70}, {128, 70}, {129, 70}, {191, 70}, {192, 70}, {193, 70}};
+        });
+    }
+    add("low pages, window, full", [](Case& c) {
+        c.sequences = {{1500, 700}}, c.pages = Pages::kRandom, c.low = 50, c.window = 150, c.causal = false;
+    });
+    add("low pages, softcap", [](Case& c) {
+        c.sequences = {{900, 300}}, c.pages = Pages::kRandom, c.low = 50, c.softcap = 5.0f;
+    });
+    add("low pages, sink", [](Case& c) {
+        c.sequences = {{1000, 200}}, c.pages = Pages::kPrefix, c.low = 50, c.data = DataKind::kSink;
+    });
     return cases;
 }
 
@@ -592,19 +658,20 @@ int test(bool quick, const std::string& only) {
 
 }  // namespace
 
-int bench(const std::string& only);  // prefill_bench.cu
+int bench(const std::string& only, bool whole);  // prefill_bench.cu
 
 }  // namespace ta::cuda::testing
 
 int main(int argc, char** argv) {
     if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
-    bool quick = false, is_bench = false;
+    bool quick = false, is_bench = false, whole = false;
     std::string only;
     for (int n = 1; n < argc; ++n) {
         const std::string a = argv[n];
         if (a == "--quick") quick = true;
         if (a == "--bench") is_bench = true;
+        if (a == "--whole") whole = true;
         if (a == "--only" && n + 1 < argc) only = argv[++n];
     }
-    return is_bench ? ta::cuda::testing::bench(only) : ta::cuda::testing::test(quick, only);
+    return is_bench ? ta::cuda::testing::bench(only, whole) : ta::cuda::testing::test(quick, only);
 }

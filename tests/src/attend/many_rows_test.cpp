@@ -121,5 +121,22 @@ TEST(ManyRows, SeeWhatTheirSequencesDo) {
     }
 }
 
+TEST(ManyRows, PromptsAreWhatDecodeDoesNotTake) {
+    std::vector<cuda::SequenceArgs> sequences(4);
+    const int32_t n_query[] = {0, 4, 5, 40};
+    for (size_t n = 0; n < 4; ++n) sequences[n].n_query = n_query[n], sequences[n].row = int32_t(n);
+    const auto left = [&](int group) {
+        std::vector<int32_t> queries;
+        for (const cuda::SequenceArgs& s : prompts_of(sequences, group)) {
+            EXPECT_EQ(s.row, int32_t(queries.size()));
+            queries.push_back(s.n_query);
+        }
+        return queries;
+    };
+    EXPECT_EQ(left(1), (std::vector<int32_t>{0, 0, 0, 40}));
+    EXPECT_EQ(left(4), (std::vector<int32_t>{0, 0, 5, 40}));
+    EXPECT_EQ(left(5), (std::vector<int32_t>{0, 4, 5, 40}));
+}
+
 }  // namespace
 }  // namespace ta

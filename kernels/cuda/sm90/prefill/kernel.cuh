@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/cuda/ptx/mma.cuh"
+#include "kernels/cuda/sm90/prefill/join.cuh"
 #include "kernels/cuda/sm90/prefill/pages.cuh"
 #include "kernels/cuda/sm90/prefill/softmax.cuh"
 
@@ -31,17 +32,17 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 // O / l and LSE of a lane's two rows.
 template <int D>
 TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int i, const RowInfo* info,
-                           const LaneSums& sums, const float (&o)[D / 2]) {
+                           const LaneRows& rows, const float (&o)[D / 2]) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f, kUnit = 255.0f * kSumUnit * kOutUnit;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
         const int row = tile.rows.first_row + row_in_tile + 8 * which;
-        float l = quad_sum(sums.l[which]);  // times kUnit / 2^m
+        float l = quad_sum(rows.sums.l[which]);  // times kUnit / 2^m
         const int head = tile.head * args.group + row % args.group;
         if (row >= tile.rows.n_query * args.group) continue;
         // Score of the row = what P carries + shift; with softcap the offset is in the scores already.
         const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
-        float m = info[8 * which].reference, factor = kSumUnit;
+        float m = rows.reference[which], factor = kSumUnit;
         if (args.sink) {
             const float sink = args.sink[head] * kLog2e - shift, larger = fmaxf(m, sink), down = exp2_approx(m - larger);
             l = l * down + kUnit * exp2_approx(sink - larger);
@@ -110,11 +111,12 @@ TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (
 // Adds to a product with V, of 64 channels, what the fractions f of V's zero points do: f / 8 of a page's sum of P. `a` is that
 // of operand_of_sums().
 template <int N>
-TA_DEVICE void add_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fraction, int lane, int32_t (&product)[N]) {
+TA_DEVICE void add_v_fractions(const uint32_t (&a)[2], const uint8_t* v_fraction, int lane, int32_t (&product)[N]) {
+    const uint32_t from = sm90::base_address(v_fraction + lane / 4 * 4);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         int32_t columns[4] = {product[4 * j], product[4 * j + 1], product[4 * j + 2], product[4 * j + 3]};
-        mma_u8_u8(columns, a, *reinterpret_cast<const uint32_t*>(v_fraction + (8 * j + lane / 4) * 4), 0);
+        mma_u8_u8_k16(columns, a, sm90::load_word(from + 32 * j));
 #pragma unroll
         for (int n = 0; n < 4; ++n) product[4 * j + n] = columns[n];
     }
@@ -152,12 +154,12 @@ struct ConsumerLane {
 
 // One warpgroup's share of the tiles. kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS.
 template <int D, bool kChannels, bool kOptions>
-TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
+TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_t* workspace,
+                       SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
     const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
     RowInfo* info = shared.rows + row_in_tile;
-    LaneSums& all_sums = shared.sums[128 * group + 32 * warp + lane];
-    ExactSums& exact_sums = shared.exact_sums[128 * group + 32 * warp + lane];
+    LaneRows& rows = shared.lanes[128 * group + 32 * warp + lane];
     WarpLimits& limits = shared.limits[4 * group + warp];
     const uint8_t* q = shared.q + 64 * group * D;
     Ring<kStages> stage;
@@ -169,100 +171,77 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
         {
             const ConsumerLane me;
             start_rows<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, shared.rows + me.row_in_tile);
-            shared.sums[me.thread] = {};
+            const RowInfo* const of = shared.rows + me.row_in_tile;
+            shared.lanes[me.thread] = {{}, {of[0].scale, of[8].scale}, {kNever, kNever}, {}};
         }
+        // With channels the warps of a group take one of two loops together: a wgmma is one instruction of all four. So they
+        // share their limits.
+        WarpLimits(&all_limits)[4] = shared.all_limits[at.slot % 2][group];
+        if (kChannels) find_limits(args, info, all_limits[warp], lane);
         sm90::fence_async_proxy();
         sm90::named_barrier(1 + group, 128);
         float o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
-        find_limits(args, info, limits, lane);
+        if (kChannels) {
+            join_limits(all_limits, limits, lane);
+        } else {
+            find_limits(args, info, limits, lane);
+        }
         // By a shuffle, as with the warp's number.
         int key = __shfl_sync(~0u, tile.rows.page_begin, 0) * kPageTokens;
         const int key_stop = __shfl_sync(~0u, tile.rows.page_end, 0) * kPageTokens;
         Block block;
         Factors factors;
-        bool channel = false;
+        bool bare = false;
+        // The next block's pages are there: what is needed before its scores can be packed.
         const auto await_block = [&] {
             sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
             const BlockScales& scales = shared.scales[stage.slot];
-            block = look_at(limits, scales);
-            if (!kChannels) factors = find_factors(info, scales);
-            if (kChannels) channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
+            if constexpr (kChannels) {
+                bare = is_bare(limits, scales);
+            } else {
+                block = look_at(limits, scales);
+                factors = find_factors(rows, scales);
+            }
         };
-        if (key < key_stop) await_block();
-        while (key < key_stop) {
-            const BlockScales& scales = shared.scales[stage.slot];
-            int32_t s[64], k_fractions[4];
+        const auto multiply_keys = [&](int32_t(&s)[64], int32_t(&k_fractions)[4]) {
             sm90::wgmma_fence();
             // Without a condition, which would hold up the products: blocks that have no fractions do not use it.
             if (kChannels) multiply_k_fractions<D>(q, shared.k_fraction[stage.slot], k_fractions);
             multiply_k<D>(q, shared.k[stage.slot], s);
             sm90::wgmma_commit();
-            const bool masked = key < limits.begin || key + kBlockTokens > limits.end;
-            const bool sas = kOptions && args.exp == ExpMode::kSas;
-            const bool fits = block.bound < kHighest * 65536.0f;
-            const bool fits_bare = block.bound < 2147000000.0f && !masked && !sas;
-            const bool plain = (fits || fits_bare) && (!sas || pages_have_scales(scales));
-            bool exact = args.lse != nullptr || block.v_octaves > float(kOctavesApart);
+        };
+        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[4]) {
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             if (kChannels) sm90::pin_registers(k_fractions);
-            // Each path makes P of its own: what they would hand to a common one is more registers than P.
-            Scores scores;
-            uint32_t p[4][4];
-            int32_t sums_of_fractions[2][2];
-            const bool shifted = kChannels && channel && fits && !masked && !sas && !exact;
-            if (kChannels && channel) {
-                fraction_sums(k_fractions, lane, sums_of_fractions);
-                if (!shifted) add_fractions(sums_of_fractions, s);
-            }
-            if (kChannels && shifted) {
-                factors = find_factors(info, scales);
-                shifted_scores(s, factors, shifts_of(sums_of_fractions, factors), scales, i, scores);
-                make_p(scores, p);
-            } else if (plain) {
-                if (kChannels) factors = find_factors(info, scales);  // only now, for registers
-                fast_scores(s, factors, info, scales, sas, masked, key, i, scores);
-                if (exact) find_exact_sums(scales, i, scores, exact_sums);
-                if (!fits) raise_lowest(scores);
-                make_p(scores, p);
-            } else if (!sas && takes_tokens(limits, block, scales)) {
-                token_scores(s, info, scales, masked, key, i, scores);
-                if (exact) find_exact_sums(scales, i, scores, exact_sums);
-                make_p(scores, p);
-            } else {
-                // The compiler would rather keep parts of O in memory over the whole loop.
-                alignas(16) float saved[D / 2];
-                save_registers(saved, o);
-                general_scores<kOptions>(s, info, scales, score_options(args), masked, key, i, scores, exact_sums);
-                make_p(scores, p);
-                restore_registers(o, saved);
-                exact = true;
-            }
+        };
+        // Adds the block to O and goes on to the next. m: the rows' maxima.
+        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact, auto never_due) {
             float factor[2];
             const uint8_t *v = shared.v[stage.slot], *v_fraction = shared.v_fraction[kChannels ? stage.slot : 0];
+            // Every 8192 keys O is settled: the terms of 128 would cost it precision.
             const auto prepare_factors = [&] {
-                // Every 8192 keys O is settled too: the terms of 128 would cost it precision.
-                float above[2] = {scores.m[0] - info[0].reference, scores.m[1] - info[8].reference};
-                if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || uint32_t(key) % 8192 < kBlockTokens) {
-                    settle(info, all_sums, scores.m, o);
-                    above[0] = scores.m[0] - info[0].reference, above[1] = scores.m[1] - info[8].reference;
+                float above[2] = {m[0] - rows.reference[0], m[1] - rows.reference[1]};
+                const bool due = !never_due && uint32_t(key) % kSettleKeys < kBlockTokens;
+                if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || due) {
+                    settle(rows, m, o);
+                    above[0] = m[0] - rows.reference[0], above[1] = m[1] - rows.reference[1];
                 }
                 // kOutUnit / 2^-149
-                factor[0] = exp2_approx(above[0]) * 0x1p100f, factor[1] = exp2_approx(above[1]) * 0x1p100f;
+                factor[0] = exp2_approx(above[0] + 100.0f), factor[1] = exp2_approx(above[1] + 100.0f);
             };
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
             // producers need.
-            const bool fractions = kChannels && channel;
-            uint32_t sums_of_p[4];
+            uint32_t sums_of_p[2];
             if constexpr (D == 128) {
                 int32_t product[32];
                 sm90::wgmma_fence();
                 multiply_v(p, v, product);
                 sm90::wgmma_commit();
                 prepare_factors();
-                if (fractions) operand_of_sums(p, i, sums_of_p);
+                if (fractions) operand_of_sums(p, sums_of_p);
                 sm90::wgmma_wait<0>();
                 sm90::pin_registers(product);
                 if (fractions) add_v_fractions(sums_of_p, v_fraction, lane, product);
@@ -275,9 +254,9 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
             sm90::wgmma_commit();
             if (D == 64) {
                 prepare_factors();
-                if (fractions) operand_of_sums(p, i, sums_of_p);
+                if (fractions) operand_of_sums(p, sums_of_p);
             }
-            const float digit = exact ? 0.0f : scales.digit[i];
+            const float digit = exact ? 0.0f : shared.scales[stage.slot].digit[i];
             const int used = stage.slot;
             // Meanwhile, what the next block needs before its scores can be packed.
             stage.next();
@@ -288,16 +267,85 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
             if (fractions) add_v_fractions(sums_of_p, v_fraction + kLast * 64 * 4, lane, product);
             __syncwarp();  // lane 0 speaks for what the others have read
             if (lane == 0) sm90::barrier_arrive(&shared.empty[used]);
-            LaneSums sums = all_sums;
+            LaneSums sums = rows.sums;
             add_product(product, factor, o, 32 * kLast);
-            if (exact) add_exact_sums(exact_sums, factor, sums);
+            if (exact) add_exact_sums(rows.exact, factor, sums);
             add_sums(product, factor, digit, sums);
-            all_sums = sums;
+            rows.sums = sums;
+        };
+        if (key < key_stop) await_block();
+        while (key < key_stop) {
+            if constexpr (kChannels) {
+                const bool due = uint32_t(key) % kSettleKeys < kBlockTokens;
+                // Most blocks: fractions that shift scores of 16 bits, no mask, no options. A loop of their own.
+                const int stop = kOptions || args.lse || due || key < limits.begin
+                                     ? 0
+                                     : min(min(key_stop, limits.end - kBlockTokens + 1), (key / kSettleKeys + 1) * kSettleKeys);
+                while (key < stop && bare) {
+                    const BlockScales& scales = shared.scales[stage.slot];
+                    int32_t s[64], k_fractions[4], sums_of_fractions[2][2];
+                    Scores scores;
+                    uint32_t p[4][4];
+                    multiply_keys(s, k_fractions);
+                    await_scores(s, k_fractions);
+                    fraction_sums(k_fractions, lane, sums_of_fractions);
+                    factors = find_factors(rows, scales);
+                    shifted_scores(s, factors, shifts_of(sums_of_fractions, factors), scales, i, scores);
+                    make_p(scores, p);
+                    add_block(p, scores.m, true, false, std::true_type());
+                }
+                if (key >= key_stop) break;
+            }
+            const BlockScales& scales = shared.scales[stage.slot];
+            int32_t s[64], k_fractions[4];
+            multiply_keys(s, k_fractions);
+            bool channel = false;
+            if constexpr (kChannels) {
+                block = look_at(limits, scales);
+                channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
+            }
+            const bool masked = key < limits.begin || key + kBlockTokens > limits.end;
+            const bool sas = kOptions && args.exp == ExpMode::kSas;
+            const bool fits = block.bound < kHighest * 65536.0f;
+            const bool fits_bare = block.bound < 2147000000.0f && !masked && !sas;
+            const bool plain = (fits || fits_bare) && (!sas || pages_have_scales(scales));
+            bool exact = args.lse != nullptr || block.v_octaves > float(kOctavesApart);
+            await_scores(s, k_fractions);
+            // Each path makes P of its own: what they would hand to a common one is more registers than P.
+            Scores scores;
+            uint32_t p[4][4];
+            if (kChannels && channel) {
+                int32_t sums_of_fractions[2][2];
+                fraction_sums(k_fractions, lane, sums_of_fractions);
+                add_fractions(sums_of_fractions, s);
+            }
+            if (plain) {
+                if (kChannels) factors = find_factors(rows, scales);  // only now, for registers
+                fast_scores(s, factors, info, scales, sas, masked, key, i, scores);
+                if (exact) find_exact_sums(scales, i, scores, rows.exact);
+                if (!fits) raise_lowest(scores);
+                make_p(scores, p);
+            } else if (!sas && takes_tokens(limits, block, scales)) {
+                token_scores(s, info, scales, masked, key, i, scores);
+                if (exact) find_exact_sums(scales, i, scores, rows.exact);
+                make_p(scores, p);
+            } else {
+                // The compiler would rather keep parts of O in memory over the whole loop.
+                alignas(16) float saved[D / 2];
+                save_registers(saved, o);
+                general_scores<kOptions>(s, info, scales, score_options(args), masked, key, i, scores, rows.exact);
+                make_p(scores, p);
+                restore_registers(o, saved);
+                exact = true;
+            }
+            add_block(p, scores.m, channel, exact, std::false_type());
         }
         const ConsumerLane me;
-        RowInfo* const rows = shared.rows + me.row_in_tile;
-        settle(rows, shared.sums[me.thread], {kNever, kNever}, o);
-        finish_rows<D>(args, tile, me.row_in_tile, me.lane & 3, rows, shared.sums[me.thread], o);
+        LaneRows& mine = shared.lanes[me.thread];
+        settle(mine, {kNever, kNever}, o);
+        if (tile.rows.parts == 1 || join_parts<D>(schedule, workspace, tile, me.thread / 32, me.lane, mine, o)) {
+            finish_rows<D>(args, tile, me.row_in_tile, me.lane & 3, shared.rows + me.row_in_tile, mine, o);
+        }
         __syncwarp();  // before the next tile writes `rows`
         if (me.lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
     }
@@ -305,7 +353,7 @@ TA_DEVICE void consume(const AttendArgs& args, SharedMemory<D, kChannels>& share
 
 template <int D, bool kChannels, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 1)
-    prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule) {
+    prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule, uint8_t* workspace) {
     extern __shared__ __align__(1024) uint8_t memory[];
     SharedMemory<D, kChannels>& shared = *reinterpret_cast<SharedMemory<D, kChannels>*>(memory);
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
@@ -335,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         produce<D, kChannels>(args, schedule, shared, warp, lane);
     } else {
         sm90::grow_registers<kConsumerRegisters>();
-        consume<D, kChannels, kOptions>(args, shared, warp / 4 - 1, warp % 4, lane);
+        consume<D, kChannels, kOptions>(args, schedule, workspace, shared, warp / 4 - 1, warp % 4, lane);
     }
 }
 

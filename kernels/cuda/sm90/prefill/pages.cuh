@@ -190,7 +190,8 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
                                  expand_four<kBits>(channels[3], b.w, t, magic));
         }
     }
-    if (r == 0 && (kPairs < D >> 1 || part == 0)) {
+    constexpr bool kOnePair = kPairs<D> == 1;
+    if (r == 0 && (!kOnePair || part == 0)) {
         const uint32_t fractions[4] = {step_bytes.x, step_bytes.y, step_bytes.z, step_bytes.w};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -374,9 +375,11 @@ TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int 
         out.digit[2 * half] = 256.0f * unit;
         out.digit[2 * half + 1] = unit;
         const float log2_high = log2_fast(high);
-        out.v_page[half] = __float2int_rn(fmaf(log2_high, kFine, 32768.0f));
+        const float log2_low = log2_fast(low);
+        out.v_page[half] = equal ? __float2int_rn(fmaf(log2_high, kFine, 32768.0f)) : kNoAddend;
         out.v_highest[half] = exists ? log2_high : -kNoLog;
-        out.v_lowest[half] = exists ? log2_fast(low) : kNoLog;
+        out.v_lowest[half] = exists ? log2_low : kNoLog;
+        out.v_room[half] = fmaf(fmaxf(log2_high, -log2_low), -kFine, kHighest * 65536.0f);
     }
 }
 

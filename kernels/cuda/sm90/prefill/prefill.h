@@ -1,6 +1,8 @@
 // Prefill on Hopper: attention of many query rows over pages, on the INT8 tensor cores (sm_90a). The rows of a call are cut
 // into tiles; a host function lists them in a buffer that is copied to the device, and CTAs take them from there one after the
-// other. The grid and the arguments do not depend on lengths, so a captured graph is replayed after rewriting that buffer.
+// other. Where there are too few tiles to keep all CTAs busy, their pages are split: each part leaves its result in memory, and
+// the warp that comes last joins them. The grid and the arguments do not depend on lengths, so a captured graph is replayed
+// after rewriting that buffer.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,12 +10,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "kernels/cuda/common/attend_args.h"
 
 namespace ta::cuda {
 
 inline constexpr int kPrefillRows = 192;  // query rows of a tile: query token * group + query head within the group
+inline constexpr int kPrefillWarps = kPrefillRows / 16;
 
 // The same rows of each kv head.
 struct alignas(16) PrefillTile {
@@ -21,11 +25,14 @@ struct alignas(16) PrefillTile {
     int32_t page_begin, page_end;               // pages that at least one row sees; none: page_begin == page_end
     int32_t n_keys, n_query, row, first_entry;  // of the sequence, as in SequenceArgs
     int32_t sequence;
+    int32_t part, parts;  // which part of these pages this is, of how many
+    int32_t first_slot;   // of several parts: that of kv head 0, part 0; a head's parts follow each other
+    int32_t unused;
 };
-static_assert(sizeof(PrefillTile) == 32);
+static_assert(sizeof(PrefillTile) == 48);
 
-// The schedule begins with this, the tiles follow, those with the most pages first. Item n of a launch is tile n / kv_heads of
-// head n % kv_heads. Both counters are 0 between launches: the last CTA to finish sees to it.
+// The schedule begins with this; the tiles follow, those with the most pages first, then uint32 arrivals [slots][warps]. Item n
+// of a launch is tile n / kv_heads of head n % kv_heads. All counters are 0 between launches: the last to come sees to it.
 struct alignas(16) PrefillSchedule {
     int32_t taken;     // items
     int32_t finished;  // CTAs
@@ -33,13 +40,26 @@ struct alignas(16) PrefillSchedule {
     int32_t unused;
 };
 
-TA_HD constexpr size_t prefill_schedule_bytes(int64_t tiles) {
-    return sizeof(PrefillSchedule) + size_t(tiles) * sizeof(PrefillTile);
-}
-// Tiles of a call: what `plan_prefill` will write.
-int64_t count_prefill_tiles(std::span<const SequenceArgs> sequences, int group);
-// Writes the schedule of `sequences` (in host memory) into `schedule`, also in host memory.
-void plan_prefill(std::span<const SequenceArgs> sequences, int group, bool causal, int window, void* schedule);
+// The tiles of a call.
+class PrefillPlan {
+  public:
+    PrefillPlan() = default;
+    // `ctas`: of the launch; 0: pages are not split.
+    PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas);
+
+    size_t bytes() const;
+    // Writes the schedule, `bytes` long, to host memory.
+    void write(void* to) const;
+    std::span<const PrefillTile> tiles() const { return tiles_; }
+    int slots() const { return slots_; }
+
+  private:
+    std::vector<PrefillTile> tiles_;
+    int slots_ = 0;
+};
+
+// Memory that a launch needs for the parts of split tiles, whatever the schedule.
+size_t prefill_workspace_bytes(int head_dim, int ctas);
 
 // Why the kernel cannot run a call, or nullptr when it can.
 const char* prefill_refusal(const AttendArgs& args);
@@ -47,8 +67,8 @@ const char* prefill_refusal(const AttendArgs& args);
 // Loads the kernel for channel pages that a call with these options takes, so that its first launch may be a captured one.
 cudaError_t load_prefill(const AttendArgs& args);
 
-// Enqueues the call on `ctas` CTAs, at best as many as multiprocessors; `schedule` is in device memory. Launches with the same
-// schedule must not overlap.
-cudaError_t launch_prefill(const AttendArgs& args, void* schedule, int ctas, cudaStream_t stream);
+// Enqueues the call on `ctas` CTAs, at best as many as multiprocessors; `schedule` and `workspace` are in device memory, both
+// 16-byte aligned. Launches with the same schedule or workspace must not overlap. A schedule without parts needs no workspace.
+cudaError_t launch_prefill(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream);
 
 }  // namespace ta::cuda

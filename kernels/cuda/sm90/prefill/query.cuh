@@ -111,7 +111,7 @@ TA_DEVICE float finite(float x, float limit, float instead, bool saturate, int& 
     return saturate && x == x ? copysignf(instead, x) : 0.0f;
 }
 TA_DEVICE void count_replaced(const AttendArgs& args, const Tile& tile, int replaced) {
-    if (replaced && args.nonfinite) atomicAdd(args.nonfinite + tile.rows.sequence, uint32_t(replaced));
+    if (replaced && args.nonfinite && tile.rows.part == 0) atomicAdd(args.nonfinite + tile.rows.sequence, uint32_t(replaced));
 }
 
 TA_DEVICE float times_offset(const float (&x)[8], const float* mu) {
@@ -364,7 +364,7 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
         to.slope = 0.0f;
         if (args.alibi_slope && exists)
             to.slope = args.alibi_slope[tile.head * args.group + at - token * args.group] * 1.44269504f;
-        to.natural = to.reference = kNever;
+        to.natural = kNever;
     }
     __syncwarp();
 }

@@ -56,7 +56,10 @@ TA_HD constexpr int out_octant(int i, int e) {
 inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
 inline constexpr float kNever = -1e30f;      // log2 of what no key has added to yet
 inline constexpr float kNoLog = 1e30f;       // larger than any log2
+inline constexpr int32_t kNoAddend = INT32_MIN;
 
+inline constexpr int kSettleKeys = 8192;         // O is settled (softmax.cuh) when so many more have been added to it
+inline constexpr int kHighest = 16256;           // up to here a maximum can be taken off any score without leaving 16 bits
 inline constexpr int kGrid = 112;                // steps of an octave in which scores come to the exponential
 inline constexpr float kFine = kGrid * 0x1p16f;  // those of their multiply-add, whose high half counts
 
@@ -74,10 +77,11 @@ struct alignas(16) TokenScales {
 // The scales of a block. What stands for the page that is missing at a tile's end takes part in nothing.
 struct alignas(16) BlockScales {
     float k_page[2];                  // K's scale * kFine; infinite: the page's tokens differ
-    float k_largest[2];               // of K's scales
+    float v_room[2];                  // what log2 of V's scales leaves of a 16-bit score, in 1 / kFine
     float v_highest[2], v_lowest[2];  // log2 of V's
-    int32_t v_page[2];                // as v_token, of the highest
+    int32_t v_page[2];                // as v_token, of all tokens; kNoAddend: they differ
     float digit[4];                   // what sums of P with digit i of 1 / V's scale count for in l: sum_row()
+    float k_largest[2];               // of K's scales
     uint32_t channel[2];              // is the page a channel page?
     TokenScales token[16][4];         // [n][i]: word n
     int32_t v_token[8][4][2][2];      // [n][i][e]: log2 of V's, columns j = 2 n and 2 n + 1, in 1 / kFine; plus 1/2 of the
@@ -99,23 +103,24 @@ struct alignas(16) RowInfo {
     float magnitude;  // bound of the row's scores: 127 * the sum of |codes|, or a little more
     int key_begin, key_end;
     int position;
-    float slope;      // ALiBi, log2 units
-    float bias;       // from K's offset, in the unit of `scale`
-    float natural;    // running maximum of the scores (SAS)
-    float reference;  // m of the row: its sums and O are times 2^-m
+    float slope;    // ALiBi, log2 units
+    float bias;     // from K's offset, in the unit of `scale`
+    float natural;  // running maximum of the scores (SAS)
 };
 
-// A lane's sums over its columns, for rows g and g + 8 of its warp.
+// What a lane keeps between blocks beside O, of rows g and g + 8 of its warp. The sums are those of its columns.
 struct alignas(16) LaneSums {
     float p[2];  // of P, which O holds 128 times too often since V is stored plus 128; in O's units
     float l[2];  // of its digits of P / V's scale, in O's units times kSumUnit
 };
-// l of a block where it is not made from P: of a lane's columns, times 255 kSumUnit / 2^m.
-struct alignas(8) ExactSums {
-    float l[2];
+struct alignas(16) LaneRows {
+    LaneSums sums;
+    float scale[2];      // RowInfo's
+    float reference[2];  // m of the row: its sums and O are times 2^-m
+    float exact[2];      // l of a block where it is not made from P, times 255 kSumUnit / 2^m
 };
 
-// What holds for all rows of a warp.
+// What holds for all rows of a warp, or of several.
 struct alignas(16) WarpLimits {
     int begin, end;  // keys that every row sees
     float largest;   // no score, times K's scale, is larger
@@ -138,9 +143,9 @@ struct SharedMemory {
     alignas(128) uint8_t raw[kRawBlocks][2][TokenLayout(D).bytes()];  // pages on their way from memory
     alignas(16) BlockScales scales[kStages];
     RowInfo rows[kPrefillRows];
-    LaneSums sums[128 * kConsumerGroups];
-    ExactSums exact_sums[128 * kConsumerGroups];
-    WarpLimits limits[4 * kConsumerGroups];
+    LaneRows lanes[128 * kConsumerGroups];
+    WarpLimits limits[4 * kConsumerGroups];        // of the rows of a warp; with channels of those of its warpgroup
+    WarpLimits all_limits[2][kConsumerGroups][4];  // what these are made from, of this tile and of the next
     Tile tiles[kTiles];
     alignas(16) uint4 sign_masks[D / 8];  // of the rotation
     PageStream<D> stream;

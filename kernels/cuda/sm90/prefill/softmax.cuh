@@ -17,7 +17,6 @@
 
 namespace ta::cuda::prefill {
 
-inline constexpr int kHighest = 16256;       // up to here a maximum can be taken off any score without leaving 16 bits
 inline constexpr int kTokenHighest = 12000;  // of scores with scales per token: what is masked stays far below
 inline constexpr int kOctavesApart = 3;      // V's scales in a block: further, P has too few levels left for a sum of the lower
 inline constexpr int kLowestOne = 0x3C00;    // fp16 1.0; 1.0 + 1023 / 1024 is the maximum
@@ -65,20 +64,16 @@ TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
 }
 
 // Eighths of the pages' sums of P as operand A of a product with the fractions of V's zero points: digits to base 16, the low
-// one for the byte f, the rest for the byte 16 f.
-TA_DEVICE void operand_of_sums(const uint32_t (&p)[4][4], int i, uint32_t (&a)[4]) {
+// one for the byte f, the rest for the byte 16 f. Each lane's are those of its own columns: the product adds up the quad's.
+TA_DEVICE void operand_of_sums(const uint32_t (&p)[4][4], uint32_t (&a)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         uint32_t sums[2] = {};  // of pages
 #pragma unroll
         for (int n = 0; n < 8; ++n) sums[n / 4] = __dp4a(p[n / 2][2 * (n % 2) + row], 0x01010101u, sums[n / 4]);
-        uint32_t both = sums[0] | sums[1] << 16;  // up to 64 * 255 each
-        both += __shfl_xor_sync(~0u, both, 1);
-        both += __shfl_xor_sync(~0u, both, 2);
+        const uint32_t both = sums[0] | sums[1] << 16;  // up to 16 * 255 each
         const uint32_t eighths = ((both + 0x00040004u) >> 3) & 0x1fff1fffu;
-        const uint32_t digits = (eighths & 0x000f000fu) | (eighths << 4 & 0xff00ff00u);
-        a[row] = i == 0 ? digits : 0;
-        a[2 + row] = 0;
+        a[row] = (eighths & 0x000f000fu) | (eighths << 4 & 0xff00ff00u);
     }
 }
 
@@ -88,23 +83,21 @@ TA_DEVICE bool pages_have_scales(const BlockScales& scales) {
     return scales.v_highest[0] <= scales.v_lowest[0] && scales.v_highest[1] <= scales.v_lowest[1];
 }
 
-// The 16-bit path's factors: y = score * factor[row][page] + the token's addend, the high half counts. `info` is that of row g,
-// info + 8 that of row g + 8.
+// The 16-bit path's factors: y = score * factor[row][page] + the token's addend, the high half counts.
 struct Factors {
     int of[2][2];
-    int addend[2];  // of the pages' tokens
-    bool equal;     // if these have one
+    int addend[2];  // of the pages' tokens, or kNoAddend
+    TA_DEVICE bool equal() const { return addend[0] != kNoAddend && addend[1] != kNoAddend; }
 };
-TA_DEVICE Factors find_factors(const RowInfo* info, const BlockScales& scales) {
+TA_DEVICE Factors find_factors(const LaneRows& rows, const BlockScales& scales) {
     Factors factors;
-    factors.equal = pages_have_scales(scales);
 #pragma unroll
     for (int page = 0; page < 2; ++page) {
         factors.addend[page] = scales.v_page[page];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             // Less than 2^22 where the path can take the block.
-            const float factor = fmaf(info[8 * row].scale, scales.k_page[page], kInteger);
+            const float factor = fmaf(rows.scale[row], scales.k_page[page], kInteger);
             factors.of[row][page] = __float_as_int(factor) - __float_as_int(kInteger);
         }
     }
@@ -129,6 +122,15 @@ TA_DEVICE bool takes_tokens(const WarpLimits& limits, const Block& block, const 
     return fmaf(limits.largest, k, block.v_size) < float(kTokenHighest) / kGrid;
 }
 
+// Does a block of which nothing is masked have fractions and scores that fit into 16 bits? All it takes is known before its
+// scores are.
+TA_DEVICE bool is_bare(const WarpLimits& limits, const BlockScales& scales) {
+    const float4 k = *reinterpret_cast<const float4*>(scales.k_page), v = *reinterpret_cast<const float4*>(scales.v_highest);
+    const bool fits = limits.largest * k.x < k.z && limits.largest * k.y < k.w;
+    const bool near = fmaxf(v.x, v.y) - fminf(v.z, v.w) <= float(kOctavesApart);
+    return __any_sync(~0u, fits && near && (scales.channel[0] | scales.channel[1]));
+}
+
 TA_DEVICE void find_limits(const AttendArgs& args, const RowInfo* info, WarpLimits& limits, int lane) {
     constexpr float kFractionsToo = 1.01f;  // K's fractions add less than a hundredth to what the codes can
     const int begin = __reduce_max_sync(~0u, max(info[0].key_begin, info[8].key_begin));
@@ -137,6 +139,17 @@ TA_DEVICE void find_limits(const AttendArgs& args, const RowInfo* info, WarpLimi
     const uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(largest));  // in order, being no less than 0
     const bool general = args.softcap > 0.0f || args.alibi_slope;
     if (lane == 0) limits = {begin, end, general ? INFINITY : __uint_as_float(bits), 0};
+    __syncwarp();
+}
+
+TA_DEVICE void join_limits(const WarpLimits (&limits)[4], WarpLimits& out, int lane) {
+    WarpLimits all = limits[0];
+#pragma unroll
+    for (int n = 1; n < 4; ++n) {
+        all.begin = max(all.begin, limits[n].begin), all.end = min(all.end, limits[n].end);
+        all.largest = fmaxf(all.largest, limits[n].largest);
+    }
+    if (lane == 0) out = all;
     __syncwarp();
 }
 
@@ -292,7 +305,7 @@ TA_DEVICE Shifts shifts_of(const int32_t (&sums)[2][2], const Factors& factors) 
 // The 16-bit path where nothing is masked and scores of pages are to be shifted.
 TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, const Shifts& shifts, const BlockScales& scales,
                               int i, Scores& out) {
-    if (factors.equal) {
+    if (factors.equal()) {
         pack_scores<false, false>(s, factors, scales, nullptr, 0, i, out);
     } else {
         pack_scores<true, false>(s, factors, scales, nullptr, 0, i, out);
@@ -305,7 +318,7 @@ TA_DEVICE void fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
                            bool masked, int key, int i, Scores& out) {
     if (masked) {
         pack_scores<true, true>(s, factors, scales, info, key, i, out);
-    } else if (factors.equal) {
+    } else if (factors.equal()) {
         pack_scores<false, false>(s, factors, scales, info, key, i, out);
     } else {
         pack_scores<true, false>(s, factors, scales, info, key, i, out);
@@ -365,7 +378,7 @@ TA_DEVICE float exp2_approx(float x) {
 }
 
 // l in fp32 from the 16-bit scores.
-TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& scores, ExactSums& out) {
+TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& scores, float (&out)[2]) {
     constexpr float kStep = 1.0f / kGrid;
     // A score becomes a float by its exponent's bits. The product with kStep is so large that the sum with it, rounded, is off
     // by up to 1/256 octave, but for all scores alike.
@@ -388,7 +401,7 @@ TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& s
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         const float off = fmaf(top[row], kStep, shift[row]);
-        out.l[row] = scores.m[row] == kNever ? 0.0f : l[row] * exp2_approx(-off) * 255.0f;
+        out[row] = scores.m[row] == kNever ? 0.0f : l[row] * exp2_approx(-off) * 255.0f;
     }
 }
 
@@ -430,7 +443,7 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
 // rounding.
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              bool masked, int key, int i, Scores& out, ExactSums& sums) {
+                              bool masked, int key, int i, Scores& out, float (&sums)[2]) {
     const RowInfo info[2] = {row_info[0], row_info[8]};
     const int first_key = key + lane_token(i);
 #pragma unroll
@@ -499,7 +512,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        sums.l[row] = l[row] * 255.0f;
+        sums[row] = l[row] * 255.0f;
         if (kOptions && options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
     }
 }
@@ -508,22 +521,19 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 // its value, so one FFMA adds a block to O.
 inline constexpr float kOutUnit = 0x1p-49f;
 
-// Takes the terms of 128 out of O, and makes m[row] the reference of a row where it is far above that. `info` as in
-// find_factors; the quad's lanes write the same.
+// Takes the terms of 128 out of O, and makes m[row] the reference of a row where it is far above that.
 template <int N>
-TA_DEVICE void settle(RowInfo* info, LaneSums& sums, const float (&m)[2], float (&o)[N]) {
+TA_DEVICE void settle(LaneRows& rows, const float (&m)[2], float (&o)[N]) {
     float factor[2], off[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float before = info[8 * row].reference, reference = m[row] > before + kRaise ? m[row] : before;
+        const float before = rows.reference[row], reference = m[row] > before + kRaise ? m[row] : before;
         factor[row] = exp2_approx(before - reference);
-        off[row] = sums.p[row] * -128.0f * factor[row];
-        sums.l[row] *= factor[row];
-        sums.p[row] = 0.0f;
-        __syncwarp();
-        info[8 * row].reference = reference;
+        off[row] = rows.sums.p[row] * -128.0f * factor[row];
+        rows.sums.l[row] *= factor[row];
+        rows.sums.p[row] = 0.0f;
+        rows.reference[row] = reference;
     }
-    __syncwarp();
 #pragma unroll
     for (int n = 0; n < N; ++n) o[n] = fmaf(o[n], factor[n / 2 % 2], off[n / 2 % 2]);
 }
@@ -544,9 +554,9 @@ TA_DEVICE void add_sums(const int32_t (&product)[40], const float (&factor)[2], 
     }
 }
 // l that is not made from P.
-TA_DEVICE void add_exact_sums(const ExactSums& exact, const float (&factor)[2], LaneSums& sums) {
+TA_DEVICE void add_exact_sums(const float (&exact)[2], const float (&factor)[2], LaneSums& sums) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) sums.l[row] = fmaf(exact.l[row] * kOutUnit, factor[row] * 0x1p-100f, sums.l[row]);
+    for (int row = 0; row < 2; ++row) sums.l[row] = fmaf(exact[row] * kOutUnit, factor[row] * 0x1p-100f, sums.l[row]);
 }
 // To o[first ...].
 template <int M, int N>

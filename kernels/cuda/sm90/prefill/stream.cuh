@@ -165,9 +165,11 @@ class PageStream {
                 Tile& t = shared.tiles[at.slot];
                 t.head = -1;
                 if (!end) {
-                    const int4* from = reinterpret_cast<const int4*>(schedule + 1) + 2 * (item / heads);
+                    constexpr int kWords = sizeof(PrefillTile) / sizeof(int4);
+                    const int4* from = reinterpret_cast<const int4*>(schedule + 1) + kWords * (item / heads);
                     int4* words = reinterpret_cast<int4*>(&t.rows);
-                    words[0] = __ldg(from), words[1] = __ldg(from + 1);
+#pragma unroll
+                    for (int n = 0; n < kWords; ++n) words[n] = __ldg(from + n);
                     t.head = item % heads;
                     next_ = t;
                 }

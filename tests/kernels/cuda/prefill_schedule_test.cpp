@@ -1,0 +1,131 @@
+// Which tiles a call of prefill has and how they are split: whatever the shape, each row's pages are there once, in parts that
+// the kernel can join. Needs no GPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "kernels/cuda/sm90/prefill/parts.h"
+#include "kernels/cuda/sm90/prefill/prefill.h"
+#include "support/numbers.h"
+
+namespace ta::cuda {
+namespace {
+
+struct Lengths {
+    int32_t n_keys, n_query;
+};
+
+std::vector<SequenceArgs> sequences_of(const std::vector<Lengths>& lengths) {
+    std::vector<SequenceArgs> sequences;
+    for (const Lengths& l : lengths) {
+        SequenceArgs s{};
+        s.n_keys = l.n_keys, s.n_query = l.n_query;
+        if (!sequences.empty()) {
+            const SequenceArgs& before = sequences.back();
+            s.row = before.row + before.n_query;
+            s.first_entry = before.first_entry + (before.n_keys + kPageTokens - 1) / kPageTokens;
+        }
+        sequences.push_back(s);
+    }
+    return sequences;
+}
+
+struct Call {
+    int group, kv_heads, ctas;
+    bool causal;
+    int window;
+};
+
+void check(const Call& c, const std::vector<Lengths>& lengths) {
+    const std::vector<SequenceArgs> sequences = sequences_of(lengths);
+    const PrefillPlan plan(sequences, c.group, c.causal, c.window, c.kv_heads, c.ctas);
+    ASSERT_LE(plan.slots(), prefill_slots(c.ctas));
+    ASSERT_LE(size_t(plan.slots()) * kPrefillWarps * part_bytes(128), prefill_workspace_bytes(128, c.ctas));
+
+    std::map<std::pair<int, int>, std::map<int, const PrefillTile*>> parts;  // of (sequence, first row)
+    for (const PrefillTile& t : plan.tiles()) {
+        ASSERT_TRUE((parts[{t.sequence, t.first_row}].emplace(t.part, &t).second)) << "twice";
+    }
+    std::set<int> slots;
+    size_t tiles = 0;
+    for (size_t n = 0; n < sequences.size(); ++n) {
+        const SequenceArgs& s = sequences[n];
+        const int64_t rows = int64_t(s.n_query) * c.group;
+        for (int64_t row = 0; row < rows; row += kPrefillRows, ++tiles) {
+            const auto& of_tile = parts[{int(n), int(row)}];
+            ASSERT_FALSE(of_tile.empty()) << "row " << row << " of sequence " << n << " is missing";
+            const PrefillTile& first = *of_tile.begin()->second;
+            ASSERT_EQ(first.parts, int(of_tile.size()));
+            int32_t low = INT32_MAX, high = 0;  // what its rows see
+            for (int64_t r = row; r < std::min(row + kPrefillRows, rows); ++r) {
+                const KeyRange seen = visible_keys(c.causal, c.window, s.n_keys, s.n_keys - s.n_query + int(r / c.group));
+                low = std::min(low, seen.begin / kPageTokens),
+                high = std::max(high, (seen.end + kPageTokens - 1) / kPageTokens);
+            }
+            int32_t page = first.page_begin;
+            ASSERT_TRUE(page <= low || high <= low);
+            for (const auto& [part, t] : of_tile) {
+                ASSERT_EQ(t->parts, first.parts);
+                ASSERT_EQ(t->first_slot, first.first_slot);
+                ASSERT_EQ(t->n_keys, s.n_keys);
+                ASSERT_EQ(t->n_query, s.n_query);
+                ASSERT_EQ(t->row, s.row);
+                ASSERT_EQ(t->first_entry, s.first_entry);
+                ASSERT_EQ(t->page_begin, page);
+                ASSERT_TRUE(t->page_end > page || t->parts == 1) << "an empty part";
+                ASSERT_TRUE((t->page_end - page) % 2 == 0 || part == t->parts - 1) << "a block of two pages is cut";
+                page = t->page_end;
+            }
+            ASSERT_TRUE(page >= high || high <= low);
+            if (first.parts == 1) continue;
+            for (int slot = 0; slot < first.parts * c.kv_heads; ++slot) {
+                ASSERT_LT(first.first_slot + slot, plan.slots());
+                ASSERT_TRUE(slots.insert(first.first_slot + slot).second) << "two tiles have the slot";
+            }
+        }
+    }
+    ASSERT_EQ(parts.size(), tiles);
+
+    std::vector<uint8_t> bytes(plan.bytes() + 1, 0xa5);
+    plan.write(bytes.data());
+    EXPECT_EQ(bytes.back(), 0xa5) << "written beyond the end";
+    PrefillSchedule header;
+    std::memcpy(&header, bytes.data(), sizeof(header));
+    EXPECT_EQ(header.tiles, int(plan.tiles().size()));
+    const size_t counters = sizeof(header) + plan.tiles().size_bytes();
+    EXPECT_EQ(std::count(bytes.begin() + ptrdiff_t(counters), bytes.end() - 1, 0), ptrdiff_t(plan.bytes() - counters));
+}
+
+TEST(PrefillSchedule, HasEachRowOnce) {
+    ta::testing::Random random(7);
+    for (int n = 0; n < 400; ++n) {
+        const auto upto = [&](int64_t most) { return int(random.between(0, most)); };
+        const Call c{1 + upto(7), 1 + upto(15), random.chance(20) ? 0 : 1 + upto(160), random.chance(70),
+                     random.chance(20) ? 1 + upto(3000) : 0};
+        std::vector<Lengths> lengths;
+        for (int s = upto(5); s >= 0; --s) {
+            const int keys = upto(random.chance(30) ? 40000 : 700);
+            lengths.push_back({keys, random.chance(80) ? upto(keys) : upto(400)});
+        }
+        ASSERT_NO_FATAL_FAILURE(check(c, lengths)) << "case " << n;
+    }
+}
+
+TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {
+    const auto plan = [](std::vector<Lengths> lengths, int ctas) {
+        return PrefillPlan(sequences_of(lengths), 4, true, 0, 8, ctas);
+    };
+    // 16 items of 512 pages on 132 CTAs.
+    EXPECT_GT(plan({{32768, 64}}, 132).slots(), 100);
+    EXPECT_EQ(plan({{32768, 64}}, 0).slots(), 0);
+    EXPECT_EQ(plan({{16384, 16384}}, 132).slots(), 0);
+    EXPECT_EQ(plan({{100, 100}}, 132).slots(), 0) << "too short for parts";
+}
+
+}  // namespace
+}  // namespace ta::cuda
