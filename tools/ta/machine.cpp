@@ -50,7 +50,7 @@ class CpuMachine final : public Machine {
 
 }  // namespace
 
-ta_error error;
+thread_local ta_error error;
 
 int farthest_node(int node) {
     const std::string nodes = "/sys/devices/system/node/";

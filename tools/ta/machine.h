@@ -18,7 +18,7 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-extern ta_error error;
+extern thread_local ta_error error;
 inline void check(ta_status status, const char* call) {
     if (status != TA_OK) throw Failure(std::string(call) + ": " + ta_status_name(status) + ": " + error.message);
 }
