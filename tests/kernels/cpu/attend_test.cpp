@@ -558,7 +558,7 @@ TEST_P(AttendScalar, NearExactWithSas) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, AttendScalar, ::testing::Values(64, 96, 128, 256),
-                         [](const auto& p) { return "d" + std::to_string(p.param); });
+                         [](const auto& p) { return std::string("d").append(std::to_string(p.param)); });
 
 // -------------------------------------------------------------------------------------------------------------- math.h
 
