@@ -134,7 +134,7 @@ void Plan::list_touched(StepMember& m) {
 // addresses it has now, until clear(). Whether there can be room is decided before published blocks or tokens are lost for it.
 Status Plan::bring_blocks() {
     // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
-    constexpr int kMostAttempts = 64;
+    constexpr int kMostAttempts = 64, kMostTurns = 8;
     const std::chrono::milliseconds plans_patience = pool_->tier_settings().plans_patience;
     constexpr std::chrono::milliseconds kPause{20};
     const auto start = std::chrono::steady_clock::now();
@@ -142,6 +142,7 @@ Status Plan::bring_blocks() {
     pool_->count_lookups(sequences_);
     const Wanted wanted = list_wanted();
     int made = 0;  // room, in whatever way
+    int turns = 0;
     if (!pool_->mover()) {
         for (;;) {
             Status s = reserve_blocks(wanted);
@@ -185,21 +186,32 @@ Status Plan::bring_blocks() {
         }
         return ++made <= kMostAttempts;
     };
+    // What others move, or what changed while this looked for room, may be room in a moment.
+    constexpr std::chrono::milliseconds kBriefly{200};
+    const std::chrono::milliseconds moves_patience = pool_->tier_settings().moves_patience;
+    LooksForRoom looks(moves_patience), brief_looks(std::min(moves_patience, kBriefly));
     bool tried = false;
     for (;;) {
         waits.for_blocks |= has_block_on_disk();
+        const bool moving = pool_->mover()->busy();
+        uint64_t seen = store.changes();
         Status s;
         if (!tried && has_block_on_disk() && !pool_->may_make_room(wanted.kinds, sequences_)) {
+            if (store.changes() != seen && brief_looks.again()) continue;
             s = fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk");
         } else {
-            s = pool_->make_resident(sequences_);
+            s = pool_->make_resident(sequences_, wanted.kinds);
         }
         if (s.code() == TA_E_TIER_FULL) {
             waits.for_room = true;
             if (may_wait() && (store.wait_for_left(kPause) || store.wait_for_scratch(kPause))) continue;
+            // Others may be making the room. Where blocks took turns, more of them may come now.
+            if (moving || pool_->mover()->busy() ? brief_looks.again() : store.changes() != seen && ++turns <= kMostTurns)
+                continue;
             if (++made <= kMostAttempts && pool_->drop_to_be_resident(wanted.kinds, sequences_)) continue;
         }
         TA_RETURN_IF_ERROR(std::move(s));
+        seen = store.changes();
         reading_ = store.start_reading();
         if (has_block_on_disk()) {
             s = fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back");
@@ -212,19 +224,21 @@ Status Plan::bring_blocks() {
         if (s.code() == TA_E_TIER_FULL) {
             if (!tried && !(tried = pool_->may_make_room(wanted.kinds, sequences_))) {
                 // Where other steps stage is room when they end.
-                if (!may_wait() || !store.wait_for_scratch(kPause)) return s;
-                waits.for_room = true;
+                if (may_wait() && store.wait_for_scratch(kPause)) {
+                    waits.for_room = true;
+                    continue;
+                }
+                if (store.changes() == seen || !looks.again()) return s;
                 continue;
             }
             waits.for_room = true;
             // What blocks have left is room as soon as those are done who read there.
             if (may_wait() && store.wait_for_left(kPause)) continue;
-            const bool moving = pool_->mover()->busy();  // what others move now cannot be evicted, and may be gone soon
             if (pool_->make_room(TierKind::kDevice, wanted.kinds, true)) {
                 if (++made > kMostAttempts) return s;
                 continue;
             }
-            if (!moving) {
+            if (!moving && store.changes() == seen) {
                 may_drop_below &= !dropped_below;
                 if (may_wait() && store.wait_for_scratch(kPause)) continue;
                 if (!drop()) return s;
@@ -233,8 +247,7 @@ Status Plan::bring_blocks() {
         } else if (s.code() != TA_E_BUSY) {
             return s;
         }
-        if (std::chrono::steady_clock::now() - start > pool_->tier_settings().moves_patience) return s;
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
+        if (!looks.again()) return s;
     }
 }
 

@@ -327,6 +327,7 @@ void BlockStore::release(const Block& block) {
     if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
     if (block.tier_ == TierKind::kDisk && block.tier_keyed_ && keep) return;
     free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, block.tier_keyed_}, block.tenant());
+    frees_.fetch_add(1, std::memory_order_release);
 }
 
 void BlockStore::free_place(const Place& place, Tenant tenant) {
@@ -474,7 +475,9 @@ void BlockStore::free_left() {
     while (n < left_.size() && left_[n].at < first) ++n;
     for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant);
     left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
-    if (n > 0) freed_.notify_all();
+    if (n == 0) return;
+    frees_.fetch_add(1, std::memory_order_release);
+    freed_.notify_all();
 }
 
 bool BlockStore::wait_for_left(std::chrono::milliseconds most) {

@@ -253,6 +253,8 @@ class BlockStore {
     void keep_records(bool keep = true) { keep_records_.store(keep, std::memory_order_release); }
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
+    // Grows when a block moves, and when a place that blocks have left is free.
+    uint64_t changes() const { return moves() + frees_.load(std::memory_order_acquire); }
     // Of prefetched blocks: used by a step, wanted by one before they came, gone without having been used.
     struct PrefetchCounters {
         std::atomic<uint64_t> used{0}, late{0}, wasted{0};
@@ -320,7 +322,7 @@ class BlockStore {
     uint64_t peak_ = 0;                 // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
     uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
-    std::atomic<uint64_t> moves_{0}, on_disk_{0};
+    std::atomic<uint64_t> moves_{0}, frees_{0}, on_disk_{0};
     PrefetchCounters prefetches_;
     uint64_t readings_ = 0;                  // that were ever started
     std::vector<Reading> reading_;           // now

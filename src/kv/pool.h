@@ -9,6 +9,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -62,6 +63,24 @@ struct TierSettings {
     std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
     StagingMode staging = StagingMode::kAuto;
     uint64_t staging_bytes = 0;  // of the device budget, that each plan may take for it while it has room
+};
+
+// Who finds no room while others move blocks looks again: a few times in any pool, then for as long as its steps wait for moves.
+class LooksForRoom {
+  public:
+    explicit LooksForRoom(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}
+    // After a pause. False: that was it.
+    bool again() {
+        constexpr int kAtLeast = 8;
+        constexpr std::chrono::microseconds kPause{100};
+        if (++looks_ > kAtLeast && std::chrono::steady_clock::now() > end_) return false;
+        std::this_thread::sleep_for(kPause);
+        return true;
+    }
+
+  private:
+    const std::chrono::steady_clock::time_point end_;
+    int looks_ = 0;
 };
 
 // Steps that say later what attention blocks got.
@@ -170,8 +189,9 @@ class Pool {
     bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
     // Counts where the blocks of a step are as it begins. Sequences are in the caller's plan.
     void count_lookups(std::span<Sequence* const> seqs);
-    // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan.
-    Status make_resident(std::span<Sequence* const> seqs);
+    // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the wanted
+    // blocks.
+    Status make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted);
     // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
     // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
     // at once. What would not be enough is not dropped.
@@ -260,6 +280,8 @@ class Pool {
     Status run_on_disk(const TierRequest& request) const;
     TierKind below(TierKind tier) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes);
+    bool pass_to_disk(uint64_t bytes);
+    bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted);
     uint64_t bytes_of(std::span<const PageKind> kinds) const;
     uint64_t bytes_on_disk(std::span<Sequence* const> seqs) const;
     void drop(std::span<const MoveItem> items);

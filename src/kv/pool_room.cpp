@@ -206,7 +206,9 @@ bool Pool::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Seque
     }
     // Nothing is lost for a step whose new blocks have no room then.
     if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
-    if (come_up > free) drop(leaving.items(policy_->choose(leaving, come_up - free)));
+    // Room on a GPU does not help what has to pass through the host tier.
+    if (come_up <= free) return !context_->device();
+    drop(leaving.items(policy_->choose(leaving, come_up - free)));
     return true;
 }
 

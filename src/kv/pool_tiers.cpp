@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <unordered_set>
 
+#include "src/kv/fall.h"
 #include "src/kv/leaving.h"
 #include "src/kv/pool.h"
 #include "src/tiering/block_check.h"
@@ -244,8 +246,67 @@ void Pool::count_lookups(std::span<Sequence* const> seqs) {
     }
 }
 
-Status Pool::make_resident(std::span<Sequence* const> seqs) {
+// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many
+// bytes are free. False: they are not.
+bool Pool::pass_to_disk(uint64_t bytes) {
+    const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
+    for (;;) {
+        const uint64_t free = blocks_->budget() - std::min(blocks_->usage().used, blocks_->budget());
+        if (free >= bytes) return true;
+        const uint64_t below = std::min(host_->stats().free, disk_->stats().free);
+        if (below <= overshoot) return false;
+        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot))) return false;
+    }
+}
+
+// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step, else
+// others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing went up.
+bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted) {
+    const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
+    const auto free = [&] { return blocks_->budget() - std::min(blocks_->usage().used, blocks_->budget()); };
+    if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
+    for (bool raised = false;; raised = true) {
+        std::vector<MoveItem> items;
+        for (const Sequence* s : mine) {
+            for (size_t b = 0; b < s->blocks.size(); ++b) {
+                const BlockPtr& block = s->blocks[b];
+                if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
+            }
+        }
+        // Where the device is full, too, one block of the step goes back, and what others have on the device passes through there.
+        const auto fits = [&](const MoveItem& i) { return size_of(i) <= free(); };
+        if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
+            const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {
+                const PageKind kind = i.block->kind();
+                const bool loses =
+                    kind_in_tier(kind, TierKind::kDisk) != kind && may_fall(geometry_, numerics_, *i.block, i.index);
+                return i.block->pins() == 0 && !loses;
+            });
+            if (back == items.end() || coldest(TierKind::kDevice, bytes, true).empty() ||
+                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction).moved == 0)
+                return raised;
+            pass_to_disk(bytes + bytes_of(wanted));
+        }
+        if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
+        uint64_t listed = 0;
+        std::erase_if(items, [&, room = free()](const MoveItem& item) {
+            if (item.block->tier() != TierKind::kHost || listed >= bytes || listed + size_of(item) > room) return true;
+            listed += size_of(item);
+            return false;
+        });
+        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded).moved == 0) return raised;
+        for (const MoveItem& item : items) {
+            if (item.block->tier() == TierKind::kDevice) bytes -= std::min(bytes, size_of(item));
+        }
+        if (!pass_to_disk(bytes + bytes_of(wanted)) || bytes == 0) return true;
+    }
+}
+
+Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted) {
     if (blocks_->blocks_on_disk() == 0) return {};
+    const auto is_full = [](const MoveProgress& p) { return p.failed > 0 && p.status.code() == TA_E_TIER_FULL; };
+    const auto on_disk = [](const MoveItem& item) { return item.block->tier() == TierKind::kDisk; };
+    const TierKind next = host_ ? TierKind::kHost : TierKind::kDevice;
     for (size_t i = 0; i < seqs.size(); ++i) {
         std::vector<MoveItem> items;
         for (size_t b = 0; b < seqs[i]->blocks.size(); ++b) {
@@ -253,17 +314,24 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
             if (block->tier() == TierKind::kDisk) items.push_back({block, b});
         }
         if (items.empty()) continue;
-        MoveProgress progress = mover_->run(items, host_ ? TierKind::kHost : TierKind::kDevice, MoveReason::kNeeded);
-        if (progress.failed > 0 && progress.status.code() == TA_E_TIER_FULL && host_) {
-            std::erase_if(items, [](const MoveItem& item) { return item.block->tier() != TierKind::kDisk; });
+        MoveProgress progress = mover_->run(items, next, MoveReason::kNeeded);
+        if (is_full(progress) && host_ && !context_->device()) {
+            std::erase_if(items, std::not_fn(on_disk));
             progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded);
+        }
+        // A GPU gets them through the host tier, which others of the step may fill.
+        for (bool more = true; more && is_full(progress) && context_->device(); more = progress.moved > 0) {
+            std::erase_if(items, std::not_fn(on_disk));
+            uint64_t bytes = 0;
+            for (const MoveItem& item : items) bytes += geometry_.slot_bytes(item.block->kind());
+            if (!raise(seqs, bytes, wanted)) break;
+            progress = mover_->run(items, next, MoveReason::kNeeded);
         }
         if (progress.failed > 0 && progress.status.code() == TA_E_CORRUPT) {
             // Where only what arrived was bad, the record is good to be read again.
-            std::erase_if(items,
-                          [](const MoveItem& item) { return item.block->tier() != TierKind::kDisk || item.block->stuck(); });
+            std::erase_if(items, [&](const MoveItem& item) { return !on_disk(item) || item.block->stuck(); });
             if (!items.empty()) {
-                MoveProgress again = mover_->run(items, host_ ? TierKind::kHost : TierKind::kDevice, MoveReason::kNeeded);
+                MoveProgress again = mover_->run(items, next, MoveReason::kNeeded);
                 if (again.failed == 0 && again.moved == progress.failed) progress = std::move(again);
             }
         }
@@ -277,18 +345,24 @@ Status Pool::make_resident(std::span<Sequence* const> seqs) {
 Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
-    for (int attempt = 1;; ++attempt) {
+    LooksForRoom looks(tier_settings_.moves_patience);
+    for (int attempts = 0;;) {
+        const bool moving = mover_ && mover_->busy();
+        const uint64_t seen = blocks_->changes();
         Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
         Status s = std::move(taken).status();
         if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
-        if (s.code() != TA_E_TIER_FULL || !mover_ || attempt == kAttempts) return s;
+        if (s.code() != TA_E_TIER_FULL || !mover_ || ++attempts == kAttempts) return s;
         if (make_room(TierKind::kDevice, wanted)) continue;
         std::vector<MoveItem> items;
         for (const MoveItem& item : mine) {
             if (item.block->sealed() && item.block->tier() == TierKind::kDevice) items.push_back(item);
         }
-        if (items.empty() || mover_->run(items, below(TierKind::kDevice), MoveReason::kEviction).moved == 0) return s;
+        if (!items.empty() && mover_->run(items, below(TierKind::kDevice), MoveReason::kEviction).moved > 0) continue;
+        // What others move now, or made room of while this was looking for some.
+        if ((!moving && blocks_->changes() == seen) || !looks.again()) return s;
+        --attempts;
     }
 }
 

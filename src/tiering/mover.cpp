@@ -207,7 +207,8 @@ bool Mover::take_part(int direction, Flight& flight) {
 // As MovePart says it.
 bool Mover::prepare(Flight& flight) {
     try {
-        flight.part = std::make_unique<MovePart>(sharing_, flight.items, flight.ticket->to, flight.ticket->reason);
+        flight.part =
+            std::make_unique<MovePart>(sharing_, flight.items, flight.ticket->to, flight.ticket->reason, kReadersPatience);
         return flight.part->prepare();
     } catch (const std::bad_alloc&) {
         flight.part.reset();
@@ -276,6 +277,8 @@ void Mover::land(Flight& flight) {
 MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason reason) {
     MoveProgress progress;
     progress.blocks = items.size();
+    // A step waits no longer than its pool says.
+    const auto patience = std::min(kReadersPatience, sharing_.pool.tier_settings().plans_patience);
     std::deque<std::unique_ptr<MovePart>> flights;
     const auto land_first = [&] {
         flights.front()->finish();
@@ -286,7 +289,7 @@ MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason
     while (!items.empty()) {
         const auto [n, bytes] = cut_part(items, to, before);
         before += bytes;
-        auto next = std::make_unique<MovePart>(sharing_, items.first(n), to, reason);
+        auto next = std::make_unique<MovePart>(sharing_, items.first(n), to, reason, patience);
         const bool at_once = next->prepare();
         while (!flights.empty() && (!at_once || flights.size() == kFlights)) land_first();
         next->start();

@@ -11,7 +11,6 @@
 namespace ta {
 namespace {
 
-constexpr std::chrono::milliseconds kReadersPatience{200};
 constexpr size_t kCheckedBytes = 128 << 10;  // by a thread at a time: all of them end at about the same time
 
 // A Status that is kept while another copy is reported.
@@ -102,8 +101,9 @@ void FallingRoom::give(const Piece& piece) {
 MoveSharing::MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier)
     : pool(of), host(host_tier), disk(disk_tier), falling(of.context().device()) {}
 
-MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason)
-    : sharing_(sharing), items_(items), to_(to), reason_(reason) {
+MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
+                   std::chrono::milliseconds patience)
+    : sharing_(sharing), items_(items), to_(to), reason_(reason), patience_(patience) {
     sharing_.parts.fetch_add(1);
 }
 
@@ -155,7 +155,7 @@ void MovePart::wake_checkers() {
 
 // What goes on from there is taken.
 void MovePart::move_to_host() {
-    MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_);
+    MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_, patience_);
     to_host.prepare();
     to_host.start();
     to_host.finish();
@@ -222,12 +222,19 @@ void MovePart::find_room() {
     Pool& pool = sharing_.pool;
     Status all = acquire(work_);
     // What blocks have left counts until those are done who were reading there.
-    if (all.code() == TA_E_TIER_FULL && pool.blocks().wait_for_left(kReadersPatience)) all = acquire(work_);
+    if (all.code() == TA_E_TIER_FULL && patience_.count() > 0 && pool.blocks().wait_for_left(patience_)) all = acquire(work_);
     if (all.code() == TA_E_TIER_FULL && reason_ != MoveReason::kPrefetch) {
         std::vector<PageKind> kinds;
-        for (const Work& w : work_) kinds.push_back(w.to.kind);
+        uint64_t bytes = 0;
+        for (const Work& w : work_) {
+            kinds.push_back(w.to.kind);
+            bytes += pool.geometry().slot_bytes(w.to.kind);
+        }
         constexpr int kAttempts = 8;  // other parts may take the room that was made
-        for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL && pool.make_room(to_, kinds); ++i) all = acquire(work_);
+        for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL; ++i) {
+            if (pool.blocks().left_bytes(to_) >= bytes || !pool.make_room(to_, kinds)) break;  // or it is made, but being read
+            all = acquire(work_);
+        }
     }
     if (all.ok()) return;
     for (Work& w : work_) w.status = acquire({&w, 1});

@@ -20,6 +20,7 @@ class Pool;
 // Why blocks move: what the statistics are kept by.
 enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
 inline constexpr int kMoveReasons = 4;
+inline constexpr std::chrono::milliseconds kReadersPatience{200};
 
 struct MoveItem {
     BlockPtr block;                                           // nullptr: one that is not full, which stays
@@ -92,8 +93,10 @@ struct MoveSharing {
 
 class MovePart {
   public:
-    // `items` stay where they are until the part is gone.
-    MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason);
+    // `items` stay where they are until the part is gone. `patience`: how long start() waits for those who may be reading what
+    // blocks have left.
+    MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
+             std::chrono::milliseconds patience);
     // Waits for copies, and takes back what was not finished.
     ~MovePart();
     MovePart(const MovePart&) = delete;
@@ -150,6 +153,7 @@ class MovePart {
     const std::span<const MoveItem> items_;
     const TierKind to_;
     const MoveReason reason_;
+    const std::chrono::milliseconds patience_;
     MoveProgress progress_;
     std::vector<Work> work_;
     std::vector<MoveItem> in_two_;  // of items_: first to the host tier

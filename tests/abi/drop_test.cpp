@@ -322,8 +322,8 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     const int32_t n = 9 * 64;
     EXPECT_EQ(ta_plan_begin(plan.get(), 1, &a, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), before);
-    step(a, 64);
-    EXPECT_GT(dropped(), before);
+    step(a, 64);  // by turns: what comes up makes room on the disk for what others have on the device
+    EXPECT_LE(dropped() - before, 1u);
 }
 
 // What goes is free at once, beside steps and checks of others: nobody may be reading there.
@@ -379,7 +379,7 @@ TEST_F(Dropping, TiersAreFilledFirst) {
         most_on_disk = std::max(most_on_disk, on_disk);
         EXPECT_TRUE(dropped() == 0 || most_on_disk > 10) << "dropped with room on the disk";
     }
-    EXPECT_GT(dropped(), 5u);
+    EXPECT_GT(dropped(), 3u);
     ta_error err;
     for (const ta_seq s : seqs) {
         EXPECT_EQ(ta_seq_verify(pool.get(), s, &err), TA_OK) << err.message;

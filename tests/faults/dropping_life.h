@@ -161,11 +161,9 @@ class Life {
         }
         ++steps_;
     }
-    // Another plan holds the sequence, of which nothing may go meanwhile. Now and then where moves out of a host tier wait for
-    // that plan, 200 ms.
-    bool holds() const {
-        return shape_ && (shape_->host_blocks == 0 || (fault_.kind != FaultKind::kNone && fault_.at % 64 == 0));
-    }
+    // Another plan holds the sequence, of which nothing may go meanwhile. Not where all room that blocks on disk come through
+    // may have to wait for that plan.
+    bool holds() const { return shape_ && !(shape_->simulated && shape_->disk_blocks > 0); }
     void hold(size_t s) {
         if (holds()) begin(other_, {s}, {0}, 0);
     }

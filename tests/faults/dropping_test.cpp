@@ -22,7 +22,8 @@ constexpr uint64_t kSlower = 1;
 constexpr DropShape kShapes[] = {{"Device", 0, 0, TA_EVICT_ATTENTION, false},
                                  {"DeviceAndDisk", 0, 5, TA_EVICT_LRU, false},
                                  {"AllTiers", 6, 5, TA_EVICT_LRU, false},
-                                 {"DeviceAndHostOfAGpu", 6, 0, TA_EVICT_LRU, true}};
+                                 {"DeviceAndHostOfAGpu", 6, 0, TA_EVICT_LRU, true},
+                                 {"AllTiersOfAGpu", 6, 5, TA_EVICT_ATTENTION, true}};
 
 }  // namespace
 

@@ -1,0 +1,200 @@
+// Room for a begin: what others make of it while it looks, and the ways of a step's blocks through tiers that are full.
+#include "src/attend/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+
+#include "tiering/simulated_device.h"
+
+namespace ta::testing {
+namespace {
+
+using std::chrono::milliseconds;
+
+// A host tier that tells when it is asked for slots, and for its statistics.
+class WatchedTier final : public Tier {
+  public:
+    struct Hooks {
+        std::function<void()> acquire, stats;
+    };
+    WatchedTier(std::unique_ptr<Tier> tier, const Hooks& hooks) : tier_(std::move(tier)), hooks_(hooks) {}
+    TierKind kind() const override { return tier_->kind(); }
+    size_t slot_bytes(uint8_t slot_class) const override { return tier_->slot_bytes(slot_class); }
+    Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override {
+        hooks_.acquire();
+        return tier_->acquire(wanted);
+    }
+    void release(std::span<const Slot> slots) override { tier_->release(slots); }
+    uint8_t* address(Slot slot) const override { return tier_->address(slot); }
+    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
+        return tier_->submit(requests, client);
+    }
+    void cancel(TierBatch batch) override { tier_->cancel(batch); }
+    TierStats stats() const override {
+        hooks_.stats();
+        return tier_->stats();
+    }
+    TierHealth health() const override { return tier_->health(); }
+    std::span<const std::string> degraded() const override { return tier_->degraded(); }
+
+  private:
+    const std::unique_ptr<Tier> tier_;
+    const Hooks& hooks_;
+};
+
+constexpr uint32_t kLayers = 2, kHeads = 1, kDim = 64;
+
+class PlanRoom : public ::testing::Test {
+  protected:
+    // Blocks of 8 bits without sinks.
+    void make(uint64_t device_blocks, uint64_t host_blocks, uint64_t disk_blocks, TierSettings tiers = {}, bool gpu = false,
+              bool falls = false) {
+        Seams seams;
+        if (gpu) seams.device = std::make_unique<SimulatedDevice>(1);
+        Context::Options options;
+        options.threads = 1;
+        Result<std::shared_ptr<Context>> context = Context::create(options, std::move(seams));
+        ASSERT_TRUE(context.ok());
+        Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr, falls);
+        ta_numerics settings{};
+        settings.sink_blocks = -1;
+        Result<Numerics> n = resolve_numerics(&settings, kLayers, kHeads, kDim);
+        const uint64_t bytes = g.value().token_slot_bytes, on_pages = (bytes + 4095) / 4096 * 4096;
+        tiers.host_budget = host_blocks * on_pages + (16 << 10);
+        tiers.disk_budget = disk_blocks ? 8192 + disk_blocks * (on_pages + 4096) : 0;
+        tiers.disk_folder = ::testing::TempDir();
+        tiers.high_percent = tiers.low_percent = 100;
+        Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), device_blocks * bytes, 16, tiers);
+        if (!made.ok()) FAIL() << std::move(made).status().detail()->message;
+        pool = made.take();
+        plan = std::make_unique<Plan>(pool);
+    }
+    ~PlanRoom() override {
+        plan.reset();
+        pool.reset();
+    }
+    Status begin(ta_seq seq, int32_t blocks) {
+        const int32_t n_new = blocks * int32_t(kPageTokens), n_query = 0;
+        return plan->begin({&seq, 1}, &n_new, &n_query);
+    }
+    void step(ta_seq seq, int32_t blocks) {
+        if (Status s = begin(seq, blocks); !s.ok()) FAIL() << s.detail()->message;
+        std::vector<float> x(size_t(blocks) * kPageTokens * kHeads * kDim, 1.0f);
+        ta_tensor t{};
+        t.struct_size = sizeof t;
+        t.dtype = TA_DTYPE_F32;
+        t.data = x.data();
+        t.tokens = blocks * int64_t(kPageTokens);
+        t.heads = kHeads;
+        t.head_dim = kDim;
+        Result<TensorView> view = view_tensor(t, "x");
+        for (uint32_t layer = 0; layer < kLayers; ++layer) ASSERT_TRUE(plan->append(layer, view.value(), view.value()).ok());
+        ASSERT_TRUE(plan->end().ok());
+    }
+    ta_seq add(int32_t blocks) {
+        const ta_seq seq = pool->create_sequence().value();
+        while (blocks > 0) {
+            step(seq, std::min(blocks, 4));
+            blocks -= 4;
+        }
+        return seq;
+    }
+    MoveProgress move(ta_seq seq, uint64_t first, uint64_t n, TierKind to) {
+        return pool->mover()->wait(pool->move_blocks(seq, first, n, to, MoveReason::kAsked).value(), -1).take();
+    }
+    uint64_t count(ta_seq seq, TierKind tier) const {
+        uint64_t n = 0;
+        (void)pool->inspect(seq, [&](const Sequence& s) -> Status {
+            for (const BlockPtr& b : s.blocks) n += b->tier() == tier;
+            return {};
+        });
+        return n;
+    }
+
+    std::shared_ptr<Pool> pool;
+    std::unique_ptr<Plan> plan;
+};
+
+// All that could leave is on its way when the begin finds no room, and gone before it has looked for some. Under falling
+// precision it looks before it tries.
+TEST_F(PlanRoom, MovesThatEndWhileABeginLooks) {
+    std::atomic<bool> held{true}, arrived{false};
+    std::atomic<int> looks{0};
+    WatchedTier::Hooks hooks{[] {}, [] {}};
+    TierSettings tiers;
+    tiers.plans_patience = tiers.moves_patience = milliseconds(0);  // it does not wait for the moves
+    tiers.wrap_host = [&](std::unique_ptr<Tier> tier) -> std::unique_ptr<Tier> {
+        return std::make_unique<WatchedTier>(std::move(tier), hooks);
+    };
+    make(8, 16, 0, tiers, false, true);
+    const ta_seq a = add(8);
+    ASSERT_TRUE(pool->pin_blocks(a, 4, 4, true).ok());
+    const ta_seq b = pool->create_sequence().value();
+    hooks.acquire = [&] {
+        arrived = true;
+        while (held) std::this_thread::yield();
+    };
+    hooks.stats = [&] {  // by the begin
+        ++looks;
+        held = false;
+        while (pool->mover()->busy()) std::this_thread::yield();
+    };
+    ASSERT_TRUE(pool->move_blocks(a, 0, 4, TierKind::kHost, MoveReason::kAsked).ok());
+    while (!arrived) std::this_thread::yield();
+    const Status s = begin(b, 4);
+    EXPECT_TRUE(s.ok()) << s.detail()->message;
+    held = false;
+    EXPECT_GT(looks, 0);
+    hooks.acquire = hooks.stats = [] {};
+    EXPECT_EQ(count(a, TierKind::kHost), 4u);
+}
+
+// The blocks of a step on a GPU come from disk through a host tier that they fill, while others fill the device.
+TEST_F(PlanRoom, AStepLargerThanTheHostTierOfAGpu) {
+    struct Case {
+        int32_t others;
+        uint64_t disk_blocks;
+        bool forked;
+    };
+    for (const Case& c : {Case{0, 80, false}, Case{8, 80, false}, Case{20, 80, false}, Case{26, 80, false}, Case{26, 80, true},
+                          Case{26, 36, false}}) {
+        SCOPED_TRACE(std::to_string(c.others) + " blocks of others, a disk of " + std::to_string(c.disk_blocks) +
+                     (c.forked ? ", forked" : ""));
+        make(32, 6, c.disk_blocks, {}, true);
+        const ta_seq a = add(28);
+        for (uint64_t first = 0; first < 28; first += 4) EXPECT_EQ(move(a, first, 4, TierKind::kDisk).moved, 4u);
+        const ta_seq b = add(c.others);
+        if (c.forked) {
+            EXPECT_TRUE(pool->fork_sequence(a).ok());
+        }
+        ASSERT_EQ(count(a, TierKind::kDisk), 28u);
+        const Status s = begin(a, 2);
+        EXPECT_TRUE(s.ok()) << s.detail()->message;
+        if (!s.ok()) return;
+        EXPECT_TRUE(plan->abort().ok());
+        EXPECT_EQ(count(a, TierKind::kDisk), 0u);
+        EXPECT_EQ(count(b, TierKind::kDisk) + count(b, TierKind::kHost) + count(b, TierKind::kDevice), uint64_t(c.others));
+        step(b, 1);
+        step(a, 1);
+    }
+}
+
+// What cannot be is refused soon.
+TEST_F(PlanRoom, AStepLargerThanAllTiersOfAGpu) {
+    make(16, 6, 80, {}, true);
+    const ta_seq a = pool->create_sequence().value();
+    for (int i = 0; i < 6; ++i) {
+        step(a, 4);
+        EXPECT_EQ(move(a, uint64_t(i) * 4, 4, TierKind::kDisk).moved, 4u);
+        if (i < 4) continue;
+        const auto start = std::chrono::steady_clock::now();
+        EXPECT_EQ(begin(a, 4).code(), TA_E_TIER_FULL);
+        EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(1000));
+        return;
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing
