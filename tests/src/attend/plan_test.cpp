@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <functional>
+#include <thread>
 
 #include "tiering/simulated_device.h"
 
@@ -178,6 +179,30 @@ TEST_F(PlanRoom, AStepLargerThanTheHostTierOfAGpu) {
         EXPECT_EQ(count(b, TierKind::kDisk) + count(b, TierKind::kHost) + count(b, TierKind::kDevice), uint64_t(c.others));
         step(b, 1);
         step(a, 1);
+    }
+}
+
+// What is evicted is no room while another plan may be reading there; no more is evicted for that.
+TEST_F(PlanRoom, NoMoreLeavesForRoomThatIsBeingRead) {
+    for (const bool gpu : {false, true}) {
+        SCOPED_TRACE(gpu);
+        make(24, 24, 80, {}, gpu);
+        const ta_seq a = add(4), other = add(1);
+        EXPECT_EQ(move(a, 0, 4, TierKind::kDisk).moved, 4u);
+        const ta_seq idle = add(20);
+        EXPECT_EQ(move(idle, 0, 20, TierKind::kHost).moved, 20u);
+        const ta_seq more = add(4);
+        EXPECT_EQ(move(more, 0, 4, TierKind::kHost).moved, 4u);
+        Plan open(pool);
+        const int32_t none = 0;
+        ASSERT_TRUE(open.begin({&other, 1}, &none, &none).ok());
+        std::jthread ends([&] {
+            std::this_thread::sleep_for(milliseconds(100));
+            EXPECT_TRUE(open.abort().ok());
+        });
+        const Status s = begin(a, 0);
+        EXPECT_TRUE(s.ok()) << s.detail()->message;
+        EXPECT_GE(count(idle, TierKind::kHost) + count(more, TierKind::kHost), 24u - 4 - 4);
     }
 }
 
