@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "src/core/profile.h"
+#include "src/kv/looks_for_room.h"
 
 namespace ta {
 namespace {

@@ -495,6 +495,11 @@ uint64_t BlockStore::left_bytes(TierKind tier) const {
     return bytes;
 }
 
+uint64_t BlockStore::free_bytes() const {
+    std::lock_guard lock(mutex_);
+    return budget_ - bytes_in_use();
+}
+
 BlockStore::Usage BlockStore::usage() const {
     std::lock_guard lock(mutex_);
     Usage u;

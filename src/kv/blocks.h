@@ -272,6 +272,7 @@ class BlockStore {
     };
     Usage usage() const;
     uint64_t budget() const { return budget_; }
+    uint64_t free_bytes() const;  // of the budget, that no slot in use takes
 
   private:
     friend class Block;

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -63,24 +62,6 @@ struct TierSettings {
     std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
     StagingMode staging = StagingMode::kAuto;
     uint64_t staging_bytes = 0;  // of the device budget, that each plan may take for it while it has room
-};
-
-// Who finds no room while others move blocks looks again: a few times in any pool, then for as long as its steps wait for moves.
-class LooksForRoom {
-  public:
-    explicit LooksForRoom(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}
-    // After a pause. False: that was it.
-    bool again() {
-        constexpr int kAtLeast = 8;
-        constexpr std::chrono::microseconds kPause{100};
-        if (++looks_ > kAtLeast && std::chrono::steady_clock::now() > end_) return false;
-        std::this_thread::sleep_for(kPause);
-        return true;
-    }
-
-  private:
-    const std::chrono::steady_clock::time_point end_;
-    int looks_ = 0;
 };
 
 // Steps that say later what attention blocks got.

@@ -1,5 +1,5 @@
-// Whether a begin can have the room that it lacks, and what a pool drops for it where that is allowed. Both are decided before
-// anything is lost.
+// Whether a begin can have the room that it lacks, the way of its blocks through tiers that are full, and what a pool drops for it
+// where that is allowed. What is lost is decided before anything is.
 #include <algorithm>
 #include <array>
 #include <unordered_set>
@@ -50,7 +50,7 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
     // Blocks that leave for nothing come back; not so bits that they lose on the way.
     if (!geometry_.falls && unused == std::array<uint64_t, 3>{}) return true;
-    uint64_t room[3] = {blocks_->budget() - blocks_->usage().used};  // that there is, and that is made of what nobody uses
+    uint64_t room[3] = {blocks_->free_bytes()};  // that there is, and that is made of what nobody uses
     for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
         const Tier* there = tier(kind);
         if (there && there->health().state == TierState::kOk) room[size_t(kind)] = there->stats().free;
@@ -121,6 +121,61 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     return double(bytes + comes_up) <= double(here + room[1] + shrinks + dropped_below) + to_disk;
 }
 
+// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many
+// bytes are free. False: they are not.
+bool Pool::pass_to_disk(uint64_t bytes) {
+    const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
+    for (;;) {
+        const uint64_t free = blocks_->free_bytes();
+        if (free >= bytes) return true;
+        const uint64_t below = std::min(host_->stats().free, disk_->stats().free);
+        if (below <= overshoot) return false;
+        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot))) return false;
+    }
+}
+
+// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step, else
+// others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing went up.
+bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted) {
+    const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
+    if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
+    for (bool raised = false;; raised = true) {
+        std::vector<MoveItem> items;
+        for (const Sequence* s : mine) {
+            for (size_t b = 0; b < s->blocks.size(); ++b) {
+                const BlockPtr& block = s->blocks[b];
+                if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
+            }
+        }
+        // Where the device is full, too, one block of the step goes back, and what others have on the device passes through there.
+        const auto fits = [&](const MoveItem& i) { return size_of(i) <= blocks_->free_bytes(); };
+        if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
+            const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {
+                const PageKind kind = i.block->kind();
+                const bool loses =
+                    kind_in_tier(kind, TierKind::kDisk) != kind && may_fall(geometry_, numerics_, *i.block, i.index);
+                return i.block->pins() == 0 && !loses;
+            });
+            if (back == items.end() || coldest(TierKind::kDevice, bytes, true).empty() ||
+                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction).moved == 0)
+                return raised;
+            pass_to_disk(bytes + bytes_of(wanted));
+        }
+        if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
+        uint64_t listed = 0;
+        std::erase_if(items, [&, room = blocks_->free_bytes()](const MoveItem& item) {
+            if (item.block->tier() != TierKind::kHost || listed >= bytes || listed + size_of(item) > room) return true;
+            listed += size_of(item);
+            return false;
+        });
+        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded).moved == 0) return raised;
+        for (const MoveItem& item : items) {
+            if (item.block->tier() == TierKind::kDevice) bytes -= std::min(bytes, size_of(item));
+        }
+        if (!pass_to_disk(bytes + bytes_of(wanted)) || bytes == 0) return true;
+    }
+}
+
 void Pool::drop(std::span<const MoveItem> items) {
     for (const MoveItem& item : items) {
         if (!item.block->start_move()) continue;
@@ -138,7 +193,7 @@ Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequen
     // What others might come to have is decided under the lock; so it is held until the blocks are gone.
     std::lock_guard lock(mutex_);
     // What moved blocks have left does not count: it was waited for, and plans that stay open may be reading there.
-    const uint64_t free = blocks_->budget() - blocks_->usage().used;
+    const uint64_t free = blocks_->free_bytes();
     if (bytes <= free) return Drop::kHere;
     uint64_t missing = bytes - free;
     Movable m;
@@ -188,7 +243,7 @@ bool Pool::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Seque
     take_in_attention(true);
     std::lock_guard lock(mutex_);
     const uint64_t come_up = bytes_on_disk(mine), bytes = bytes_of(wanted);
-    const uint64_t free = blocks_->budget() - blocks_->usage().used;
+    const uint64_t free = blocks_->free_bytes();
     Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
     uint64_t may_go = 0, of_device = 0;
     for (const auto& s : sequences_) {

@@ -6,8 +6,8 @@
 #include <functional>
 #include <unordered_set>
 
-#include "src/kv/fall.h"
 #include "src/kv/leaving.h"
+#include "src/kv/looks_for_room.h"
 #include "src/kv/pool.h"
 #include "src/tiering/block_check.h"
 #include "src/tiering/disk.h"
@@ -243,62 +243,6 @@ void Pool::count_lookups(std::span<Sequence* const> seqs) {
     for (size_t t = 0; t < 3; ++t) {
         counters_.hits[t] += found[t];
         for (size_t above = 0; above < t; ++above) counters_.absent[above] += found[t];
-    }
-}
-
-// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many
-// bytes are free. False: they are not.
-bool Pool::pass_to_disk(uint64_t bytes) {
-    const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
-    for (;;) {
-        const uint64_t free = blocks_->budget() - std::min(blocks_->usage().used, blocks_->budget());
-        if (free >= bytes) return true;
-        const uint64_t below = std::min(host_->stats().free, disk_->stats().free);
-        if (below <= overshoot) return false;
-        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot))) return false;
-    }
-}
-
-// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step, else
-// others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing went up.
-bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted) {
-    const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
-    const auto free = [&] { return blocks_->budget() - std::min(blocks_->usage().used, blocks_->budget()); };
-    if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
-    for (bool raised = false;; raised = true) {
-        std::vector<MoveItem> items;
-        for (const Sequence* s : mine) {
-            for (size_t b = 0; b < s->blocks.size(); ++b) {
-                const BlockPtr& block = s->blocks[b];
-                if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
-            }
-        }
-        // Where the device is full, too, one block of the step goes back, and what others have on the device passes through there.
-        const auto fits = [&](const MoveItem& i) { return size_of(i) <= free(); };
-        if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
-            const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {
-                const PageKind kind = i.block->kind();
-                const bool loses =
-                    kind_in_tier(kind, TierKind::kDisk) != kind && may_fall(geometry_, numerics_, *i.block, i.index);
-                return i.block->pins() == 0 && !loses;
-            });
-            if (back == items.end() || coldest(TierKind::kDevice, bytes, true).empty() ||
-                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction).moved == 0)
-                return raised;
-            pass_to_disk(bytes + bytes_of(wanted));
-        }
-        if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
-        uint64_t listed = 0;
-        std::erase_if(items, [&, room = free()](const MoveItem& item) {
-            if (item.block->tier() != TierKind::kHost || listed >= bytes || listed + size_of(item) > room) return true;
-            listed += size_of(item);
-            return false;
-        });
-        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded).moved == 0) return raised;
-        for (const MoveItem& item : items) {
-            if (item.block->tier() == TierKind::kDevice) bytes -= std::min(bytes, size_of(item));
-        }
-        if (!pass_to_disk(bytes + bytes_of(wanted)) || bytes == 0) return true;
     }
 }
 

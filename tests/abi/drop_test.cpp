@@ -322,8 +322,9 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     const int32_t n = 9 * 64;
     EXPECT_EQ(ta_plan_begin(plan.get(), 1, &a, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), before);
-    step(a, 64);  // by turns: what comes up makes room on the disk for what others have on the device
-    EXPECT_LE(dropped() - before, 1u);
+    // The first ones may go by turns: what comes up makes room on the disk for what others have on the device.
+    for (int i = 0; i < 4 && dropped() == before; ++i) step(a, 64);
+    EXPECT_GT(dropped(), before);
 }
 
 // What goes is free at once, beside steps and checks of others: nobody may be reading there.
@@ -372,14 +373,14 @@ TEST_F(Dropping, TiersAreFilledFirst) {
     std::vector<ta_seq> seqs;
     for (int i = 0; i < 3; ++i) seqs.push_back(make_sequence(pool));
     uint64_t most_on_disk = 0;
-    for (int i = 0; i < 60; ++i) {
+    for (int i = 0; i < 66; ++i) {
         step(seqs[size_t(i) % 3], 64 + i % 7);
         uint64_t on_disk = 0;
         for (const ta_seq s : seqs) on_disk += residency(pool, s).disk_blocks;
         most_on_disk = std::max(most_on_disk, on_disk);
         EXPECT_TRUE(dropped() == 0 || most_on_disk > 10) << "dropped with room on the disk";
     }
-    EXPECT_GT(dropped(), 3u);
+    EXPECT_GT(dropped(), 5u);
     ta_error err;
     for (const ta_seq s : seqs) {
         EXPECT_EQ(ta_seq_verify(pool.get(), s, &err), TA_OK) << err.message;

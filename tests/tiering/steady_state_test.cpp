@@ -7,34 +7,24 @@
 #include <thread>
 
 #include "src/attend/plan.h"
+#include "tiering/wrapped_tier.h"
 
 namespace ta {
 namespace {
 
 using std::chrono::milliseconds;
+using testing::WrappedTier;
 
 // A host tier that takes its time to hand out slots.
-class SlowTier final : public Tier {
+class SlowTier final : public WrappedTier {
   public:
-    SlowTier(std::unique_ptr<Tier> tier, milliseconds per_slot) : tier_(std::move(tier)), per_slot_(per_slot) {}
-    TierKind kind() const override { return tier_->kind(); }
-    size_t slot_bytes(uint8_t slot_class) const override { return tier_->slot_bytes(slot_class); }
+    SlowTier(std::unique_ptr<Tier> tier, milliseconds per_slot) : WrappedTier(std::move(tier)), per_slot_(per_slot) {}
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override {
         std::this_thread::sleep_for(per_slot_ * wanted.size());
-        return tier_->acquire(wanted);
+        return WrappedTier::acquire(wanted);
     }
-    void release(std::span<const Slot> slots) override { tier_->release(slots); }
-    uint8_t* address(Slot slot) const override { return tier_->address(slot); }
-    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
-        return tier_->submit(requests, client);
-    }
-    void cancel(TierBatch batch) override { tier_->cancel(batch); }
-    TierStats stats() const override { return tier_->stats(); }
-    TierHealth health() const override { return tier_->health(); }
-    std::span<const std::string> degraded() const override { return tier_->degraded(); }
 
   private:
-    const std::unique_ptr<Tier> tier_;
     const milliseconds per_slot_;
 };
 

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "tiering/simulated_device.h"
+#include "tiering/wrapped_tier.h"
 
 namespace ta::testing {
 namespace {
@@ -15,33 +16,22 @@ namespace {
 using std::chrono::milliseconds;
 
 // A host tier that tells when it is asked for slots, and for its statistics.
-class WatchedTier final : public Tier {
+class WatchedTier final : public WrappedTier {
   public:
     struct Hooks {
         std::function<void()> acquire, stats;
     };
-    WatchedTier(std::unique_ptr<Tier> tier, const Hooks& hooks) : tier_(std::move(tier)), hooks_(hooks) {}
-    TierKind kind() const override { return tier_->kind(); }
-    size_t slot_bytes(uint8_t slot_class) const override { return tier_->slot_bytes(slot_class); }
+    WatchedTier(std::unique_ptr<Tier> tier, const Hooks& hooks) : WrappedTier(std::move(tier)), hooks_(hooks) {}
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override {
         hooks_.acquire();
-        return tier_->acquire(wanted);
+        return WrappedTier::acquire(wanted);
     }
-    void release(std::span<const Slot> slots) override { tier_->release(slots); }
-    uint8_t* address(Slot slot) const override { return tier_->address(slot); }
-    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
-        return tier_->submit(requests, client);
-    }
-    void cancel(TierBatch batch) override { tier_->cancel(batch); }
     TierStats stats() const override {
         hooks_.stats();
-        return tier_->stats();
+        return WrappedTier::stats();
     }
-    TierHealth health() const override { return tier_->health(); }
-    std::span<const std::string> degraded() const override { return tier_->degraded(); }
 
   private:
-    const std::unique_ptr<Tier> tier_;
     const Hooks& hooks_;
 };
 

@@ -1,0 +1,27 @@
+// How long who found no room goes on looking.
+#pragma once
+
+#include <chrono>
+#include <thread>
+
+namespace ta {
+
+// Who finds no room while others move blocks looks again: a few times in any pool, then for as long as its steps wait for moves.
+class LooksForRoom {
+  public:
+    explicit LooksForRoom(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}
+    // After a pause. False: that was it.
+    bool again() {
+        constexpr int kAtLeast = 8;
+        constexpr std::chrono::microseconds kPause{100};
+        if (++looks_ > kAtLeast && std::chrono::steady_clock::now() > end_) return false;
+        std::this_thread::sleep_for(kPause);
+        return true;
+    }
+
+  private:
+    const std::chrono::steady_clock::time_point end_;
+    int looks_ = 0;
+};
+
+}  // namespace ta
