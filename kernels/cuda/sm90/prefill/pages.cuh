@@ -6,16 +6,9 @@
 
 #include <cuda_fp16.h>
 
-#include "kernels/cuda/sm90/prefill/shared.cuh"
+#include "kernels/cuda/sm90/prefill/scales.cuh"
 
 namespace ta::cuda::prefill {
-
-TA_DEVICE uint4 load_chunk(const uint8_t* from) {
-    return *reinterpret_cast<const uint4*>(from);
-}
-TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(w0, w1, w2, w3);
-}
 
 // Where a lane of store_matrices has a row of K go: of token tile 0, step `step` of 32 channels. Tiles are 16 rows apart. The
 // matrices are those of words 2 high + low, low being the second eight tokens of a tile, high the second four channels.
@@ -265,124 +258,6 @@ TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, i
     }
 }
 
-// Of numbers that are not negative, whose bits are in order.
-TA_DEVICE float warp_max(float x) {
-    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
-}
-TA_DEVICE float warp_min(float x) {
-    return __uint_as_float(__reduce_min_sync(~0u, __float_as_uint(x)));
-}
-
-TA_DEVICE float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-TA_DEVICE float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The scales of a page's K (part 0) and V (part 1). Tokens [0, valid) of it exist; none: there is no page, and all of its keys
-// are masked. What stands for the scales of tokens that do not exist must be numbers. A lane does two tokens, 32 apart.
-// `weights` are V's rows for sums.
-template <int D>
-TA_DEVICE void read_scales(const uint8_t* raw, bool is_channel, int k_bits, int v_bits, int valid, int half, int part, int lane,
-                           BlockScales& out, uint8_t* weights) {
-    constexpr TokenLayout kLayout(D);
-    const ChannelLayout layout(D, k_bits, v_bits);
-    float x[2] = {float(part), float(part)};
-    if (valid > 0) {
-        if (!is_channel) {
-            const float* from = reinterpret_cast<const float*>(raw + (part ? kLayout.v_scale() : kLayout.k_scale()));
-            x[0] = from[lane], x[1] = from[lane + 32];
-        } else {
-            const float page = *reinterpret_cast<const float*>(raw + (part ? layout.v_scale() : layout.k_scale()));
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                x[n] = page;
-                if (part) {
-                    const uint32_t exponents = raw[layout.v_exponents() + lane / 2 + 16 * n];
-                    x[n] *= __uint_as_float((127 - (exponents >> (lane % 2 * 4) & 15)) << 23);
-                }
-            }
-        }
-    }
-    const float first = __shfl_sync(~0u, x[0], 0);
-    if (lane >= valid) x[0] = first;
-    if (lane + 32 >= valid) x[1] = first;
-    const bool equal = __all_sync(~0u, x[0] == first && x[1] == first);
-    const int i = lane % 8 / 2, e = lane % 2, j = half * 8 + lane / 8;  // columns 8 j + 2 i + e, 8 (j + 4) + 2 i + e
-    TokenScales* const token = &out.token[score_word(j, e)][i];         // of the first; the other's is token[16]
-    if (part == 0) {
-        const float largest = equal ? first : warp_max(fmaxf(x[0], x[1]));
-        if (lane == 0) {
-            out.k_page[half] = equal ? first * kFine : INFINITY;
-            out.k_largest[half] = largest;
-            out.channel[half] = is_channel;
-        }
-        token[0].k[score_half(j)] = x[0];
-        token[16].k[score_half(j)] = x[1];
-        return;
-    }
-    // What stands for a scale of 0 must not take P's levels from other pages, nor span more than a few octaves of its own.
-    constexpr float kNoScale = 0x1p-120f, kNoTokenScale = 0x1p-30f;
-    const auto or_none = [](float scale) { return scale > 0.0f ? scale : kNoScale; };
-    float high = or_none(first), low = high;
-    if (!equal) {
-        high = or_none(warp_max(fmaxf(x[0], x[1])));
-        const float least = fminf(fmaxf(high * kNoTokenScale, kNoScale), high);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) x[n] = x[n] > 0.0f ? x[n] : least;
-        low = warp_min(fminf(x[0], x[1]));
-    } else {
-        x[0] = x[1] = high;
-    }
-    float v[2], inverse[2];
-    v[0] = log2_fast(x[0]), inverse[0] = kSumUnit * reciprocal_fast(x[0]);
-    v[1] = equal ? v[0] : log2_fast(x[1]), inverse[1] = equal ? inverse[0] : kSumUnit * reciprocal_fast(x[1]);
-    int* const v_token = &out.v_token[j / 2][i][e][j % 2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        token[16 * n].v[score_half(j)] = fmaf(v[n], float(kGrid), kTokenZero);
-        v_token[32 * n] = __float2int_rn(fmaf(v[n], kFine, 32768.0f));
-        reinterpret_cast<float*>(&out.v_inverse[score_word(j + 4 * n, e)][i])[score_half(j)] = inverse[n];
-    }
-    if (equal) {
-        const int digit = lane / 4, row = sum_row(half, digit);
-        const uint32_t x = digit * 0x01010101u;
-        if (lane < 8)
-            store_chunk(weights + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, 4 * half + lane % 4) * 16, x, x,
-                        x, x);
-    } else {
-        const float unit = low * (65535.0f / kSumUnit);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const uint32_t weight = __float2uint_rn(unit * inverse[n]);
-            const int at = half * kPageTokens + lane + 32 * n, chunk = v_chunk(at), byte = v_byte(at);
-#pragma unroll
-            for (int digit = 0; digit < 2; ++digit) {
-                const int row = sum_row(half, digit);
-                weights[row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, chunk) * 16 + byte] =
-                    uint8_t(digit ? weight : weight >> 8);
-            }
-        }
-    }
-    if (lane == 0) {
-        const bool exists = valid > 0;
-        const float unit = !exists ? 0.0f : equal ? inverse[0] : kSumUnit / 65535.0f * reciprocal_fast(low);
-        out.digit[2 * half] = 256.0f * unit;
-        out.digit[2 * half + 1] = unit;
-        const float log2_high = log2_fast(high);
-        const float log2_low = log2_fast(low);
-        out.v_page[half] = equal ? __float2int_rn(fmaf(log2_high, kFine, 32768.0f)) : kNoAddend;
-        out.v_highest[half] = exists ? log2_high : -kNoLog;
-        out.v_lowest[half] = exists ? log2_low : kNoLog;
-        out.v_room[half] = fmaf(fmaxf(log2_high, -log2_low), -kFine, kHighest * 65536.0f);
-    }
-}
-
 // The parts of the tiles that do not change.
 template <int D, bool kChannels>
 TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
@@ -431,8 +306,12 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
             }
             const int valid = exists ? tile.rows.n_keys - (page + half) * kPageTokens : 0;
-            read_scales<D>(from, is_channel, k_bits, v_bits, valid, half, part, lane, shared.scales[stage.slot],
-                           shared.v[stage.slot] + D * kBlockTokens);
+            const Scales scales{shared.scales[stage.slot], shared.v[stage.slot] + D * kBlockTokens, half, lane};
+            if (is_channel) {
+                scales.read_channels<D>(from, k_bits, v_bits, part);
+            } else {
+                scales.read_tokens<D>(from, valid, part);
+            }
             sm90::fence_async_proxy();
             __syncwarp();
             if (lane == 0) {

@@ -53,6 +53,13 @@ TA_HD constexpr int out_octant(int i, int e) {
     return 2 * i + e;
 }
 
+TA_DEVICE uint4 load_chunk(const uint8_t* from) {
+    return *reinterpret_cast<const uint4*>(from);
+}
+TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(w0, w1, w2, w3);
+}
+
 inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
 inline constexpr float kNever = -1e30f;      // log2 of what no key has added to yet
 inline constexpr float kNoLog = 1e30f;       // larger than any log2
