@@ -291,7 +291,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                     fraction_sums(k_fractions, lane, sums_of_fractions);
                     factors = find_factors(rows, scales);
                     shifted_scores(s, factors, shifts_of(sums_of_fractions, factors), scales, i, scores);
-                    make_p(scores, p);
+                    make_p<Ex2::kAll>(scores, p);
                     add_block(p, scores.m, true, false, std::true_type());
                 }
                 if (key >= key_stop) break;
@@ -324,7 +324,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 fast_scores(s, factors, info, scales, sas, masked, key, i, scores);
                 if (exact) find_exact_sums(scales, i, scores, rows.exact);
                 if (!fits) raise_lowest(scores);
-                make_p(scores, p);
+                make_p<Ex2::kQuarter>(scores, p);
             } else if (!sas && takes_tokens(limits, block, scales)) {
                 token_scores(s, info, scales, masked, key, i, scores);
                 if (exact) find_exact_sums(scales, i, scores, rows.exact);
