@@ -285,8 +285,8 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
         const bool end = tile.head < 0;
         for (int page = end ? 0 : tile.rows.page_begin; !end && page < tile.rows.page_end; page += 2, ++blocks, stage.next()) {
             if (warp == 0) shared.stream.fill(args, schedule, blocks + kRawBlocks, shared, lane);
-            const int raw = blocks % kRawBlocks;
-            sm90::barrier_wait(&shared.raw_full[raw], blocks / kRawBlocks & 1);
+            const uint32_t raw = uint32_t(blocks) % kRawBlocks, round = uint32_t(blocks) / kRawBlocks;
+            sm90::barrier_wait(&shared.raw_full[raw], round & 1);
             sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
             const bool exists = page + half < tile.rows.page_end;
             const uint8_t* from = shared.raw[raw][half];
@@ -305,12 +305,17 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 }
                 if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
             }
-            const int valid = exists ? tile.rows.n_keys - (page + half) * kPageTokens : 0;
-            const Scales scales{shared.scales[stage.slot], shared.v[stage.slot] + D * kBlockTokens, half, lane};
-            if (is_channel) {
-                scales.read_channels<D>(from, k_bits, v_bits, part);
-            } else {
-                scales.read_tokens<D>(from, valid, part);
+            // V's scales by the second warp of each page, K's of both by warp 2: warp 0 has the stream to see to.
+            for (int n = part ? half : 0; n < (part ? half + 1 : 2 * half); ++n) {
+                const bool there = page + n < tile.rows.page_end;
+                const uint32_t bits_there = kChannels && there ? shared.raw_bits[raw][n] : 0;
+                const Scales scales{shared.scales[stage.slot], shared.v[stage.slot] + D * kBlockTokens, n, lane};
+                if (bits_there) {
+                    scales.read_channels<D>(shared.raw[raw][n], k_bits_of(bits_there), v_bits_of(bits_there), part);
+                } else {
+                    const int valid = there ? tile.rows.n_keys - (page + n) * kPageTokens : 0;
+                    scales.read_tokens<D>(shared.raw[raw][n], valid, part);
+                }
             }
             sm90::fence_async_proxy();
             __syncwarp();

@@ -84,7 +84,9 @@ struct Scales {
         if (lane == 0) {
             const bool exists = valid > 0;
             const float log2_high = log2_fast(high), log2_low = log2_fast(low);
-            store_v_page(!exists ? 0.0f : equal ? inverse[0] : kSumUnit / 65535.0f * reciprocal_fast(low),
+            store_v_page(!exists ? 0.0f
+                         : equal ? inverse[0]
+                                 : kSumUnit / 65535.0f * reciprocal_fast(low),
                          equal ? __float2int_rn(fmaf(log2_high, kFine, 32768.0f)) : kNoAddend, log2_high, log2_low);
             if (!exists) out.v_highest[half] = -kNoLog, out.v_lowest[half] = kNoLog;
         }
@@ -125,10 +127,18 @@ struct Scales {
 
   private:
     // Columns 8 j + 2 i + e and 8 (j + 4) + 2 i + e.
-    TA_DEVICE int i() const { return lane % 8 / 2; }
-    TA_DEVICE int e() const { return lane % 2; }
-    TA_DEVICE int j() const { return half * 8 + lane / 8; }
-    TA_DEVICE TokenScales& token(int n) const { return out.token[score_word(j(), e()) + 4 * n][i()]; }
+    TA_DEVICE int i() const {
+        return lane % 8 / 2;
+    }
+    TA_DEVICE int e() const {
+        return lane % 2;
+    }
+    TA_DEVICE int j() const {
+        return half * 8 + lane / 8;
+    }
+    TA_DEVICE TokenScales& token(int n) const {
+        return out.token[score_word(j(), e()) + 4 * n][i()];
+    }
 
     TA_DEVICE void store_k(float first, float second) const {
         token(0).k[score_half(j())] = first;

@@ -54,9 +54,7 @@ TA_DEVICE uint32_t exponential_by_ex2(uint32_t f) {
     const half2 slope = __float2half2_rn(9.140625f), offset = __float2half2_rn(-18.28125f);  // 1024/112
     const half2 x = __hfma2(*reinterpret_cast<half2*>(&f), slope, offset);
     half2 r;
-    asm("ex2.approx.f16x2 %0, %1;"
-        : "=r"(*reinterpret_cast<uint32_t*>(&r))
-        : "r"(*reinterpret_cast<const uint32_t*>(&x)));
+    asm("ex2.approx.f16x2 %0, %1;" : "=r"(*reinterpret_cast<uint32_t*>(&r)) : "r"(*reinterpret_cast<const uint32_t*>(&x)));
     r = __hfma2(r, __float2half2_rn(256.5f), __float2half2_rn(1024.0f));
     return *reinterpret_cast<uint32_t*>(&r);
 }

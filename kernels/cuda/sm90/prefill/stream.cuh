@@ -67,7 +67,6 @@ class PageStream {
     TA_DEVICE void start(int lane) {
         __syncwarp();
         page_ = page_end_ = batch_ = issued_ = published_ = 0;
-        ring_ = {};
         tile_ring_ = {};
         known_ = kNothing;
         __syncwarp();
@@ -101,7 +100,6 @@ class PageStream {
             __syncwarp();
             const int issued = issued_, page = page_, page_end = page_end_, batch = batch_;
             const Known known = known_;
-            const Ring<kRawBlocks> at = ring_;
             __syncwarp();
             if (issued >= until) {
                 if (known < kEntries) learn(args, schedule, known, false, shared, lane);
@@ -120,22 +118,23 @@ class PageStream {
                 find_addresses(args, load_entry(args, first_entry_, page, page_end, lane), lane);
                 continue;
             }
-            sm90::barrier_wait(&shared.raw_empty[at.slot], at.phase ^ 1);
+            const uint32_t slot = uint32_t(issued) % kRawBlocks, round = uint32_t(issued) / kRawBlocks;
+            sm90::barrier_wait(&shared.raw_empty[slot], (round & 1) ^ 1);
             if (lane == 0) {
                 const int pages = min(2, page_end - page);
                 const uint32_t piece[2] = {piece_[page - batch], pages == 2 ? piece_[page - batch + 1] : 0};
-                *reinterpret_cast<uint2*>(shared.raw_bits[at.slot]) = make_uint2(piece[0] & 0xffff, piece[1] & 0xffff);
+                *reinterpret_cast<uint2*>(shared.raw_bits[slot]) = make_uint2(piece[0] & 0xffff, piece[1] & 0xffff);
                 // NOTES: one barrier for both pages, which every producer warp waits for in every round. A warp that skipped
                 // rounds could take the end of one before for that of its own.
-                sm90::barrier_arrive_expecting(&shared.raw_full[at.slot], (piece[0] >> 16) + (piece[1] >> 16));
+                sm90::barrier_arrive_expecting(&shared.raw_full[slot], (piece[0] >> 16) + (piece[1] >> 16));
                 for (int n = 0; n < pages; ++n) {
-                    sm90::bulk_copy(shared.raw[at.slot][n], reinterpret_cast<const void*>(address_[page - batch + n]),
-                                    piece[n] >> 16, &shared.raw_full[at.slot]);
+                    sm90::bulk_copy(shared.raw[slot][n], reinterpret_cast<const void*>(address_[page - batch + n]),
+                                    piece[n] >> 16, &shared.raw_full[slot]);
                 }
-                ring_.next();
                 page_ = page + pages;
                 issued_ = issued + 1;
             }
+            if (issued + 1 == until && known >= kEntries) return;  // as most often: there is no more to do
         }
     }
 
@@ -223,7 +222,6 @@ class PageStream {
     Known known_;
     int item_;
     int head_, first_entry_, page_, page_end_, batch_, issued_, published_;
-    Ring<kRawBlocks> ring_;
     Ring<kTiles> tile_ring_;
 };
 
