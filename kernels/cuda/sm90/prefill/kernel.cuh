@@ -199,6 +199,8 @@ struct ConsumerLane {
 template <int D, bool kChannels, bool kOptions>
 TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_t* workspace,
                        SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
+    // What a block needs is found while the product with V before it runs, or while that with K does, whichever measured faster.
+    constexpr bool kLooksAhead = !kChannels && D == 128;
     const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
     RowInfo* info = shared.rows + row_in_tile;
@@ -241,9 +243,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         const auto await_block = [&] {
             sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
             const BlockScales& scales = shared.scales[stage.slot];
-            if constexpr (kChannels) {
-                bare = is_bare(limits, scales);
-            } else {
+            if constexpr (kChannels) bare = is_bare(limits, scales);
+            if constexpr (kLooksAhead) {
                 block = look_at(limits, scales);
                 factors = find_factors(rows, scales);
             }
@@ -343,8 +344,9 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             int32_t s[64], k_fractions[4];
             multiply_keys(s, k_fractions);
             bool channel = false;
+            if constexpr (!kLooksAhead) block = look_at(limits, scales);
+            if constexpr (!kLooksAhead && !kChannels) factors = find_factors(rows, scales);
             if constexpr (kChannels) {
-                block = look_at(limits, scales);
                 channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
             }
             const bool masked = key < limits.begin || key + kBlockTokens > limits.end;
