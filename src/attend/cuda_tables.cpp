@@ -16,7 +16,9 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
     moves_ = pool_.blocks().moves();
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
-    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(16 + tasks * sizeof(AppendTask), 1 << 16), "a step's new pages"));
+    const size_t bytes_of_tasks = 16 + tasks * sizeof(AppendTask);
+    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(bytes_of_tasks, 1 << 16), "a step's new pages"));
+    tasks_at_ = tasks_.data_of(bytes_of_tasks);
     TA_RETURN_IF_ERROR(
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
@@ -27,8 +29,8 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
     TA_RETURN_IF_ERROR(place_rows(step));
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     Staging& staging = staging_[uploads_++ % std::size(staging_)];
-    TA_RETURN_IF_ERROR(staging.take(
-        device_, 16 + tasks * sizeof(AppendTask) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
+    TA_RETURN_IF_ERROR(
+        staging.take(device_, bytes_of_tasks + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
     write_tasks(step, staging, args);
     write_patches(step, staging, args);
@@ -134,7 +136,7 @@ void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTable
             *task++ = a;
         }
     }
-    args.copies[0] = {tasks_.data(), staged, bytes};
+    args.copies[0] = {tasks_at_, staged, bytes};
 }
 
 void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) {
@@ -194,7 +196,7 @@ void CudaTables::write_sequences(const Step& step, int group, Staging& staging, 
 }
 
 void CudaTables::addresses(std::vector<uint64_t>& out) const {
-    for (const DeviceBuffer* b : {&tasks_, &sequences_, &entries_, &workspace_}) out.push_back(uint64_t(uintptr_t(b->data())));
+    for (const uint8_t* data : {tasks_at_, sequences_.data(), entries_.data()}) out.push_back(uint64_t(uintptr_t(data)));
 }
 
 }  // namespace ta

@@ -25,8 +25,8 @@ class CudaTables {
     // The step became part of its sequences.
     void committed(const Step& step);
 
-    const int32_t* n_tasks() const { return reinterpret_cast<const int32_t*>(tasks_.data()); }
-    const cuda::AppendTask* tasks() const { return reinterpret_cast<const cuda::AppendTask*>(tasks_.data() + 16); }
+    const int32_t* n_tasks() const { return reinterpret_cast<const int32_t*>(tasks_at_); }
+    const cuda::AppendTask* tasks() const { return reinterpret_cast<const cuda::AppendTask*>(tasks_at_ + 16); }
     const uint64_t* entries() const { return reinterpret_cast<const uint64_t*>(entries_.data()); }
     size_t entries_bytes() const { return used_entries_ * sizeof(uint64_t); }  // with other sequences', all that are in use
     // Sequences for the decode kernel: those of more query rows per kv head than it takes have n_query = 0 here.
@@ -46,7 +46,7 @@ class CudaTables {
     bool lacks_blocks() const { return lacks_blocks_; }                            // some of the step's were dropped
     bool may_have_channel_blocks() const { return channel_blocks_; }               // of the step's
 
-    // What captured launches point at.
+    // What captured launches point at. The workspace's pages are in the tables.
     void addresses(std::vector<uint64_t>& out) const;
 
   private:
@@ -75,10 +75,11 @@ class CudaTables {
 
     const Pool& pool_;
     CudaDevice& device_;
-    DeviceBuffer tasks_;      // int32 count, at 16: AppendTask
-    DeviceBuffer sequences_;  // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
-    DeviceBuffer entries_;    // uint64, in rows
-    DeviceBuffer workspace_;  // INT8 pages of blocks that close in the step that opens them
+    DeviceBuffer tasks_;           // int32 count, at 16: AppendTask
+    uint8_t* tasks_at_ = nullptr;  // this step's
+    DeviceBuffer sequences_;       // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
+    DeviceBuffer entries_;         // uint64, in rows
+    DeviceBuffer workspace_;       // INT8 pages of blocks that close in the step that opens them
     size_t sequence_capacity_ = 0;
     std::vector<Row> rows_;  // by slot of the sequence
     size_t used_entries_ = 0;

@@ -35,6 +35,14 @@ class DeviceBuffer {
         parts_.emplace_back(data, wanted);
         return {};
     }
+    // The first of its parts that holds `bytes`: who needs few gets what it got before the buffer grew for others, where captured
+    // launches point.
+    uint8_t* data_of(size_t bytes) const {
+        for (const auto& [data, size] : parts_) {
+            if (bytes <= size) return data;
+        }
+        return nullptr;
+    }
     uint8_t* data() const { return parts_.empty() ? nullptr : parts_.back().first; }
     size_t bytes() const { return parts_.empty() ? 0 : parts_.back().second; }
 

@@ -98,6 +98,47 @@ class GpuAttention : public GpuTest {
                                        << (hole - got.begin()) / (q_heads * kDim) << " was left out";
         expect_close(got, cout.values());
     }
+    // A step of both of which every new token is a query: on the GPU by a graph, captured the first time.
+    struct Graph {
+        explicit Graph(int64_t rows, int64_t q_heads)
+            : k(rows, kHeads, kDim), q(rows, q_heads, kDim), out(rows, q_heads, kDim) {}
+        ~Graph() {
+            if (exec) cudaGraphExecDestroy(exec);
+        }
+        DeviceTensor k, q, out;
+        cudaGraphExec_t exec = nullptr;
+    };
+    void replay(Graph& graph, const std::vector<int32_t>& n_new) {
+        const int64_t rows = std::accumulate(n_new.begin(), n_new.end(), int64_t{0}), q_heads = kHeads * group;
+        const std::vector<float> kv = normals(rows * kRow), qv = normals(rows * q_heads * kDim, 2.0f);
+        graph.k.set(kv);
+        graph.q.set(qv);
+        graph.out.set(std::vector<float>(qv.size(), NAN));
+        begin(gpu_plan, on_gpu, n_new);
+        ta_error err;
+        if (!graph.exec) {
+            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                require(ta_append(gpu_plan.get(), layer, graph.k.view(), graph.k.view(), &err), err);
+                require(ta_attend(gpu_plan.get(), layer, graph.q.view(), graph.out.view(), nullptr, nullptr, &err), err);
+            }
+            cudaGraph_t captured = nullptr;
+            ASSERT_EQ(cudaStreamEndCapture(stream, &captured), cudaSuccess);
+            ASSERT_EQ(cudaGraphInstantiate(&graph.exec, captured, 0), cudaSuccess);
+            cudaGraphDestroy(captured);
+        }
+        ASSERT_EQ(cudaGraphLaunch(graph.exec, stream), cudaSuccess);
+        end(gpu_plan);
+        begin(cpu_plan, on_cpu, n_new);
+        Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16), cq(qv, rows, q_heads, kDim, TA_DTYPE_F16), cout(rows, q_heads, kDim);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(cpu_plan, layer, ck, ck);
+            attend(cpu_plan, layer, cq, cout);
+        }
+        end(cpu_plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        expect_close(graph.out.get(), cout.values());  // of the last layer
+    }
     static void expect_close(const std::vector<float>& got, const std::vector<float>& want) {
         double error = 0.0, norm = 0.0;
         for (size_t i = 0; i < got.size(); ++i) {
@@ -225,45 +266,13 @@ TEST_F(GpuAttention, AbortedStepsGiveNothing) {
 }
 
 TEST_F(GpuAttention, EachReplayOfAGraphAddsOnce) {
-    make({});
+    make({.device_blocks = 3000});
     const size_t a = add(), b = add();
     step({a, b}, {900, 200}, {0, 0});
     step({a, b}, {1, 1}, {1, 1});  // of the kind that is captured
-    const int64_t q_heads = kHeads * group;
-    const DeviceTensor out(2, q_heads, kDim);
-    DeviceTensor k(2, kHeads, kDim), q(2, q_heads, kDim);
-    cudaGraphExec_t exec = nullptr;
-    // A step of a token for each sequence: by the graph on the GPU, captured the first time.
-    const auto replay = [&] {
-        const std::vector<float> kv = normals(2 * kRow), qv = normals(2 * q_heads * kDim, 2.0f);
-        k.set(kv);
-        q.set(qv);
-        begin(gpu_plan, on_gpu, {1, 1});
-        ta_error err;
-        if (!exec) {
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            for (uint32_t layer = 0; layer < kLayers; ++layer) {
-                require(ta_append(gpu_plan.get(), layer, k.view(), k.view(), &err), err);
-                require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
-            }
-            cudaGraph_t graph = nullptr;
-            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-            cudaGraphDestroy(graph);
-        }
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-        end(gpu_plan);
-        begin(cpu_plan, on_cpu, {1, 1});
-        Tensor ck(kv, 2, kHeads, kDim, TA_DTYPE_F16), cq(qv, 2, q_heads, kDim, TA_DTYPE_F16), cout(2, q_heads, kDim);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            append(cpu_plan, layer, ck, ck);
-            attend(cpu_plan, layer, cq, cout);
-        }
-        end(cpu_plan);
-        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    };
+    Graph graph(2, kHeads * group);
     for (int i = 0; i < 150; ++i) {
-        replay();
+        replay(graph, {1, 1});
         if (HasFatalFailure()) return;
         if (i % 30 == 0) compare_mass(a);
     }
@@ -272,11 +281,44 @@ TEST_F(GpuAttention, EachReplayOfAGraphAddsOnce) {
     // Prompts of other numbers and lengths between replays do not make a decode step another kind.
     for (const int32_t n : {40, 10}) {
         step({a, b}, {n, n}, {n, n > 20 ? n : 1});
-        replay();
+        replay(graph, {1, 1});
         if (HasFatalFailure()) return;
         for (const size_t s : {a, b}) compare_mass(s);
     }
-    cudaGraphExecDestroy(exec);
+    // Nor does one for which the step's tables had to grow.
+    step({a, b}, {80000, 60000}, {0, 0});
+    replay(graph, {1, 1});
+}
+
+// What steps by hand cut for other groups, and for longer prompts, is not what a graph finds at its replay.
+TEST_F(GpuAttention, GraphsOfPromptsBesideOtherGroups) {
+    for (const ta_eviction eviction : {TA_EVICT_LRU, TA_EVICT_ATTENTION}) {
+        SCOPED_TRACE("policy " + std::to_string(eviction));
+        make({.eviction = eviction});
+        const size_t a = add(), b = add();
+        step({a, b}, {100, 70}, {100, 70});
+        Graph graph(80, kHeads * group);
+        replay(graph, {50, 30});
+        for (const std::vector<int>& groups : {std::vector<int>{4}, {1, 4}, {8, 1, 4}}) {
+            step({a, b}, {300, 200}, {300, 200}, 0, groups);
+            replay(graph, {50, 30});
+            step({b, a}, {1, 130}, {1, 130}, 0, groups);
+            replay(graph, {50, 30});
+            if (HasFatalFailure()) return;
+        }
+        // A step begins with the group of the call before it: after one of another, a graph is refused.
+        step({a, b}, {300, 200}, {300, 200}, 0, {4, 1});
+        begin(gpu_plan, on_gpu, {50, 30});
+        EXPECT_EQ(ta_plan_end(gpu_plan.get(), nullptr), TA_E_STATE);
+        EXPECT_EQ(ta_plan_abort(gpu_plan.get(), nullptr), TA_OK);
+        begin(cpu_plan, on_cpu, {50, 30});  // counted as a step
+        EXPECT_EQ(ta_plan_abort(cpu_plan.get(), nullptr), TA_OK);
+        step({a, b}, {20, 40}, {20, 40}, 0, {1, 4});
+        replay(graph, {50, 30});
+        if (HasFatalFailure()) return;
+        if (eviction != TA_EVICT_ATTENTION) continue;
+        for (const size_t s : {a, b}) compare_mass(s);
+    }
 }
 
 TEST_F(GpuAttention, TheColdestLeaveFirst) {
