@@ -124,6 +124,11 @@ TA_DEVICE constexpr int swizzled_chunk(int row, int chunk) {
     return kRowBytes == 128 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
 }
 
+// The same of rows of 16 bytes one after another, without swizzling. A step's second 16 bytes are those of the row 8 further on.
+TA_DEVICE uint64_t narrow_descriptor(const void* tile) {
+    return uint64_t(shared_address(tile) >> 4 & 0x3fff) | uint64_t(8) << 16 | uint64_t(8) << 32;
+}
+
 // d = a b or d += a b with 64 rows per warpgroup. Lane 4 g + i of a warp holds rows g and g + 8 of its 16: d[4 j + e], d[4 j +
 // 2 + e] are column 8 j + 2 i + e. Operand a is a tile in shared memory like b, or registers: a[0], a[1] are bytes 4 i ... of
 // the two rows, a[2], a[3] bytes 16 + 4 i .... Asynchronous: d and a belong to the product until it is waited for.

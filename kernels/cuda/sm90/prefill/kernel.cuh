@@ -151,15 +151,26 @@ TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (
     }
 }
 
-// Adds to a product with V, of 64 channels, what the fractions f of V's zero points do: f / 8 of a page's sum of P. `a` is that
-// of operand_of_sums().
+// Adds to a product with V, of 64 channels from `channel` on, what the fractions f of V's zero points do: f / 8 of a page's sum of
+// P. A step more of the product; `a` is that of step_of_sums().
 template <int N>
-TA_DEVICE void add_v_fractions(const uint32_t (&a)[2], const uint8_t* v_fraction, int lane, int32_t (&product)[N]) {
-    const uint32_t from = sm90::base_address(v_fraction + lane / 4 * 4);
+TA_DEVICE void multiply_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fraction, int channel, int32_t (&product)[N]) {
+    const uint64_t columns = sm90::narrow_descriptor(v_fraction + v_fraction_byte(channel, 0, 0));
+    if constexpr (N == 40) {
+        sm90::wgmma_u8_n80(product, a, columns, true);
+    } else {
+        sm90::wgmma_u8_n64(product, a, columns, true);
+    }
+}
+// The same by mma.sync, to the product that is there; `a` is that of operand_of_sums().
+template <int N>
+TA_DEVICE void add_v_fractions(const uint32_t (&a)[2], const uint8_t* v_fraction, int channel, int stage, int lane,
+                               int32_t (&product)[N]) {
+    const uint32_t from = sm90::base_address(v_fraction + v_fraction_byte(channel + lane / 4, stage, 0));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         int32_t columns[4] = {product[4 * j], product[4 * j + 1], product[4 * j + 2], product[4 * j + 3]};
-        mma_u8_u8_k16(columns, a, sm90::load_word(from + 32 * j));
+        mma_u8_u8_k16(columns, a, sm90::load_word(from + v_fraction_byte(8 * j, 0, 0)));
 #pragma unroll
         for (int n = 0; n < 4; ++n) product[4 * j + n] = columns[n];
     }
@@ -262,13 +273,15 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             if (kChannels) sm90::pin_registers(k_fractions);
         };
         // Adds the block to O and goes on to the next. m: the rows' maxima.
-        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact, auto never_due) {
+        // `is_bare`, a constant: there are fractions, no exact sums, and O is not due to be settled.
+        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact, auto is_bare) {
             float factor[2];
-            const uint8_t *v = shared.v[stage.slot], *v_fraction = shared.v_fraction[kChannels ? stage.slot : 0];
+            const int used = stage.slot;
+            const uint8_t *v = shared.v[used], *v_fraction = shared.v_fraction;
             // Every 8192 keys O is settled: the terms of 128 would cost it precision.
             const auto prepare_factors = [&] {
                 float above[2] = {m[0] - rows.reference[0], m[1] - rows.reference[1]};
-                const bool due = !never_due && uint32_t(key) % kSettleKeys < kBlockTokens;
+                const bool due = !is_bare && uint32_t(key) % kSettleKeys < kBlockTokens;
                 if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || due) {
                     settle(rows, m, o);
                     above[0] = m[0] - rows.reference[0], above[1] = m[1] - rows.reference[1];
@@ -278,37 +291,41 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             };
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
             // producers need.
-            uint32_t sums_of_p[2];
+            uint32_t sums_of_p[2], step[4];
+            if constexpr (is_bare) step_of_sums(p, used, i, step);
+            // Of blocks that may have none: a wgmma under a condition would hold up the others.
+            const bool by_mma = !is_bare && fractions;
             if constexpr (D == 128) {
                 int32_t product[32];
                 sm90::wgmma_fence();
                 multiply_v(p, v, product);
+                if constexpr (is_bare) multiply_v_fractions(step, v_fraction, 0, product);
                 sm90::wgmma_commit();
                 prepare_factors();
-                if (fractions) operand_of_sums(p, sums_of_p);
+                if (by_mma) operand_of_sums(p, sums_of_p);
                 sm90::wgmma_wait<0>();
                 sm90::pin_registers(product);
-                if (fractions) add_v_fractions(sums_of_p, v_fraction, lane, product);
+                if (by_mma) add_v_fractions(sums_of_p, v_fraction, 0, used, lane, product);
                 add_product(product, factor, o, 0);
             }
             constexpr int kLast = D / 64 - 1;
             int32_t product[40];
             sm90::wgmma_fence();
             multiply_v(p, v + kLast * 64 * kBlockTokens, product);
+            if constexpr (is_bare) multiply_v_fractions(step, v_fraction, kLast * 64, product);
             sm90::wgmma_commit();
             if (D == 64) {
                 prepare_factors();
-                if (fractions) operand_of_sums(p, sums_of_p);
+                if (by_mma) operand_of_sums(p, sums_of_p);
             }
             const float digit = exact ? 0.0f : shared.scales[stage.slot].digit[i];
-            const int used = stage.slot;
             // Meanwhile, what the next block needs before its scores can be packed.
             stage.next();
             key += kBlockTokens;
             if (key < key_stop) await_block();
             sm90::wgmma_wait<0>();
             sm90::pin_registers(product);
-            if (fractions) add_v_fractions(sums_of_p, v_fraction + kLast * 64 * 4, lane, product);
+            if (by_mma) add_v_fractions(sums_of_p, v_fraction, kLast * 64, used, lane, product);
             __syncwarp();  // lane 0 speaks for what the others have read
             if (lane == 0) sm90::barrier_arrive(&shared.empty[used]);
             LaneSums sums = rows.sums;

@@ -72,18 +72,17 @@ TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8
     }
 }
 
-// A channel's fractions of V, f and 16 f in a byte each: operand_of_sums() in softmax.cuh says why.
-TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int row, int half, uint32_t f) {
-    *reinterpret_cast<uint16_t*>(v_fraction + row * 4 + 2 * half) = uint16_t(f * 0x1001);
+TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int channel, int stage, int half, uint32_t f) {
+    *reinterpret_cast<uint16_t*>(v_fraction + v_fraction_byte(channel, stage, half)) = uint16_t(f * 0x1001);
 }
 
 template <int D>
-TA_DEVICE void clear_fractions(int half, uint8_t* k_fraction, uint8_t* v_fraction, int part, int lane) {
+TA_DEVICE void clear_fractions(int half, uint8_t* k_fraction, uint8_t* v_fraction, int stage, int part, int lane) {
     if (part == 0) {
         if (lane < D / 16) store_chunk(k_fraction + half * D + lane * 16, 0, 0, 0, 0);
     } else {
 #pragma unroll
-        for (int n = 0; n < D; n += 32) store_v_fraction(v_fraction, n + lane, half, 0);
+        for (int n = 0; n < D; n += 32) store_v_fraction(v_fraction, n + lane, stage, half, 0);
     }
 }
 
@@ -196,7 +195,7 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
 
 template <int D, int kBits>
 TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, int half, uint8_t* v,
-                        uint8_t* v_fraction, int part, int lane) {
+                        uint8_t* v_fraction, int stage, int part, int lane) {
     constexpr int kPerByte = 8 / kBits, kWords = kVTiles<D> / 2;
     constexpr int kTilesOfLoad = kVTiles<D> < kPerByte ? kVTiles<D> : kPerByte;
     constexpr uint32_t kMask = kBits == 4 ? 0x0f0f0f0f : 0x03030303;
@@ -212,7 +211,7 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
         const uint32_t mine = (kWords > 1 && i >= 2 ? step_bytes[kWords - 1] : step_bytes[0]) >> (16 * (i & 1));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            store_v_fraction(v_fraction, 16 * (first_tile + i) + 8 * h + r, half,
+            store_v_fraction(v_fraction, 16 * (first_tile + i) + 8 * h + r, stage, half,
                              fraction_eighths_of(uint8_t(mine >> (8 * h)), kBits));
         }
     }
@@ -242,7 +241,7 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
 
 template <int D>
 TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, int half, uint8_t* k, uint8_t* v,
-                                   uint8_t* k_fraction, uint8_t* v_fraction, int part, int lane) {
+                                   uint8_t* k_fraction, uint8_t* v_fraction, int stage, int part, int lane) {
     const ChannelLayout layout(D, k_bits, v_bits);
     const uint8_t *k_step = raw + layout.k_step(), *k_zero = raw + layout.k_zero();
     const uint8_t *v_step = raw + layout.v_step(), *v_zero = raw + layout.v_zero();
@@ -252,9 +251,9 @@ TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, i
         expand_k<D, 2>(raw, k_step, k_zero, half, k, k_fraction, part, lane);
     }
     if (v_bits == 4) {
-        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, part, lane);
+        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, stage, part, lane);
     } else {
-        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, part, lane);
+        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, stage, part, lane);
     }
 }
 
@@ -266,6 +265,7 @@ TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
         const uint32_t x = chunk / (kBlockTokens / 16) % 2 ? 0u : 0x01010101u;
         store_chunk(shared.v[stage] + D * kBlockTokens + chunk * 16, x, x, x, x);
     }
+    if (kChannels && thread < 2 * kSumRows) store_chunk(shared.v_fraction + v_fraction_byte(D + thread, 0, 0), 0, 0, 0, 0);
 }
 
 // What the producer warps do. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. What a page
@@ -296,11 +296,12 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             if (exists) {
                 uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
                 if constexpr (kChannels) {
-                    uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction[stage.slot];
+                    uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction;
                     if (is_channel) {
-                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, part, lane);
+                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, stage.slot, part,
+                                               lane);
                     } else if (shared.raw_bits[raw][half ^ 1]) {
-                        clear_fractions<D>(half, k_fraction, v_fraction, part, lane);
+                        clear_fractions<D>(half, k_fraction, v_fraction, stage.slot, part, lane);
                     }
                 }
                 if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);

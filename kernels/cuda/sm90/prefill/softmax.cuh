@@ -81,17 +81,32 @@ TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
     }
 }
 
-// Eighths of the pages' sums of P as operand A of a product with the fractions of V's zero points: digits to base 16, the low
-// one for the byte f, the rest for the byte 16 f. Each lane's are those of its own columns: the product adds up the quad's.
+// Of a lane's columns: the sums of P of a row's pages, in the low and the high half.
+TA_DEVICE uint32_t sums_of_pages(const uint32_t (&p)[4][4], int row) {
+    uint32_t sums[2] = {};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) sums[n / 4] = __dp4a(p[n / 2][2 * (n % 2) + row], 0x01010101u, sums[n / 4]);
+    return sums[0] | sums[1] << 16;
+}
+// Their eighths to base 16, the low digit for the byte f of V's fractions, the rest for the byte 16 f.
+TA_DEVICE uint32_t digits_of_sums(uint32_t sums) {
+    const uint32_t eighths = ((sums + 0x00040004u) >> 3) & 0x1fff1fffu;
+    return (eighths & 0x000f000fu) | (eighths << 4 & 0xff00ff00u);
+}
+// As operand A of a product with the fractions by mma.sync. Each lane's are those of its own columns: the product adds up the
+// quad's.
 TA_DEVICE void operand_of_sums(const uint32_t (&p)[4][4], uint32_t (&a)[2]) {
+    a[0] = digits_of_sums(sums_of_pages(p, 0)), a[1] = digits_of_sums(sums_of_pages(p, 1));
+}
+// By wgmma, one step more of the product with V: the quad's, in the lane whose bytes are the stage's.
+TA_DEVICE void step_of_sums(const uint32_t (&p)[4][4], int stage, int i, uint32_t (&a)[4]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        uint32_t sums[2] = {};  // of pages
-#pragma unroll
-        for (int n = 0; n < 8; ++n) sums[n / 4] = __dp4a(p[n / 2][2 * (n % 2) + row], 0x01010101u, sums[n / 4]);
-        const uint32_t both = sums[0] | sums[1] << 16;  // up to 16 * 255 each
-        const uint32_t eighths = ((both + 0x00040004u) >> 3) & 0x1fff1fffu;
-        a[row] = (eighths & 0x000f000fu) | (eighths << 4 & 0xff00ff00u);
+        uint32_t sums = sums_of_pages(p, row);
+        sums += __shfl_xor_sync(~0u, sums, 1);
+        sums += __shfl_xor_sync(~0u, sums, 2);
+        a[row] = i == stage ? digits_of_sums(sums) : 0;
+        a[2 + row] = 0;
     }
 }
 
