@@ -1,6 +1,7 @@
 #include "src/attend/cuda_tables.h"
 
 #include <cstring>
+#include <utility>
 
 #include "kernels/cuda/any/decode/decode.h"
 
@@ -12,13 +13,35 @@ using cuda::AppendTask;
 using cuda::SequenceArgs;
 using cuda::TablePatch;
 
+namespace {
+
+size_t bytes_of_tasks(size_t tasks) {
+    return 16 + tasks * sizeof(AppendTask);
+}
+
+// The blocks that a member's new tokens come into, at most: it depends on their number alone, not on the sequence's length.
+size_t most_touched(const StepMember& m) {
+    return m.n_new > 0 ? size_t((m.n_new + kPageTokens - 2) / kPageTokens + 1) : 0;
+}
+
+}  // namespace
+
+// Which part of the buffer a step has is one for all steps of its kind. A graph of another kind, launched by mistake, finds no
+// tasks in the part that it knows.
+Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
+    size_t most = 0;
+    for (const StepMember& m : step.members) most += most_touched(m);
+    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(bytes_of_tasks(most), 1 << 16), "a step's new pages"));
+    uint8_t* const before = std::exchange(tasks_at_, tasks_.data_of(bytes_of_tasks(most)));
+    if (!before || before == tasks_at_) return {};
+    return device_.check(cudaMemsetAsync(before, 0, bytes_of_tasks(0), stream), "emptying the table of new pages");
+}
+
 Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
     moves_ = pool_.blocks().moves();
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
-    const size_t bytes_of_tasks = 16 + tasks * sizeof(AppendTask);
-    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(bytes_of_tasks, 1 << 16), "a step's new pages"));
-    tasks_at_ = tasks_.data_of(bytes_of_tasks);
+    TA_RETURN_IF_ERROR(place_tasks(step, stream));
     TA_RETURN_IF_ERROR(
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
@@ -30,7 +53,7 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     Staging& staging = staging_[uploads_++ % std::size(staging_)];
     TA_RETURN_IF_ERROR(
-        staging.take(device_, bytes_of_tasks + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
+        staging.take(device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
     write_tasks(step, staging, args);
     write_patches(step, staging, args);
@@ -115,7 +138,7 @@ uint64_t CudaTables::page_of(const StepBlock& t) const {
 void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const {
     size_t tasks = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
-    const size_t bytes = 16 + tasks * sizeof(AppendTask);
+    const size_t bytes = bytes_of_tasks(tasks);
     auto* staged = static_cast<uint8_t*>(staging.part(bytes));
     const int32_t header[4] = {int32_t(tasks), 0, 0, 0};
     std::memcpy(staged, header, sizeof header);

@@ -62,6 +62,7 @@ class CudaTables {
     };
     struct Upload;
 
+    Status place_tasks(const Step& step, cudaStream_t stream);
     Status place_rows(const Step& step);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, Staging& staging, cuda::StepTablesArgs& args);

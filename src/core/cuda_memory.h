@@ -35,8 +35,8 @@ class DeviceBuffer {
         parts_.emplace_back(data, wanted);
         return {};
     }
-    // The first of its parts that holds `bytes`: who needs few gets what it got before the buffer grew for others, where captured
-    // launches point.
+    // The first of its parts that holds `bytes`: who needs few gets what it got before the buffer grew for others, where
+    // captured launches point.
     uint8_t* data_of(size_t bytes) const {
         for (const auto& [data, size] : parts_) {
             if (bytes <= size) return data;
