@@ -124,7 +124,8 @@ TA_DEVICE constexpr int swizzled_chunk(int row, int chunk) {
     return kRowBytes == 128 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
 }
 
-// The same of rows of 16 bytes one after another, without swizzling. A step's second 16 bytes are those of the row 8 further on.
+// Rows of 16 bytes one after another, not swizzled. A step has 32: its second 16 bytes are those of the row 8 further on, and
+// operand a must be 0 there.
 TA_DEVICE uint64_t narrow_descriptor(const void* tile) {
     return uint64_t(shared_address(tile) >> 4 & 0x3fff) | uint64_t(8) << 16 | uint64_t(8) << 32;
 }

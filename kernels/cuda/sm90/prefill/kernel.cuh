@@ -151,11 +151,11 @@ TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (
     }
 }
 
-// Adds to a product with V, of 64 channels from `channel` on, what the fractions f of V's zero points do: f / 8 of a page's sum of
-// P. A step more of the product; `a` is that of step_of_sums().
+// Adds to a product with V, of the 64 rows of its tile from `row` on, what the fractions f of V's zero points do: f / 8 of a
+// page's sum of P. A step more of the product; `a` is that of step_of_sums().
 template <int N>
-TA_DEVICE void multiply_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fraction, int channel, int32_t (&product)[N]) {
-    const uint64_t columns = sm90::narrow_descriptor(v_fraction + v_fraction_byte(channel, 0, 0));
+TA_DEVICE void multiply_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fraction, int row, int32_t (&product)[N]) {
+    const uint64_t columns = sm90::narrow_descriptor(v_fraction + v_fraction_byte(row, 0, 0));
     if constexpr (N == 40) {
         sm90::wgmma_u8_n80(product, a, columns, true);
     } else {
@@ -164,9 +164,9 @@ TA_DEVICE void multiply_v_fractions(const uint32_t (&a)[4], const uint8_t* v_fra
 }
 // The same by mma.sync, to the product that is there; `a` is that of operand_of_sums().
 template <int N>
-TA_DEVICE void add_v_fractions(const uint32_t (&a)[2], const uint8_t* v_fraction, int channel, int stage, int lane,
+TA_DEVICE void add_v_fractions(const uint32_t (&a)[2], const uint8_t* v_fraction, int row, int stage, int lane,
                                int32_t (&product)[N]) {
-    const uint32_t from = sm90::base_address(v_fraction + v_fraction_byte(channel + lane / 4, stage, 0));
+    const uint32_t from = sm90::base_address(v_fraction + v_fraction_byte(row + lane / 4, stage, 0));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         int32_t columns[4] = {product[4 * j], product[4 * j + 1], product[4 * j + 2], product[4 * j + 3]};
@@ -210,7 +210,7 @@ struct ConsumerLane {
 template <int D, bool kChannels, bool kOptions>
 TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_t* workspace,
                        SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
-    // What a block needs is found while the product with V before it runs, or while that with K does, whichever measured faster.
+    // What a block needs is found while the product with V before it runs, or while that with K does, whichever measured less.
     constexpr bool kLooksAhead = !kChannels && D == 128;
     const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
@@ -273,15 +273,16 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             if (kChannels) sm90::pin_registers(k_fractions);
         };
         // Adds the block to O and goes on to the next. m: the rows' maxima.
-        // `is_bare`, a constant: there are fractions, no exact sums, and O is not due to be settled.
-        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact, auto is_bare) {
+        // `in_bare_loop`, a constant: there are fractions, no exact sums, and O is not due to be settled.
+        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact,
+                                   auto in_bare_loop) {
             float factor[2];
             const int used = stage.slot;
             const uint8_t *v = shared.v[used], *v_fraction = shared.v_fraction;
             // Every 8192 keys O is settled: the terms of 128 would cost it precision.
             const auto prepare_factors = [&] {
                 float above[2] = {m[0] - rows.reference[0], m[1] - rows.reference[1]};
-                const bool due = !is_bare && uint32_t(key) % kSettleKeys < kBlockTokens;
+                const bool due = !in_bare_loop && uint32_t(key) % kSettleKeys < kBlockTokens;
                 if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || due) {
                     settle(rows, m, o);
                     above[0] = m[0] - rows.reference[0], above[1] = m[1] - rows.reference[1];
@@ -292,14 +293,14 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
             // producers need.
             uint32_t sums_of_p[2], step[4];
-            if constexpr (is_bare) step_of_sums(p, used, i, step);
+            if constexpr (in_bare_loop) step_of_sums(p, used, i, step);
             // Of blocks that may have none: a wgmma under a condition would hold up the others.
-            const bool by_mma = !is_bare && fractions;
+            const bool by_mma = !in_bare_loop && fractions;
             if constexpr (D == 128) {
                 int32_t product[32];
                 sm90::wgmma_fence();
                 multiply_v(p, v, product);
-                if constexpr (is_bare) multiply_v_fractions(step, v_fraction, 0, product);
+                if constexpr (in_bare_loop) multiply_v_fractions(step, v_fraction, 0, product);
                 sm90::wgmma_commit();
                 prepare_factors();
                 if (by_mma) operand_of_sums(p, sums_of_p);
@@ -312,7 +313,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             int32_t product[40];
             sm90::wgmma_fence();
             multiply_v(p, v + kLast * 64 * kBlockTokens, product);
-            if constexpr (is_bare) multiply_v_fractions(step, v_fraction, kLast * 64, product);
+            if constexpr (in_bare_loop) multiply_v_fractions(step, v_fraction, kLast * 64, product);
             sm90::wgmma_commit();
             if (D == 64) {
                 prepare_factors();

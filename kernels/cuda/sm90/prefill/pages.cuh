@@ -72,8 +72,8 @@ TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8
     }
 }
 
-TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int channel, int stage, int half, uint32_t f) {
-    *reinterpret_cast<uint16_t*>(v_fraction + v_fraction_byte(channel, stage, half)) = uint16_t(f * 0x1001);
+TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int row, int stage, int half, uint32_t f) {
+    *reinterpret_cast<uint16_t*>(v_fraction + v_fraction_byte(row, stage, half)) = uint16_t(f * 0x1001);
 }
 
 template <int D>
@@ -307,15 +307,15 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
             }
             // V's scales by the second warp of each page, K's of both by warp 2: warp 0 has the stream to see to.
-            for (int n = part ? half : 0; n < (part ? half + 1 : 2 * half); ++n) {
-                const bool there = page + n < tile.rows.page_end;
-                const uint32_t bits_there = kChannels && there ? shared.raw_bits[raw][n] : 0;
-                const Scales scales{shared.scales[stage.slot], shared.v[stage.slot] + D * kBlockTokens, n, lane};
+            for (int p = part ? half : 0; p < (part ? half + 1 : 2 * half); ++p) {
+                const bool there = page + p < tile.rows.page_end;
+                const uint32_t bits_there = kChannels && there ? shared.raw_bits[raw][p] : 0;
+                const Scales scales{shared.scales[stage.slot], shared.v[stage.slot] + D * kBlockTokens, p, lane};
                 if (bits_there) {
-                    scales.read_channels<D>(shared.raw[raw][n], k_bits_of(bits_there), v_bits_of(bits_there), part);
+                    scales.read_channels<D>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
                 } else {
-                    const int valid = there ? tile.rows.n_keys - (page + n) * kPageTokens : 0;
-                    scales.read_tokens<D>(shared.raw[raw][n], valid, part);
+                    const int valid = there ? tile.rows.n_keys - (page + p) * kPageTokens : 0;
+                    scales.read_tokens<D>(shared.raw[raw][p], valid, part);
                 }
             }
             sm90::fence_async_proxy();

@@ -1,5 +1,4 @@
-// The scales of a page, as a block's scores need them. Two of the producers' warps write them behind their share of the codes:
-// one K's, the other V's.
+// The scales of a page, as a block's scores need them. Three of the producers' warps write them after their share of codes.
 #pragma once
 
 #include "kernels/cuda/sm90/prefill/shared.cuh"

@@ -60,11 +60,12 @@ TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, u
     *reinterpret_cast<uint4*>(to) = make_uint4(w0, w1, w2, w3);
 }
 
-// Of a channel, f and 16 f of a page: digits of the page's sum of P multiply them (softmax.cuh). A product with all 16 bytes may
-// read what is being written there for other stages, times 0.
+// Of a row of V's tile, f and 16 f of a page: digits of the page's sum of P multiply them (softmax.cuh). A product reads all 16
+// bytes of a row and those of the row 8 further on, times 0: what is being written there for other stages and, at the end, what
+// lies behind.
 static_assert(kStages <= 4);
-TA_HD constexpr int v_fraction_byte(int channel, int stage, int page) {
-    return 16 * channel + 4 * stage + 2 * page;
+TA_HD constexpr int v_fraction_byte(int row, int stage, int page) {
+    return 16 * row + 4 * stage + 2 * page;
 }
 
 inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
@@ -150,8 +151,8 @@ struct SharedMemory {
     alignas(1024) uint8_t q[kPrefillRows * D];
     alignas(1024) uint8_t k[kStages][kBlockTokens * D];
     alignas(1024) uint8_t v[kStages][(D + kSumRows) * kBlockTokens];
-    // Fractions of the pages' zero points, in eighths. K: row p is page p, rows 2 ... unused. V: 16 bytes for each channel, of
-    // which those of a stage's block are v_fraction_byte() and the next; zeros where V's tile has its sums.
+    // Fractions of the pages' zero points, in eighths. K: row p is page p, rows 2 ... unused. V: 16 bytes for each row of its
+    // tile, of which those of a stage's block are v_fraction_byte() and the next; zeros where V's tile has its sums.
     alignas(1024) uint8_t k_fraction[kChannelStages][8 * D];
     alignas(128) uint8_t v_fraction[kChannels ? 16 * (D + 2 * kSumRows) : 16];
     alignas(128) uint8_t raw[kRawBlocks][2][TokenLayout(D).bytes()];  // pages on their way from memory

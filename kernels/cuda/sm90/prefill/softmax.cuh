@@ -48,8 +48,8 @@ TA_DEVICE uint32_t exponential(uint32_t f) {
     return *reinterpret_cast<uint32_t*>(&r);
 }
 
-// The same in three instructions instead of five, of which ex2 holds its unit for 16 cycles a warp. fp16 has no closer constants
-// to the line; it is 1/112 octave low, which 256.5 for 255 mends.
+// The same in three instructions instead of five, of which ex2 holds its unit for 16 cycles a warp. fp16 has no constants
+// closer to the line; it is 1/112 octave low, which 256.5 for 255 mends.
 TA_DEVICE uint32_t exponential_by_ex2(uint32_t f) {
     const half2 slope = __float2half2_rn(9.140625f), offset = __float2half2_rn(-18.28125f);  // 1024/112
     const half2 x = __hfma2(*reinterpret_cast<half2*>(&f), slope, offset);
