@@ -19,18 +19,13 @@ size_t bytes_of_tasks(size_t tasks) {
     return 16 + tasks * sizeof(AppendTask);
 }
 
-// The blocks that a member's new tokens come into, at most: it depends on their number alone, not on the sequence's length.
-size_t most_touched(const StepMember& m) {
-    return m.n_new > 0 ? size_t((m.n_new + kPageTokens - 2) / kPageTokens + 1) : 0;
-}
-
 }  // namespace
 
 // Which part of the buffer a step has is one for all steps of its kind. A graph of another kind, launched by mistake, finds no
 // tasks in the part that it knows.
 Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
     size_t most = 0;
-    for (const StepMember& m : step.members) most += most_touched(m);
+    for (const StepMember& m : step.members) most += size_t(Step::most_touched(m.n_new));
     TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(bytes_of_tasks(most), 1 << 16), "a step's new pages"));
     uint8_t* const before = std::exchange(tasks_at_, tasks_.data_of(bytes_of_tasks(most)));
     if (!before || before == tasks_at_) return {};

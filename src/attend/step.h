@@ -42,6 +42,8 @@ struct Step {
     static int64_t untouched_blocks(const StepMember& m) {
         return m.touched.empty() ? (m.length + kPageTokens - 1) / kPageTokens : m.touched.front().index;
     }
+    // Blocks that it touches at most: what follows from the number of new tokens alone, whatever the sequence's length.
+    static int64_t most_touched(int64_t n_new) { return n_new > 0 ? (n_new + kPageTokens - 2) / kPageTokens + 1 : 0; }
 };
 
 // Where the work of steps runs. The plan has checked shapes, order of calls and options; a failed call changes nothing.

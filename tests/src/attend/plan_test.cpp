@@ -211,5 +211,15 @@ TEST_F(PlanRoom, AStepLargerThanAllTiersOfAGpu) {
     }
 }
 
+TEST(Step, TouchesNoMoreBlocksThanItsNewTokensSay) {
+    for (const int64_t n_new : {1, 2, 62, 63, 64, 65, 66, 127, 128, 129, 1000}) {
+        int64_t most = 0;
+        for (int64_t length = 0; length < 2 * kPageTokens; ++length)
+            most = std::max(most, (length + n_new - 1) / kPageTokens - length / kPageTokens + 1);
+        EXPECT_EQ(Step::most_touched(n_new), most) << n_new << " new tokens";
+    }
+    EXPECT_EQ(Step::most_touched(0), 0);
+}
+
 }  // namespace
 }  // namespace ta::testing
