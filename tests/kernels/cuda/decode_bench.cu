@@ -70,7 +70,6 @@ T* device_copy(const std::vector<T>& v) {
 
 struct Options {
     int warps = 0;
-    LoadPath path = LoadPath::kAuto;
     std::string only;
     std::vector<int> bits{4, 2, 8};
     bool mass = false;
@@ -137,7 +136,7 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     a.causal = true, a.exp = ExpMode::kPoly, a.p_levels = 65535;
 
     DecodePlan plan;
-    CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, options.path, options.warps}, &plan));
+    CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, options.warps}, &plan));
     void* workspace;
     CHECK(cudaMalloc(&workspace, plan.workspace_bytes));
     CHECK(cudaMemset(workspace, 0, plan.zeroed_bytes));
@@ -267,8 +266,6 @@ int run_bench(int argc, char** argv) {
         if (!std::strcmp(argv[i], "--warps")) options.warps = std::atoi(argv[i + 1]);
         if (!std::strcmp(argv[i], "--only")) options.only = argv[i + 1];
         if (!std::strcmp(argv[i], "--bits")) options.bits = {std::atoi(argv[i + 1])};
-        if (!std::strcmp(argv[i], "--path"))
-            options.path = std::strcmp(argv[i + 1], "async") ? LoadPath::kBulk : LoadPath::kAsync;
     }
     for (const Shape& s : kShapes) {
         if (!options.only.empty() && options.only != s.name) continue;

@@ -89,9 +89,9 @@ class Problem {
         upload();
     }
 
-    // Runs it on one load path; false with a printed reason when something is wrong.
-    bool run(LoadPath path, std::vector<uint8_t>* out_bytes, double* worst_o, double* worst_lse) {
-        const DecodePlan plan = plan_for(path);
+    // False with a printed reason when something is wrong.
+    bool run(std::vector<uint8_t>* out_bytes, double* worst_o, double* worst_lse) {
+        const DecodePlan plan = make_plan();
         Device<uint8_t> workspace(plan.workspace_bytes);
         CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
         Device<uint8_t> out(out_elements_ * cpu::dtype_bytes(c_.out_type));
@@ -118,8 +118,8 @@ class Problem {
 
     // The same after run() with the kernels that say what attention pages get: they must write the same results. `worst` is of
     // a page, of what all rows and heads gave.
-    bool run_mass(LoadPath path, const std::vector<uint8_t>& want_out, double* worst) {
-        const DecodePlan plan = plan_for(path);
+    bool run_mass(const std::vector<uint8_t>& want_out, double* worst) {
+        const DecodePlan plan = make_plan();
         Device<uint8_t> workspace(plan.workspace_bytes);
         CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
         Device<uint8_t> out(want_out.size());
@@ -151,9 +151,9 @@ class Problem {
     }
 
   private:
-    DecodePlan plan_for(LoadPath path) const {
+    DecodePlan make_plan() const {
         DecodePlan plan;
-        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, path, c_.warps};
+        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, c_.warps};
         CHECK(plan_decode(0, shape, &plan));
         if (c_.weighed) plan.long_pages = 0;
         return plan;
@@ -444,26 +444,12 @@ class Problem {
     AttendArgs args_{};
 };
 
-// `path`: the only one to run, or kAuto.
-bool run_case(const Case& c, LoadPath path) {
+bool run_case(const Case& c) {
     Problem problem(c);
     double o = 0.0, lse = 0.0, mass = 0.0;
-    std::vector<uint8_t> bulk, async;
-    bool good = true;
-    int generation = 0;
-    CHECK(kernel_generation(&generation));
-    if (path != LoadPath::kBulk) {
-        good &= problem.run(LoadPath::kAsync, &async, &o, &lse);
-        good &= problem.run_mass(LoadPath::kAsync, async, &mass);
-    }
-    if (path != LoadPath::kAsync && generation >= 9) {
-        good &= problem.run(LoadPath::kBulk, &bulk, &o, &lse);
-        good &= problem.run_mass(LoadPath::kBulk, bulk, &mass);
-        if (path == LoadPath::kAuto && bulk != async) {
-            std::printf("    the load paths differ\n");
-            good = false;
-        }
-    }
+    std::vector<uint8_t> out;
+    bool good = problem.run(&out, &o, &lse);
+    good &= problem.run_mass(out, &mass);
     std::printf("%-4s %-58s O %.2e  LSE %.1e  mass %.1e\n", good ? "ok" : "FAIL", c.name.c_str(), o, lse, mass);
     std::fflush(stdout);
     return good;
@@ -733,17 +719,14 @@ int run_bench(int argc, char** argv);  // decode_bench.cu
 int run(int argc, char** argv) {
     bool quick = false;
     const char* only = "";
-    LoadPath path = LoadPath::kAuto;
     for (int i = 1; i < argc; ++i) {
         if (!std::strcmp(argv[i], "--bench")) return run_bench(argc, argv);
         if (!std::strcmp(argv[i], "--quick")) quick = true;
         if (!std::strcmp(argv[i], "--only") && i + 1 < argc) only = argv[i + 1];
-        if (!std::strcmp(argv[i], "--path") && i + 1 < argc)
-            path = std::strcmp(argv[i + 1], "async") ? LoadPath::kBulk : LoadPath::kAsync;
     }
     int failed = *only ? 0 : !check_all_integers();
     for (const Case& c : make_cases(quick)) {
-        if (c.name.find(only) != std::string::npos) failed += !run_case(c, path);
+        if (c.name.find(only) != std::string::npos) failed += !run_case(c);
     }
     std::printf("%d failed\n", failed);
     return failed ? 1 : 0;

@@ -127,11 +127,9 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
         if (const cudaError_t e = cudaDeviceGetAttribute(value, attribute, device); e != cudaSuccess) return e;
     }
     if (const cudaError_t e = kernel_generation(&generation); e != cudaSuccess) return e;
-    if (shape.path == LoadPath::kBulk && generation < 9) return cudaErrorInvalidValue;
 
     DecodePlan p{};
     p.multiprocessors = sms;
-    p.bulk = shape.path == LoadPath::kAuto ? generation >= 9 : shape.path == LoadPath::kBulk;
     p.overlap = generation >= 9;
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
     // Equal lengths are common, and a (sequence, head) that is a CTA's alone needs no join of CTAs. Memory is saturated without
@@ -184,7 +182,6 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.row_capacity = 4 * plan.tiles;
     p.group_inverse = (65536 + args.group - 1) / args.group;
     p.ring_bytes = plan.ring_bytes;
-    p.bulk = plan.bulk;
     p.ctas = DecodeWorkers(plan.ctas);
     p.warps = DecodeWorkers(plan.warps);
     p.warps_if_short = DecodeWorkers(plan.warps_if_short);

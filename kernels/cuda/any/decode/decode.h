@@ -12,17 +12,10 @@
 
 namespace ta::cuda {
 
-enum class LoadPath : uint8_t {
-    kAuto,   // bulk copies where the device has them (sm_90)
-    kAsync,  // cp.async: sm_80 on
-    kBulk,   // cp.async.bulk
-};
-
 // What a plan depends on: no lengths, so one plan serves every replay of a graph.
 struct DecodeShape {
     int head_dim, kv_heads, group, batch;
-    int max_rows;  // query tokens x group of any sequence, at most kDecodeRows
-    LoadPath path = LoadPath::kAuto;
+    int max_rows;   // query tokens x group of any sequence, at most kDecodeRows
     int warps = 0;  // of a CTA; 0: chosen
 };
 
@@ -34,8 +27,7 @@ struct DecodePlan {
     int multiprocessors;  // of the device, the CTAs or more
     int smem_bytes;       // of each CTA
     int ring_bytes;       // of each warp
-    bool bulk;
-    bool overlap;  // programmatic dependent launch, from sm_90 on
+    bool overlap;         // programmatic dependent launch, from sm_90 on
     size_t workspace_bytes;
     size_t zeroed_bytes;  // at the start of the workspace, the same in all plans of a device
 };

@@ -215,13 +215,15 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
 // Exponents of the tokens r + 8 k of a channel page, and 2^exponent.
 __device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (&exponent)[8], float (&power)[8], int lane) {
     const int shift = lane / 4 * 4;  // token r + 8 k has nibble r of word k
+    uint32_t bits_of_2_23;
+    asm("mov.b32 %0, 0x4b000000;" : "=r"(bits_of_2_23));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const uint4 w = reinterpret_cast<const uint4*>(exponents)[h];
         const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const uint32_t magic = (words[k] >> shift & 15) | 0x4b000000u;
+            const uint32_t magic = (words[k] >> shift & 15) | bits_of_2_23;
             exponent[4 * h + k] = __uint_as_float(magic) - 0x1p23f;
             power[4 * h + k] = __uint_as_float(magic * (1u << 23) + 0x3f800000u);
         }

@@ -70,8 +70,9 @@ __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const Sequenc
     return visible_keys(a.causal, a.window, s.n_keys, s.n_keys - s.n_query).begin / kPageTokens;
 }
 
-// Pieces of a warp's range, in order, in a ring of bytes: token and channel pieces differ in size, and so do the bits of heads.
-// Up to kDecodeMaxInFlight pieces are on their way or held. kTiered: entries may be of dropped or low pages.
+// Pieces of a warp's range, in order, in a ring of slots, up to kDecodeMaxInFlight on their way or held. All slots are of one
+// size at a time, that of the pieces in flight: token and channel pieces, and those of heads of other bits, wait for each other.
+// kTiered: entries may be of dropped or low pages.
 template <int D, bool kTiered>
 class PieceLoader {
   public:
@@ -99,60 +100,50 @@ class PieceLoader {
 
     // The pages may be read from now on: starts the first copies.
     __device__ __forceinline__ void start() {
-        if (left_ == 0) return;
+        if (segment_left_ == 0) return;
         open_batch();
+        resize_slots(kTokenBytes);
         fill();
     }
 
     // Starts as many copies as there is room for.
     __device__ __forceinline__ void fill() {
-        while (left_ > 0 && in_flight_ < most_in_flight_) {
-            const bool channel = kinds_ >> in_batch_ & 1;
-            uint32_t bytes = channel ? channel_bytes_ : uint32_t(TokenLayout(D).bytes());
-            const bool dropped = kTiered && (dropped_ >> in_batch_ & 1), low = kTiered && (lows_ >> in_batch_ & 1);
-            if (low) bytes = kBytes<2, 2>;
-            if (dropped) bytes = kPieceAlignment;  // so that it has its turn in the ring
-            uint32_t place = head_;
-            if (in_flight_ == 0) {
-                place = 0;
-            } else if (head_ > tail()) {
-                if (place + bytes > uint32_t(p_.ring_bytes)) place = 0;
-                if (place == 0 && bytes > tail()) break;
-            } else if (place + bytes > tail()) {
-                break;
+        while (batch_left_ > 0 && in_flight_ < slots_) {
+            const bool dropped = kTiered && (dropped_ & 1), low = kTiered && (lows_ & 1);
+            const uint32_t slot = kinds_ & 1 ? channel_bytes_ : kTokenBytes;
+            if (slot != slot_bytes_ && !dropped) {
+                if (in_flight_ > 0) break;
+                resize_slots(slot);
             }
-            head_ = place + bytes;
-            copy(dropped ? 0 : bytes, place);
-            const uint32_t place_and_kind = place | channel | (dropped ? 2 : 0) | (low ? 4 : 0);
-            if (in_flight_ == 0) oldest_ = place_and_kind;
-            if (lane_ == int((taken_ + in_flight_) % kDecodeMaxInFlight)) place_ = place_and_kind;
+            copy(dropped ? 0 : low ? kBytes<2, 2> : slot);
+            if constexpr (kTiered) states_ |= (dropped | low << 1) << 2 * in_flight_;
+            put_ = slot_after(put_);
             ++in_flight_;
-            advance();
+            next_piece();
         }
     }
 
     // Waits for the oldest piece.
     __device__ __forceinline__ Piece take() {
 #if __CUDA_ARCH__ >= 900
-        if (p_.bulk) mbarrier_wait(barriers_ + 8 * (taken_ % kDecodeMaxInFlight), taken_ / kDecodeMaxInFlight & 1);
-#endif
-        if (!p_.bulk) {
-            switch (in_flight_) {  // the instruction takes a constant
-                case 1:
-                    cp_async_wait<0>();
-                    break;
-                case 2:
-                    cp_async_wait<1>();
-                    break;
-                case 3:
-                    cp_async_wait<2>();
-                    break;
-                default:
-                    cp_async_wait<3>();
-            }
-            __syncwarp();
+        mbarrier_wait(barrier(taken_), taken_ / kDecodeMaxInFlight & 1);
+#else
+        switch (in_flight_) {  // the instruction takes a constant
+            case 1:
+                cp_async_wait<0>();
+                break;
+            case 2:
+                cp_async_wait<1>();
+                break;
+            case 3:
+                cp_async_wait<2>();
+                break;
+            default:
+                cp_async_wait<3>();
         }
-        return {ring_ + tail(), bool(oldest_ & 1), kTiered && (oldest_ & 2), kTiered && (oldest_ & 4)};
+        __syncwarp();
+#endif
+        return {ring_ + take_, slot_bytes_ != kTokenBytes, kTiered && (states_ & 1), kTiered && (states_ & 2)};
     }
 
     // The oldest piece has been read by all lanes: its bytes may be overwritten.
@@ -160,16 +151,29 @@ class PieceLoader {
         __syncwarp();
         ++taken_;
         --in_flight_;
-        oldest_ = __shfl_sync(kAllLanes, place_, taken_ % kDecodeMaxInFlight);
+        take_ = slot_after(take_);
+        if constexpr (kTiered) states_ >>= 2;
     }
 
   private:
     template <int kKBits, int kVBits>
     static constexpr uint32_t kBytes = ChannelLayout(D, kKBits, kVBits).bytes();
+    static constexpr uint32_t kTokenBytes = TokenLayout(D).bytes();
 
-    // Bytes [tail, head) of the ring are in use, around its end if head <= tail.
-    __device__ __forceinline__ uint32_t tail() const {
-        return oldest_ & ~(kTiered ? 7u : 1u);
+    // No piece is in flight.
+    __device__ void resize_slots(uint32_t bytes) {
+        slot_bytes_ = bytes;
+        slots_ = 1;
+#pragma unroll
+        for (uint32_t n = 2; n <= kDecodeMaxInFlight; ++n) slots_ += n * bytes <= uint32_t(p_.ring_bytes);
+        end_ = slots_ * bytes;
+        put_ = take_ = 0;
+    }
+    __device__ __forceinline__ uint32_t slot_after(uint32_t place) const {
+        return place + slot_bytes_ == end_ ? 0 : place + slot_bytes_;
+    }
+    __device__ __forceinline__ uint32_t barrier(uint32_t piece) const {
+        return barriers_ + piece % kDecodeMaxInFlight * 8;
     }
 
     __device__ void find_segment() {
@@ -178,11 +182,8 @@ class PieceLoader {
                            : h.v_bits == 4 ? kBytes<2, 4>
                                          : kBytes<2, 2>;
         channel_offset_ = h.channel_offset;
-        // Of channel pieces, so that mostly nothing else needs to be looked at to see that there is no room.
-        most_in_flight_ = 1;
-#pragma unroll
-        for (uint32_t n = 2; n <= kDecodeMaxInFlight; ++n) most_in_flight_ += n * channel_bytes_ <= uint32_t(p_.ring_bytes);
-        batch_left_ = min(at_.pages - at_.page, left_);
+        segment_left_ = min(at_.pages - at_.page, left_);
+        left_ -= segment_left_;
         next_entry_ = p_.a.table + at_.s.first_entry + first_page(p_.a, at_.s) + at_.page + lane_;
         following_ = load_entry(0);
     }
@@ -190,6 +191,7 @@ class PieceLoader {
     // The batch of 32 entries that `following_` are; loads the one after it.
     __device__ void open_batch() {
         in_batch_ = 0;
+        batch_left_ = min(segment_left_, 32);
         const bool channel = following_ & kEntryChannel;
         kinds_ = __ballot_sync(kAllLanes, channel);
         if constexpr (kTiered) {
@@ -202,7 +204,7 @@ class PieceLoader {
 
     // This lane's entry, `ahead` after the batch at hand.
     __device__ uint64_t load_entry(int ahead) const {
-        return lane_ + ahead < batch_left_ ? next_entry_[ahead] : 0;
+        return lane_ + ahead < segment_left_ ? next_entry_[ahead] : 0;
     }
 
     __device__ __forceinline__ const uint8_t* source_of(uint64_t entry, bool channel) const {
@@ -213,58 +215,64 @@ class PieceLoader {
         return reinterpret_cast<const uint8_t*>((entry & ~kEntryFlags) + (low ? of_low : layer + head));
     }
 
-    __device__ __forceinline__ void copy(uint32_t bytes, uint32_t place) {
+    // The next piece of the batch, to `put_`.
+    __device__ __forceinline__ void copy(uint32_t bytes) {
+        const uint32_t target = smem_address(ring_) + put_;
 #if __CUDA_ARCH__ >= 900
-        if (p_.bulk) {
-            if (lane_ == in_batch_) {  // the lane that has the entry
-                const uint32_t barrier = barriers_ + 8 * ((taken_ + in_flight_) % kDecodeMaxInFlight);
-                mbarrier_expect(barrier, bytes);
-                if (!kTiered || bytes > 0) bulk_copy(smem_address(ring_ + place), source_, bytes, barrier);
-            }
-            return;
+        if (lane_ == in_batch_) {  // the lane that has the entry
+            const uint32_t full = barrier(taken_ + in_flight_);
+            mbarrier_expect(full, bytes);
+            if (!kTiered || bytes > 0) bulk_copy(target, source_, bytes, full);
         }
-#endif
+#else
         const auto* source =
             reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(source_), in_batch_));
-        const uint32_t target = smem_address(ring_ + place);
         for (uint32_t i = lane_ * 16; i < bytes; i += 512) cp_async_16(target + i, source + i);
         cp_async_commit();
+#endif
     }
 
-    __device__ __forceinline__ void advance() {
-        --left_;
-        if (++at_.page == at_.pages) {
+    __device__ __forceinline__ void next_piece() {
+        ++in_batch_;
+        kinds_ >>= 1;
+        if constexpr (kTiered) dropped_ >>= 1, lows_ >>= 1;
+        if (--batch_left_ == 0) next_batch();
+    }
+
+    // Leaves batch_left_ at 0 at the end of the range.
+    __device__ void next_batch() {
+        if (segment_left_ > 32) {
+            segment_left_ -= 32;
+            next_entry_ += 32;
+        } else {
             if (left_ == 0) return;
             at_.next_segment(p_);
             find_segment();
-            open_batch();
-        } else if (++in_batch_ == 32) {
-            batch_left_ -= 32;
-            next_entry_ += 32;
-            open_batch();
         }
+        open_batch();
     }
 
     const DecodeParams& p_;
-    DecodeCursor at_;  // of the next piece to be copied
-    int32_t left_;
+    DecodeCursor at_;  // where the segment begins whose pieces are being copied
+    int32_t left_;     // pieces of segments after it
     uint8_t* const ring_;
     const uint32_t barriers_;
     const int lane_;
 
-    // The place in the ring of the oldest piece in flight, in the lowest bits whether it is of a channel page, of a dropped
-    // one, of a low one; lane k has that of the piece whose barrier is k.
-    uint32_t oldest_ = 0, place_ = 0;
-    uint32_t head_ = 0, in_flight_ = 0, taken_ = 0;
+    uint32_t slot_bytes_ = 0, slots_ = 0, end_ = 0;  // of slots
+    uint32_t put_ = 0, take_ = 0;                    // slots of the next piece, and of the oldest in flight
+    uint32_t in_flight_ = 0, taken_ = 0;
+    uint32_t states_ = 0;  // 2 bits for each piece in flight, the oldest lowest: dropped, low
 
     // Lane k has the address of piece k of a batch of 32, and the entry of piece k of the next batch.
     const uint64_t* next_entry_;
     const uint8_t* source_;
     uint64_t following_;
-    uint32_t kinds_;  // bit k: entry k is of a channel page
+    uint32_t kinds_;  // bit k: of a channel page, k pieces from here
     uint32_t dropped_, lows_;
-    int32_t in_batch_, batch_left_;
-    uint32_t channel_bytes_, channel_offset_, most_in_flight_ = 0;
+    int32_t in_batch_, batch_left_ = 0;
+    int32_t segment_left_ = 0;  // from the begin of the batch on
+    uint32_t channel_bytes_, channel_offset_;
 };
 
 }  // namespace ta::cuda

@@ -246,9 +246,11 @@ __device__ __forceinline__ void load_p(const uint4* p, int lane, uint32_t (&b)[2
     }
 }
 
-// Byte b of x.
+// Byte b of x. One instruction converts the first and the last.
 template <int b>
 __device__ __forceinline__ float float_of_u8(uint32_t x) {
+    if constexpr (b == 0) return float(x & 0xff);
+    if constexpr (b == 3) return float(x >> 24);
     return __uint_as_float(__byte_perm(x, 0x4b000000u, 0x7440 + b)) - 0x1p23f;
 }
 // The signed halfword [high, low] of bytes b of the two.
@@ -305,7 +307,8 @@ __device__ __forceinline__ void channel_values(const uint8_t* codes, const uint8
             const int tile = group * kSubs + sub;
             const uint32_t step = *reinterpret_cast<const uint32_t*>(steps + 2 * tile);
             const uint32_t zero = *reinterpret_cast<const uint32_t*>(steps + D + 2 * tile);
-            const uint32_t step_word = step_bits<kBits>(step);
+            uint32_t step_word = step_bits<kBits>(step);
+            asm("" : "+r"(step_word));  // its bytes are not masked once more
             const float of_step[4] = {float_of_u8<0>(step_word), float_of_u8<1>(step_word), float_of_u8<2>(step_word),
                                       float_of_u8<3>(step_word)};
             const float of_zero[4] = {float_of_s16<0>(step, zero), float_of_s16<1>(step, zero), float_of_s16<2>(step, zero),

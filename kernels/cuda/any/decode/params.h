@@ -79,7 +79,6 @@ struct DecodeParams {
     int32_t row_capacity;   // 4, 8 or 16
     int32_t group_inverse;  // of a.group: rounded up, times 2^16
     int32_t ring_bytes;     // of each warp, for pieces in flight
-    bool bulk;              // cp.async.bulk instead of cp.async
     DecodeWorkers ctas, warps;
     DecodeWorkers warps_if_short;  // those with units in a call of less than long_pages pages
     int32_t long_pages;
