@@ -318,26 +318,35 @@ TEST_F(Gpu, PrefillInUnitsOfTheRunningMaximum) {
     }
 }
 
-// Captures a step that adds `n` tokens to each of two sequences and attends to all with as many queries, and replays it.
+// Captures a step that adds `n` tokens to each sequence and attends to all with as many queries, and replays it.
 void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32_t n, int replays, double tolerance) {
-    const int64_t heads = shape.kv_heads, q_heads = heads * shape.group, d = shape.head_dim, rows = 2 * n;
+    const size_t batch = twins.sequences.size();
+    const int64_t heads = shape.kv_heads, q_heads = heads * shape.group, d = shape.head_dim, rows = int64_t(batch) * n;
     DeviceTensor k(rows, heads, d), v(rows, heads, d), q(rows, q_heads, d), out(rows, q_heads, d);
     Random random(5);
-    const std::vector<ta_seq> on_gpu{twins.sequences[0].gpu, twins.sequences[1].gpu},
-        on_cpu{twins.sequences[0].cpu, twins.sequences[1].cpu};
+    std::vector<size_t> all(batch);
+    std::iota(all.begin(), all.end(), size_t{0});
+    std::vector<ta_seq> on_gpu, on_cpu;
+    for (const Twins::Pair& s : twins.sequences) {
+        on_gpu.push_back(s.gpu);
+        on_cpu.push_back(s.cpu);
+    }
+    const std::vector<int32_t> captured(batch, n);
+    std::vector<int32_t> more = captured;  // of a step by hand
+    more[0] = 2 * n;
     cudaGraphExec_t exec = nullptr;
     for (int i = 0; i < replays; ++i) {
         if (i == 3 || i == 6) {
             // Eager steps of other options and lengths between replays change nothing of what the graph reads.
             auto options = sized<ta_attend_options>();
             options.window = 10 * i;
-            twins.step({0, 1}, {2 * n, n}, {2 * n, n}, tolerance, &options);
+            twins.step(all, more, more, tolerance, &options);
         }
         const std::vector<float> kv = random.normals(rows * heads * d), qv = random.normals(rows * q_heads * d);
         k.set(kv);
         v.set(kv);
         q.set(qv);
-        begin(twins.gpu_plan, on_gpu, {n, n});
+        begin(twins.gpu_plan, on_gpu, captured);
         ta_error err;
         if (!exec) {
             ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -353,7 +362,7 @@ void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32
         ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
         end(twins.gpu_plan);
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        begin(twins.cpu_plan, on_cpu, {n, n});
+        begin(twins.cpu_plan, on_cpu, captured);
         Tensor ck(kv, rows, heads, d, TA_DTYPE_F16), cq(qv, rows, q_heads, d, TA_DTYPE_F16), cout(rows, q_heads, d);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             append(twins.cpu_plan, layer, ck, ck);
@@ -370,7 +379,8 @@ void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32
     }
     twins.compare_pages();
     // A step of another kind is not taken for a replay.
-    begin(twins.gpu_plan, on_gpu, {n + 1, n});
+    more[0] = n + 1;
+    begin(twins.gpu_plan, on_gpu, more);
     EXPECT_EQ(ta_plan_end(twins.gpu_plan.get(), nullptr), TA_E_STATE);
     EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
     cudaGraphExecDestroy(exec);
@@ -383,6 +393,18 @@ TEST_F(Gpu, AGraphIsReplayedWithNewLengths) {
     twins.step({a, b}, {100, 60}, {1, 1}, kDecodeError);
     twins.step({a, b}, {1, 1}, {1, 1}, kDecodeError);  // of the kind that is captured
     replay_a_graph(twins, stream, shape, 1, 1000, kDecodeError);
+}
+
+// Some steps of this kind write 1100 pages, others two in each sequence: the table of them is larger than what a plan begins with.
+TEST_F(Gpu, AGraphOfManySequencesWhosePagesFillAtOnce) {
+    const Shape shape{4, 64, 1, 1};
+    Twins twins(gpu, cpu, shape, stream, 19);
+    std::vector<size_t> all;
+    for (int i = 0; i < 1100; ++i) all.push_back(twins.add());
+    const std::vector<int32_t> prompt(all.size(), 59), two(all.size(), 2);
+    twins.step(all, prompt, prompt, kPrefillError);
+    twins.step(all, two, two, kDecodeError);
+    replay_a_graph(twins, stream, shape, 2, 36, kDecodeError);
 }
 
 // A step of new sequences alone takes another kernel than a captured one, which must be loaded by then.
