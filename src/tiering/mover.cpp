@@ -10,9 +10,10 @@ namespace ta {
 namespace {
 
 // Moved together: cancelled, published and counted as one.
-constexpr uint64_t kPartBytes = 8 << 20, kSmallPartBytes = 2 << 20, kFirstPartBytes = 1 << 20, kLastPartBytes = 1 << 20;
-constexpr uint64_t kPartsToHost = 8;  // of a move, or more
+constexpr uint64_t kPartBytes = 8 << 20, kFirstPartBytes = 1 << 20, kLastPartBytes = 1 << 20;
 constexpr size_t kPartBlocks = 128;
+constexpr size_t kPreparedBlocks = 8;      // as many are prepared while the first part is on its way
+constexpr int kPartsHere = 2;              // that are started by who asks for a move: a thread wakes up 50 us later
 constexpr uint64_t kSoonBytes = 16 << 20;  // so much before the end of a move those are woken who wait for it: 300 us
 constexpr size_t kFlights = 4;             // parts that a thread has on their way
 constexpr int kThreads = 2;                // of a direction: one starts copies while the other publishes blocks
@@ -75,7 +76,7 @@ void Mover::stop() {
         stopping_ = true;
         for (auto& [id, ticket] : known_) ticket->cancelled = true;
     }
-    wake_.notify_all();
+    for (std::condition_variable& threads : wake_) threads.notify_all();
     for (std::thread& t : threads_) t.join();
 }
 
@@ -88,7 +89,6 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
     ticket->reason = reason;
     ticket->progress.blocks = ticket->items.size();
     const int direction = to == TierKind::kDevice ? 0 : 1;
-    Flight first;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     // What goes to the device overtakes what is moved out for it.
@@ -100,43 +100,50 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
         queue.pop_back();
         throw;
     }
-    // Somebody waits for what is asked for: the first part is on its way before a thread is awake.
-    const bool here = copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk && queue.size() == 1 &&
-                      handed_[direction].size() + handing_[direction] < kHanded;
-    if (here) {
-        take_part(direction, first);
-        ++handing_[direction];
-    }
-    if (!queue.empty()) wake_.notify_all();
-    if (!here) return ticket->id;
-    lock.unlock();
-    first.stage = Flight::Stage::kPrepared;
-    if (prepare(first) && first.part && first.part->starts_at_once()) {
-        start(first);
-        first.stage = Flight::Stage::kStarted;
-    }
-    lock.lock();
-    --handing_[direction];
-    handed_[direction].push_back(std::move(first));  // there is room for it
-    wake_.notify_all();
+    // Somebody waits for what is asked for: the first parts are on their way before a thread is awake.
+    if (copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk) start_here(*ticket, direction, lock);
+    wake_[direction].notify_all();
     return ticket->id;
+}
+
+// Starts parts of a ticket that nobody is before, for the threads to finish.
+void Mover::start_here(const Ticket& ticket, int direction, std::unique_lock<std::mutex>& lock) {
+    const Queue& queue = queues_[direction];
+    std::vector<Flight>& handed = handed_[direction];
+    for (int i = 0; i < kPartsHere && !queue.empty() && queue.front().get() == &ticket; ++i) {
+        if (handed.size() + handing_[direction] >= kHanded) return;
+        Flight flight;
+        take_part(direction, flight);
+        ++handing_[direction];
+        lock.unlock();
+        flight.stage = Flight::Stage::kPrepared;
+        const bool at_once = prepare(flight) && flight.part && flight.part->starts_at_once();
+        if (at_once) {
+            start(flight);
+            flight.stage = Flight::Stage::kStarted;
+        }
+        lock.lock();
+        --handing_[direction];
+        handed.push_back(std::move(flight));  // there is room for it
+        if (!at_once) return;
+    }
 }
 
 // How many of the first items go together; `before`: bytes of those that went already. Little towards the end, so that little
 // is left to check when the last has arrived; a device checks faster than it is waited for. Where copies run beside this,
-// little at first, too, so that the bus is busy before all is prepared, and of a small move to the host little all the time.
+// little at first, too, so that the bus is busy before all is prepared. Otherwise few parts: between the copies of one the bus
+// is busy, between parts it stands still for 3 us.
 Mover::Cut Mover::cut_part(std::span<const MoveItem> items, TierKind to, uint64_t before) const {
     const Geometry& g = sharing_.pool.geometry();
     const auto bytes_of = [&](const MoveItem& item) { return item.block ? uint64_t{g.slot_bytes(item.block->kind())} : 0; };
     const auto full = std::find_if(items.begin(), items.end(), [](const MoveItem& item) { return item.block != nullptr; });
     const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
-    uint64_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
-    if (copies_beside_ && to == TierKind::kHost)
-        most = std::min(most, std::max((before + left) / kPartsToHost, kSmallPartBytes));
-    if (copies_beside_ && to != TierKind::kDisk) most = std::min(most, std::max(2 * before, kFirstPartBytes));
+    const uint64_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
+    const uint64_t soon = copies_beside_ && to != TierKind::kDisk ? std::max(2 * before, kFirstPartBytes) : most;
     Cut cut;
-    for (; cut.items < items.size() && cut.items < kPartBlocks && cut.bytes < most; ++cut.items)
-        cut.bytes += bytes_of(items[cut.items]);
+    while (cut.items < items.size() && cut.items < kPartBlocks && cut.bytes < most &&
+           (cut.bytes < soon || (before > 0 && cut.items < kPreparedBlocks)))
+        cut.bytes += bytes_of(items[cut.items++]);
     return cut;
 }
 
@@ -145,7 +152,7 @@ void Mover::serve(int direction, std::vector<Flight>& flights) {
     std::unique_lock lock(mutex_);
     const auto some = [&] { return stopping_ || !queues_[direction].empty() || !handed_[direction].empty(); };
     for (;;) {
-        if (flights.empty()) wake_.wait(lock, some);
+        if (flights.empty()) wake_[direction].wait(lock, some);
         Flight next;
         if (flights.size() < kFlights && take_flight(direction, next)) {
             lock.unlock();

@@ -74,6 +74,7 @@ class Mover {
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
+    void start_here(const Ticket& ticket, int direction, std::unique_lock<std::mutex>& lock);
     void serve(int direction, std::vector<Flight>& flights);
     bool take_part(int direction, Flight& flight);
     bool take_flight(int direction, Flight& flight);
@@ -91,7 +92,7 @@ class Mover {
     mutable MoveSharing sharing_;
     const bool copies_beside_;  // the device copies while the caller goes on
     mutable std::mutex mutex_;
-    std::condition_variable wake_;              // the threads
+    std::condition_variable wake_[2];           // the threads of a direction
     mutable std::condition_variable finished_;  // who waits
     bool stopping_ = false;
     uint64_t tickets_ = 0;

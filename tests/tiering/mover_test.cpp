@@ -198,7 +198,7 @@ TEST_F(MoverTest, ManyPartsAndACancelledTicket) {
 }
 
 // Who asks for a move starts it; what nobody waits for is left to the threads.
-TEST_F(MoverTest, TheCallerStartsTheFirstPart) {
+TEST_F(MoverTest, TheCallerStartsTheFirstParts) {
     make_pool(100, 100, {});
     const uint64_t a = add(40);
     EXPECT_TRUE(device->wait_for_steps().ok());
@@ -207,9 +207,11 @@ TEST_F(MoverTest, TheCallerStartsTheFirstPart) {
         EXPECT_EQ(move(a, to).moved, 40u);
         const std::vector<LateDevice::CopyCall> calls = device->take_calls();
         ASSERT_FALSE(calls.empty());
-        EXPECT_EQ(std::count_if(calls.begin(), calls.end(),
+        EXPECT_EQ(calls[0].caller, std::this_thread::get_id());
+        // A thread that happens to be awake may take the second.
+        EXPECT_LE(std::count_if(calls.begin(), calls.end(),
                                 [](const auto& call) { return call.caller == std::this_thread::get_id(); }),
-                  1);
+                  2);
     }
     EXPECT_EQ(move(a, TierKind::kHost).moved, 40u);
     device->take_calls();
