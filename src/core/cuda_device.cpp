@@ -235,11 +235,16 @@ Status CudaDevice::check(cudaError_t error, const char* what) const {
 
 Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
     const CudaScope scope(ordinal_);
-    constexpr auto kSpin = std::chrono::milliseconds(2);
-    const auto start = std::chrono::steady_clock::now();
+    constexpr std::chrono::milliseconds kSpin{2};
+    constexpr std::chrono::microseconds kBetween{3};  // each look takes the driver's lock, for which launches wait
+    using Clock = std::chrono::steady_clock;
+    const auto start = Clock::now();
     cudaError_t e;
     while ((e = cudaEventQuery(event)) == cudaErrorNotReady) {
-        if (std::chrono::steady_clock::now() - start > kSpin) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        const auto looked = Clock::now();
+        if (looked - start > kSpin) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        while (Clock::now() - looked < kBetween) {
+        }
     }
     return check(e, what);
 }

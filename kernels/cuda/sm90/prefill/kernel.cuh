@@ -168,6 +168,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             if (kChannels) sm90::pin_registers(k_fractions);
+            if (shared.kFreesKeys && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
         };
         // Adds the block to O and goes on to the next. m: the rows' maxima.
         // `in_bare_loop`, a constant: there are fractions, no exact sums, and O is not due to be settled.
@@ -327,6 +328,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int n = 0; n < kStages; ++n) {
             sm90::barrier_init(&shared.full[n], kProducerWarps);
             sm90::barrier_init(&shared.empty[n], 4 * kConsumerGroups);
+            sm90::barrier_init(&shared.keys_empty[n], 4 * kConsumerGroups);
         }
         for (int n = 0; n < kTiles; ++n) {
             sm90::barrier_init(&shared.tile_full[n], 1);

@@ -42,28 +42,31 @@ TA_DEVICE int k_pair(int part) {
 }
 
 template <int D>
-TA_DEVICE void expand_token_page(const uint8_t* raw, int half, uint8_t* k, uint8_t* v, int part, int lane) {
-    constexpr TokenLayout kLayout(D);
+TA_DEVICE void copy_token_k(const uint8_t* raw, int half, uint8_t* k, int part, int lane) {
     constexpr int kSteps = D / 32;
-    const int pair = k_pair<D>(part), first = first_k_tile<D>(part), first_v = part * kVTiles<D>;
-    const uint8_t* k_from = raw + kLayout.k_codes() + (first * kSteps + 2 * pair) * 512 + lane * 16;
-    const uint8_t* v_from = raw + kLayout.v_codes() + first_v * 1024 + lane * 16;
+    const int pair = k_pair<D>(part), first = first_k_tile<D>(part);
+    const uint8_t* from = raw + TokenLayout(D).k_codes() + (first * kSteps + 2 * pair) * 512 + lane * 16;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
         const uint32_t to = sm90::base_address(k_place<D>(k, half, 2 * pair + step, lane) + first * 16 * D);
         uint4 a[kKTiles<D>];
 #pragma unroll
-        for (int n = 0; n < kKTiles<D>; ++n) a[n] = load_chunk(k_from + (n * kSteps + step) * 512);
+        for (int n = 0; n < kKTiles<D>; ++n) a[n] = load_chunk(from + (n * kSteps + step) * 512);
 #pragma unroll
         for (int n = 0; n < kKTiles<D>; ++n) sm90::store_matrices(to + n * 16 * D, a[n].x, a[n].y, a[n].z, a[n].w);
     }
+}
+template <int D>
+TA_DEVICE void copy_token_v(const uint8_t* raw, int half, uint8_t* v, int part, int lane) {
     constexpr uint32_t kSigns = 0x80808080;
+    const int first = part * kVTiles<D>;
+    const uint8_t* from = raw + TokenLayout(D).v_codes() + first * 1024 + lane * 16;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        const uint32_t to = sm90::base_address(v_place(v, half, step, lane) + first_v * 16 * kBlockTokens);
+        const uint32_t to = sm90::base_address(v_place(v, half, step, lane) + first * 16 * kBlockTokens);
         uint4 a[kVTiles<D>];
 #pragma unroll
-        for (int n = 0; n < kVTiles<D>; ++n) a[n] = load_chunk(v_from + n * 1024 + step * 512);
+        for (int n = 0; n < kVTiles<D>; ++n) a[n] = load_chunk(from + n * 1024 + step * 512);
 #pragma unroll
         for (int n = 0; n < kVTiles<D>; ++n) {
             sm90::store_matrices(to + n * 16 * kBlockTokens, a[n].x ^ kSigns, a[n].y ^ kSigns, a[n].z ^ kSigns,
@@ -287,12 +290,15 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             if (warp == 0) shared.stream.fill(args, schedule, blocks + kRawBlocks, shared, lane);
             const uint32_t raw = uint32_t(blocks) % kRawBlocks, round = uint32_t(blocks) / kRawBlocks;
             sm90::barrier_wait(&shared.raw_full[raw], round & 1);
-            sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
+            sm90::barrier_wait(&(shared.kFreesKeys ? shared.keys_empty : shared.empty)[stage.slot], stage.phase ^ 1);
             const bool exists = page + half < tile.rows.page_end;
             const uint8_t* from = shared.raw[raw][half];
             const uint32_t bits = kChannels && exists ? shared.raw_bits[raw][half] : 0;
             const bool is_channel = bits != 0;
             const int k_bits = k_bits_of(bits), v_bits = v_bits_of(bits);
+            const auto await_values = [&] {
+                if (shared.kFreesKeys) sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
+            };
             if (exists) {
                 uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
                 if constexpr (kChannels) {
@@ -304,7 +310,13 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                         clear_fractions<D>(half, k_fraction, v_fraction, stage.slot, part, lane);
                     }
                 }
-                if (!is_channel) expand_token_page<D>(from, half, k, v, part, lane);
+                if (!is_channel) {
+                    copy_token_k<D>(from, half, k, part, lane);
+                    await_values();
+                    copy_token_v<D>(from, half, v, part, lane);
+                }
+            } else {
+                await_values();
             }
             // V's scales by the second warp of each page, K's of both by warp 2: warp 0 has the stream to see to.
             for (int p = part ? half : 0; p < (part ? half + 1 : 2 * half); ++p) {
