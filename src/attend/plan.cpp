@@ -33,7 +33,7 @@ Plan::Plan(std::shared_ptr<Pool> pool)
       appended_(pool_->geometry().layers, 0) {}
 
 Plan::~Plan() {
-    if (open_) (void)abort();
+    if (open_) clear();
 }
 
 Status Plan::set_stream(ta_stream stream) {
@@ -145,10 +145,15 @@ Status Plan::bring_blocks() {
     int made = 0;  // room, in whatever way
     int turns = 0;
     if (!pool_->mover()) {
+        LooksForRoom looks(plans_patience);
         for (;;) {
             Status s = reserve_blocks(wanted);
             if (s.code() != TA_E_TIER_FULL || ++made > kMostAttempts) return s;
             if (pool_->drop_unused(TierKind::kDevice, wanted.kinds, true)) continue;
+            if (pool_->holds_blocks() && looks.again()) {
+                --made;
+                continue;
+            }
             if (pool_->drop_coldest(wanted.kinds, sequences_, {}) == Pool::Drop::kNothing) return s;
         }
     }
@@ -198,8 +203,8 @@ Status Plan::bring_blocks() {
         uint64_t seen = store.changes();
         Status s;
         if (!tried && has_block_on_disk() && !pool_->may_make_room(wanted.kinds, sequences_)) {
-            if (store.changes() != seen && brief_looks.again()) continue;
-            s = fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk");
+            if ((pool_->holds_blocks() || store.changes() != seen) && brief_looks.again()) continue;
+            s = name_block_on_disk(fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk"));
         } else {
             s = pool_->make_resident(sequences_, wanted.kinds);
         }
@@ -215,7 +220,7 @@ Status Plan::bring_blocks() {
         seen = store.changes();
         reading_ = store.start_reading();
         if (has_block_on_disk()) {
-            s = fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back");
+            s = name_block_on_disk(fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back"));
         } else {
             s = reserve_blocks(wanted);
         }
@@ -229,7 +234,8 @@ Status Plan::bring_blocks() {
                     waits.for_room = true;
                     continue;
                 }
-                if (store.changes() == seen || !looks.again()) return s;
+                const bool soon = pool_->holds_blocks() && may_wait();
+                if ((!soon && store.changes() == seen) || !looks.again()) return s;
                 continue;
             }
             waits.for_room = true;
@@ -239,6 +245,7 @@ Status Plan::bring_blocks() {
                 if (++made > kMostAttempts) return s;
                 continue;
             }
+            if (pool_->holds_blocks() && brief_looks.again()) continue;
             if (!moving && store.changes() == seen) {
                 may_drop_below &= !dropped_below;
                 if (may_wait() && store.wait_for_scratch(kPause)) continue;
@@ -250,6 +257,16 @@ Status Plan::bring_blocks() {
         }
         if (!looks.again()) return s;
     }
+}
+
+Status Plan::name_block_on_disk(Status s) const {
+    for (size_t i = 0; i < sequences_.size(); ++i) {
+        const std::vector<BlockPtr>& blocks = sequences_[i]->blocks;
+        for (size_t b = 0; b < blocks.size(); ++b) {
+            if (blocks[b]->tier() == TierKind::kDisk) return std::move(s).sequence(int64_t(i)).block(int64_t(b));
+        }
+    }
+    return s;
 }
 
 bool Plan::has_block_on_disk() const {
@@ -391,6 +408,7 @@ Status Plan::end() {
                 return fail(TA_E_STATE, "layer %u lacks its ta_append; the plan stays open", layer).layer(layer);
         }
     }
+    TA_RETURN_IF_ERROR(backend_->may_end());
     TA_RETURN_IF_ERROR(backend_->seal());
     Pool::Counters& counters = pool_->counters();
     for (StepMember& m : step_.members) {
@@ -427,6 +445,7 @@ Status Plan::end() {
 
 Status Plan::abort() {
     if (!open_) return fail(TA_E_STATE, "the plan is not open; ta_plan_begin belongs first");
+    TA_RETURN_IF_ERROR(backend_->may_end());
     clear();
     return {};
 }

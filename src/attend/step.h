@@ -62,6 +62,8 @@ class StepBackend {
     virtual Status attend(uint32_t layer, AttendCall& call) = 0;
     // True when calls were captured into a graph that is replayed in place of later ones: a step's calls are not seen then.
     virtual bool replays() const = 0;
+    // TA_E_STATE while a graph is captured that the step's end would become a part of.
+    virtual Status may_end() const { return {}; }
     // Before the commit: hashes and trailers of the touched blocks, counters of the pool. TA_E_STATE for a step that was left
     // to a graph of another kind of step.
     virtual Status seal() = 0;

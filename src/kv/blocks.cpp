@@ -356,6 +356,7 @@ Place BlockStore::place_of(const Block& block) const {
 bool BlockStore::move(Block& block, const Place& to) {
     std::lock_guard lock(mutex_);
     if (to.kind != block.kind_ && block.keeps_kind()) return false;
+    if (to.tier > block.tier_ && block.pins() > 0) return false;
     if (block.tier_ == TierKind::kDisk && block.tier_keyed_) {
         block.record_ = block.tier_slot_;  // the next process shall find it, too
         on_disk_.fetch_sub(1, std::memory_order_release);
@@ -375,6 +376,11 @@ bool BlockStore::move(Block& block, const Place& to) {
     moves_.fetch_add(1, std::memory_order_release);
     free_left();
     return true;
+}
+
+void BlockStore::pin(std::span<const BlockPtr> blocks) {
+    std::lock_guard lock(mutex_);
+    for (const BlockPtr& b : blocks) b->pins_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void BlockStore::keep_kind(Block& block) {

@@ -92,7 +92,6 @@ class Block {
     // either.
     bool dropped() const { return dropped_.load(std::memory_order_acquire); }
     // A pinned block is moved up only.
-    void pin() { pins_.fetch_add(1, std::memory_order_relaxed); }
     void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
     uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
     // Attention that the block got, of all sequences that share it; several may add at once.
@@ -222,8 +221,11 @@ class BlockStore {
     void attach(Tier* host, Tier* disk);
     Place place_of(const Block& block) const;
     // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
-    // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided.
+    // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it lies
+    // further down, and the block is pinned.
     bool move(Block& block, const Place& to);
+    // From now on they go no further down.
+    void pin(std::span<const BlockPtr> blocks);
     // The block's kind is for good.
     void keep_kind(Block& block);
     // Its place is free at once: the caller knows that nobody reads there.

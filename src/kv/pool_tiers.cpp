@@ -114,6 +114,7 @@ Status Pool::attach_tiers(const TierSettings& settings) {
 void Pool::add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at) {
     constexpr size_t kAhead = 8;  // blocks lie anywhere in memory
     std::lock_guard lock(mutex_);
+    if (slot >= sequences_.size()) return;  // the pool was closed
     const Sequence& s = *sequences_[slot];
     if (!s.alive || s.generation != generation) return;
     Fading now = fading();
@@ -351,7 +352,12 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
             if (!pinned && s.blocks[size_t(b)]->pins() == 0)
                 return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
         }
-        for (uint64_t b = first; b < first + n; ++b) pinned ? s.blocks[size_t(b)]->pin() : s.blocks[size_t(b)]->unpin();
+        const std::span blocks(s.blocks.data() + first, n);
+        if (pinned) {
+            blocks_->pin(blocks);
+        } else {
+            for (const BlockPtr& b : blocks) b->unpin();
+        }
         return {};
     });
 }

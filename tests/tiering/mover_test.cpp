@@ -244,6 +244,22 @@ TEST_F(MoverTest, ManyCallersStartParts) {
     }
 }
 
+// A move that was under way when a block was pinned leaves it where it is.
+TEST_F(MoverTest, WhatIsPinnedMeanwhileStays) {
+    make_pool(20, 20, {});
+    const uint64_t a = add(4);
+    const BlockPtr block = pool->snapshot(ids[a]).value().blocks[1];
+    Result<std::vector<Slot>> slots = pool->tier(TierKind::kHost)->acquire(std::vector<uint8_t>{uint8_t(block->kind())});
+    ASSERT_TRUE(slots.ok());
+    const Slot slot = slots.value()[0];
+    ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, true).ok());
+    EXPECT_FALSE(
+        pool->blocks().move(*block, {TierKind::kHost, block->kind(), pool->tier(TierKind::kHost)->address(slot), slot, false}));
+    EXPECT_EQ(block->tier(), TierKind::kDevice);
+    pool->tier(TierKind::kHost)->release({&slot, 1});
+    ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, false).ok());
+}
+
 TEST_F(MoverTest, ADamagedBlockIsFoundWhereItArrives) {
     make_pool(20, 20, {});
     const uint64_t a = add(5);
