@@ -37,7 +37,7 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     args.p_running = false;
     // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
     // those too. It reads every page of the table.
-    const bool by_kernel = device.kernel_generation() == 9 && !args.may_lack_pages && !cuda::prefill_refusal(args);
+    const bool by_kernel = device.has_prefill_kernel() && !args.may_lack_pages && !cuda::prefill_refusal(args);
     args.p_running = format.running && !by_kernel;
     ManyRowsKey key{args.group, args.causal, args.window, by_kernel};
     if (!by_kernel) return key;

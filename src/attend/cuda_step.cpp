@@ -41,6 +41,7 @@ class CudaStep final : public StepBackend {
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return captured_ && !seen_calls_; }
+    Status may_end() const override;
     Status seal() override;
     void finish() override;
 
@@ -65,7 +66,7 @@ class CudaStep final : public StepBackend {
     Status reserve_mass(const AttendWork& work, bool captured);
     Status reserve_workspace(const AttendWork& work, bool captured);
     Status seal_blocks();
-    Status capturing(bool* yes) const;
+    Status capturing(cudaStream_t stream, bool* yes) const;
     void see_call(bool captured);
     std::vector<uint64_t> kind_of_step() const;
     static Status needs_a_run(const char* what);
@@ -122,10 +123,13 @@ CudaStep::~CudaStep() {
 
 Status CudaStep::set_stream(ta_stream stream) {
     const CudaScope scope(device_.ordinal());
-    // What ran on the old stream comes before what will run on the new one.
-    if (fence_ && stream != stream_) {
+    bool captured = false;
+    TA_RETURN_IF_ERROR(capturing(stream, &captured));
+    if (captured && fence_ && stream != stream_)
+        return fail(TA_E_STATE, "the stream is being captured; the plan's earlier steps cannot be part of a graph");
+    // What ran on the old stream comes before what will run on the new one, which may have its address.
+    if (fence_ && !captured)
         TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, fence_, 0), "waiting for the plan's earlier steps"));
-    }
     stream_ = stream;
     return {};
 }
@@ -169,9 +173,6 @@ Status CudaStep::upload(uint8_t* to, const void* staged, size_t bytes) {
 Status CudaStep::begin(Step& step) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(&captured));
-    if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
     if (std::max(step.total_new, step.total_query) > kMaxCudaKeys) {
         return fail(TA_E_LIMIT, "the step has %lld tokens; on a GPU the limit is 2^30",
                     (long long)std::max(step.total_new, step.total_query));
@@ -201,6 +202,9 @@ Status CudaStep::begin(Step& step) {
 
 Status CudaStep::prepare() {
     TA_RETURN_IF_ERROR(device_.health());
+    bool captured = false;
+    TA_RETURN_IF_ERROR(capturing(stream_, &captured));
+    if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
     if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
     if (append_plan_.ctas == 0) {
         // A grid for any number of tasks: idle CTAs end at once.
@@ -232,9 +236,9 @@ Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
     return {};
 }
 
-Status CudaStep::capturing(bool* yes) const {
+Status CudaStep::capturing(cudaStream_t stream, bool* yes) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(stream_, &status), "asking whether the stream is captured"));
+    TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(stream, &status), "asking whether the stream is captured"));
     *yes = status != cudaStreamCaptureStatusNone;
     return {};
 }
@@ -281,7 +285,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (Status s = check_memory(k, "k"); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(&captured));
+    TA_RETURN_IF_ERROR(capturing(stream_, &captured));
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     AppendArgs a{};
@@ -333,7 +337,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     if (Status s = check_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
     if (Status s = check_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(&captured));
+    TA_RETURN_IF_ERROR(capturing(stream_, &captured));
     if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
@@ -506,6 +510,9 @@ Status CudaStep::seal_blocks() {
         }
     }
     TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));
+    // Others may move a block as soon as it is sealed, behind the fence.
+    if (!full_blocks_.empty()) TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(fence_, stream_), "recording an event"));
+    for (const PlacedBlock& b : full_blocks_) b.block->mark_sealed();
     TA_RETURN_IF_ERROR(mass_.end(*step_, tables_, stream_));
     tables_.committed(*step_);
     return {};
@@ -526,10 +533,19 @@ std::vector<uint64_t> CudaStep::kind_of_step() const {
     return kind;
 }
 
+Status CudaStep::may_end() const {
+    const CudaScope scope(device_.ordinal());
+    bool captured = false;
+    // A device that is lost is no reason to stay open.
+    if (!capturing(stream_, &captured).ok() || !captured) return {};
+    return fail(TA_E_STATE, "the plan's stream is being captured: end the capture before the step");
+}
+
 void CudaStep::finish() {
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());
+    if (!may_end().ok()) return;  // the plan is destroyed: what it enqueued before the capture, remove_fence() waits for
     staging_.finish(stream_);
     cudaEventRecord(fence_, stream_);
     staging_.release();

@@ -1,5 +1,7 @@
 #include "src/core/cuda_device.h"
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -35,19 +37,59 @@ bool ends_device(cudaError_t error) {
     }
 }
 
+// The driver's stack of contexts: cudaSetDevice(), which could put back a device but not none, would make a context there.
+struct Contexts {
+    decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
+    decltype(&cuCtxPushCurrent) push = nullptr;
+    decltype(&cuCtxPopCurrent) pop = nullptr;
+
+    Contexts() {
+        find("cuDevicePrimaryCtxRetain", retain);
+        find("cuCtxPushCurrent", push);
+        find("cuCtxPopCurrent", pop);
+    }
+    // The primary context of a device, kept for good; nullptr where there is none.
+    CUcontext of(int ordinal) {
+        constexpr int kDevices = 64;
+        static std::atomic<CUcontext> kept[kDevices];
+        if (ordinal < 0 || ordinal >= kDevices || !retain || !push || !pop) return nullptr;
+        CUcontext context = kept[ordinal].load(std::memory_order_acquire);
+        if (!context && retain(&context, ordinal) == CUDA_SUCCESS) kept[ordinal].store(context, std::memory_order_release);
+        return context;
+    }
+
+  private:
+    template <class Function>
+    static void find(const char* name, Function& function) {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+        const cudaError_t e = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+        const cudaError_t e = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+        if (e == cudaSuccess && result == cudaDriverEntryPointSuccess) function = reinterpret_cast<Function>(found);
+    }
+};
+
+Contexts& contexts() {
+    static Contexts of_process;
+    return of_process;
+}
+
 }  // namespace
 
 CudaScope::CudaScope(int ordinal) : callers_error_(cudaPeekAtLastError() != cudaSuccess) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
-    if (before_ == ordinal || ordinal < 0) {
-        before_ = -1;
-    } else {
-        cudaSetDevice(ordinal);
-    }
+    if (ordinal < 0) return;
+    const CUcontext context = contexts().of(ordinal);
+    pushed_ = context && contexts().push(context) == CUDA_SUCCESS;
+    outside_.emplace();
 }
 
 CudaScope::~CudaScope() {
-    if (before_ >= 0) cudaSetDevice(before_);
+    outside_.reset();
+    CUcontext popped;
+    if (pushed_) contexts().pop(&popped);
     if (!callers_error_) cudaGetLastError();
 }
 
@@ -76,7 +118,8 @@ Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
                     device->name(), device->compute_capability());
     }
     TA_RETURN_IF_ERROR(device->check(found, "looking at the kernels"));
-    TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(&device->copies_, cudaStreamNonBlocking), "creating a stream"));
+    for (cudaStream_t* s : {&device->copies_, &device->waits_})
+        TA_RETURN_IF_ERROR(device->check(cudaStreamCreateWithFlags(s, cudaStreamNonBlocking), "creating a stream"));
     device->moves_ = std::make_unique<CudaMoves>(*device);
     TA_RETURN_IF_ERROR(device->moves_->open());
     return std::unique_ptr<Device>(std::move(device));
@@ -86,6 +129,7 @@ CudaDevice::~CudaDevice() {
     const CudaScope scope(ordinal_);
     moves_.reset();
     if (copies_) cudaStreamDestroy(copies_);
+    if (waits_) cudaStreamDestroy(waits_);
     if (zeroed_) cudaEventDestroy(zeroed_);
 }
 
@@ -129,7 +173,6 @@ void CudaDevice::deallocate_counters(uint32_t* counters) {
 Status CudaDevice::read(void* to, const uint8_t* from, size_t bytes) {
     const CudaScope scope(ordinal_);
     TA_RETURN_IF_ERROR(wait_for_fences(copies_, nullptr));
-    std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, copies_), "copying from the GPU"));
     return check(cudaStreamSynchronize(copies_), "copying from the GPU");
 }
@@ -137,7 +180,6 @@ Status CudaDevice::read(void* to, const uint8_t* from, size_t bytes) {
 Status CudaDevice::read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) {
     const CudaScope scope(ordinal_);
     TA_RETURN_IF_ERROR(wait_for_fences(copies_, nullptr));
-    std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check(cudaMemcpy2DAsync(to, row_bytes, from, pitch, row_bytes, rows, cudaMemcpyDefault, copies_),
                              "copying rows from the GPU"));
     return check(cudaStreamSynchronize(copies_), "copying rows from the GPU");
@@ -145,7 +187,6 @@ Status CudaDevice::read_rows(void* to, const uint8_t* from, size_t pitch, size_t
 
 Status CudaDevice::write(uint8_t* to, const void* from, size_t bytes) {
     const CudaScope scope(ordinal_);
-    std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, copies_), "copying to the GPU"));
     return check(cudaStreamSynchronize(copies_), "copying to the GPU");
 }
@@ -189,23 +230,37 @@ Status CudaDevice::zero(std::span<const DeviceRange> ranges) {
 
 Status CudaDevice::wait_for_steps() {
     const CudaScope scope(ordinal_);
-    std::vector<cudaEvent_t> fences;
-    {
-        std::lock_guard lock(mutex_);
-        fences = fences_;
-    }
-    for (cudaEvent_t fence : fences) TA_RETURN_IF_ERROR(check(cudaEventSynchronize(fence), "waiting for a step"));
-    return {};
+    const cudaEvent_t over = moves_->take_event();
+    if (!over) return fail(TA_E_MEMORY, "the driver has no memory for an event");
+    // By an event of one's own: plans that end meanwhile take theirs along.
+    Status s = wait_for_fences(waits_, nullptr);
+    if (s.ok()) s = check(cudaEventRecord(over, waits_), "recording an event");
+    if (s.ok()) s = check(cudaEventSynchronize(over), "waiting for a step");
+    moves_->give_event(over);
+    return s;
 }
 
 Status CudaDevice::register_host(uint8_t* memory, size_t bytes) {
     const CudaScope scope(ordinal_);
-    return check(cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "registering host memory");
+    TA_RETURN_IF_ERROR(
+        check(cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "registering host memory"));
+    std::lock_guard lock(mutex_);
+    registered_.insert(std::upper_bound(registered_.begin(), registered_.end(), memory), memory);
+    return {};
 }
 
 void CudaDevice::unregister_host(uint8_t* memory) {
     const CudaScope scope(ordinal_);
+    {
+        std::lock_guard lock(mutex_);
+        std::erase(registered_, memory);
+    }
     cudaHostUnregister(memory);
+}
+
+bool CudaDevice::begins_chunk(const uint8_t* memory) const {
+    std::lock_guard lock(mutex_);
+    return std::binary_search(registered_.begin(), registered_.end(), memory);
 }
 
 int CudaDevice::numa_node() const {
@@ -246,6 +301,8 @@ Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
         while (Clock::now() - looked < kBetween) {
         }
     }
+    // What the driver refuses to look at is waited for all the same: the caller takes the memory back.
+    if (e != cudaSuccess && !ends_device(e)) e = cudaEventSynchronize(event);
     return check(e, what);
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,22 +17,7 @@ namespace ta {
 class CudaDense;
 class CudaMoves;
 
-// Makes a device (-1: none) current for a scope and puts the caller's back. What the calls in the scope leave as the thread's
-// last error is taken away, unless the caller already had one there: the embedder's errors are neither reported as ours nor
-// cleared.
-class CudaScope {
-  public:
-    explicit CudaScope(int ordinal);
-    ~CudaScope();
-    CudaScope(const CudaScope&) = delete;
-    CudaScope& operator=(const CudaScope&) = delete;
-
-  private:
-    int before_ = -1;
-    bool callers_error_ = false;
-};
-
-// What has nothing to do with a graph that the calling thread, or another one, is capturing is neither part of it nor refused.
+// What has nothing to do with a graph that this thread, or another one, is capturing is neither part of it nor refused.
 class OutsideCaptures {
   public:
     OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -41,6 +27,22 @@ class OutsideCaptures {
 
   private:
     cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Makes a device (-1: none) current for a scope, outside captures, and puts back what was, be it nothing: a thread that has
+// used no device gets no context on the first one. What the calls in the scope leave as the thread's last error is taken away,
+// unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
+class CudaScope {
+  public:
+    explicit CudaScope(int ordinal);
+    ~CudaScope();
+    CudaScope(const CudaScope&) = delete;
+    CudaScope& operator=(const CudaScope&) = delete;
+
+  private:
+    bool pushed_ = false;
+    bool callers_error_ = false;
+    std::optional<OutsideCaptures> outside_;
 };
 
 class CudaDevice final : public Device {
@@ -53,6 +55,8 @@ class CudaDevice final : public Device {
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
     const cudaDeviceProp& properties() const { return properties_; }
     int kernel_generation() const { return generation_; }  // kernels/cuda/common/generation.h
+    // Code for sm_90a runs on Hopper alone; newer GPUs run that for generation 9 without it.
+    bool has_prefill_kernel() const { return generation_ == 9 && properties_.major == 9; }
     uint8_t* allocate(size_t bytes) override;
     void deallocate(uint8_t* ptr, size_t bytes) override;
     Status read(void* to, const uint8_t* from, size_t bytes) override;
@@ -85,6 +89,8 @@ class CudaDevice final : public Device {
     Status check(cudaError_t error, const char* what) const;
 
     CudaMoves& moves() { return *moves_; }
+    // Whether a chunk of registered host memory begins here: no copy may go on from the one before.
+    bool begins_chunk(const uint8_t* memory) const;
 
     // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.
     Status wait_for(cudaEvent_t event, const char* what) const;
@@ -104,9 +110,11 @@ class CudaDevice final : public Device {
     int generation_ = 0;
     cudaStream_t copies_ = nullptr;
     std::unique_ptr<CudaMoves> moves_;
-    mutable std::mutex mutex_;  // of copies_, fences_ and dense_
+    cudaStream_t waits_ = nullptr;  // nothing runs there but waits
+    mutable std::mutex mutex_;      // of fences_, registered_ and dense_
     std::vector<cudaEvent_t> fences_;
-    cudaEvent_t zeroed_ = nullptr;  // one of them: behind the last zero()
+    cudaEvent_t zeroed_ = nullptr;            // one of them: behind the last zero()
+    std::vector<const uint8_t*> registered_;  // chunks of host memory, sorted
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device
     std::shared_ptr<CudaDense> dense_;  // made by the first dense call; uses the others

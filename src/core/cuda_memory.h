@@ -56,6 +56,8 @@ class Staging {
   public:
     Staging() = default;
     ~Staging() {
+        if (!done_ && !data_) return;
+        const OutsideCaptures outside;
         if (done_) {
             cudaEventSynchronize(done_);
             cudaEventDestroy(done_);

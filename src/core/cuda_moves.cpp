@@ -12,11 +12,12 @@ namespace {
 constexpr uint64_t kUnmeasuredCrossover = 512 << 10;
 
 // One after the other in the memory of both sides: one copy.
-std::vector<DeviceCopy> joined(std::span<const DeviceCopy> copies) {
+std::vector<DeviceCopy> joined(const CudaDevice& device, std::span<const DeviceCopy> copies) {
     std::vector<DeviceCopy> runs;
     runs.reserve(copies.size());
     for (const DeviceCopy& c : copies) {
-        if (!runs.empty() && runs.back().to + runs.back().bytes == c.to && runs.back().from + runs.back().bytes == c.from) {
+        if (!runs.empty() && runs.back().to + runs.back().bytes == c.to && runs.back().from + runs.back().bytes == c.from &&
+            !device.begins_chunk(c.to) && !device.begins_chunk(c.from)) {
             runs.back().bytes += c.bytes;
         } else {
             runs.push_back(c);
@@ -130,16 +131,15 @@ MoveRoute CudaMoves::route_for(const Copies& copies, bool to_host, MoveRoute rou
 }
 
 Status CudaMoves::enqueue(std::span<const DeviceCopy> copies, bool to_host, MoveRoute route, cudaStream_t stream) {
-    const Copies runs = joined(copies);
+    const Copies runs = joined(device_, copies);
     const bool kernel = route_for(runs, to_host, route) == MoveRoute::kKernel;
     return device_.check(kernel ? enqueue_kernel(runs, stream) : enqueue_engine(runs, stream), "moving pages");
 }
 
 Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceCopy> copies, const CopyOptions& options) {
     const CudaScope scope(device_.ordinal());
-    const OutsideCaptures outside;
     const int direction = options.to_host ? 0 : 1;
-    const Copies runs = joined(copies);
+    const Copies runs = joined(device_, copies);
     const MoveRoute route = route_for(runs, options.to_host, options.route);
     const bool kernel = route == MoveRoute::kKernel;
     const cudaStream_t stream = streams_[direction][kernel ? turn_[direction].fetch_add(1) % 2 : 0];
@@ -214,9 +214,12 @@ cudaError_t CudaMoves::measure() {
 
 Status CudaMoves::calibrate() {
     const CudaScope scope(device_.ordinal());
-    std::call_once(calibrated_, [this] { calibration_ = measure(); });
+    std::lock_guard lock(calibrating_);
+    if (calibrated_) return {};
+    const cudaError_t e = measure();
     // Without room for the measurement everything works, perhaps slower.
-    return calibration_ == cudaErrorMemoryAllocation ? Status() : device_.check(calibration_, "measuring copies");
+    calibrated_ = e == cudaSuccess || e == cudaErrorMemoryAllocation;
+    return calibrated_ ? Status() : device_.check(e, "measuring copies");
 }
 
 }  // namespace ta

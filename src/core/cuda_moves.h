@@ -63,8 +63,8 @@ class CudaMoves {
     std::atomic<uint64_t> crossover_[2] = {0, 0};  // bytes
     std::atomic<double> up_bytes_per_s_{20e9};
     std::atomic<bool> batches_{true};  // the driver takes many copies in one call
-    std::once_flag calibrated_;
-    cudaError_t calibration_ = cudaSuccess;
+    std::mutex calibrating_;
+    bool calibrated_ = false;
     std::mutex mutex_;
     std::vector<cudaEvent_t> events_;  // idle ones
 };

@@ -37,9 +37,7 @@ Status CudaHasher::seal(std::span<const PlacedBlock> blocks, cudaStream_t stream
     Staging& staging = staging_[++uses_ % std::size(staging_)];
     TA_RETURN_IF_ERROR(stage(blocks, staging, 0, args));
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_seal(args, stream)), "hashing blocks"));
-    TA_RETURN_IF_ERROR(staging.record(device_, stream));
-    for (const PlacedBlock& b : blocks) b.block->mark_sealed();
-    return {};
+    return staging.record(device_, stream);
 }
 
 Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, Staging& staging, cudaStream_t stream,
@@ -68,7 +66,6 @@ class Checks {
     Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<Staging>& staging,
                  const uint32_t** mismatch) {
         const CudaScope scope(device.ordinal());
-        const OutsideCaptures outside;
         std::lock_guard lock(mutex_);
         if (!stream_) {
             TA_RETURN_IF_ERROR(device.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));

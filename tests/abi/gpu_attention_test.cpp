@@ -265,6 +265,16 @@ TEST_F(GpuAttention, AbortedStepsGiveNothing) {
     compare_mass(a);
 }
 
+// What the last step gave is still on its way.
+TEST_F(GpuAttention, APoolIsClosedBeforeItsPlan) {
+    make({});
+    const size_t a = add();
+    step({a}, {300}, {1});
+    ta_error err;
+    require(ta_kv_pool_close(gpu_pool.get(), &err), err);
+    gpu_plan.reset();
+}
+
 TEST_F(GpuAttention, EachReplayOfAGraphAddsOnce) {
     make({.device_blocks = 3000});
     const size_t a = add(), b = add();

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <memory>
 
 #include "support/gpu.h"
 #include "support/tiers.h"
@@ -122,6 +123,39 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
     require(ta_move_query(pool.get(), ticket, &info, &err), err);
     EXPECT_EQ(info.state, TA_MOVE_DONE);
     step({a}, {1});
+    verify();
+}
+
+// Another stream is captured in the mode that forbids most calls in all threads; nothing that the library does ends the capture.
+TEST_F(GpuTiers, MovesBesideACaptureInGlobalMode) {
+    make_pools(200, uint64_t{64} << 20, uint64_t{64} << 20);
+    const size_t a = add();
+    step({a}, {100 * 64 + 5});
+    cudaStream_t other = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+    void* memory = nullptr;
+    ASSERT_EQ(cudaMalloc(&memory, 256), cudaSuccess);
+    const std::unique_ptr<void, FreeDevice> owner(memory);
+    for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DEVICE, TA_TIER_DISK, TA_TIER_HOST, TA_TIER_DEVICE}) {
+        SCOPED_TRACE("to tier " + std::to_string(tier));
+        ASSERT_EQ(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal), cudaSuccess);
+        const ta_move_info info = move_now(pool, seqs[a], 1, 90, tier);
+        EXPECT_EQ(info.moved + info.present, 90u) << ta_status_name(info.status);
+        const size_t b = add();
+        begin(plan, {seqs[b]}, {0});
+        ta_error err;
+        require(ta_plan_abort(plan.get(), &err), err);
+        ta::testing::verify(pool, seqs[a]);
+        EXPECT_EQ(cudaMemsetAsync(memory, 0, 256, other), cudaSuccess);
+        cudaGraph_t graph = nullptr;
+        EXPECT_EQ(cudaStreamEndCapture(other, &graph), cudaSuccess);
+        size_t nodes = 0;
+        EXPECT_EQ(cudaGraphGetNodes(graph, nullptr, &nodes), cudaSuccess);
+        EXPECT_EQ(nodes, 1u);
+        cudaGraphDestroy(graph);
+        step({a}, {1});
+    }
+    cudaStreamDestroy(other);
     verify();
 }
 
