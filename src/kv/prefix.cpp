@@ -113,9 +113,12 @@ Tenant PrefixStore::tenant_of(SpaceTag tag) {
     if (tag == 0) return 0;
     if (tag == kEndedSpace) return kUnknownTenant;
     std::lock_guard lock(mutex_);
-    // What hostile files name must end somewhere.
-    if (spaces_.size() - claimed_ >= kMostUnclaimed && spaces_.count(tag) == 0) return kUnknownTenant;
-    return space_of(tag).id;
+    return may_name(tag) ? space_of(tag).id : kUnknownTenant;
+}
+
+// What hostile files name must end somewhere. Under the lock.
+bool PrefixStore::may_name(SpaceTag tag) const {
+    return spaces_.size() - claimed_ < kMostUnclaimed || spaces_.count(tag) > 0;
 }
 
 Status PrefixStore::destroy(Tenant id) {
@@ -408,16 +411,26 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         fresh.push_back({r.key, r.index, std::move(r.block), std::move(r.open_amax), 0});
         if (!nodes.emplace(r.key, std::prev(fresh.end())).second) fresh.pop_back();
     }
+    std::unordered_map<SpaceTag, size_t> sizes;
+    for (const Entry& e : fresh) ++sizes[tag_in(e.key)];
     std::lock_guard lock(mutex_);
     if (closed_) return;
     // What can fail comes first.
-    for (const Entry& e : fresh) {
-        Space& space = space_of(tag_in(e.key));
-        space.table.reserve(space.table.size() + fresh.size());
+    for (const auto& [tag, n] : sizes) {
+        if (!may_name(tag)) continue;
+        Space& space = space_of(tag);
+        space.table.reserve(space.table.size() + n);
     }
     while (!fresh.empty()) {
         Entry& e = fresh.front();
-        Space& space = *spaces_[tag_in(e.key)];
+        const auto found = spaces_.find(tag_in(e.key));
+        if (found == spaces_.end()) {
+            // Its record on disk would take room that nobody could make.
+            if (e.block->key() && *e.block->key() == e.key) e.block->set_published(false);
+            dropped.splice(dropped.end(), fresh, fresh.begin());
+            continue;
+        }
+        Space& space = *found->second;
         if (!space.table.insert(nodes.extract(e.key)).inserted) {
             dropped.splice(dropped.end(), fresh, fresh.begin());
             continue;

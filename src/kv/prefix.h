@@ -80,7 +80,8 @@ class PrefixStore {
     // that this frees. `all`: drops nothing when they would be fewer than wanted.
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool all);
 
-    // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet.
+    // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet. Those of more
+    // namespaces than files may name are left out.
     void recover(std::vector<Record>&& records);
     // All entries, or those of one namespace.
     std::vector<Record> records(Tenant id = 0) const;
@@ -115,6 +116,7 @@ class PrefixStore {
     static void forget(Entry& e);
     Result<Space*> find(Tenant id) const;
     Space& space_of(SpaceTag tag);
+    bool may_name(SpaceTag tag) const;
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
     void touch(Space& space, std::span<const Entries::iterator> chain);

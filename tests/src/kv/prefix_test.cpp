@@ -1,0 +1,76 @@
+// What files bring along for namespaces that nobody has created: bounded in memory and in number.
+#include "src/kv/prefix.h"
+
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <cstring>
+
+#include "src/kv/pool.h"
+
+namespace ta {
+namespace {
+
+constexpr size_t kMostUnclaimed = 65536;
+
+class Prefix : public ::testing::Test {
+  protected:
+    void SetUp() override {
+        Context::Options options;
+        options.threads = 1;
+        Result<std::shared_ptr<Context>> context = Context::create(options);
+        Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+        const ta_numerics plain{};
+        Result<Numerics> n = resolve_numerics(&plain, 1, 1, 64);
+        Result<std::shared_ptr<Pool>> p = Pool::create(context.take(), g.take(), n.take(), uint64_t{1} << 24, 16);
+        ASSERT_TRUE(p.ok());
+        pool = p.take();
+        const PageKind kind[] = {PageKind::kToken};
+        Result<std::vector<BlockPtr>> blocks = pool->blocks().acquire(kind);
+        ASSERT_TRUE(blocks.ok());
+        block = blocks.value()[0];
+    }
+    // So many entries of one block in each of so many namespaces.
+    std::vector<PrefixStore::Record> records(uint64_t namespaces, uint64_t each) const {
+        std::vector<PrefixStore::Record> all;
+        for (uint64_t i = 0; i < namespaces * each; ++i) {
+            const uint64_t tag = 1 + i / each, key_of = i * 16 + each;
+            BlockKey key{};
+            std::memcpy(key.data(), &tag, sizeof tag);
+            std::memcpy(key.data() + sizeof tag, &key_of, sizeof key_of);
+            all.push_back({key, i % each, block, nullptr});
+        }
+        return all;
+    }
+    static size_t memory() {
+        const struct mallinfo2 now = mallinfo2();
+        return now.uordblks + now.hblkhd;
+    }
+
+    std::shared_ptr<Pool> pool;
+    BlockPtr block;
+};
+
+TEST_F(Prefix, RecoveredEntriesTakeMemoryByTheirNumber) {
+    constexpr uint64_t kNamespaces = 4000, kEach = 4;
+    std::vector<PrefixStore::Record> all = records(kNamespaces, kEach);
+    const size_t before = memory();
+    pool->prefixes().recover(std::move(all));
+    EXPECT_EQ(pool->prefixes().records().size(), kNamespaces * kEach);
+    EXPECT_LT(memory(), before + kNamespaces * kEach * 1024);
+}
+
+TEST_F(Prefix, RecoveredEntriesNameSoManyNamespaces) {
+    PrefixStore& store = pool->prefixes();
+    store.recover(records(kMostUnclaimed + 10, 1));
+    EXPECT_EQ(store.records().size(), kMostUnclaimed);
+    EXPECT_EQ(block->entries(), kMostUnclaimed);
+    EXPECT_EQ(store.tenant_of(kMostUnclaimed + 11), kUnknownTenant);
+    Result<Tenant> fresh = store.create(Salt{7}, UINT64_MAX);
+    EXPECT_TRUE(fresh.ok());
+    store.recover(records(kMostUnclaimed + 10, 2));  // those that are there already get more
+    EXPECT_EQ(store.records().size(), 3 * kMostUnclaimed);
+}
+
+}  // namespace
+}  // namespace ta
