@@ -283,6 +283,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         const auto first = index.states.begin() + std::ptrdiff_t(size_t(s) * record);
         return std::vector<float>(first, first + std::ptrdiff_t(record));
     };
+    PrefixStore::Named spaces(pool.prefixes());
     std::vector<Pool::Snapshot> sequences;
     std::vector<LoadedSequence> loaded;
     std::vector<bool> used(blocks.size());
@@ -291,7 +292,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         Pool::Snapshot s;
         s.length = r.length;
         s.open_amax = state_of(r.state);
-        s.tenant = pool.prefixes().tenant_of(r.space);
+        s.tenant = spaces.tenant_of(r.space);
         for (uint64_t b = 0; b < blocks_for(r.length); ++b) {
             const size_t i = size_t(index.references[reference++]);
             if (blocks[i].index != b ||
@@ -329,6 +330,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         for (ta_seq id : ids.value()) (void)pool.release(id);
         throw;
     }
+    spaces.keep();
     for (size_t i = 0; i < loaded.size(); ++i) loaded[i].loaded = ids.value()[i];
     return loaded;
 }

@@ -109,16 +109,36 @@ SpaceTag PrefixStore::tag_of(Tenant id) const {
     return found == by_id_.end() ? kEndedSpace : found->second->tag;
 }
 
-Tenant PrefixStore::tenant_of(SpaceTag tag) {
-    if (tag == 0) return 0;
-    if (tag == kEndedSpace) return kUnknownTenant;
+// For a load, which lets go of it.
+Tenant PrefixStore::name(SpaceTag tag) {
     std::lock_guard lock(mutex_);
-    return may_name(tag) ? space_of(tag).id : kUnknownTenant;
+    // What hostile files name must end somewhere.
+    if (closed_ || (spaces_.size() - claimed_ >= kMostUnclaimed && spaces_.count(tag) == 0)) return kUnknownTenant;
+    Space& space = space_of(tag);
+    ++space.loads;
+    return space.id;
 }
 
-// What hostile files name must end somewhere. Under the lock.
-bool PrefixStore::may_name(SpaceTag tag) const {
-    return spaces_.size() - claimed_ < kMostUnclaimed || spaces_.count(tag) > 0;
+Tenant PrefixStore::Named::tenant_of(SpaceTag tag) {
+    if (tag == 0) return 0;
+    if (tag == kEndedSpace) return kUnknownTenant;
+    const auto [at, fresh] = tenants_.emplace(tag, kUnknownTenant);
+    if (fresh) at->second = store_.name(tag);
+    return at->second;
+}
+
+PrefixStore::Named::~Named() {
+    std::lock_guard lock(store_.mutex_);
+    for (const auto& [tag, id] : tenants_) {
+        const auto found = store_.by_id_.find(id);
+        if (found == store_.by_id_.end()) continue;  // it ended meanwhile, or there was no room for it
+        Space& space = *found->second;
+        --space.loads;
+        space.kept = space.kept || keep_;
+        if (space.kept || space.claimed || space.loads > 0 || !space.entries.empty()) continue;
+        store_.by_id_.erase(found);
+        store_.spaces_.erase(tag);
+    }
 }
 
 Status PrefixStore::destroy(Tenant id) {
@@ -412,15 +432,18 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         if (!nodes.emplace(r.key, std::prev(fresh.end())).second) fresh.pop_back();
     }
     std::unordered_map<SpaceTag, size_t> sizes;
-    for (const Entry& e : fresh) ++sizes[tag_in(e.key)];
+    Named spaces(*this);
+    for (const Entry& e : fresh) {
+        if (sizes[tag_in(e.key)]++ == 0) spaces.tenant_of(tag_in(e.key));
+    }
     std::lock_guard lock(mutex_);
     if (closed_) return;
     // What can fail comes first.
     for (const auto& [tag, n] : sizes) {
-        if (!may_name(tag)) continue;
-        Space& space = space_of(tag);
-        space.table.reserve(space.table.size() + n);
+        if (const auto space = spaces_.find(tag); space != spaces_.end())
+            space->second->table.reserve(space->second->table.size() + n);
     }
+    spaces.keep();
     while (!fresh.empty()) {
         Entry& e = fresh.front();
         const auto found = spaces_.find(tag_in(e.key));

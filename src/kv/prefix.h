@@ -59,10 +59,25 @@ class PrefixStore {
     Result<NamespaceStats> stats(Tenant id) const;
     std::vector<NamespaceStats> all_stats() const;
     Status check(Tenant id) const;
-    // How a file names the namespace, and whose the tokens are that a file says are of it, be the namespace there already or
-    // not yet.
+    // How a file names the namespace.
     SpaceTag tag_of(Tenant id) const;
-    Tenant tenant_of(SpaceTag tag);
+    // The namespaces that a file names, be they there already or not yet. Those that nobody else knows of end with this, unless
+    // the file was loaded. Used by one thread.
+    class Named {
+      public:
+        explicit Named(PrefixStore& store) : store_(store) {}
+        ~Named();
+        Named(const Named&) = delete;
+        Named& operator=(const Named&) = delete;
+        // Whose the tokens are that the file says are of it.
+        Tenant tenant_of(SpaceTag tag);
+        void keep() { keep_ = true; }
+
+      private:
+        PrefixStore& store_;
+        std::unordered_map<SpaceTag, Tenant> tenants_;
+        bool keep_ = false;
+    };
 
     // Blocks [0, n) of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing.
     Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks, const OpenAmax& open_amax);
@@ -105,6 +120,8 @@ class PrefixStore {
         Tenant id = 0;
         SpaceTag tag = 0;
         bool claimed = false;  // by a namespace; till then it keeps what came from files
+        bool kept = false;     // something that was loaded belongs to it
+        uint32_t loads = 0;    // going on, that name it
         Salt salt{};
         Entries entries;  // those not asked for longest first; of one prefix the end first
         Table table;
@@ -116,7 +133,7 @@ class PrefixStore {
     static void forget(Entry& e);
     Result<Space*> find(Tenant id) const;
     Space& space_of(SpaceTag tag);
-    bool may_name(SpaceTag tag) const;
+    Tenant name(SpaceTag tag);
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
     void touch(Space& space, std::span<const Entries::iterator> chain);

@@ -90,7 +90,8 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     }
     Pool::Snapshot s;
     s.length = h.length;
-    s.tenant = pool.prefixes().tenant_of(h.space);
+    PrefixStore::Named spaces(pool.prefixes());
+    s.tenant = spaces.tenant_of(h.space);
     s.open_amax.resize(amax);
     TA_RETURN_IF_ERROR(file.read(s.open_amax.data(), amax * sizeof(float)));
     bool good = hash_bytes(s.open_amax.data(), amax * sizeof(float)) == h.amax_hash;
@@ -114,7 +115,9 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     if (file.at() != info.bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", path.c_str());
     if (progress && !progress(info.bytes, info.bytes)) return stopped(path);
     blocks.clear();
-    return pool.adopt(std::move(s));
+    Result<ta_seq> seq = pool.adopt(std::move(s));
+    if (seq.ok()) spaces.keep();
+    return seq;
 }
 
 }  // namespace ta

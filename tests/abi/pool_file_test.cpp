@@ -262,6 +262,73 @@ TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
     }
 }
 
+// A file of empty sequences, each of another namespace, before the blocks of `good`, which has no sequences with tokens.
+Bytes many_namespaces(const Bytes& good, uint64_t n) {
+    Bytes bytes(good.begin(), good.begin() + kHeaderBytes);
+    const auto put = [&](size_t at, uint64_t value) { std::memcpy(bytes.data() + at, &value, sizeof value); };
+    bytes.resize(kHeaderBytes + n * 32);
+    for (uint64_t i = 0; i < n; ++i) {
+        const size_t at = kHeaderBytes + size_t(i) * 32;
+        put(at, i + 1);
+        put(at + 16, UINT64_MAX);
+        put(at + 24, i + 1000);
+    }
+    put(16, n);
+    for (size_t at : {24u, 32u, 40u}) put(at, 0);  // references, entries, states
+    put(72, n * 32);
+    put(80, XXH3_64bits(bytes.data() + kHeaderBytes, size_t(n) * 32));
+    uint64_t index_bytes = 0;
+    std::memcpy(&index_bytes, good.data() + 72, sizeof index_bytes);
+    bytes.insert(bytes.end(), good.begin() + std::ptrdiff_t(kHeaderBytes + index_bytes), good.end());
+    put(88, XXH3_64bits(bytes.data(), 88));
+    return bytes;
+}
+
+// As many namespaces as files may name are not used up by files that are refused.
+TEST_F(PoolFile, RefusedFilesNameNothing) {
+    constexpr uint64_t kMostNamed = 65536;
+    const KvPool from = make_pool(context, options()), pool = make_pool(context, options()),
+                 third = make_pool(context, options());
+    save(from, path("empty"));
+    for (uint8_t salt : {1, 2, 3}) {
+        const auto [seq, none] = match(from, make_namespace(from, salt), 0, 0);
+        grow(from, seq, 70, salt);
+        ta_error err;
+        require(ta_seq_save(from.get(), seq, path(std::to_string(salt).c_str()).c_str(), nullptr, nullptr, &err), err);
+        if (salt == 1) save(from, path("one"));
+    }
+    const auto load_one = [&](const KvPool& to, const char* name, ta_seq& seq) {
+        ta_error err;
+        return ta_seq_load(to.get(), path(name).c_str(), nullptr, nullptr, &seq, &err);
+    };
+    const auto publish_one = [&](const KvPool& to, ta_seq seq, uint8_t salt) {
+        ta_error err;
+        return ta_seq_publish(to.get(), seq, make_namespace(to, salt), keys(salt, 1).data(), 1, &err);
+    };
+    std::vector<ta_loaded_seq> out(kMostNamed);
+    uint64_t n = 0;
+    ta_seq seq = 0;
+    ta_error err;
+    write_file(path("blocks of nothing"), many_namespaces(read_file(path("one")), kMostNamed));
+    EXPECT_EQ(
+        ta_kv_pool_load(pool.get(), path("blocks of nothing").c_str(), nullptr, nullptr, out.data(), kMostNamed, &n, &err),
+        TA_E_CORRUPT)
+        << err.message;
+    EXPECT_EQ(load_one(pool, "1", seq), TA_OK);
+    EXPECT_EQ(publish_one(pool, seq, 1), TA_OK);
+
+    // One more can be named: what is refused does not take its place.
+    write_file(path("taken"), many_namespaces(read_file(path("empty")), kMostNamed - 1));
+    require(ta_kv_pool_load(third.get(), path("taken").c_str(), nullptr, nullptr, out.data(), kMostNamed, &n, &err), err);
+    for (uint64_t i = 0; i < n; ++i) release(third, out[i].loaded);
+    Bytes bad = read_file(path("2"));
+    bad.back() = char(bad.back() ^ 1);
+    write_file(path("bad"), bad);
+    EXPECT_EQ(load_one(third, "bad", seq), TA_E_CORRUPT);
+    EXPECT_EQ(load_one(third, "3", seq), TA_OK);
+    EXPECT_EQ(publish_one(third, seq, 3), TA_OK);
+}
+
 TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     const KvPool pool = make_pool(context, options()), other = make_pool(context, options(2));
     const ta_seq a = write(pool, 200, 1), b = write(pool, 100, 2);

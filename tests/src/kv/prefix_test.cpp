@@ -65,11 +65,40 @@ TEST_F(Prefix, RecoveredEntriesNameSoManyNamespaces) {
     store.recover(records(kMostUnclaimed + 10, 1));
     EXPECT_EQ(store.records().size(), kMostUnclaimed);
     EXPECT_EQ(block->entries(), kMostUnclaimed);
-    EXPECT_EQ(store.tenant_of(kMostUnclaimed + 11), kUnknownTenant);
+    EXPECT_EQ(PrefixStore::Named(store).tenant_of(kMostUnclaimed + 11), kUnknownTenant);
     Result<Tenant> fresh = store.create(Salt{7}, UINT64_MAX);
     EXPECT_TRUE(fresh.ok());
     store.recover(records(kMostUnclaimed + 10, 2));  // those that are there already get more
     EXPECT_EQ(store.records().size(), 3 * kMostUnclaimed);
+}
+
+TEST_F(Prefix, NamesEndWithTheLastLoadThatFails) {
+    PrefixStore& store = pool->prefixes();
+    const auto known = [&](Tenant id) { return store.tag_of(id) != kEndedSpace; };
+    Tenant a = 0, b = 0, c = 0;
+    {
+        PrefixStore::Named one(store);
+        a = one.tenant_of(1);
+        b = one.tenant_of(2);
+        c = one.tenant_of(3);
+        EXPECT_EQ(one.tenant_of(1), a);
+        EXPECT_EQ(one.tenant_of(0), 0u);
+        EXPECT_EQ(one.tenant_of(kEndedSpace), kUnknownTenant);
+        PrefixStore::Named good(store);
+        EXPECT_EQ(good.tenant_of(2), b);
+        good.keep();
+        store.recover(records(1, 1));
+    }
+    EXPECT_TRUE(known(a)) << "it has an entry";
+    EXPECT_TRUE(known(b)) << "another load kept it";
+    EXPECT_FALSE(known(c));
+    PrefixStore::Named first(store);
+    {
+        PrefixStore::Named second(store);
+        c = second.tenant_of(3);
+        EXPECT_EQ(first.tenant_of(3), c);
+    }
+    EXPECT_TRUE(known(c)) << "the first goes on";
 }
 
 }  // namespace
