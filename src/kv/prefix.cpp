@@ -367,7 +367,7 @@ std::array<uint64_t, 3> PrefixStore::unused_bytes() const {
     LastEntries entries;
     for (const auto& [tag, space] : spaces_) {
         for (const Entry& e : space->entries) {
-            const bool unused = is_unused(e), record = persistent_ && blocks_.has_record(*e.block);
+            const bool unused = is_unused(e) && e.block->pins() == 0, record = persistent_ && blocks_.has_record(*e.block);
             if ((!unused && !record) || !entries.is_last(*e.block)) continue;
             if (unused) bytes[size_t(e.block->tier())] += bytes_of(e);
             if (record && e.block->tier() != TierKind::kDisk) bytes[size_t(TierKind::kDisk)] += bytes_of(e);
@@ -390,7 +390,7 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     for (const auto& [tag, space] : spaces_) {
         uint64_t found = 0;
         for (auto e = space->entries.begin(); e != space->entries.end() && found < bytes; ++e) {
-            const bool here = e->block->tier() == tier && is_unused(*e);
+            const bool here = e->block->tier() == tier && is_unused(*e) && e->block->pins() == 0;
             const bool record =
                 tier == TierKind::kDisk && persistent_ && e->block->tier() != tier && blocks_.has_record(*e->block);
             if (!here && !record) continue;

@@ -284,6 +284,42 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingInTiers) {
     }
 }
 
+TEST_F(Prefix, PinnedBlocksStayThoughNobodyUsesThem) {
+    for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{1} << 20}) {
+        for (const ta_switch drop_coldest : {TA_OFF, TA_ON}) {
+            SCOPED_TRACE(std::to_string(host_bytes) + " bytes below, dropping " + std::to_string(drop_coldest));
+            auto tiers = sized<ta_tier_options>();
+            tiers.host_bytes = host_bytes;
+            tiers.drop_coldest = drop_coldest;
+            const KvPool pool = make_pool(context, small_options(12, &tiers));
+            const ta_namespace space = make_namespace(pool, 1);
+            const ta_seq seq = write(pool, 6 * 64, 1);
+            publish(pool, seq, space, 1, 6);
+            ta_error err;
+            require(ta_seq_pin(pool.get(), seq, 0, 6, &err), err);
+            release(pool, seq);
+            const ta_kv_pool_stats s = stats(pool);
+            const auto bytes = [&](uint64_t blocks) { return s.token_block_bytes + (blocks - 1) * s.channel_block_bytes; };
+            uint64_t blocks = 1;
+            while (bytes(blocks) <= s.bytes_budget - bytes(6)) ++blocks;
+            const ta_seq next = make_sequence(pool);
+            const int32_t much = int32_t(blocks * 64);
+            const Plan plan = make_plan(pool);
+            EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+            EXPECT_EQ(space_stats(pool, space).entries, 6u);
+            const auto [again, n] = match(pool, space, 1, 6);
+            EXPECT_EQ(n, 6 * 64);
+            EXPECT_EQ(residency(pool, again).device_blocks, 6u);
+            verify(pool, again);
+            require(ta_seq_unpin(pool.get(), again, 0, 6, &err), err);
+            release(pool, again);
+            begin(plan, {next}, {much});
+            EXPECT_EQ(space_stats(pool, space).entries == 6, host_bytes > 0);
+            require(ta_plan_abort(plan.get(), &err), err);
+        }
+    }
+}
+
 TEST_F(Prefix, ABeginThatCannotFitLosesNothingThoughBlocksMayBeDropped) {
     for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{1} << 17}) {
         auto tiers = sized<ta_tier_options>();
