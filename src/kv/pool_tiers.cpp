@@ -345,7 +345,9 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
     return inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
         for (uint64_t b = first; b < first + n; ++b) {
-            if (!s.blocks[size_t(b)]->sealed()) {
+            // A pin can be taken back from a block that was cut since.
+            const bool full = s.blocks[size_t(b)]->sealed() && (!pinned || b < uint64_t(s.length) / kPageTokens);
+            if (!full) {
                 return fail(TA_E_STATE, "the block %s", s.blocks[size_t(b)]->dropped() ? "was dropped" : "is not full yet")
                     .block(int64_t(b));
             }

@@ -97,6 +97,15 @@ TEST(Tiers, MovesThatAreAskedFor) {
     EXPECT_EQ(residency(twins.pool, seq).pinned_blocks, 3u);
     require(ta_seq_unpin(twins.pool.get(), seq, 2, 3, &err), err);
     EXPECT_EQ(move_now(twins.pool, seq, 0, 10, TA_TIER_HOST).moved, 3u);
+    // Nor are blocks pinned that are not full any more; what was pinned before can be taken back.
+    const ta_seq cut = fork_sequence(twins.pool, seq);
+    require(ta_seq_pin(twins.pool.get(), cut, 3, 1, &err), err);
+    require(ta_seq_truncate(twins.pool.get(), cut, 3 * 64 + 10, &err), err);
+    EXPECT_EQ(ta_seq_pin(twins.pool.get(), cut, 3, 1, &err), TA_E_STATE);
+    EXPECT_EQ(ta_seq_pin(twins.pool.get(), cut, 0, 4, &err), TA_E_STATE);
+    EXPECT_EQ(residency(twins.pool, cut).pinned_blocks, 1u);
+    require(ta_seq_unpin(twins.pool.get(), cut, 3, 1, &err), err);
+    require(ta_seq_release(twins.pool.get(), cut, &err), err);
     ta_ticket ticket = 0;
     require(ta_seq_prefetch(twins.pool.get(), seq, 0, 5, &ticket, &err), err);
     EXPECT_EQ(wait(twins.pool, ticket).moved, 5u);
