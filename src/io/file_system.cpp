@@ -13,6 +13,8 @@
 #include <cstring>
 #include <mutex>
 
+#include "src/io/size_signal.h"
+
 namespace ta {
 namespace {
 
@@ -39,12 +41,17 @@ class SystemFiles final : public FileSystem {
         return result_of(int64_t(::pread(fd, data, bytes, off_t(offset))));
     }
     int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
+        const NoSizeSignal none;
         return result_of(int64_t(::pwrite(fd, data, bytes, off_t(offset))));
     }
     int fallocate(int fd, uint64_t offset, uint64_t bytes) override {
+        const NoSizeSignal none;
         return result_of(::fallocate(fd, 0, off_t(offset), off_t(bytes)));
     }
-    int ftruncate(int fd, uint64_t bytes) override { return result_of(::ftruncate(fd, off_t(bytes))); }
+    int ftruncate(int fd, uint64_t bytes) override {
+        const NoSizeSignal none;
+        return result_of(::ftruncate(fd, off_t(bytes)));
+    }
     int fsync(int fd) override { return result_of(::fsync(fd)); }
     int fstat(int fd, FileInfo& info) override {
         struct stat s;

@@ -14,6 +14,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "src/io/size_signal.h"
+
 namespace ta {
 namespace {
 
@@ -81,12 +83,12 @@ class Uring final : public IoQueue {
         }
         io_uring_sqe_set_data(sqe, op.user);
         // An entry that the kernel does not take now stays in the ring, and wait() tries again: it counts as taken.
-        liburing().submit(&ring_);
+        submit_all();
         return 0;
     }
 
     size_t wait(std::span<IoResult> results) override {
-        if (io_uring_sq_ready(&ring_) > 0) liburing().submit(&ring_);
+        if (io_uring_sq_ready(&ring_) > 0) submit_all();
         const size_t n = reap(results);
         if (n > 0) return n;
         pollfd p{event_, POLLIN, 0};
@@ -102,6 +104,11 @@ class Uring final : public IoQueue {
     }
 
   private:
+    // The kernel tries a write in this thread first, and what it signals comes here; its own threads have signals blocked.
+    void submit_all() {
+        const NoSizeSignal none;
+        liburing().submit(&ring_);
+    }
     size_t reap(std::span<IoResult> results) {
         unsigned head;
         size_t n = 0;

@@ -1,5 +1,6 @@
 // Sequences saved and loaded: the same stored values, the same results afterwards, and no file that is not what was saved.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cstring>
@@ -187,6 +188,31 @@ TEST_F(SequenceFile, WrongFilesAndCallbacks) {
     EXPECT_EQ(all.done, all.total);
     EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
     EXPECT_EQ(folder.entries(), 2u);  // the file and the link: nothing else is left behind
+}
+
+// A process that may not make files as large: with the signal that comes with it left as it is.
+TEST_F(SequenceFile, FilesBeyondTheLimitOfTheProcess) {
+    const auto plain = pool_options(kLayers, kHeads, kDim);
+    const KvPool pool = make_pool(context, plain);
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 300);
+    auto tiers = sized<ta_tier_options>();
+    tiers.disk_bytes = uint64_t{1} << 20;
+    auto with_disk = plain;
+    with_disk.tiers = &tiers;
+    rlimit before{};
+    ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+    const rlimit less{20000, before.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &less), 0);
+    ta_error err;
+    const ta_status saved = ta_seq_save(pool.get(), seq, path("large").c_str(), nullptr, nullptr, &err);
+    ta_kv_pool* none = nullptr;
+    const ta_status made = ta_kv_pool_create(context.get(), &with_disk, &none, &err);
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+    EXPECT_EQ(saved, TA_E_TIER_FULL);
+    EXPECT_EQ(made, TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(folder.entries(), 0u);
+    save(pool, seq, path("large"));
 }
 
 // A sequence larger than the device tier, saved from all tiers and loaded into them.
