@@ -442,7 +442,8 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_
                              ta_error* err);
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it.
  * Every byte is checked against hashes: damage is found, forgery by somebody who can compute them is not. It belongs to the
- * namespace of the same salt as the one that it was saved from.
+ * namespace of the same salt as the one that it was saved from. Room is made for it while it is read, as a begin makes it: where
+ * the load fails later, other blocks may lie in slower tiers.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (a later
  * version), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
@@ -662,7 +663,8 @@ TA_API void ta_plan_destroy(ta_plan* plan);
  * and the graph launched in place of those calls between any later begin and end: with as many sequences, as many query tokens
  * for each, the same tensors, and as many query heads in the last attend before that begin, but other lengths. end() refuses a
  * step that is not of the captured kind.
- * Errors: TA_E_STATE (the plan is open), TA_E_UNSUPPORTED (on a CPU), TA_E_DEVICE. */
+ * Errors: TA_E_STATE (the plan is open; the stream is being captured, and the plan ran on another one), TA_E_UNSUPPORTED (on a
+ * CPU), TA_E_DEVICE. */
 TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
 
 /* Opens the plan on a batch and reserves all memory that the step needs, copies of shared blocks included.

@@ -292,7 +292,7 @@ Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) 
     constexpr int kAttempts = 8;
     LooksForRoom looks(tier_settings_.moves_patience);
     for (int attempts = 0;;) {
-        const bool moving = mover_ && mover_->busy();
+        const bool moving = holds_blocks();
         const uint64_t seen = blocks_->changes();
         Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
