@@ -97,15 +97,21 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
 Status CudaTables::place_rows(const Step& step) {
     const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
     const size_t have = capacity();
-    size_t all = 0, missing = 0;
+    size_t pages = 0, all = 0, missing = 0;
     uint32_t slots = 0;
     for (const StepMember& m : step.members) slots = std::max(slots, m.sequence->slot + 1);
     if (rows_.size() < slots) rows_.resize(slots);
     for (const StepMember& m : step.members) {
         const size_t capacity = capacity_for(entries_of(m));
+        pages += size_t(entries_of(m));
         all += capacity;
         if (rows_[m.sequence->slot].capacity < size_t(entries_of(m))) missing += capacity;
     }
+    // Kernels count pages of all heads in 32 bits.
+    const size_t most = INT32_MAX / pool_.geometry().kv_heads;
+    if (pages > most)
+        return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; with %u kv heads a GPU takes %zu", pages,
+                    pool_.geometry().kv_heads, most);
     if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
     if (used_entries_ + missing > have) {
         if (all > have)
