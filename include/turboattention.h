@@ -655,7 +655,7 @@ typedef struct ta_plan ta_plan;
 /* Creates a plan; it can be begun and ended any number of times. `options` is reserved and must be NULL.
  * Errors: TA_E_INVALID, TA_E_MEMORY, TA_E_CLOSED. */
 TA_API ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, ta_error* err);
-/* Aborts the plan if it is open, then frees it. */
+/* Aborts the plan if it is open, then frees it. An open plan must not be destroyed while its stream is being captured. */
 TA_API void ta_plan_destroy(ta_plan* plan);
 
 /* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls

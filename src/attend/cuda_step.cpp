@@ -545,7 +545,7 @@ void CudaStep::finish() {
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());
-    if (!may_end().ok()) return;  // the plan is destroyed: what it enqueued before the capture, remove_fence() waits for
+    if (!may_end().ok()) return;  // destroyed within a capture, against the rules: the fence must not become a part of it
     staging_.finish(stream_);
     cudaEventRecord(fence_, stream_);
     staging_.release();

@@ -107,6 +107,8 @@ Result<std::unique_ptr<Device>> CudaDevice::open(int ordinal) {
     }
     std::unique_ptr<CudaDevice> device(new CudaDevice(ordinal));
     const CudaScope on_device(ordinal);
+    if (!on_device.entered())
+        return fail(TA_E_DEVICE, "GPU %d gives no context: it has no memory, or is another process's", ordinal);
     TA_RETURN_IF_ERROR(device->check(cudaGetDeviceProperties(&device->properties_, ordinal), "reading the GPU's properties"));
     if (device->properties_.major < 8) {
         return fail(TA_E_UNSUPPORTED, "%s has compute capability %d.%d; the kernels need 8.0", device->name(),

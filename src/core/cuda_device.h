@@ -38,6 +38,8 @@ class CudaScope {
     ~CudaScope();
     CudaScope(const CudaScope&) = delete;
     CudaScope& operator=(const CudaScope&) = delete;
+    // False where the device gives no context. Not so again once it gave one.
+    bool entered() const { return pushed_; }
 
   private:
     bool pushed_ = false;
