@@ -193,7 +193,6 @@ Status Plan::bring_blocks() {
         return ++made <= kMostAttempts;
     };
     // What others move, or what changed while this looked for room, may be room in a moment.
-    constexpr std::chrono::milliseconds kBriefly{200};
     const std::chrono::milliseconds moves_patience = pool_->tier_settings().moves_patience;
     LooksForRoom looks(moves_patience), brief_looks(std::min(moves_patience, kBriefly));
     bool tried = false;

@@ -6,6 +6,9 @@
 
 namespace ta {
 
+// For what ends soon if it ends at all.
+inline constexpr std::chrono::milliseconds kBriefly{200};
+
 // Who finds no room while others move blocks looks again: a few times in any pool, then for as long as its steps wait for moves.
 class LooksForRoom {
   public:

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "src/kv/block_file.h"
+#include "src/kv/looks_for_room.h"
 #include "src/kv/pool.h"
 #include "src/tiering/disk.h"
 
@@ -47,7 +48,13 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     for (size_t b = 0; b < n; ++b) blocks_->keep_kind(*s.blocks[b]);
     PrefixStore::OpenAmax open_amax;
     if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
-    TA_RETURN_IF_ERROR(prefixes_.publish(space, keys, std::span(s.blocks).first(n), open_amax));
+    for (LooksForRoom looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
+        const bool held = holds_blocks();
+        Status published = prefixes_.publish(space, keys, std::span(s.blocks).first(n), open_amax);
+        if (published.ok()) break;
+        // What a move or a file holds for a moment counts as in use.
+        if (published.code() != TA_E_LIMIT || !held || !looks.again()) return published;
+    }
     for (const BlockPtr& b : s.blocks) b->set_tenant(space);
     std::lock_guard lock(mutex_);
     if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;

@@ -1,10 +1,13 @@
-// What files bring along for namespaces that nobody has created: bounded in memory and in number.
+// Quotas beside moves, and what files bring along for namespaces that nobody has created: bounded in memory and in number.
 #include "src/kv/prefix.h"
 
 #include <gtest/gtest.h>
 #include <malloc.h>
 
+#include <array>
+#include <atomic>
 #include <cstring>
+#include <thread>
 
 #include "src/kv/pool.h"
 
@@ -45,6 +48,17 @@ class Prefix : public ::testing::Test {
     static size_t memory() {
         const struct mallinfo2 now = mallinfo2();
         return now.uordblks + now.hblkhd;
+    }
+
+    uint64_t block_bytes() const { return pool->geometry().slot_bytes(PageKind::kToken); }
+    // Of one full block.
+    ta_seq add_sequence() {
+        const PageKind kind[] = {PageKind::kToken};
+        Pool::Snapshot s;
+        s.blocks = pool->blocks().acquire(kind).value();
+        s.blocks[0]->seal(pool->geometry(), pool->fingerprint(), 0, uint32_t(kPageTokens));
+        s.length = kPageTokens;
+        return pool->adopt(std::move(s)).value();
     }
 
     std::shared_ptr<Pool> pool;
@@ -99,6 +113,29 @@ TEST_F(Prefix, NamesEndWithTheLastLoadThatFails) {
         EXPECT_EQ(first.tenant_of(3), c);
     }
     EXPECT_TRUE(known(c)) << "the first goes on";
+}
+
+TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
+    const Tenant space = pool->prefixes().create(Salt{1}, block_bytes()).value();
+    const std::array<uint8_t, kPrefixKeyBytes> first{1}, second{2};
+    const ta_seq a = add_sequence();
+    BlockPtr held = pool->snapshot(a).value().blocks[0];
+    ASSERT_TRUE(pool->publish(a, space, first).ok());
+    ASSERT_TRUE(pool->release(a).ok());
+
+    const ta_seq b = add_sequence();
+    EXPECT_EQ(pool->publish(b, space, second).code(), TA_E_LIMIT) << "who holds it says nothing of letting go";
+    std::atomic<bool> holds = false;
+    std::thread mover([&] {
+        const Pool::HoldsBlocks now(*pool);
+        holds = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        held.reset();
+    });
+    while (!holds) std::this_thread::yield();
+    EXPECT_TRUE(pool->publish(b, space, second).ok());
+    mover.join();
+    EXPECT_EQ(pool->prefixes().stats(space).value().evicted, 1u);
 }
 
 }  // namespace
