@@ -123,19 +123,18 @@ __device__ __forceinline__ int step_of_range(int range, int bits) {
     return s < 1 ? 1 : s;
 }
 
-// ChannelLayout (layout.h), computed once.
+// Offsets of ChannelLayout, computed once.
 struct PieceOffsets {
     int v_codes, k_step, k_zero, v_step, v_zero, v_exponents, k_scale, bytes;
-    __device__ __forceinline__ PieceOffsets(int d, int k_bits, int v_bits) {
-        v_codes = kPageTokens / 8 * d * k_bits;
-        k_step = v_codes + kPageTokens / 8 * v_bits * v_stored_channels(d, v_bits);
-        k_zero = k_step + d;
-        v_step = k_zero + d;
-        v_zero = v_step + d;
-        v_exponents = v_zero + d;
-        k_scale = v_exponents + kPageTokens / 2;
-        bytes = (k_scale + 2 * int(sizeof(float)) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
-    }
+    __device__ __forceinline__ explicit PieceOffsets(const ChannelLayout& layout)
+        : v_codes(int(layout.v_codes())),
+          k_step(int(layout.k_step())),
+          k_zero(int(layout.k_zero())),
+          v_step(int(layout.v_step())),
+          v_zero(int(layout.v_zero())),
+          v_exponents(int(layout.v_exponents())),
+          k_scale(int(layout.k_scale())),
+          bytes(int(layout.bytes())) {}
 };
 
 __device__ __forceinline__ void store_channel(uint8_t* step_at, uint8_t* zero_at, int bits, bool fractional, int step, int zero,
@@ -450,7 +449,7 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponent
 template <int D, class Args>
 __device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const Args& a, uint8_t* piece) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const PieceOffsets at(D, k_bits, v_bits);
+    const PieceOffsets at(ChannelLayout(D, k_bits, v_bits));
     if (a.v_exponents) {
         sum_v(page);
         __syncthreads();
