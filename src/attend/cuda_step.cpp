@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <new>
 #include <utility>
 
 #include "kernels/cuda/any/append/append.h"
@@ -20,6 +21,8 @@ namespace {
 using cuda::AppendArgs;
 using cuda::AttendArgs;
 using cuda::HeadArgs;
+
+constexpr uint64_t kKeptUnread = 64;  // steps that a schedule stays which no call reads
 
 class CudaStep final : public StepBackend {
   public:
@@ -51,9 +54,18 @@ class CudaStep final : public StepBackend {
         DeviceBuffer buffer;
         Staging staging;
         uint64_t step = 0;      // that it was made for
-        uint64_t captured = 0;  // the last step in which a captured call reads it; 0: none does
+        uint64_t read = 0;      // the last step with a call that reads it
+        bool captured = false;  // a captured call reads it
         ManyRows rows;
     };
+    // What a captured call reads a schedule as.
+    struct CapturedRead {
+        const Schedule* schedule;
+        const uint8_t* at;
+        int chunks;
+        bool operator==(const CapturedRead&) const = default;
+    };
+    using KindOfStep = std::vector<uint64_t>;
 
     Status prepare();
     Status upload_constants();
@@ -68,7 +80,9 @@ class CudaStep final : public StepBackend {
     Status seal_blocks();
     Status capturing(cudaStream_t stream, bool* yes) const;
     void see_call(bool captured);
-    std::vector<uint64_t> kind_of_step() const;
+    KindOfStep kind_of_step() const;
+    bool finds(const CapturedRead& read) const;
+    void keep_capture();
     static Status needs_a_run(const char* what);
     const float* signs() const {
         return pool_.numerics().hadamard ? reinterpret_cast<const float*>(constants_.data()) : nullptr;
@@ -94,8 +108,10 @@ class CudaStep final : public StepBackend {
     bool captured_ = false;         // some call was captured
     bool tables_are_last_ = false;  // of the plan's kernels on the stream, no other was enqueued after them
     bool seen_calls_ = false;       // in this step
-    uint64_t captured_step_ = 0;    // the last with captured calls
-    std::vector<uint64_t> captured_kind_;
+    // Of this step, if calls of it are captured; then of all that were.
+    KindOfStep capture_kind_;
+    std::vector<CapturedRead> capture_reads_;
+    std::map<KindOfStep, std::vector<CapturedRead>> captured_kinds_;
     Step* step_ = nullptr;
     uint64_t steps_ = 0;
 
@@ -194,6 +210,8 @@ Status CudaStep::begin(Step& step) {
     ++steps_;
     seen_calls_ = false;
     // Of all groups: a graph reads its own, whatever was called for last.
+    read_.clear();
+    std::erase_if(schedules_, [&](const auto& s) { return !s.second.captured && s.second.read + kKeptUnread < steps_; });
     if (tables_.group() > 0) {
         for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
@@ -248,10 +266,35 @@ void CudaStep::see_call(bool captured) {
     seen_calls_ = true;
     const std::vector<Schedule*> read = std::exchange(read_, {});
     if (!captured) return;
-    for (Schedule* s : read) s->captured = steps_;
     captured_ = true;
-    captured_step_ = steps_;
-    captured_kind_ = kind_of_step();
+    for (Schedule* s : read) {
+        s->captured = true;
+        const CapturedRead seen{s, s->buffer.data(), s->rows.chunks};
+        if (std::find(capture_reads_.begin(), capture_reads_.end(), seen) == capture_reads_.end())
+            capture_reads_.push_back(seen);
+    }
+    capture_kind_ = kind_of_step();
+}
+
+bool CudaStep::finds(const CapturedRead& read) const {
+    const Schedule& s = *read.schedule;
+    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks;
+}
+
+// Other graphs of steps of this kind serve as long as they find theirs, too; those that do not any more are not asked for.
+void CudaStep::keep_capture() {
+    if (capture_kind_.empty()) return;
+    try {
+        std::vector<CapturedRead>& reads = captured_kinds_[capture_kind_];
+        std::erase_if(reads, [&](const CapturedRead& r) { return !finds(r); });
+        for (const CapturedRead& r : capture_reads_) {
+            if (std::find(reads.begin(), reads.end(), r) == reads.end()) reads.push_back(r);
+        }
+    } catch (const std::bad_alloc&) {
+        captured_kinds_.clear();  // no graph is taken for one that finds all it reads
+    }
+    capture_kind_.clear();
+    capture_reads_.clear();
 }
 
 // ------------------------------------------------------------------------------------------------------------------ append
@@ -458,9 +501,13 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured)
 
 Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work) {
     Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
+    schedule.read = steps_;
     if (schedule.step != steps_) {
         if (captured) return needs_a_run("these options");
-        TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
+        if (Status made = upload_schedule(key, schedule); !made.ok()) {
+            if (schedule.step == 0) schedules_.erase(key);  // later steps do not try again
+            return made;
+        }
     }
     TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);
@@ -490,12 +537,16 @@ Status CudaStep::needs_a_run(const char* what) {
 
 // What a graph was captured with is compared here, since its launch is not seen.
 Status CudaStep::seal() {
-    if (!captured_ || seen_calls_ || kind_of_step() == captured_kind_) {
-        return seal_blocks();
+    if (captured_ && !seen_calls_) {
+        const auto kind = captured_kinds_.find(kind_of_step());
+        const auto is_found = [this](const CapturedRead& r) { return finds(r); };
+        if (kind == captured_kinds_.end() || !std::all_of(kind->second.begin(), kind->second.end(), is_found)) {
+            return fail(TA_E_STATE,
+                        "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
+                        "run it without the graph and capture again");
+        }
     }
-    return fail(TA_E_STATE,
-                "the step's calls were left to a graph, but the step is not of the kind that was captured: abort it, "
-                "run it without the graph and capture again");
+    return seal_blocks();
 }
 
 // Enqueues the hashes of the blocks that became full.
@@ -518,18 +569,12 @@ Status CudaStep::seal_blocks() {
     return {};
 }
 
-// All that a captured launch depends on beside the tables. A workspace that was outgrown since still serves it.
-std::vector<uint64_t> CudaStep::kind_of_step() const {
-    std::vector<uint64_t> kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
-                               mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
+// All that a captured launch depends on beside the tables and schedules. A workspace that was outgrown since still serves it.
+CudaStep::KindOfStep CudaStep::kind_of_step() const {
+    KindOfStep kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
+                    mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
     tables_.addresses(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
-    for (const auto& [key, schedule] : schedules_) {
-        // Those that no captured call reads do not matter, nor those without prompts in this step.
-        if (schedule.captured == 0 || schedule.step != steps_) continue;
-        kind.push_back(uint64_t(uintptr_t(schedule.buffer.data())));
-        if (schedule.captured == captured_step_) kind.push_back(uint64_t(schedule.rows.chunks));
-    }
     return kind;
 }
 
@@ -542,6 +587,7 @@ Status CudaStep::may_end() const {
 }
 
 void CudaStep::finish() {
+    keep_capture();
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());

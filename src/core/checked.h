@@ -1,4 +1,4 @@
-// Size arithmetic that cannot wrap.
+// Arithmetic of sizes.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +21,11 @@ constexpr std::optional<T> checked_add(T a, T b) {
     T r;
     if (__builtin_add_overflow(a, b, &r)) return std::nullopt;
     return r;
+}
+
+// The next multiple of `to`, for what is known to fit.
+constexpr size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
 }
 
 }  // namespace ta

@@ -37,6 +37,11 @@ bool ends_device(cudaError_t error) {
     }
 }
 
+// cudaMalloc aligns to 256 bytes at least, and to a page of 2 MiB from 1 MiB on.
+size_t taken_for(size_t bytes) {
+    return std::max<size_t>(bytes, 2 << 20);
+}
+
 // The driver's stack of contexts: cudaSetDevice(), which could put back a device but not none, would make a context there.
 struct Contexts {
     decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
@@ -138,9 +143,8 @@ CudaDevice::~CudaDevice() {
 uint8_t* CudaDevice::allocate(size_t bytes) {
     const CudaScope scope(ordinal_);
     void* ptr = nullptr;
-    // cudaMalloc aligns to 256 bytes at least, and to a page of 2 MiB from 1 MiB on.
-    if (cudaMalloc(&ptr, std::max<size_t>(bytes, 2 << 20)) != cudaSuccess) return nullptr;
-    count_bytes(int64_t(bytes));
+    if (cudaMalloc(&ptr, taken_for(bytes)) != cudaSuccess) return nullptr;
+    count_bytes(int64_t(taken_for(bytes)));
     return static_cast<uint8_t*>(ptr);
 }
 
@@ -155,7 +159,7 @@ void CudaDevice::deallocate(uint8_t* ptr, size_t bytes) {
     if (!ptr) return;
     const CudaScope scope(ordinal_);
     cudaFree(ptr);
-    count_bytes(-int64_t(bytes));
+    count_bytes(-int64_t(taken_for(bytes)));
 }
 
 uint32_t* CudaDevice::allocate_counters(size_t n) {
@@ -189,6 +193,7 @@ Status CudaDevice::read_rows(void* to, const uint8_t* from, size_t pitch, size_t
 
 Status CudaDevice::write(uint8_t* to, const void* from, size_t bytes) {
     const CudaScope scope(ordinal_);
+    TA_RETURN_IF_ERROR(wait_for_fences(copies_, nullptr));
     TA_RETURN_IF_ERROR(check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, copies_), "copying to the GPU"));
     return check(cudaStreamSynchronize(copies_), "copying to the GPU");
 }

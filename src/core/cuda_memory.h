@@ -7,13 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "src/core/checked.h"
 #include "src/core/cuda_device.h"
 
 namespace ta {
-
-inline size_t round_up(size_t n, size_t to) {
-    return (n + to - 1) / to * to;
-}
 
 // Device memory that grows. What it outgrows stays until the end, since a captured graph may still read it.
 class DeviceBuffer {
@@ -57,7 +54,7 @@ class Staging {
     Staging() = default;
     ~Staging() {
         if (!done_ && !data_) return;
-        const OutsideCaptures outside;
+        const CudaScope scope(ordinal_);
         if (done_) {
             cudaEventSynchronize(done_);
             cudaEventDestroy(done_);
@@ -68,6 +65,7 @@ class Staging {
     Staging& operator=(const Staging&) = delete;
 
     Status take(const CudaDevice& device, size_t bytes) {
+        ordinal_ = device.ordinal();
         if (!done_)
             TA_RETURN_IF_ERROR(device.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event"));
         TA_RETURN_IF_ERROR(device.check(cudaEventSynchronize(done_), "waiting for an earlier step"));
@@ -95,6 +93,7 @@ class Staging {
     }
 
   private:
+    int ordinal_ = -1;
     void* data_ = nullptr;
     size_t bytes_ = 0, used_ = 0;
     cudaEvent_t done_ = nullptr;

@@ -93,7 +93,7 @@ class Device {
     virtual Status read(void* to, const uint8_t* from, size_t bytes) = 0;
     // The same for rows that lie `pitch` bytes apart, pitch >= row_bytes; `to` gets them without gaps.
     virtual Status read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) = 0;
-    // The other way, before anything that is enqueued from now on.
+    // The other way, behind all steps that were ended so far and before anything that is enqueued from now on.
     virtual Status write(uint8_t* to, const void* from, size_t bytes) = 0;
     // TA_E_DEVICE_LOST from the first error on after which the device runs nothing any more.
     virtual Status health() const = 0;

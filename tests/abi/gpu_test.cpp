@@ -318,23 +318,97 @@ TEST_F(Gpu, PrefillInUnitsOfTheRunningMaximum) {
     }
 }
 
-// Captures a step that adds `n` tokens to each sequence and attends to all with as many queries, and replays it.
-void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32_t n, int replays, double tolerance) {
-    const size_t batch = twins.sequences.size();
-    const int64_t heads = shape.kv_heads, q_heads = heads * shape.group, d = shape.head_dim, rows = int64_t(batch) * n;
-    DeviceTensor k(rows, heads, d), v(rows, heads, d), q(rows, q_heads, d), out(rows, q_heads, d);
-    Random random(5);
-    std::vector<size_t> all(batch);
-    std::iota(all.begin(), all.end(), size_t{0});
-    std::vector<ta_seq> on_gpu, on_cpu;
-    for (const Twins::Pair& s : twins.sequences) {
-        on_gpu.push_back(s.gpu);
-        on_cpu.push_back(s.cpu);
+// A step that adds `n` tokens to each of some sequences and attends with as many queries: captured when it is run first, then
+// replayed.
+class Graph {
+  public:
+    Graph(Twins& twins, cudaStream_t stream, const Shape& shape, std::span<const size_t> members, int32_t n)
+        : twins_(twins),
+          stream_(stream),
+          heads_(shape.kv_heads),
+          q_heads_(heads_ * shape.group),
+          d_(shape.head_dim),
+          rows_(int64_t(members.size()) * n),
+          added_(members.size(), n),
+          k_(rows_, heads_, d_),
+          v_(rows_, heads_, d_),
+          q_(rows_, q_heads_, d_),
+          out_(rows_, q_heads_, d_) {
+        for (const size_t m : members) {
+            on_gpu_.push_back(twins.sequences[m].gpu);
+            on_cpu_.push_back(twins.sequences[m].cpu);
+        }
     }
-    const std::vector<int32_t> captured(batch, n);
-    std::vector<int32_t> more = captured;  // of a step by hand
+    ~Graph() {
+        if (exec_) cudaGraphExecDestroy(exec_);
+    }
+    Graph(const Graph&) = delete;
+    Graph& operator=(const Graph&) = delete;
+
+    void run(Random& random, double tolerance) {
+        const std::vector<float> kv = random.normals(rows_ * heads_ * d_), qv = random.normals(rows_ * q_heads_ * d_);
+        k_.set(kv);
+        v_.set(kv);
+        q_.set(qv);
+        begin(twins_.gpu_plan, on_gpu_, added_);
+        if (!exec_) capture();
+        ASSERT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+        end(twins_.gpu_plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+        begin(twins_.cpu_plan, on_cpu_, added_);
+        Tensor k(kv, rows_, heads_, d_, TA_DTYPE_F16), q(qv, rows_, q_heads_, d_, TA_DTYPE_F16), out(rows_, q_heads_, d_);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(twins_.cpu_plan, layer, k, k);
+            attend(twins_.cpu_plan, layer, q, out);
+        }
+        end(twins_.cpu_plan);
+        const std::vector<float> got = out_.get(), expected = out.values();
+        double difference = 0.0, norm = 0.0;
+        for (size_t m = 0; m < got.size(); ++m) {
+            difference += (double(got[m]) - expected[m]) * (double(got[m]) - expected[m]);
+            norm += double(expected[m]) * expected[m];
+        }
+        ASSERT_LE(std::sqrt(difference / norm), tolerance);
+    }
+    // A step that adds so many tokens to the first sequence is not taken for a replay.
+    void expect_refused(int32_t added) {
+        std::vector<int32_t> other = added_;
+        other[0] = added;
+        begin(twins_.gpu_plan, on_gpu_, other);
+        EXPECT_EQ(ta_plan_end(twins_.gpu_plan.get(), nullptr), TA_E_STATE);
+        EXPECT_EQ(ta_plan_abort(twins_.gpu_plan.get(), nullptr), TA_OK);
+    }
+
+  private:
+    void capture() {
+        ta_error err;
+        ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
+            require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, nullptr, &err), err);
+        }
+        cudaGraph_t graph = nullptr;
+        ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
+        ASSERT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
+        cudaGraphDestroy(graph);
+    }
+
+    Twins& twins_;
+    const cudaStream_t stream_;
+    const int64_t heads_, q_heads_, d_, rows_;
+    const std::vector<int32_t> added_;
+    std::vector<ta_seq> on_gpu_, on_cpu_;
+    DeviceTensor k_, v_, q_, out_;
+    cudaGraphExec_t exec_ = nullptr;
+};
+
+void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32_t n, int replays, double tolerance) {
+    std::vector<size_t> all(twins.sequences.size());
+    std::iota(all.begin(), all.end(), size_t{0});
+    std::vector<int32_t> more(all.size(), n);  // of a step by hand
     more[0] = 2 * n;
-    cudaGraphExec_t exec = nullptr;
+    Graph graph(twins, stream, shape, all, n);
+    Random random(5);
     for (int i = 0; i < replays; ++i) {
         if (i == 3 || i == 6) {
             // Eager steps of other options and lengths between replays change nothing of what the graph reads.
@@ -342,48 +416,38 @@ void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32
             options.window = 10 * i;
             twins.step(all, more, more, tolerance, &options);
         }
-        const std::vector<float> kv = random.normals(rows * heads * d), qv = random.normals(rows * q_heads * d);
-        k.set(kv);
-        v.set(kv);
-        q.set(qv);
-        begin(twins.gpu_plan, on_gpu, captured);
-        ta_error err;
-        if (!exec) {
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            for (uint32_t layer = 0; layer < kLayers; ++layer) {
-                require(ta_append(twins.gpu_plan.get(), layer, k.view(), v.view(), &err), err);
-                require(ta_attend(twins.gpu_plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
-            }
-            cudaGraph_t graph = nullptr;
-            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-            cudaGraphDestroy(graph);
-        }
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-        end(twins.gpu_plan);
-        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        begin(twins.cpu_plan, on_cpu, captured);
-        Tensor ck(kv, rows, heads, d, TA_DTYPE_F16), cq(qv, rows, q_heads, d, TA_DTYPE_F16), cout(rows, q_heads, d);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            append(twins.cpu_plan, layer, ck, ck);
-            attend(twins.cpu_plan, layer, cq, cout);
-        }
-        end(twins.cpu_plan);
-        const std::vector<float> got = out.get(), expected = cout.values();
-        double difference = 0.0, norm = 0.0;
-        for (size_t m = 0; m < got.size(); ++m) {
-            difference += (double(got[m]) - expected[m]) * (double(got[m]) - expected[m]);
-            norm += double(expected[m]) * expected[m];
-        }
-        ASSERT_LE(std::sqrt(difference / norm), tolerance) << "replay " << i;
+        SCOPED_TRACE("replay " + std::to_string(i));
+        graph.run(random, tolerance);
+        if (::testing::Test::HasFatalFailure()) return;
     }
     twins.compare_pages();
-    // A step of another kind is not taken for a replay.
-    more[0] = n + 1;
-    begin(twins.gpu_plan, on_gpu, more);
-    EXPECT_EQ(ta_plan_end(twins.gpu_plan.get(), nullptr), TA_E_STATE);
-    EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
-    cudaGraphExecDestroy(exec);
+    graph.expect_refused(n + 1);
+}
+
+// An engine has a graph for each size of its batches.
+TEST_F(Gpu, APlanReplaysGraphsOfSeveralKinds) {
+    const Shape& shape = kShapes[0];
+    Twins twins(gpu, cpu, shape, stream, 20);
+    const size_t a = twins.add(), b = twins.add(), c = twins.add();
+    twins.step({a, b, c}, {100, 60, 300}, {100, 60, 300}, kPrefillError);
+    const std::vector<size_t> one{a}, two{a, b}, prompt{c};
+    twins.step(one, {1}, {1}, kDecodeError);
+    twins.step(two, {1, 1}, {1, 1}, kDecodeError);
+    twins.step(prompt, {64}, {64}, kPrefillError);
+    Graph of_one(twins, stream, shape, one, 1), of_two(twins, stream, shape, two, 1),
+        of_prompt(twins, stream, shape, prompt, 64);
+    Random random(6);
+    for (int i = 0; i < 70; ++i) {
+        SCOPED_TRACE("round " + std::to_string(i));
+        of_one.run(random, kDecodeError);
+        of_two.run(random, kDecodeError);
+        if (i % 10 == 0) of_prompt.run(random, kPrefillError);
+        if (HasFatalFailure()) return;
+    }
+    twins.compare_pages();
+    of_two.expect_refused(2);
+    of_prompt.expect_refused(65);
+    of_two.run(random, kDecodeError);
 }
 
 TEST_F(Gpu, AGraphIsReplayedWithNewLengths) {

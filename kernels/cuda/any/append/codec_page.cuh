@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_rows.cuh"
+#include "kernels/cuda/common/half2.cuh"
 
 namespace ta::cuda {
 
@@ -63,18 +64,10 @@ __device__ __forceinline__ uint32_t merge_word(uint32_t q, float r0, float r1, f
 
 // Two of a word's bytes u as the halves 1024 + u.
 __device__ __forceinline__ __half2 bytes01(uint32_t u) {
-    const uint32_t h = __byte_perm(u, 0x64646464u, 0x4140);
-    return reinterpret_cast<const __half2&>(h);
+    return half2_of(__byte_perm(u, 0x64646464u, 0x4140));
 }
 __device__ __forceinline__ __half2 bytes23(uint32_t u) {
-    const uint32_t h = __byte_perm(u, 0x64646464u, 0x4342);
-    return reinterpret_cast<const __half2&>(h);
-}
-__device__ __forceinline__ uint32_t bits_of(__half2 h) {
-    return reinterpret_cast<const uint32_t&>(h);
-}
-__device__ __forceinline__ __half2 half2_of(uint32_t bits) {
-    return reinterpret_cast<const __half2&>(bits);
+    return half2_of(__byte_perm(u, 0x64646464u, 0x4342));
 }
 // The half-precision integer 1024 + n, 0 <= n < 1024, twice.
 __device__ __forceinline__ __half2 halves_1024(int n) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/cuda/any/decode/query.cuh"
+#include "kernels/cuda/common/half2.cuh"
 
 namespace ta::cuda {
 
@@ -30,13 +31,6 @@ __device__ __forceinline__ uint32_t step_bits(uint32_t step_bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------- scores
-
-__device__ __forceinline__ __half2 half2_of(uint32_t bits) {
-    return *reinterpret_cast<const __half2*>(&bits);
-}
-__device__ __forceinline__ uint32_t bits_of(__half2 x) {
-    return *reinterpret_cast<const uint32_t*>(&x);
-}
 
 // A lane's channels 4 lane .. + 3 (and + 128) of the queries as fp16. Held in registers over a segment where there are few
 // rows.

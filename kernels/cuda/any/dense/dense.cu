@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/any/dense/dense.h"
 #include "kernels/cuda/any/dense/launch.h"
+#include "kernels/cuda/common/launch.cuh"
 
 namespace ta::cuda {
 namespace {
@@ -70,8 +71,7 @@ int launch_dense_half(const DenseHalfArgs& args, CUstream_st* stream) {
 
 int launch_dense_count(const uint32_t* counts, int64_t n, uint32_t* total, CUstream_st* stream) {
     const int64_t ctas = std::clamp<int64_t>((n + kCountThreads - 1) / kCountThreads, 1, 64);
-    dense_count_kernel<<<unsigned(ctas), kCountThreads, 0, stream>>>(counts, n, total);
-    return cudaGetLastError();
+    return launch_kernel(dense_count_kernel, unsigned(ctas), kCountThreads, 0, stream, counts, n, total);
 }
 
 }  // namespace ta::cuda

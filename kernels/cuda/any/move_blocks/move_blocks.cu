@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/any/move_blocks/move_blocks.h"
+#include "kernels/cuda/common/launch.cuh"
 
 namespace ta::cuda {
 namespace {
@@ -153,8 +154,7 @@ cudaError_t launch(const BlockCopy* copies, size_t n, bool bulk, cudaStream_t st
         e != cudaSuccess)
         return e;
     const auto ctas = unsigned(std::min<uint32_t>(kCtas, t.pieces));
-    move_blocks_kernel<kTasks><<<ctas, bulk ? 32 : kLoadThreads, ring, stream>>>(t);
-    return cudaGetLastError();
+    return launch_kernel(move_blocks_kernel<kTasks>, ctas, bulk ? 32 : kLoadThreads, ring, stream, t);
 }
 
 }  // namespace

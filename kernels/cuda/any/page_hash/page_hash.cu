@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "kernels/cuda/any/page_hash/page_hash.h"
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/format/slot.h"
 
 #define XXH_INLINE_ALL
@@ -188,8 +189,7 @@ template <bool kSeal>
 int launch(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
     const uint64_t pages = uint64_t(args.n_tasks) * args.layers;
     if (pages == 0) return cudaSuccess;
-    page_hash_kernel<kSeal><<<unsigned(pages), 32 * kWarps, 0, stream>>>(args, default_secret(), mismatch);
-    return cudaGetLastError();
+    return launch_kernel(page_hash_kernel<kSeal>, unsigned(pages), 32 * kWarps, 0, stream, args, default_secret(), mismatch);
 }
 
 }  // namespace

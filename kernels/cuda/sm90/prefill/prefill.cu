@@ -1,4 +1,5 @@
 // Prefill's launch.
+#include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/sm90/prefill/kernel.cuh"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 
@@ -23,9 +24,8 @@ cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int 
     const auto kernel = prefill::prefill_kernel<D, kChannels, kOptions>;
     constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kChannels>);
     if (cudaError_t e = load<D, kChannels, kOptions>(); e != cudaSuccess) return e;
-    kernel<<<ctas, prefill::kThreads, kBytes, stream>>>(args, static_cast<PrefillSchedule*>(schedule),
-                                                        static_cast<uint8_t*>(workspace));
-    return cudaGetLastError();
+    return launch_kernel(kernel, unsigned(ctas), prefill::kThreads, kBytes, stream, args,
+                         static_cast<PrefillSchedule*>(schedule), static_cast<uint8_t*>(workspace));
 }
 
 template <int D>
