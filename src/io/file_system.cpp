@@ -30,6 +30,7 @@ int describe(const struct stat& s, FileInfo& info) {
     info.mode = s.st_mode & 07777;
     info.device = s.st_dev;
     info.inode = s.st_ino;
+    info.links = s.st_nlink;
     return 0;
 }
 
@@ -68,6 +69,11 @@ class SystemFiles final : public FileSystem {
         // This file system cannot: link() does not replace either.
         if (::link(from, to) != 0) return -errno;
         return result_of(::unlink(from));
+    }
+    int link(int fd, const char* to) override {
+        char name[32];  // by descriptor it takes a privilege
+        std::snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+        return result_of(::linkat(AT_FDCWD, name, AT_FDCWD, to, AT_SYMLINK_FOLLOW));
     }
     int unlink(const char* path) override { return result_of(::unlink(path)); }
     int lock(int fd) override { return result_of(::flock(fd, LOCK_EX | LOCK_NB)); }
@@ -148,6 +154,14 @@ std::shared_ptr<FileSystem> system_files() {
 
 std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files) {
     return std::make_unique<BlockingQueue>(files);
+}
+
+std::string shown(const std::string& path) {
+    constexpr size_t kMost = 96;
+    if (path.size() <= kMost) return path;
+    std::string end = "...";
+    end.append(path, path.size() - (kMost - end.size()));
+    return end;
 }
 
 }  // namespace ta

@@ -32,7 +32,7 @@ struct IoResult {
 class IoQueue {
   public:
     virtual ~IoQueue() = default;  // nothing is in flight any more
-    // 0, or -errno and the operation was not taken.
+    // 0, or -errno: the operation was not taken.
     virtual int submit(const IoOp& op) = 0;
     // Waits for the first result or a wake(), and returns how many results there are.
     virtual size_t wait(std::span<IoResult> results) = 0;
@@ -46,6 +46,7 @@ struct FileInfo {
     uid_t owner = 0;
     mode_t mode = 0;  // permission bits
     uint64_t device = 0, inode = 0;
+    uint64_t links = 0;  // names
 };
 
 // As the POSIX functions of these names, except that a failure is returned as -errno. Thread-safe.
@@ -63,6 +64,8 @@ class FileSystem {
     virtual int lstat(const char* path, FileInfo& info) = 0;
     // Fails with -EEXIST rather than replace `to`.
     virtual int rename(const char* from, const char* to) = 0;
+    // Gives a file without a name, from O_TMPFILE, the name `to`. Fails with -EEXIST rather than replace what has it.
+    virtual int link(int fd, const char* to) = 0;
     virtual int unlink(const char* path) = 0;
     // An exclusive lock that ends with the descriptor, in this process too; -EWOULDBLOCK when someone else has it.
     virtual int lock(int fd) = 0;
@@ -81,6 +84,9 @@ struct ErrorText {
     friend std::string operator+(std::string before, const ErrorText& t) { return std::move(before) + t.text; }
 };
 ErrorText error_text(int64_t negative_errno);
+
+// A path as texts of errors show it: of a long one the end, so that the reason behind it has room.
+std::string shown(const std::string& path);
 bool is_lack_of_space(int64_t negative_errno);
 
 // The operating system's files.

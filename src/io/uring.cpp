@@ -68,6 +68,7 @@ class Uring final : public IoQueue {
     }
 
     int submit(const IoOp& op) override {
+        if (broken_ < 0) return broken_;
         io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
         if (!sqe) return -EBUSY;
         switch (op.kind) {
@@ -82,17 +83,18 @@ class Uring final : public IoQueue {
                 break;
         }
         io_uring_sqe_set_data(sqe, op.user);
-        // An entry that the kernel does not take now stays in the ring, and wait() tries again: it counts as taken.
-        submit_all();
-        return 0;
+        // An entry that the kernel does not take now stays in the ring, and wait() tries again: it counts as taken. One that it
+        // never takes stays too, and nothing goes to the kernel any more.
+        if (const int r = submit_all(); r < 0 && r != -EAGAIN && r != -EBUSY && r != -EINTR && r != -ENOMEM) broken_ = r;
+        return broken_;
     }
 
     size_t wait(std::span<IoResult> results) override {
-        if (io_uring_sq_ready(&ring_) > 0) submit_all();
+        if (is_behind()) submit_all();
         const size_t n = reap(results);
         if (n > 0) return n;
         pollfd p{event_, POLLIN, 0};
-        poll(&p, 1, io_uring_sq_ready(&ring_) > 0 ? kRetryMilliseconds : -1);
+        poll(&p, 1, is_behind() ? kRetryMilliseconds : -1);
         uint64_t count = 0;
         [[maybe_unused]] const ssize_t r = read(event_, &count, sizeof count);
         return reap(results);
@@ -105,10 +107,11 @@ class Uring final : public IoQueue {
 
   private:
     // The kernel tries a write in this thread first, and what it signals comes here; its own threads have signals blocked.
-    void submit_all() {
+    int submit_all() {
         const NoSizeSignal none;
-        liburing().submit(&ring_);
+        return liburing().submit(&ring_);
     }
+    bool is_behind() const { return broken_ == 0 && io_uring_sq_ready(&ring_) > 0; }
     size_t reap(std::span<IoResult> results) {
         unsigned head;
         size_t n = 0;
@@ -125,6 +128,7 @@ class Uring final : public IoQueue {
 
     io_uring ring_{};
     bool made_ = false;
+    int broken_ = 0;  // -errno: the kernel lets nobody use the ring
     int event_ = -1;
 };
 

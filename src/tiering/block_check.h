@@ -2,7 +2,7 @@
 #pragma once
 
 #include "src/kv/geometry.h"
-#include "src/tiering/tier.h"
+#include "src/tiering/disk_request.h"
 
 namespace ta {
 

@@ -10,7 +10,6 @@
 
 #include "src/io/file_system.h"
 #include "src/tiering/disk_engine.h"
-#include "src/tiering/tier.h"
 
 namespace ta {
 
@@ -34,18 +33,25 @@ class DiskTier final : public Tier {
     // TA_E_INVALID: the file is not one of this pool, or not safe to use. TA_E_CORRUPT: it is not a file of a disk tier, or
     // damaged as a whole. TA_E_BUSY: in use. TA_E_TIER_FULL: no space. TA_E_IO.
     static Result<std::unique_ptr<DiskTier>> open(std::shared_ptr<FileSystem> files, const DiskTierOptions& options);
+    // A file that open() made goes with the tier, as if nothing had been, unless this is called: when all else is there too.
+    void keep_file() { engine_->keep_file(); }
+    // Cancels what is queued, and returns when every client was told of every request.
     ~DiskTier() override;
 
-    TierKind kind() const override { return TierKind::kDisk; }
-    size_t slot_bytes(uint8_t slot_class) const override;
-    // In a persistent tier a released slot is free only when its record was erased, a moment later.
+    // Of a block, 0 for a class that the tier does not have.
+    size_t slot_bytes(uint8_t slot_class) const;
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override { return engine_->acquire(wanted); }
+    // A slot that requests still work on is free for others when they are done with it; in a persistent tier when its record
+    // was erased, a moment later.
     void release(std::span<const Slot> slots) override { engine_->release(slots); }
     uint8_t* address(Slot) const override { return nullptr; }
-    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
+    // All requests, or none on failure. They are done in any order. Slots are written whole, and while one is written nothing
+    // else may be asked of it: TA_E_BUSY; reading what was never written is TA_E_STATE.
+    Result<DiskBatch> submit(std::span<const DiskRequest> requests, DiskClient& client) {
         return engine_->submit(requests, client);
     }
-    void cancel(TierBatch batch) override { engine_->cancel(batch); }
+    // Requests of the batch that did not finish yet complete as cancelled, soon, whatever the disk does.
+    void cancel(DiskBatch batch) { engine_->cancel(batch); }
     TierStats stats() const override;
     TierHealth health() const override { return engine_->health(); }
     std::span<const std::string> degraded() const override { return engine_->file().degraded; }

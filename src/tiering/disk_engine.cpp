@@ -364,7 +364,7 @@ Status DiskEngine::io_status(const Op& op, int64_t error) const {
 
 // The client's memory sees nothing that is not the block it asked for.
 Status DiskEngine::check_and_copy(const Op& op) {
-    const TierRequest& r = op.request;
+    const DiskRequest& r = op.request;
     RecordHeader h;
     const uint8_t* payload = op.staging + kDiskPage;
     const char* wrong = check_header(op.staging, file_->context, r.slot.slot_class, op.offset, h);

@@ -36,9 +36,10 @@ class DiskEngine {
 
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted);
     void release(std::span<const Slot> slots);
-    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client);
-    void cancel(TierBatch batch);
+    Result<DiskBatch> submit(std::span<const DiskRequest> requests, DiskClient& client);
+    void cancel(DiskBatch batch);
     Status flush();
+    void keep_file() { file_->keep(); }
     TierStats stats() const;
     TierHealth health() const;
     const DiskFile& file() const { return *file_; }
@@ -67,9 +68,9 @@ class DiskEngine {
         bool reported = false;   // its client was told: what comes now is for nobody
         bool stalled = false;    // it is beyond its deadline
         bool was_valid = false;  // write: what to go back to if the batch is refused
-        TierRequest request;
-        TierClient* client = nullptr;  // nullptr: the tier's own
-        TierBatch batch = 0;
+        DiskRequest request;
+        DiskClient* client = nullptr;  // nullptr: the tier's own
+        DiskBatch batch = 0;
         uint64_t generation = 0;  // read: expected; write: new
         uint64_t offset = 0;      // of the record in the file
         uint8_t* staging = nullptr;
@@ -102,7 +103,7 @@ class DiskEngine {
     void leave_slot(Op& op);
     void free_slot(uint32_t index);
     Status admit(Op& op);
-    Result<TierBatch> enqueue(Ops& ops);
+    Result<DiskBatch> enqueue(Ops& ops);
     Status admit_write();
     void unadmit(const Op& op);
     Status overdue() const;
@@ -138,7 +139,7 @@ class DiskEngine {
     Ops queued_, active_;
     Ops dropped_;  // queued ones to report, cancelled or overdue
     Ops spare_;    // for erasing, which must not need memory
-    TierBatch next_batch_ = 1;
+    DiskBatch next_batch_ = 1;
     uint64_t next_generation_ = 1;
     uint64_t outstanding_ = 0;  // requests whose clients were not told yet
     uint64_t stalled_now_ = 0;  // operations that were given up and have not come back

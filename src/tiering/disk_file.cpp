@@ -8,8 +8,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <thread>
+
+#include "kernels/format/hash.h"
 
 namespace ta {
 namespace {
@@ -20,6 +23,7 @@ constexpr std::chrono::milliseconds kLockPatience{1000};
 constexpr int kGenerationBits = 40;  // of the writes between two opens
 constexpr uint64_t kMostOpens = (uint64_t{1} << (64 - kGenerationBits)) - 4;
 constexpr size_t kMostRefusals = 16;  // that are kept as text
+constexpr int kMostAttempts = 8;      // while other processes make the same file
 
 // Whether a page did not come or go whole: interrupted, or less than was asked for.
 bool is_incomplete(int64_t r) {
@@ -43,8 +47,38 @@ auto retry(Operation&& operation) {
 }
 
 Status io_failure(int64_t error, const char* what, const std::string& path) {
-    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s the disk tier's file %s failed: %s", what, path.c_str(),
-                error_text(error).c_str());
+    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s the disk tier's file %s failed: %s", what,
+                shown(path).c_str(), error_text(error).c_str());
+}
+
+// Of open() with O_TMPFILE: not this kernel, or not this file system.
+bool lacks_nameless_files(int r) {
+    return r == -EOPNOTSUPP || r == -EISDIR || r == -EINVAL;
+}
+
+// Of link(): this file without a name can get none, be it for want of /proc or of hard links.
+bool cannot_name(int r) {
+    return r == -ENOENT || r == -ENOTDIR || r == -EPERM || r == -EACCES || r == -EOPNOTSUPP || r == -ENOSYS || r == -EINVAL ||
+           r == -EXDEV;
+}
+
+bool is_private(const FileInfo& info) {
+    return info.owner == geteuid() && (info.mode & 077) == 0;
+}
+
+std::string folder_of(const std::string& path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "." : path.substr(0, slash + 1);
+}
+
+// Beside `path`; of its own length, so that it is no longer than a name may be.
+std::string unfinished_name(const std::string& path) {
+    const std::string folder = folder_of(path);
+    const size_t name = path.rfind('/') + 1;  // npos + 1 is 0
+    char own[48];
+    std::snprintf(own, sizeof own, ".turboattention-%016llx.new",
+                  (unsigned long long)hash_bytes(reinterpret_cast<const uint8_t*>(path.data()) + name, path.size() - name));
+    return (folder == "." ? "" : folder) + own;
 }
 
 // A page that can be seen by direct I/O.
@@ -79,10 +113,20 @@ DiskFile::~DiskFile() {
 
 void DiskFile::close_file() {
     // A child of this process may still have the descriptor, and with it the lock.
-    if (locked_by_ == getpid()) files->unlock(fd);
+    const bool locked = locked_by_ == getpid();
+    // Without a lock somebody else may have put blocks into it.
+    if (made_ && locked && is_named(path_.c_str())) files->unlink(path_.c_str());
+    if (locked) files->unlock(fd);
     if (fd >= 0) files->close(fd);
     fd = -1;
     locked_by_ = 0;
+    made_ = false;
+}
+
+void DiskFile::start_over() {
+    close_file();
+    queue.reset();
+    degraded.clear();
 }
 
 Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs, const DiskFileOptions& options,
@@ -98,23 +142,37 @@ Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs,
         return fail(TA_E_INVALID, "%llu bytes on disk do not hold one block of %zu bytes and what belongs to it",
                     (unsigned long long)options.budget, std::ranges::max(options.slot_bytes));
     }
-    bool exists = false;
-    TA_RETURN_IF_ERROR(options.persistent ? file->make_persistent(options, exists) : file->make_nameless(options));
-    if (exists) TA_RETURN_IF_ERROR(file->open_existing(options));
+    TA_RETURN_IF_ERROR(options.persistent ? file->open_persistent(options) : file->make_anonymous(options));
     file->progress_ = nullptr;
     return file;
 }
 
-int DiskFile::open_file(const char* path, int flags, bool count_missing_direct) {
-    flags |= O_RDWR | O_CLOEXEC | O_NOFOLLOW;
+// With O_DIRECT where that is possible.
+int DiskFile::open_file(const char* path, int flags) {
+    flags |= O_RDWR | O_CLOEXEC;
     fd = retry([&] { return files->open(path, flags | O_DIRECT, 0600); });
     ++progress_->steps;
     direct = fd >= 0;
     if (fd != -EINVAL) return fd;
     fd = retry([&] { return files->open(path, flags, 0600); });
     ++progress_->steps;
-    if (fd >= 0 && count_missing_direct) degraded.push_back("the file system of " + path_ + " has no O_DIRECT");
+    if (fd >= 0) degraded.push_back("the file system of " + path_ + " has no O_DIRECT");
     return fd;
+}
+
+// An empty file. Without O_DIRECT, which may fail and leave one.
+int DiskFile::create(const char* path) {
+    const int made = retry([&] { return files->open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); });
+    ++progress_->steps;
+    if (made >= 0) files->close(made);
+    return std::min(made, 0);
+}
+
+// Whether this is (still) a name of the file that is open.
+bool DiskFile::is_named(const char* path) const {
+    FileInfo mine, there;
+    return files->fstat(fd, mine) == 0 && files->lstat(path, there) == 0 && there.inode == mine.inode &&
+           there.device == mine.device;
 }
 
 // What comes late must not make a file, or change one, that its owner may by now have opened again.
@@ -130,26 +188,36 @@ int DiskFile::lock() {
         const int r = files->lock(fd);
         ++progress_->steps;
         if (r == 0) locked_by_ = getpid();
-        if ((r != -EWOULDBLOCK && r != -EINTR) || std::chrono::steady_clock::now() >= end) return r;
-        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        if ((r == -EWOULDBLOCK || r == -EINTR) && std::chrono::steady_clock::now() < end) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            continue;
+        }
+        if (r < 0 && r != -EWOULDBLOCK) degraded.push_back("the disk tier's file cannot be locked: " + error_text(r));
+        return r;
     }
 }
 
 // A file that nobody else can open and that is gone with this descriptor, however the process ends.
-Status DiskFile::make_nameless(const DiskFileOptions& options) {
-    int r = open_file(options.path.c_str(), O_TMPFILE | O_EXCL, true);
-    if (r == -EOPNOTSUPP || r == -EISDIR || r == -EINVAL) {
+Status DiskFile::make_anonymous(const DiskFileOptions& options) {
+    int r = open_file(options.path.c_str(), O_TMPFILE | O_EXCL);
+    if (lacks_nameless_files(r)) {
         uint64_t random = 0;
         if (getrandom(&random, sizeof random, 0) != ssize_t(sizeof random)) return fail(TA_E_IO, "getrandom failed");
         const std::string name = options.path + "/.turboattention-" + std::to_string(getpid()) + "-" + std::to_string(random);
-        r = open_file(name.c_str(), O_CREAT | O_EXCL, true);
+        r = create(name.c_str());
         if (r >= 0) {
+            r = open_file(name.c_str(), O_NOFOLLOW);
             const int removed = retry([&] { return files->unlink(name.c_str()); });
             ++progress_->steps;
             if (removed < 0) return io_failure(removed, "unlinking", name);
         }
     }
     if (r < 0) return io_failure(r, "making", options.path + "/(nameless)");
+    return lay_out(options);
+}
+
+// Makes of an empty file one that holds no blocks yet.
+Status DiskFile::lay_out(const DiskFileOptions& options) {
     TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
     Pages pages;
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
@@ -161,75 +229,149 @@ Status DiskFile::make_nameless(const DiskFileOptions& options) {
     return {};
 }
 
-// Opens `path`, or makes it: under another name, which it only loses when it is complete.
-Status DiskFile::make_persistent(const DiskFileOptions& options, bool& exists) {
-    const int r = open_file(options.path.c_str(), 0, true);
-    exists = r >= 0;
-    TA_RETURN_IF_ERROR(check_wanted());
-    if (exists) return {};
-    if (r == -ELOOP) {
-        return fail(TA_E_INVALID, "the disk tier's file %s is a symbolic link; it takes a file", options.path.c_str());
+Status DiskFile::open_persistent(const DiskFileOptions& options) {
+    for (int i = 0; i < kMostAttempts; ++i) {
+        Result<Attempt> r = attempt(options);
+        if (!r.ok()) return std::move(r).status();
+        if (r.value() == Attempt::kMade) return {};
+        if (r.value() == Attempt::kFound) return read_found(options);
+        start_over();
     }
-    if (r != -ENOENT) return io_failure(r, "opening", options.path);
-
-    const std::string making = options.path + ".new";
-    if (const int made = open_file(making.c_str(), O_CREAT, true); made < 0) return io_failure(made, "making", making);
-    const int locked = lock();
-    FileInfo mine, there;
-    if (locked == -EWOULDBLOCK) return fail(TA_E_BUSY, "another process is making the disk tier's file %s", making.c_str());
-    if (const int s = files->fstat(fd, mine); s < 0) return io_failure(s, "fstat of", making);
-    // Whoever had the lock before may have finished the file that this descriptor is of.
-    const int found = files->lstat(making.c_str(), there);
-    if (found < 0 && found != -ENOENT) return io_failure(found, "lstat of", making);
-    if (found < 0 || there.inode != mine.inode || there.device != mine.device)
-        return fail(TA_E_BUSY, "another process has just made the disk tier's file %s", options.path.c_str());
-    if (!mine.regular || mine.owner != geteuid() || (mine.mode & 077) != 0)
-        return fail(TA_E_INVALID, "%s is in the way: not a file of this user with mode 0600", making.c_str());
-    const auto build = [&]() -> Status {
-        if (const int t = retry([&] { return files->ftruncate(fd, 0); }); t < 0) return io_failure(t, "truncating", making);
-        TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
-        Pages pages;
-        if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
-        if (getrandom(&context.file, sizeof context.file, 0) != ssize_t(sizeof context.file))
-            return fail(TA_E_IO, "getrandom failed");
-        TA_RETURN_IF_ERROR(write_superblock(pages, 1));
-        TA_RETURN_IF_ERROR(probe_direct(pages));
-        if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
-        if (const int s = retry([&] { return files->fsync(fd); }); s < 0) return io_failure(s, "fsync of", making);
-        ++progress_->steps;
-        TA_RETURN_IF_ERROR(check_wanted());
-        if (const int s = retry([&] { return files->rename(making.c_str(), options.path.c_str()); }); s < 0)
-            return io_failure(s, "renaming", making);
-        ++progress_->steps;
-        return {};
-    };
-    if (Status s = build(); !s.ok()) {
-        files->unlink(making.c_str());
-        return s;
-    }
-    // The name is durable with its folder.
-    const size_t slash = options.path.rfind('/');
-    const std::string folder = slash == std::string::npos ? "." : options.path.substr(0, slash + 1);
-    const int dir = retry([&] { return files->open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
-    const int synced = dir < 0 ? dir : retry([&] { return files->fsync(dir); });
-    if (dir >= 0) files->close(dir);
-    ++progress_->steps;
-    if (synced < 0) degraded.push_back("fsync of the folder of " + options.path + " failed: " + error_text(synced));
-    return {};
+    return fail(TA_E_BUSY, "other processes make and remove the disk tier's file %s", options.path.c_str());
 }
 
-Status DiskFile::open_existing(const DiskFileOptions& options) {
+Result<DiskFile::Attempt> DiskFile::attempt(const DiskFileOptions& options) {
+    const char* path = options.path.c_str();
+    const int r = open_file(path, O_NOFOLLOW);
+    TA_RETURN_IF_ERROR(check_wanted());
+    if (r >= 0) return lock_found(options);
+    if (r == -ELOOP) return fail(TA_E_INVALID, "the disk tier's file %s is a symbolic link; it takes a file", path);
+    if (r != -ENOENT) return io_failure(r, "opening", options.path);
+    if (options.path.ends_with('/')) return fail(TA_E_INVALID, "the disk tier's file %s has no name", path);
+    Result<Attempt> made = make_persistent(options);
+    if (made.ok()) return made;
+    Status why = std::move(made).status();
+    FileInfo there;
+    // The space that was missing may be what another process has just made the file of.
+    if (why.code() == TA_E_TIER_FULL && files->lstat(path, there) == 0) return Attempt::kAgain;
+    return why;
+}
+
+Result<DiskFile::Attempt> DiskFile::lock_found(const DiskFileOptions& options) {
     const char* path = options.path.c_str();
     FileInfo info;
     if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", options.path);
     if (!info.regular) return fail(TA_E_INVALID, "the disk tier's file %s is not a file", path);
-    if (info.owner != geteuid() || (info.mode & 077) != 0)
+    if (!is_private(info)) {
         return fail(TA_E_INVALID, "the disk tier's file %s must belong to this user and have mode 0600; it has %04o", path,
                     unsigned(info.mode));
-    const int locked = lock();
-    if (locked == -EWOULDBLOCK) return fail(TA_E_BUSY, "the disk tier's file %s is in use", path);
+    }
+    if (lock() == -EWOULDBLOCK) return fail(TA_E_BUSY, "the disk tier's file %s is in use", path);
     TA_RETURN_IF_ERROR(check_wanted());
-    if (locked < 0) degraded.push_back("the disk tier's file cannot be locked: " + error_text(locked));
+    // Who had the lock before may have removed what it made.
+    FileInfo there;
+    const int s = files->lstat(path, there);
+    if (s < 0 && s != -ENOENT) return io_failure(s, "lstat of", options.path);
+    return s == 0 && there.inode == info.inode && there.device == info.device ? Attempt::kFound : Attempt::kAgain;
+}
+
+// The file gets its name when it is complete: a path never names half a file, and a process that is killed leaves nothing.
+Result<DiskFile::Attempt> DiskFile::make_persistent(const DiskFileOptions& options) {
+    const int r = open_file(folder_of(options.path).c_str(), O_TMPFILE);
+    if (lacks_nameless_files(r)) return make_by_name(options);
+    if (r < 0) return io_failure(r, "making", options.path);
+    lock();
+    FileInfo there;
+    if (files->lstat(options.path.c_str(), there) == 0) return Attempt::kAgain;
+    TA_RETURN_IF_ERROR(complete(options));
+    const int named = retry([&] { return files->link(fd, options.path.c_str()); });
+    ++progress_->steps;
+    if (named == -EEXIST) return Attempt::kAgain;
+    if (cannot_name(named)) {
+        start_over();
+        return make_by_name(options);
+    }
+    if (named < 0) return io_failure(named, "naming", options.path);
+    return finish_making();
+}
+
+// Where there are no files without a name: under a name that is nobody else's. What a killed process leaves under it bears a
+// mark, and is taken over.
+Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options) {
+    const std::string name = unfinished_name(options.path);
+    const char* making = name.c_str();
+    const auto in_the_way = [&](const char* why) { return fail(TA_E_INVALID, "%s is in the way: %s", making, why); };
+    int r = open_file(making, O_NOFOLLOW);
+    const bool created = r == -ENOENT;
+    if (created) {
+        r = create(making);
+        if (r == -EEXIST) return Attempt::kAgain;
+        if (r >= 0) r = open_file(making, O_NOFOLLOW);
+        if (r == -ENOENT) return Attempt::kAgain;
+    }
+    if (r == -ELOOP) return in_the_way("it is a symbolic link");
+    if (r < 0) return io_failure(r, "making", name);
+    const int locked = lock();
+    if (locked == -EWOULDBLOCK)
+        return fail(TA_E_BUSY, "another process is making the disk tier's file %s", options.path.c_str());
+    // Whoever had the lock before may have finished the file that this descriptor is of.
+    if (!is_named(making)) return Attempt::kAgain;
+    FileInfo info;
+    if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", name);
+    Pages pages;
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    if (!info.regular || !is_private(info) || info.links != 1)
+        return in_the_way("not a file of this user alone with mode 0600");
+    mark_unfinished(pages.data());
+    if (info.bytes > 0) {
+        const int64_t n = move_page([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
+        if (n < 0 && n != -ENODATA) return io_failure(n, "reading", name);
+        // All of the mark, or as much as there was time for.
+        if (std::memcmp(pages.data(), pages.data(1), size_t(std::min<uint64_t>(info.bytes, kDiskPage))) != 0)
+            return in_the_way("not a disk tier's file that was left unfinished");
+    }
+    if (locked < 0 && !created)
+        return in_the_way("it may be unfinished work of another process, which cannot be told without locks");
+    const auto build = [&]() -> Result<Attempt> {
+        if (const int t = retry([&] { return files->ftruncate(fd, 0); }); t < 0) return io_failure(t, "truncating", name);
+        TA_RETURN_IF_ERROR(write_page(pages, 0));
+        TA_RETURN_IF_ERROR(complete(options));
+        const int renamed = retry([&] { return files->rename(making, options.path.c_str()); });
+        ++progress_->steps;
+        if (renamed == -EEXIST) {
+            files->unlink(making);
+            return Attempt::kAgain;
+        }
+        if (renamed < 0) return io_failure(renamed, "renaming", name);
+        return finish_making();
+    };
+    Result<Attempt> made = build();
+    if (!made.ok()) files->unlink(making);
+    return made;
+}
+
+// All of the file but its name.
+Status DiskFile::complete(const DiskFileOptions& options) {
+    TA_RETURN_IF_ERROR(lay_out(options));
+    if (const int s = retry([&] { return files->fsync(fd); }); s < 0) return io_failure(s, "fsync of", options.path);
+    ++progress_->steps;
+    return check_wanted();
+}
+
+// The name is durable with its folder.
+DiskFile::Attempt DiskFile::finish_making() {
+    made_ = true;
+    const int dir = retry([&] { return files->open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
+    const int synced = dir < 0 ? dir : retry([&] { return files->fsync(dir); });
+    if (dir >= 0) files->close(dir);
+    ++progress_->steps;
+    if (synced < 0) degraded.push_back("fsync of the folder of " + path_ + " failed: " + error_text(synced));
+    return Attempt::kMade;
+}
+
+Status DiskFile::read_found(const DiskFileOptions& options) {
+    FileInfo info;
+    if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", options.path);
     Pages pages;
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
@@ -264,18 +406,21 @@ Status DiskFile::write_superblock(Pages& pages, uint64_t opens) {
     s.region_bytes = shape.region_bytes;
     std::copy(std::begin(context.slot_bytes), std::end(context.slot_bytes), s.slot_bytes);
     seal_superblock(s, pages.data());
-    const auto write = [&] {
-        return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, opens % 2 * kDiskPage); });
-    };
+    TA_RETURN_IF_ERROR(write_page(pages, opens % 2 * kDiskPage));
+    next_generation = opens << kGenerationBits | 1;
+    return {};
+}
+
+// The first page, as the superblock at `offset`.
+Status DiskFile::write_page(Pages& pages, uint64_t offset) {
+    const auto write = [&] { return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, offset); }); };
     int64_t r = write();
     if (r == -EINVAL && direct) {
         if (Status d = probe_direct(pages); !d.ok()) return d;
         r = write();
     }
     ++progress_->steps;
-    if (r < 0) return io_failure(r, "writing the superblock of", path_);
-    next_generation = opens << kGenerationBits | 1;
-    return {};
+    return r < 0 ? io_failure(r, "writing the superblock of", path_) : Status();
 }
 
 // Some file systems take O_DIRECT at open() and refuse the I/O.
@@ -300,15 +445,16 @@ void DiskFile::probe_queue(Pages& pages, unsigned depth) {
     op.data = pages.data(1);
     op.bytes = kDiskPage;
     int64_t r = queue->submit(op);
-    if (r == 0) {
+    const bool taken = r == 0;
+    if (taken) {
         IoResult result;
         while (queue->wait({&result, 1}) == 0) {
         }
         r = result.result;
     }
     ++progress_->steps;
-    // Other errors are the file's, not io_uring's, and will show.
-    if (r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES) return;
+    // Other errors of what was taken are the file's, not io_uring's, and will show.
+    if (taken && r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES) return;
     queue.reset();
     degraded.push_back("io_uring cannot read here: " + error_text(r));
 }

@@ -36,14 +36,17 @@ struct OpeningProgress {
 
 class DiskFile {
   public:
-    // A failure leaves nothing behind but, at worst, `path`.new, which the next call takes over.
+    // A failure leaves nothing behind but, at worst, an unfinished file under another name, which the next call takes over.
     static Result<std::unique_ptr<DiskFile>> open(std::shared_ptr<FileSystem> files, const DiskFileOptions& options,
                                                   OpeningProgress& progress);
+    // Removes a persistent file that open() made, unless keep() was called; it has been locked all the time.
     ~DiskFile();
     DiskFile(const DiskFile&) = delete;
     DiskFile& operator=(const DiskFile&) = delete;
 
     std::shared_ptr<FileSystem> files;
+    void keep() { made_ = false; }
+
     int fd = -1;
     bool persistent = false, direct = false;
     std::unique_ptr<IoQueue> queue;  // the first one that was found to work; nullptr: there is no io_uring
@@ -60,22 +63,37 @@ class DiskFile {
     struct Pages;
     explicit DiskFile(std::shared_ptr<FileSystem> fs) : files(std::move(fs)) {}
 
-    Status make_nameless(const DiskFileOptions& options);
-    Status make_persistent(const DiskFileOptions& options, bool& exists);
-    Status open_existing(const DiskFileOptions& options);
+    // What an attempt at a persistent file came to. kAgain: another process was quicker.
+    enum class Attempt { kMade, kFound, kAgain };
+
+    Status make_anonymous(const DiskFileOptions& options);
+    Status open_persistent(const DiskFileOptions& options);
+    Result<Attempt> attempt(const DiskFileOptions& options);
+    Result<Attempt> lock_found(const DiskFileOptions& options);
+    Result<Attempt> make_persistent(const DiskFileOptions& options);
+    Result<Attempt> make_by_name(const DiskFileOptions& options);
+    Status complete(const DiskFileOptions& options);
+    Attempt finish_making();
+    Status read_found(const DiskFileOptions& options);
+    Status lay_out(const DiskFileOptions& options);
     Status preallocate(uint64_t bytes);
+    Status write_page(Pages& pages, uint64_t offset);
     Status write_superblock(Pages& pages, uint64_t opens);
     Status read_superblock(Pages& pages, uint64_t file_size, const DiskFileOptions& options);
     Status probe_direct(Pages& pages);
     void probe_queue(Pages& pages, unsigned depth);
     Status scan(unsigned depth);
-    int open_file(const char* path, int flags, bool count_missing_direct);
+    int create(const char* path);
+    int open_file(const char* path, int flags);
+    bool is_named(const char* path) const;
+    void start_over();
     void close_file();
     Status check_wanted() const;
     int lock();
 
     OpeningProgress* progress_ = nullptr;
     pid_t locked_by_ = 0;  // the process that locked the file
+    bool made_ = false;    // the file got its name from here, and nobody wants to keep it yet
     std::string path_;
 };
 

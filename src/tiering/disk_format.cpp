@@ -48,6 +48,12 @@ const char* check_superblock(const uint8_t* page, Superblock& s) {
     return nullptr;
 }
 
+void mark_unfinished(uint8_t* page) {
+    Superblock mark{};
+    mark.magic = kUnfinishedMagic;
+    seal(mark, page);
+}
+
 const char* check_header(const uint8_t* page, const RecordContext& context, uint8_t slot_class, uint64_t offset,
                          RecordHeader& h) {
     std::memcpy(&h, page, sizeof h);

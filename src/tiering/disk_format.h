@@ -6,8 +6,9 @@
 #include <cstdint>
 #include <string>
 
+#include "src/core/checked.h"
+#include "src/tiering/disk_request.h"
 #include "src/tiering/slot_map.h"
-#include "src/tiering/tier.h"
 
 namespace ta {
 
@@ -15,6 +16,7 @@ inline constexpr size_t kDiskPage = 4096;
 inline constexpr uint64_t kDiskRegionsOffset = 2 * kDiskPage;
 inline constexpr uint16_t kDiskVersion = 1;
 inline constexpr uint32_t kSuperblockMagic = 0x46444154;  // "TADF"
+inline constexpr uint32_t kUnfinishedMagic = 0x4e444154;  // "TADN"
 inline constexpr uint32_t kRecordMagic = 0x52444154;      // "TADR"
 
 struct FileId {
@@ -59,7 +61,7 @@ static_assert(sizeof(RecordHeader) == 144);
 
 // Bytes of a record, and the shape of a file that takes at most `budget`.
 constexpr uint64_t record_bytes(uint64_t slot_bytes) {
-    return slot_bytes == 0 ? 0 : kDiskPage + (slot_bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
+    return slot_bytes == 0 ? 0 : kDiskPage + round_up(slot_bytes, kDiskPage);
 }
 SlotMap::Shape disk_shape(uint64_t budget, const size_t (&slot_bytes)[kSlotClasses]);
 inline uint64_t file_bytes(const SlotMap::Shape& shape) {
@@ -78,6 +80,8 @@ void seal_superblock(Superblock superblock, uint8_t* page);
 void seal_header(RecordHeader header, uint8_t* page);
 // nullptr when the page holds what it should, else what is wrong with it. The content is in the out parameter either way.
 const char* check_superblock(const uint8_t* page, Superblock& superblock);
+// In place of a superblock that is not written yet.
+void mark_unfinished(uint8_t* page);
 const char* check_header(const uint8_t* page, const RecordContext& context, uint8_t slot_class, uint64_t offset,
                          RecordHeader& header);
 RecordHeader make_header(const RecordContext& context, const BlockIdentity& identity, uint8_t slot_class, uint64_t offset,

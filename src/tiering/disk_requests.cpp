@@ -72,18 +72,18 @@ void DiskEngine::free_slot(uint32_t index) {
 
 // Requests -----------------------------------------------------------------------------------------------------------------------
 
-Result<TierBatch> DiskEngine::submit(std::span<const TierRequest> requests, TierClient& client) {
+Result<DiskBatch> DiskEngine::submit(std::span<const DiskRequest> requests, DiskClient& client) {
     Ops ops;
-    for (const TierRequest& r : requests) {
+    for (const DiskRequest& r : requests) {
         Op& op = ops.emplace_back();
-        op.kind = r.kind == TierRequest::Kind::kRead ? Op::Kind::kRead : Op::Kind::kWrite;
+        op.kind = r.kind == DiskRequest::Kind::kRead ? Op::Kind::kRead : Op::Kind::kWrite;
         op.request = r;
         op.client = &client;
     }
     return enqueue(ops);
 }
 
-Result<TierBatch> DiskEngine::enqueue(Ops& ops) {
+Result<DiskBatch> DiskEngine::enqueue(Ops& ops) {
     std::lock_guard lock(mutex_);
     if (stopping_) return fail(TA_E_CLOSED, "the disk tier is closed");
     if (stalled_now_ >= options_.depth) return overdue();
@@ -107,7 +107,7 @@ Result<TierBatch> DiskEngine::enqueue(Ops& ops) {
 // Checks a request and marks its slot.
 Status DiskEngine::admit(Op& op) {
     if (op.kind == Op::Kind::kSync) return {};
-    const TierRequest& r = op.request;
+    const DiskRequest& r = op.request;
     if (!map_.taken(r.slot) || !slots_[r.slot.index].acquired)
         return fail(TA_E_STATE, "slot %u of the disk tier is not acquired", r.slot.index);
     SlotInfo& slot = slots_[r.slot.index];
@@ -173,7 +173,7 @@ void DiskEngine::erase_again() {
 // Tells the client. The operation may be gone afterwards, since the lock is given up meanwhile.
 void DiskEngine::report(Lock& lock, Op& op, Status status, bool cancelled) {
     op.reported = true;
-    TierClient* client = op.client;
+    DiskClient* client = op.client;
     if (!client) return;
     const bool read = op.kind == Op::Kind::kRead;
     if (cancelled) {
@@ -188,14 +188,14 @@ void DiskEngine::report(Lock& lock, Op& op, Status status, bool cancelled) {
         ++(read ? counters_.reads : counters_.writes);
         (read ? counters_.bytes_read : counters_.bytes_written) += op.request.bytes;
     }
-    TierCompletion completion{op.request.tag, cancelled, std::move(status)};
+    DiskCompletion completion{op.request.tag, cancelled, std::move(status)};
     lock.unlock();
     client->on_done(std::move(completion));
     lock.lock();
     if (--outstanding_ == 0) changed_.notify_all();
 }
 
-void DiskEngine::cancel(TierBatch batch) {
+void DiskEngine::cancel(DiskBatch batch) {
     {
         std::lock_guard lock(mutex_);
         for (auto op = queued_.begin(); op != queued_.end();) {
@@ -217,12 +217,12 @@ void DiskEngine::drop_queued() {
 }
 
 Status DiskEngine::flush() {
-    struct Waiter final : TierClient {
+    struct Waiter final : DiskClient {
         DiskEngine& engine;
         bool done = false;
         Status status;
         explicit Waiter(DiskEngine& e) : engine(e) {}
-        void on_done(TierCompletion completion) noexcept override {
+        void on_done(DiskCompletion completion) noexcept override {
             std::lock_guard lock(engine.mutex_);
             status = std::move(completion.status);
             done = true;
@@ -237,7 +237,7 @@ Status DiskEngine::flush() {
         std::lock_guard lock(mutex_);
         erase_again();
     }
-    Result<TierBatch> batch = enqueue(ops);
+    Result<DiskBatch> batch = enqueue(ops);
     if (!batch.ok()) return std::move(batch).status();
     Lock lock(mutex_);
     changed_.wait(lock, [&] { return waiter.done; });

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "src/core/checked.h"
 #include "src/io/file_system.h"
 
 namespace ta {
@@ -14,10 +15,6 @@ constexpr size_t kHugePage = 2 << 20, kSmallPage = 4096;
 constexpr size_t kTouchStep = 32 << 20;
 constexpr size_t kPagesLookedAt = 4096;
 constexpr double kWellPlaced = 0.99;
-
-size_t round_up(size_t n, size_t to) {
-    return (n + to - 1) / to * to;
-}
 
 }  // namespace
 

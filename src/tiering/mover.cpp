@@ -22,18 +22,6 @@ constexpr std::chrono::microseconds kCheckersPoll{100};  // longer than a part t
 constexpr size_t kHanded = 64;                           // parts that callers have started and no thread has taken over
 constexpr size_t kFinishedTickets = 4096;                // that can still be asked about
 
-// A Status that is kept while another copy is reported.
-Status copy_of(const Status& s) {
-    if (s.ok()) return {};
-    const ta_error* d = s.detail();
-    Status copy = fail(s.code(), "%s", d ? d->message : "");
-    return d ? std::move(copy).layer(d->layer).sequence(d->sequence).block(d->block) : std::move(copy);
-}
-
-MoveProgress copy_of(const MoveProgress& p) {
-    return {p.state, p.blocks, p.moved, p.present, p.skipped, p.failed, copy_of(p.status)};
-}
-
 void add(MoveProgress& all, MoveProgress&& part) {
     all.moved += part.moved;
     all.present += part.present;
@@ -44,7 +32,7 @@ void add(MoveProgress& all, MoveProgress&& part) {
 
 }  // namespace
 
-Mover::Mover(Pool& pool, Tier* host, Tier* disk)
+Mover::Mover(Pool& pool, Tier* host, DiskTier* disk)
     : sharing_(pool, host, disk), copies_beside_(pool.context().device() && pool.context().device()->copies_beside()) {}
 
 Status Mover::start(MoveRoute route) {
@@ -63,6 +51,8 @@ Status Mover::start(MoveRoute route) {
     } catch (const std::system_error&) {
         return fail(TA_E_LIMIT, "the threads that move blocks could not be started");
     }
+    // The last of what can fail.
+    if (sharing_.disk) sharing_.disk->keep_file();
     return {};
 }
 
@@ -335,7 +325,8 @@ Result<MoveProgress> Mover::wait(uint64_t ticket, int64_t nanoseconds) const {
         }
         finished_.wait_until(lock, end, over);
     }
-    return copy_of(t->progress);
+    const MoveProgress& p = t->progress;
+    return MoveProgress{p.state, p.blocks, p.moved, p.present, p.skipped, p.failed, p.status.clone()};
 }
 
 Status Mover::cancel(uint64_t ticket) {

@@ -22,7 +22,7 @@ namespace ta {
 class Mover {
   public:
     // host and disk may be nullptr.
-    Mover(Pool& pool, Tier* host, Tier* disk);
+    Mover(Pool& pool, Tier* host, DiskTier* disk);
     // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route`
     // says which is taken. TA_E_LIMIT.
     Status start(MoveRoute route = MoveRoute::kCalibrated);

@@ -13,14 +13,6 @@ namespace {
 
 constexpr size_t kCheckedBytes = 128 << 10;  // by a thread at a time: all of them end at about the same time
 
-// A Status that is kept while another copy is reported.
-Status copy_of(const Status& s) {
-    if (s.ok()) return {};
-    const ta_error* d = s.detail();
-    Status copy = fail(s.code(), "%s", d ? d->message : "");
-    return d ? std::move(copy).layer(d->layer).sequence(d->sequence).block(d->block) : std::move(copy);
-}
-
 }  // namespace
 
 MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
@@ -44,10 +36,10 @@ MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
 }
 
 // Waits for the completions of a batch.
-class MovePart::Latch final : public TierClient {
+class MovePart::Latch final : public DiskClient {
   public:
     explicit Latch(std::vector<size_t> list) : list_(std::move(list)), statuses_(list_.size()), missing_(list_.size()) {}
-    void on_done(TierCompletion completion) noexcept override {
+    void on_done(DiskCompletion completion) noexcept override {
         std::lock_guard lock(mutex_);
         statuses_[completion.tag] = std::move(completion.status);
         if (--missing_ == 0) all_.notify_all();
@@ -98,7 +90,7 @@ void FallingRoom::give(const Piece& piece) {
     }
 }
 
-MoveSharing::MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier)
+MoveSharing::MoveSharing(Pool& of, Tier* host_tier, DiskTier* disk_tier)
     : pool(of), host(host_tier), disk(disk_tier), falling(of.context().device()) {}
 
 MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
@@ -179,8 +171,8 @@ void MovePart::start() {
         (to_ == TierKind::kDisk ? to_disk : work_[i].from.tier == TierKind::kDisk ? from_disk : memory).push_back(i);
     }
     start_in_memory(std::move(memory));
-    start_with_disk(fall_for_disk(std::move(to_disk)), TierRequest::Kind::kWrite);
-    start_with_disk(from_disk, TierRequest::Kind::kRead);
+    start_with_disk(fall_for_disk(std::move(to_disk)), DiskRequest::Kind::kWrite);
+    start_with_disk(from_disk, DiskRequest::Kind::kRead);
 }
 
 void MovePart::finish() {
@@ -261,7 +253,7 @@ Status MovePart::acquire(std::span<Work> work) {
 }
 
 void MovePart::fail_all(std::span<const size_t> list, const Status& status) {
-    for (const size_t i : list) work_[i].status = copy_of(status);
+    for (const size_t i : list) work_[i].status = status.clone();
 }
 
 // By the device behind what it does; a CPU copies when it checks.
@@ -294,18 +286,18 @@ void MovePart::start_in_memory(std::vector<size_t> list) {
     arrival_ = check.take();
 }
 
-void MovePart::start_with_disk(std::span<const size_t> list, TierRequest::Kind kind) {
+void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind kind) {
     if (list.empty()) return;
-    const bool write = kind == TierRequest::Kind::kWrite;
+    const bool write = kind == DiskRequest::Kind::kWrite;
     if (Device* device = sharing_.pool.context().device(); device && !write && sharing_.pool.blocks().barriers().writers) {
         // Kernels may still read what these host slots held before.
         if (Status s = device->wait_for_steps(); !s.ok()) return fail_all(list, s);
     }
-    std::vector<TierRequest> requests;
+    std::vector<DiskRequest> requests;
     for (size_t i = 0; i < list.size(); ++i) {
         Work& w = work_[list[i]];
         const Block& block = *w.item->block;
-        TierRequest r;
+        DiskRequest r;
         r.kind = kind;
         r.slot = write ? w.to.slot : w.from.slot;
         r.bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
@@ -319,7 +311,7 @@ void MovePart::start_with_disk(std::span<const size_t> list, TierRequest::Kind k
         requests.push_back(r);
     }
     auto latch = std::make_unique<Latch>(std::vector<size_t>(list.begin(), list.end()));
-    Result<TierBatch> batch = sharing_.disk->submit(requests, *latch);
+    Result<DiskBatch> batch = sharing_.disk->submit(requests, *latch);
     if (!batch.ok()) return fail_all(list, std::move(batch).status());
     latch_ = std::move(latch);
 }
@@ -341,7 +333,7 @@ void MovePart::check_on_device() {
     const Status all = arrival_->wait(statuses);
     for (size_t i = 0; i < arriving_.size(); ++i) {
         Work& w = work_[arriving_[i]];
-        if (w.status.ok()) w.status = all.ok() ? std::move(statuses[i]) : copy_of(all);
+        if (w.status.ok()) w.status = all.ok() ? std::move(statuses[i]) : all.clone();
     }
 }
 

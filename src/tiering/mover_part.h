@@ -12,6 +12,7 @@
 
 #include "src/core/thread_pool.h"
 #include "src/kv/blocks.h"
+#include "src/tiering/disk.h"
 
 namespace ta {
 
@@ -78,10 +79,11 @@ class FallingRoom {
 
 // What the parts of a pool's moves share.
 struct MoveSharing {
-    MoveSharing(Pool& of, Tier* host_tier, Tier* disk_tier);
+    MoveSharing(Pool& of, Tier* host_tier, DiskTier* disk_tier);
 
     Pool& pool;
-    Tier *const host, *const disk;  // may be nullptr
+    Tier* const host;      // may be nullptr
+    DiskTier* const disk;  // likewise
     MoveRoute route = MoveRoute::kCalibrated;
     std::atomic<int> parts{0};  // on their way
     std::mutex checking;        // one part at a time, by all checkers
@@ -135,7 +137,7 @@ class MovePart {
     void find_room();
     Status acquire(std::span<Work> work);
     void start_in_memory(std::vector<size_t> list);
-    void start_with_disk(std::span<const size_t> list, TierRequest::Kind kind);
+    void start_with_disk(std::span<const size_t> list, DiskRequest::Kind kind);
     std::vector<size_t> fall_for_disk(std::vector<size_t> list);
     void fall_on_device(std::span<const size_t> list);
     void fail_all(std::span<const size_t> list, const Status& status);

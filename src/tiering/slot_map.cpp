@@ -14,14 +14,15 @@ constexpr uint64_t kRegionsWanted = 64;  // fewer, and much is lost to rounding 
 
 bool SlotMap::Shape::valid() const {
     if (!checked_mul(region_bytes, regions) || regions > UINT32_MAX / kIndicesPerRegion) return false;
-    uint32_t most = 0;
+    uint64_t most = 0;
     for (int c = 0; c < kSlotClasses; ++c) {
         if (stride[c] == 0) continue;
         const uint64_t slots = region_bytes / stride[c];
         if (slots < 1 || slots > kIndicesPerRegion) return false;
-        most = std::max(most, uint32_t(slots));
+        most = std::max(most, slots);
     }
-    return most > 0;
+    // fit() makes more than that only of regions that cannot be larger.
+    return most == kIndicesPerRegion || (most > 0 && regions <= 2 * kRegionsWanted);
 }
 
 SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClasses]) {

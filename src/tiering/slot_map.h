@@ -24,7 +24,8 @@ class SlotMap {
         }
         uint64_t slots(int slot_class) const { return regions * per_region(slot_class); }
         uint64_t indices() const { return regions * kIndicesPerRegion; }  // slot indices are below this
-        // True when nothing overflows and every slot has an index: for shapes that come from a file.
+        // True when nothing overflows, every slot has an index, and there are no more indices than fit() would give this space
+        // (or few): for shapes that come from a file.
         bool valid() const;
     };
     static constexpr uint32_t kIndicesPerRegion = 64;

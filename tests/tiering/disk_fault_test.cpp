@@ -94,7 +94,7 @@ void flush_and_cancel(Run& r) {
     (void)r.model.tier->flush();
     testing::Collector collector;
     std::vector<std::vector<uint8_t>> bytes;
-    std::vector<TierRequest> requests;
+    std::vector<DiskRequest> requests;
     for (size_t i = 0; i < 3; ++i) {
         if (r.model.blocks[i].must == 0) continue;
         bytes.emplace_back(r.model.tier->slot_bytes(r.model.blocks[i].slot.slot_class), uint8_t(0xee));
@@ -103,14 +103,14 @@ void flush_and_cancel(Run& r) {
         requests.back().tag = i;
     }
     collector.expect(requests.size());
-    Result<TierBatch> batch = r.model.tier->submit(requests, collector);
+    Result<DiskBatch> batch = r.model.tier->submit(requests, collector);
     if (!batch.ok()) {
         collector.expect(-requests.size());
         return;
     }
     r.model.tier->cancel(batch.value());
     EXPECT_TRUE(collector.wait());
-    for (const TierRequest& q : requests) {
+    for (const DiskRequest& q : requests) {
         const bool ok = collector.take(q.tag).status.ok();
         const auto expected = ok ? testing::make_bytes(q.identity, q.bytes) : std::vector<uint8_t>(q.bytes, 0xee);
         EXPECT_TRUE(std::equal(expected.begin(), expected.end(), q.memory));
@@ -151,9 +151,11 @@ constexpr Script kScripts[] = {{"write_and_read", write_and_read},       {"write
 struct Setting {
     Script script;
     bool uring, persistent;
+    bool nameless = true;  // files without a name: where there are none, a persistent one is made otherwise
 };
 void PrintTo(const Setting& s, std::ostream* out) {
-    *out << s.script.name << (s.uring ? " io_uring" : " threads") << (s.persistent ? " persistent" : " anonymous");
+    *out << s.script.name << (s.uring ? " io_uring" : " threads") << (s.persistent ? " persistent" : " anonymous")
+         << (s.nameless ? "" : " by name");
 }
 
 // Returns how many file operations the script did.
@@ -161,6 +163,7 @@ uint64_t run_script(const Setting& setting, Fault fault, uint64_t at, bool forev
     Folder folder;
     Run run;
     run.files = std::make_shared<FaultyFiles>(fault, at, forever);
+    run.files->has_nameless = setting.nameless;
     run.options.persistent = setting.persistent;
     run.options.path = setting.persistent ? folder.file("tier") : folder.path();
     run.options.budget = 130000;
@@ -180,6 +183,7 @@ uint64_t run_script(const Setting& setting, Fault fault, uint64_t at, bool forev
         return operations;
     }
     run.files = std::make_shared<FaultyFiles>();
+    run.files->has_nameless = setting.nameless;
     run.options.deadline = kPatience;
     const bool opened = run.open();
     EXPECT_TRUE(opened) << testing::is_ok(run.model.why).message();
@@ -217,12 +221,13 @@ std::vector<Setting> settings() {
             for (const bool persistent : {true, false}) all.push_back({script, uring, persistent});
         }
     }
+    all.push_back({kScripts[3], false, true, false});
     return all;
 }
 
 INSTANTIATE_TEST_SUITE_P(Scripts, DiskFaults, ::testing::ValuesIn(settings()), [](const auto& setting) {
     return std::string(setting.param.script.name) + (setting.param.uring ? "_uring" : "_threads") +
-           (setting.param.persistent ? "_persistent" : "_anonymous");
+           (setting.param.persistent ? "_persistent" : "_anonymous") + (setting.param.nameless ? "" : "_by_name");
 });
 
 }  // namespace

@@ -54,6 +54,7 @@ DiskTierOptions options(const std::string& path, bool uring) {
     Result<std::unique_ptr<DiskTier>> opened = DiskTier::open(system_files(), options(path, uring));
     if (!opened.ok()) _exit(3);
     DiskTier& tier = *opened.value();
+    tier.keep_file();
     std::mt19937_64 random(seed);
     Slot slots[kBlocks];
     for (const RecoveredBlock& b : tier.recovered()) {
@@ -66,7 +67,7 @@ DiskTierOptions options(const std::string& path, bool uring) {
         }
     }
     for (;;) {
-        std::vector<TierRequest> requests;
+        std::vector<DiskRequest> requests;
         std::vector<std::vector<uint8_t>> bytes;
         std::vector<bool> used(kBlocks);
         for (int k = 0; k < 6; ++k) {
@@ -95,11 +96,11 @@ DiskTierOptions options(const std::string& path, bool uring) {
             requests[k].memory = bytes[k].data();
             requests[k].tag = k;
         }
-        struct Client final : TierClient {
+        struct Client final : DiskClient {
             Notes* notes;
-            std::vector<TierRequest>* requests;
+            std::vector<DiskRequest>* requests;
             std::atomic<size_t> done{0};
-            void on_done(TierCompletion c) noexcept override {
+            void on_done(DiskCompletion c) noexcept override {
                 const BlockIdentity& id = (*requests)[c.tag].identity;
                 if (!c.status.ok()) _exit(4);
                 notes->blocks[id.block_index].acknowledged = id.content_id;
@@ -145,6 +146,7 @@ TEST_P(DiskKill, WhatWasAcknowledgedIsThere) {
         Result<std::unique_ptr<DiskTier>> opened = DiskTier::open(system_files(), options(path, GetParam()));
         ASSERT_TRUE(opened.ok()) << is_ok(std::move(opened).status()).message();
         DiskTier& tier = *opened.value();
+        tier.keep_file();
         EXPECT_EQ(tier.refused_count(), 0u) << tier.refused()[0];
         std::vector<bool> found(kBlocks);
         std::vector<Slot> stale;

@@ -9,8 +9,8 @@
 
 #include "src/tiering/disk.h"
 #include "support/files.h"
+#include "tiering/disk_client.h"
 #include "tiering/faulty_files.h"
-#include "tiering/tier_client.h"
 
 namespace ta::testing {
 
@@ -35,6 +35,7 @@ class DiskModel {
         Result<std::unique_ptr<DiskTier>> opened = DiskTier::open(std::move(files), options);
         if (opened.ok()) {
             tier = opened.take();
+            tier->keep_file();
             return true;
         }
         why = std::move(opened).status();
@@ -56,7 +57,7 @@ class DiskModel {
     }
     // One batch that writes new contents of these blocks.
     void write(const std::vector<size_t>& which) {
-        std::vector<TierRequest> requests;
+        std::vector<DiskRequest> requests;
         std::vector<std::vector<uint8_t>> bytes;
         std::vector<size_t> written;
         for (const size_t i : which) {
@@ -66,7 +67,7 @@ class DiskModel {
             bytes.push_back(make_bytes(id, tier->slot_bytes(blocks[i].slot.slot_class)));
             requests.push_back(write_request(blocks[i].slot, id, bytes.back()));
         }
-        const std::vector<TierCompletion> done = run(*tier, requests, &why);
+        const std::vector<DiskCompletion> done = run(*tier, requests, &why);
         for (size_t k = 0; k < done.size(); ++k) {
             ModelBlock& b = blocks[written[k]];
             const uint64_t content = requests[k].identity.content_id;

@@ -20,22 +20,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using ta::BlockIdentity;
+using ta::DiskRequest;
 using ta::DiskTier;
 using ta::Slot;
-using ta::TierRequest;
 
 double seconds_since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 // Counts completions.
-struct Client final : ta::TierClient {
+struct Client final : ta::DiskClient {
     std::mutex mutex;
     std::condition_variable changed;
     size_t done = 0, wrong = 0;
     const size_t expected;
     explicit Client(size_t n) : expected(n) {}
-    void on_done(ta::TierCompletion c) noexcept override {
+    void on_done(ta::DiskCompletion c) noexcept override {
         std::lock_guard lock(mutex);
         ++done;
         wrong += !c.status.ok();
@@ -147,10 +147,10 @@ int main(int argc, char** argv) {
                     }
                     const double c = sequential(fd, write, buffers, block + 4096, n * (block + 4096), kDepth);
                     Client client(n);
-                    std::vector<TierRequest> requests(n);
+                    std::vector<DiskRequest> requests(n);
                     for (size_t i = 0; i < n; ++i) {
-                        TierRequest& r = requests[i];
-                        r.kind = write ? TierRequest::Kind::kWrite : TierRequest::Kind::kRead;
+                        DiskRequest& r = requests[i];
+                        r.kind = write ? DiskRequest::Kind::kWrite : DiskRequest::Kind::kRead;
                         r.slot = slots.value()[i];
                         r.bytes = block;
                         r.memory = (write ? memory.data() : out.data()) + i * block;

@@ -6,13 +6,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <random>
 #include <set>
 
 #include "support/files.h"
+#include "tiering/disk_client.h"
 #include "tiering/faulty_files.h"
-#include "tiering/tier_client.h"
 
 namespace ta {
 namespace {
@@ -61,16 +62,19 @@ class Disk : public ::testing::TestWithParam<Engine> {
     }
     std::unique_ptr<DiskTier> open(const DiskTierOptions& o) {
         Result<std::unique_ptr<DiskTier>> tier = DiskTier::open(files, o);
-        if (tier.ok()) return tier.take();
+        if (tier.ok()) {
+            tier.value()->keep_file();
+            return tier.take();
+        }
         ADD_FAILURE() << std::move(tier).status().detail()->message;
         return nullptr;
     }
     std::unique_ptr<DiskTier> open() { return open(options()); }
-    static Slot take(Tier& tier, uint8_t slot_class) {
+    static Slot take(DiskTier& tier, uint8_t slot_class) {
         Result<std::vector<Slot>> slots = tier.acquire({&slot_class, 1});
         return slots.ok() ? slots.value()[0] : Slot{};
     }
-    static bool wait_until_unused(Tier& tier) {
+    static bool wait_until_unused(DiskTier& tier) {
         for (int i = 0; i < 5000 && tier.stats().used > 0; ++i) usleep(1000);
         return tier.stats().used == 0;
     }
@@ -87,21 +91,21 @@ TEST_P(Disk, BlocksComeBack) {
     for (int i = 0; i < 20; ++i) wanted.push_back(i % 3 ? kChannel : kToken);
     Result<std::vector<Slot>> slots = tier->acquire(wanted);
     ASSERT_TRUE(slots.ok());
-    std::vector<TierRequest> requests;
+    std::vector<DiskRequest> requests;
     std::vector<std::vector<uint8_t>> bytes;
     for (size_t i = 0; i < wanted.size(); ++i) {
         bytes.push_back(make_bytes(make_identity(i, 100 + i), tier->slot_bytes(wanted[i])));
         requests.push_back(write_request(slots.value()[i], make_identity(i, 100 + i), bytes[i]));
     }
     for (const auto& done : run(*tier, requests)) EXPECT_TRUE(is_ok(done.status));
-    for (auto& r : requests) r.kind = TierRequest::Kind::kRead;
+    for (auto& r : requests) r.kind = DiskRequest::Kind::kRead;
     const auto written = bytes;
     for (auto& b : bytes) std::fill(b.begin(), b.end(), uint8_t(0));
     for (const auto& done : run(*tier, requests)) EXPECT_TRUE(is_ok(done.status));
     EXPECT_TRUE(bytes == written);
     // Part of a block.
     std::vector<uint8_t> part(777);
-    TierRequest r = read_request(slots.value()[4], make_identity(4, 104), part);
+    DiskRequest r = read_request(slots.value()[4], make_identity(4, 104), part);
     r.offset = 123;
     ASSERT_TRUE(is_ok(run(*tier, {r})[0].status));
     EXPECT_EQ(std::memcmp(part.data(), written[4].data() + 123, part.size()), 0);
@@ -145,13 +149,13 @@ TEST_P(Disk, WrongRequestsAreRefusedWhole) {
     auto tier = open();
     const Slot slot = take(*tier, kChannel), good = take(*tier, kChannel);
     std::vector<uint8_t> bytes(kChannelBytes), more(kTokenBytes);
-    const auto code = [&](TierRequest r) {
+    const auto code = [&](DiskRequest r) {
         Status why;
         std::vector<uint8_t> g = make_bytes(make_identity(1, 1), kChannelBytes);
         EXPECT_TRUE(run(*tier, {write_request(good, make_identity(1, 1), g), r}, &why).empty());
         return why.code();
     };
-    TierRequest r = write_request(slot, make_identity(1, 1), bytes);
+    DiskRequest r = write_request(slot, make_identity(1, 1), bytes);
     r.bytes = kChannelBytes - 1;
     EXPECT_EQ(code(r), TA_E_INVALID);
     r = write_request(slot, make_identity(1, 1), more);
@@ -219,6 +223,20 @@ TEST_P(Disk, NothingIsLeftBehind) {
     EXPECT_GE(uint64_t(s.st_blocks) * 512, uint64_t(s.st_size)) << "not preallocated";
 }
 
+TEST_P(Disk, ItsFolderMayBeASymbolicLink) {
+    const Folder other;
+    ASSERT_EQ(symlink(folder.path().c_str(), other.file("link").c_str()), 0);
+    DiskTierOptions o = options();
+    for (const bool nameless : {true, false}) {
+        files->has_nameless = nameless;
+        o.path = other.file(o.persistent ? "link/tier" : "link");
+        auto tier = open(o);
+        ASSERT_TRUE(tier);
+        ASSERT_TRUE(write_block(*tier, take(*tier, kChannel), make_identity(1, 1)));
+        EXPECT_EQ(folder.entries(), o.persistent ? 1u : 0u);
+    }
+}
+
 TEST_P(Disk, AStallEndsWithItsDeadline) {
     DiskTierOptions o = options();
     o.deadline = 200ms;
@@ -233,7 +251,7 @@ TEST_P(Disk, AStallEndsWithItsDeadline) {
     EXPECT_EQ(tier->stats().stalled, 2u);
     // More than there are buffers: the rest is not tried, and in the end the tier says that it is dead.
     std::vector<std::vector<uint8_t>> bytes(80, std::vector<uint8_t>(kChannelBytes));
-    std::vector<TierRequest> reads;
+    std::vector<DiskRequest> reads;
     for (auto& x : bytes) reads.push_back(read_request(a, make_identity(1, 1), x));
     for (const auto& done : run(*tier, reads)) EXPECT_EQ(done.status.code(), TA_E_IO);
     EXPECT_EQ(tier->health().state, TierState::kFailed);
@@ -259,7 +277,7 @@ TEST_P(Disk, ClosingDoesNotWaitForAStall) {
     files->break_now(Fault::kStall, true);
     Collector collector;
     std::vector<uint8_t> bytes(kChannelBytes, 0xee);
-    std::vector<TierRequest> reads(30, read_request(a, make_identity(1, 1), bytes));
+    std::vector<DiskRequest> reads(30, read_request(a, make_identity(1, 1), bytes));
     for (size_t i = 0; i < reads.size(); ++i) reads[i].tag = i;
     collector.expect(reads.size());
     ASSERT_TRUE(tier->submit(reads, collector).ok());
@@ -280,19 +298,19 @@ TEST_P(Disk, CancelledRequestsLeaveMemoryAlone) {
     for (int round = 0; round < 20; ++round) {
         Collector collector;
         std::vector<std::vector<uint8_t>> bytes(40, std::vector<uint8_t>(kChannelBytes, 0xee));
-        std::vector<TierRequest> reads;
+        std::vector<DiskRequest> reads;
         for (size_t i = 0; i < bytes.size(); ++i) {
             reads.push_back(read_request(a, make_identity(1, 1), bytes[i]));
             reads.back().tag = i;
         }
         collector.expect(reads.size());
-        Result<TierBatch> batch = tier->submit(reads, collector);
+        Result<DiskBatch> batch = tier->submit(reads, collector);
         ASSERT_TRUE(batch.ok());
         usleep(useconds_t(round * 20));
         tier->cancel(batch.value());
         ASSERT_TRUE(collector.wait());
         for (size_t i = 0; i < bytes.size(); ++i) {
-            const TierCompletion c = collector.take(i);
+            const DiskCompletion c = collector.take(i);
             EXPECT_EQ(c.cancelled, !c.status.ok());
             EXPECT_TRUE(bytes[i] == (c.cancelled ? std::vector<uint8_t>(kChannelBytes, 0xee) : expected));
         }
@@ -302,7 +320,7 @@ TEST_P(Disk, CancelledRequestsLeaveMemoryAlone) {
     Collector collector;
     std::vector<uint8_t> bytes(kChannelBytes, 0xee);
     collector.expect(1);
-    Result<TierBatch> batch = tier->submit({{read_request(a, make_identity(1, 1), bytes)}}, collector);
+    Result<DiskBatch> batch = tier->submit({{read_request(a, make_identity(1, 1), bytes)}}, collector);
     ASSERT_TRUE(batch.ok());
     usleep(5000);
     const auto start = std::chrono::steady_clock::now();
@@ -313,6 +331,78 @@ TEST_P(Disk, CancelledRequestsLeaveMemoryAlone) {
     files->heal();
     EXPECT_TRUE(read_block(*tier, a, make_identity(1, 1)));
     EXPECT_TRUE(bytes == std::vector<uint8_t>(kChannelBytes, 0xee));
+}
+
+// Writes a block, reads it back, gives the slot back, over and over, each step from the completion of the one before.
+class Chain final : public DiskClient {
+  public:
+    Chain(DiskTier& tier, uint64_t id, int rounds) : tier_(tier), id_(id), rounds_(rounds) {}
+    void start() { next(); }
+    bool wait() {
+        for (int i = 0; i < 20000 && !finished; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        return finished;
+    }
+    std::atomic<bool> finished{false};
+    std::atomic<int> wrong{0};
+
+    void on_done(DiskCompletion c) noexcept override {
+        if (!c.status.ok() || c.cancelled || c.tag != tag_) ++wrong;
+        if (reading_) {
+            if (bytes_ != expected_) ++wrong;
+            tier_.release({&slot_, 1});
+            return next();
+        }
+        reading_ = true;
+        std::fill(bytes_.begin(), bytes_.end(), uint8_t(0xee));
+        submit(read_request(slot_, identity_, bytes_));
+    }
+
+  private:
+    void next() {
+        reading_ = false;
+        if (rounds_-- == 0) {
+            finished = true;
+            return;
+        }
+        const auto slot_class = uint8_t((id_ + uint64_t(rounds_)) % 2);
+        Result<std::vector<Slot>> slots = tier_.acquire({&slot_class, 1});
+        if (!slots.ok()) {
+            ++wrong;
+            finished = true;
+            return;
+        }
+        slot_ = slots.value()[0];
+        identity_ = make_identity(id_, uint64_t(rounds_) + 1);
+        bytes_ = expected_ = make_bytes(identity_, tier_.slot_bytes(slot_class));
+        submit(write_request(slot_, identity_, bytes_));
+    }
+    void submit(DiskRequest r) {
+        r.tag = ++tag_;
+        if (tier_.submit({&r, 1}, *this).ok()) return;
+        ++wrong;
+        finished = true;
+    }
+    DiskTier& tier_;
+    const uint64_t id_;
+    int rounds_;
+    bool reading_ = false;
+    uint64_t tag_ = 0;
+    Slot slot_;
+    BlockIdentity identity_;
+    std::vector<uint8_t> bytes_, expected_;
+};
+
+TEST_P(Disk, CompletionsMayCallTheTier) {
+    auto tier = open();
+    ASSERT_TRUE(tier);
+    std::vector<std::unique_ptr<Chain>> chains;
+    for (uint64_t i = 0; i < 6; ++i) chains.push_back(std::make_unique<Chain>(*tier, i, 40));
+    for (auto& chain : chains) chain->start();
+    for (auto& chain : chains) {
+        EXPECT_TRUE(chain->wait());
+        EXPECT_EQ(chain->wrong, 0);
+    }
+    EXPECT_TRUE(wait_until_unused(*tier));
 }
 
 TEST_P(Disk, WithoutSpaceItIsReadOnlyUntilThereIsSome) {

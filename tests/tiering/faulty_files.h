@@ -65,11 +65,12 @@ class FaultyFiles final : public FileSystem {
         for (int i = 0; i < 5000 && open_files() > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return open_files() == 0;
     }
-    bool has_queues = true;
+    bool has_queues = true, has_nameless = true, has_locks = true;
 
     int open(const char* path, int flags, mode_t mode) override {
-        const bool creates = (flags & (O_CREAT | O_TMPFILE)) != 0;
+        const bool creates = (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE;
         if (const int e = plain(creates)) return e;
+        if (!has_nameless && (flags & O_TMPFILE) == O_TMPFILE) return -EOPNOTSUPP;
         const int fd = real_->open(path, flags, mode);
         open_files_ += fd >= 0;
         return fd;
@@ -134,13 +135,17 @@ class FaultyFiles final : public FileSystem {
         const int e = plain(true);
         return e ? e : real_->rename(from, to);
     }
+    int link(int fd, const char* to) override {
+        const int e = plain(true);
+        return e ? e : real_->link(fd, to);
+    }
     int unlink(const char* path) override {
         const int e = plain(false);
         return e ? e : real_->unlink(path);
     }
     int lock(int fd) override {
         const int e = plain(false);
-        return e ? e : real_->lock(fd);
+        return e ? e : has_locks ? real_->lock(fd) : -ENOLCK;
     }
     int unlock(int fd) override { return real_->unlock(fd); }
     int clear_direct(int fd) override { return real_->clear_direct(fd); }

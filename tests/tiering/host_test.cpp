@@ -1,29 +1,14 @@
-// Host memory and the tier in it: what is done without when the system says no, placement, registration, slots and copies.
+// Host memory and the tier in it: what is done without when the system says no, placement, registration, slots.
 #include "src/tiering/host.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <set>
-
-#include "src/kv/blocks.h"
-#include "src/tiering/block_check.h"
-#include "tiering/tier_client.h"
+#include <cstring>
 
 namespace ta {
 namespace {
-
-using testing::Collector;
-using testing::is_ok;
-using testing::make_bytes;
-using testing::make_identity;
-using testing::read_block;
-using testing::read_request;
-using testing::read_status;
-using testing::run;
-using testing::write_block;
-using testing::write_request;
 
 // The system's memory where it is told nothing else.
 class FakeMemory final : public MemorySystem {
@@ -253,104 +238,28 @@ TEST_F(Host, TheBudgetCountsTheIndex) {
     EXPECT_EQ(HostTier::create(fake, threads, tier_options(20000)).ok(), false);
 }
 
-TEST_F(Host, BlocksComeBack) {
+TEST_F(Host, SlotsLieApart) {
     auto tier = make_tier(tier_options(4 << 20));
     std::vector<uint8_t> wanted;
     for (int i = 0; i < 60; ++i) wanted.push_back(i % 3 != 0);
     Result<std::vector<Slot>> slots = tier->acquire(wanted);
     ASSERT_TRUE(slots.ok());
-    for (size_t i = 0; i < wanted.size(); ++i) ASSERT_TRUE(write_block(*tier, slots.value()[i], make_identity(i, i)));
+    const auto bytes_of = [](Slot s) { return tier_options(0).slot_bytes[s.slot_class]; };
     for (size_t i = 0; i < wanted.size(); ++i) {
         const Slot s = slots.value()[i];
-        EXPECT_TRUE(read_block(*tier, s, make_identity(i, i)));
-        const auto bytes = make_bytes(make_identity(i, i), tier->slot_bytes(s.slot_class));
+        EXPECT_EQ(s.slot_class, wanted[i]);
         EXPECT_EQ(reinterpret_cast<uintptr_t>(tier->address(s)) % 4096, 0u);
-        EXPECT_EQ(std::memcmp(tier->address(s), bytes.data(), bytes.size()), 0);
+        std::memset(tier->address(s), int(i + 1), bytes_of(s));
     }
-    std::vector<uint8_t> part(100, 7);
-    TierRequest r = write_request(slots.value()[0], make_identity(0, 0), part);
-    r.offset = 19900;
-    ASSERT_TRUE(is_ok(run(*tier, {r})[0].status));
-    EXPECT_EQ(tier->address(slots.value()[0])[19999], 7);
-    r.offset = 19901;
-    EXPECT_TRUE(run(*tier, {r}).empty());
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        const Slot s = slots.value()[i];
+        const uint8_t* const data = tier->address(s);
+        EXPECT_TRUE(std::all_of(data, data + bytes_of(s), [&](uint8_t b) { return b == i + 1; })) << "slot " << i;
+    }
+    EXPECT_EQ(tier->stats().slots_used[0], 20u);
+    EXPECT_EQ(tier->stats().slots_used[1], 40u);
     tier->release(slots.value());
     EXPECT_EQ(tier->stats().used, 0u);
-}
-
-TEST_F(Host, ABlockIsCheckedBeforeItIsSeen) {
-    Geometry g = Geometry::make(2, 1, 64, 4, nullptr, nullptr).take();
-    HostTierOptions o;
-    o.budget = 4 << 20;
-    o.slot_bytes[0] = g.token_slot_bytes;
-    o.slot_bytes[1] = g.channel_slot_bytes;
-    o.check = make_block_check(g, 42);
-    auto tier = make_tier(o);
-    Allocator allocator{ta_allocator{}};
-    BlockStore store(allocator, nullptr, g, 1 << 20);
-    const PageKind kind = PageKind::kChannel;
-    BlockPtr block = store.acquire({&kind, 1}).take()[0];
-    for (size_t i = 0; i < g.channel_payload_bytes; ++i) block->slot()[i] = uint8_t(i * 7);
-    block->seal(g, 42, 5, 64);
-    BlockIdentity id;
-    id.block_index = 5;
-    id.content_id = block->content_id();
-    id.tokens = 64;
-    const uint8_t slot_class = 1;
-    const Slot slot = tier->acquire({&slot_class, 1}).value()[0];
-    std::vector<uint8_t> bytes(block->slot(), block->slot() + g.channel_slot_bytes), out(bytes.size());
-    ASSERT_TRUE(is_ok(run(*tier, {write_request(slot, id, bytes)})[0].status));
-    ASSERT_TRUE(is_ok(run(*tier, {read_request(slot, id, out)})[0].status));
-    EXPECT_TRUE(out == bytes);
-    // Every page and every field of the trailer that names the block.
-    for (size_t at = 0; at < bytes.size(); at += at < g.channel_payload_bytes ? 511 : 1) {
-        const size_t trailer = g.channel_payload_bytes;
-        if (at >= trailer + 7 && at < trailer + 8) continue;    // reserved
-        if (at >= trailer + 40 && at < trailer + 64) continue;  // reserved
-        if (at >= trailer + 64 + 8 * g.layers) break;           // padding
-        tier->address(slot)[at] ^= 0x10;
-        std::fill(out.begin(), out.end(), uint8_t(0xee));
-        EXPECT_EQ(run(*tier, {read_request(slot, id, out)})[0].status.code(), TA_E_CORRUPT) << "at byte " << at;
-        EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](uint8_t b) { return b == 0xee; }));
-        tier->address(slot)[at] ^= 0x10;
-    }
-    id.content_id ^= 1;
-    EXPECT_EQ(run(*tier, {read_request(slot, id, out)})[0].status.code(), TA_E_CORRUPT);
-    EXPECT_EQ(run(*tier, {write_request(slot, id, bytes)})[0].status.code(), TA_E_CORRUPT) << "checked on arrival too";
-}
-
-TEST_F(Host, CancelAndClose) {
-    HostTierOptions o = tier_options(4 << 20);
-    o.threads = 1;
-    auto tier = make_tier(o);
-    const uint8_t slot_class = 0;
-    const Slot slot = tier->acquire({&slot_class, 1}).value()[0];
-    ASSERT_TRUE(write_block(*tier, slot, make_identity(1, 1)));
-    const auto expected = make_bytes(make_identity(1, 1), 20000);
-    for (int round = 0; round < 30; ++round) {
-        Collector collector;
-        std::vector<std::vector<uint8_t>> bytes(50, std::vector<uint8_t>(20000, 0xee));
-        std::vector<TierRequest> reads;
-        for (size_t i = 0; i < bytes.size(); ++i) {
-            reads.push_back(read_request(slot, make_identity(1, 1), bytes[i]));
-            reads.back().tag = i;
-        }
-        collector.expect(reads.size());
-        Result<TierBatch> batch = tier->submit(reads, collector);
-        ASSERT_TRUE(batch.ok());
-        if (round % 2) tier->cancel(batch.value());
-        if (round == 29) {
-            tier->release({&slot, 1});
-            tier.reset();
-            EXPECT_EQ(collector.pending(), 0u);
-        }
-        ASSERT_TRUE(collector.wait());
-        for (size_t i = 0; i < bytes.size(); ++i) {
-            const TierCompletion c = collector.take(i);
-            EXPECT_EQ(c.cancelled, !c.status.ok());
-            EXPECT_TRUE(bytes[i] == (c.cancelled ? std::vector<uint8_t>(20000, 0xee) : expected));
-        }
-    }
 }
 
 }  // namespace

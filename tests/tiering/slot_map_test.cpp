@@ -36,6 +36,25 @@ TEST(SlotMap, ShapesFitTheirBytes) {
     EXPECT_FALSE(hostile.valid());
     hostile = {{4096, 8192}, 4096, 10};
     EXPECT_FALSE(hostile.valid()) << "a region without room for a slot";
+    hostile = {{4096, 0}, 4096, 100000};
+    EXPECT_FALSE(hostile.valid()) << "64 indices for each slot";
+    hostile = {{4096, 0}, 63 * 4096, 129};
+    EXPECT_FALSE(hostile.valid());
+}
+
+// What valid() refuses is nothing that a tier was ever made of.
+TEST(SlotMap, WhatFitsIsValid) {
+    std::mt19937_64 random(3);
+    for (int i = 0; i < 200000; ++i) {
+        uint64_t strides[kSlotClasses] = {};
+        for (uint64_t& stride : strides) stride = random() % 3 ? 4096 * (1 + random() % (uint64_t{1} << random() % 12)) : 0;
+        const SlotMap::Shape s = SlotMap::fit(random() >> (20 + random() % 40), strides);
+        if (s.regions == 0) continue;
+        ASSERT_TRUE(s.valid()) << s.regions << " regions of " << s.region_bytes;
+        uint64_t slots = 0;
+        for (int c = 0; c < kSlotClasses; ++c) slots = std::max(slots, s.slots(c));
+        ASSERT_LE(s.indices(), std::max<uint64_t>(slots, 128 * 64));
+    }
 }
 
 TEST(SlotMap, ARandomWalkAgainstAModel) {

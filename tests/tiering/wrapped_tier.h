@@ -14,15 +14,9 @@ namespace ta::testing {
 class WrappedTier : public Tier {
   public:
     explicit WrappedTier(std::unique_ptr<Tier> tier) : tier_(std::move(tier)) {}
-    TierKind kind() const override { return tier_->kind(); }
-    size_t slot_bytes(uint8_t slot_class) const override { return tier_->slot_bytes(slot_class); }
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override { return tier_->acquire(wanted); }
     void release(std::span<const Slot> slots) override { tier_->release(slots); }
     uint8_t* address(Slot slot) const override { return tier_->address(slot); }
-    Result<TierBatch> submit(std::span<const TierRequest> requests, TierClient& client) override {
-        return tier_->submit(requests, client);
-    }
-    void cancel(TierBatch batch) override { tier_->cancel(batch); }
     TierStats stats() const override { return tier_->stats(); }
     TierHealth health() const override { return tier_->health(); }
     std::span<const std::string> degraded() const override { return tier_->degraded(); }

@@ -1,4 +1,5 @@
-// Writes beyond the size that the process may give to files: an error like any other, whatever the program does with SIGXFSZ.
+// What the system refuses is an error like any other. Writes beyond the size that the process may give to files, whatever the
+// program does with SIGXFSZ; io_uring that may be made and not used; names for files without one.
 #include "src/io/file_system.h"
 
 #include <fcntl.h>
@@ -9,8 +10,10 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <thread>
 
 #include "support/files.h"
+#include "support/forbidden_call.h"
 
 namespace ta {
 namespace {
@@ -122,6 +125,70 @@ TEST_P(SizeLimit, Queues) {
 
 // In memory and on disk: their file systems ask for the limit in different places.
 INSTANTIATE_TEST_SUITE_P(Files, SizeLimit, ::testing::Bool());
+
+// Forbidden from the start, and when the ring has worked already.
+TEST(Uring, WhatTheSystemRefusesToTakeIsNotTaken) {
+    const testing::Folder folder;
+    const std::shared_ptr<FileSystem> files = system_files();
+    const int fd = files->open(folder.file("file").c_str(), O_RDWR | O_CREAT, 0600);
+    ASSERT_GE(fd, 0);
+    for (const bool works_first : {false, true}) {
+        std::thread thread([&] {
+            std::string reason;
+            const std::unique_ptr<IoQueue> uring = make_uring(4, reason);
+            if (!uring) GTEST_SKIP() << reason;
+            IoOp op;
+            op.kind = IoOp::Kind::kSync;
+            op.fd = fd;
+            IoResult result;
+            if (works_first) {
+                ASSERT_EQ(uring->submit(op), 0);
+                while (uring->wait({&result, 1}) == 0) {
+                }
+                ASSERT_EQ(result.result, 0);
+            }
+            if (!testing::forbid_call(SYS_io_uring_enter, EPERM)) GTEST_SKIP() << "no seccomp";
+            // More than the ring has places: none is used up.
+            for (int i = 0; i < 10; ++i) ASSERT_EQ(uring->submit(op), -EPERM);
+            uring->wake();
+            EXPECT_EQ(uring->wait({&result, 1}), 0u);
+        });
+        thread.join();
+    }
+    files->close(fd);
+}
+
+TEST(SystemFiles, PathsInErrorsAreShortened) {
+    EXPECT_EQ(shown("/tmp/file"), "/tmp/file");
+    const std::string name = "/folder/file", longest(96, 'x'), path = std::string(300, 'x') + name;
+    EXPECT_EQ(shown(longest), longest);
+    EXPECT_EQ(shown(path).size(), longest.size());
+    EXPECT_TRUE(shown(path).starts_with("...x"));
+    EXPECT_TRUE(shown(path).ends_with("x" + name));
+}
+
+TEST(SystemFiles, AFileWithoutANameGetsOne) {
+    const testing::Folder folder;
+    const std::shared_ptr<FileSystem> files = system_files();
+    const std::string name = folder.file("name"), other = folder.file("other");
+    const int fd = files->open(folder.path().c_str(), O_RDWR | O_TMPFILE, 0600);
+    if (fd < 0) GTEST_SKIP() << error_text(fd).c_str();
+    FileInfo info, there;
+    ASSERT_EQ(files->fstat(fd, info), 0);
+    EXPECT_EQ(info.links, 0u);
+    ASSERT_EQ(files->link(fd, name.c_str()), 0);
+    ASSERT_EQ(files->lstat(name.c_str(), there), 0);
+    EXPECT_EQ(there.inode, info.inode);
+    EXPECT_EQ(there.links, 1u);
+    const int second = files->open(folder.path().c_str(), O_RDWR | O_TMPFILE, 0600);
+    ASSERT_GE(second, 0);
+    EXPECT_EQ(files->link(second, name.c_str()), -EEXIST);
+    ASSERT_EQ(symlink("nowhere", other.c_str()), 0);
+    EXPECT_EQ(files->link(second, other.c_str()), -EEXIST) << "a link is not followed";
+    EXPECT_EQ(files->link(second, folder.file("none/name").c_str()), -ENOENT);
+    files->close(second);
+    files->close(fd);
+}
 
 }  // namespace
 }  // namespace ta

@@ -1,4 +1,4 @@
-// What the tests of tiers share: a client that collects completions, blocks whose bytes follow from their identity.
+// What the tests of the disk tier share: a client that collects completions, blocks whose bytes follow from their identity.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,18 +11,18 @@
 #include <string>
 #include <vector>
 
-#include "src/tiering/tier.h"
+#include "src/tiering/disk.h"
 
 namespace ta::testing {
 
-class Collector final : public TierClient {
+class Collector final : public DiskClient {
   public:
     ~Collector() override { EXPECT_EQ(pending(), 0u) << "requests were never completed"; }
     void expect(size_t n) {
         std::lock_guard lock(mutex_);
         expected_ += n;
     }
-    void on_done(TierCompletion completion) noexcept override {
+    void on_done(DiskCompletion completion) noexcept override {
         std::lock_guard lock(mutex_);
         const uint64_t tag = completion.tag;
         if (!done_.emplace(tag, std::move(completion)).second) ADD_FAILURE() << "request " << tag << " completed twice";
@@ -38,7 +38,7 @@ class Collector final : public TierClient {
         std::lock_guard lock(mutex_);
         return expected_ - seen_;
     }
-    TierCompletion take(uint64_t tag) {
+    DiskCompletion take(uint64_t tag) {
         std::lock_guard lock(mutex_);
         auto found = done_.extract(tag);
         if (found.empty()) {
@@ -52,22 +52,22 @@ class Collector final : public TierClient {
     std::mutex mutex_;
     std::condition_variable changed_;
     size_t expected_ = 0, seen_ = 0;
-    std::map<uint64_t, TierCompletion> done_;
+    std::map<uint64_t, DiskCompletion> done_;
 };
 
 // Submits one batch and waits for it. The completions in the order of the requests; empty when submit() failed, with `why`.
-inline std::vector<TierCompletion> run(Tier& tier, std::vector<TierRequest> requests, Status* why = nullptr) {
+inline std::vector<DiskCompletion> run(DiskTier& tier, std::vector<DiskRequest> requests, Status* why = nullptr) {
     Collector collector;
     for (size_t i = 0; i < requests.size(); ++i) requests[i].tag = i;
     collector.expect(requests.size());
-    Result<TierBatch> batch = tier.submit(requests, collector);
+    Result<DiskBatch> batch = tier.submit(requests, collector);
     if (!batch.ok()) {
         collector.expect(-requests.size());
         if (why) *why = std::move(batch).status();
         return {};
     }
     EXPECT_TRUE(collector.wait()) << "a request hangs";
-    std::vector<TierCompletion> done;
+    std::vector<DiskCompletion> done;
     for (size_t i = 0; i < requests.size(); ++i) done.push_back(collector.take(i));
     return done;
 }
@@ -93,18 +93,18 @@ inline std::vector<uint8_t> make_bytes(const BlockIdentity& id, size_t bytes) {
     return data;
 }
 
-inline TierRequest write_request(Slot slot, const BlockIdentity& id, std::vector<uint8_t>& bytes) {
-    TierRequest r;
-    r.kind = TierRequest::Kind::kWrite;
+inline DiskRequest write_request(Slot slot, const BlockIdentity& id, std::vector<uint8_t>& bytes) {
+    DiskRequest r;
+    r.kind = DiskRequest::Kind::kWrite;
     r.slot = slot;
     r.bytes = bytes.size();
     r.memory = bytes.data();
     r.identity = id;
     return r;
 }
-inline TierRequest read_request(Slot slot, const BlockIdentity& id, std::vector<uint8_t>& bytes) {
-    TierRequest r = write_request(slot, id, bytes);
-    r.kind = TierRequest::Kind::kRead;
+inline DiskRequest read_request(Slot slot, const BlockIdentity& id, std::vector<uint8_t>& bytes) {
+    DiskRequest r = write_request(slot, id, bytes);
+    r.kind = DiskRequest::Kind::kRead;
     return r;
 }
 
@@ -114,13 +114,13 @@ inline ::testing::AssertionResult is_ok(const Status& s) {
     return ::testing::AssertionFailure() << std::hex << s.code() << ": " << (s.detail() ? s.detail()->message : "");
 }
 
-inline ::testing::AssertionResult write_block(Tier& tier, Slot slot, const BlockIdentity& id) {
+inline ::testing::AssertionResult write_block(DiskTier& tier, Slot slot, const BlockIdentity& id) {
     std::vector<uint8_t> bytes = make_bytes(id, tier.slot_bytes(slot.slot_class));
     Status why;
     auto done = run(tier, {write_request(slot, id, bytes)}, &why);
     return is_ok(done.empty() ? why : done[0].status);
 }
-inline Status read_status(Tier& tier, Slot slot, const BlockIdentity& id) {
+inline Status read_status(DiskTier& tier, Slot slot, const BlockIdentity& id) {
     const size_t n = tier.slot_bytes(slot.slot_class);
     std::vector<uint8_t> bytes(n, 0xee);
     Status why;
@@ -133,7 +133,7 @@ inline Status read_status(Tier& tier, Slot slot, const BlockIdentity& id) {
     }
     return why;
 }
-inline ::testing::AssertionResult read_block(Tier& tier, Slot slot, const BlockIdentity& id) {
+inline ::testing::AssertionResult read_block(DiskTier& tier, Slot slot, const BlockIdentity& id) {
     return is_ok(read_status(tier, slot, id));
 }
 
