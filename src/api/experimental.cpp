@@ -37,6 +37,27 @@ Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index,
     return Page{copy.data(), at.kind};
 }
 
+// The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr.
+Status describe_block(Pool& pool, const Block& block, uint64_t index, ta_x_block_info& info, std::vector<uint8_t>* slot) {
+    const Geometry& g = pool.geometry();
+    const ReadingBlocks reading(pool.blocks());
+    const Place at = pool.blocks().place_of(block);
+    info.bits = bits_of(g, at.kind);
+    info.bytes = g.slot_bytes(at.kind);
+    info.trailer_offset = g.payload_bytes(at.kind);
+    if (!slot) return {};
+    slot->resize(info.bytes);
+    if (at.tier == TierKind::kDisk) return pool.read_from_disk(block, index, slot->data());
+    Device* device = pool.context().device();
+    if (!device) {
+        std::memcpy(slot->data(), at.address, slot->size());
+        return {};
+    }
+    TA_RETURN_IF_ERROR(device->read(slot->data(), at.address, slot->size()));
+    if (!block.sealed()) block.write_trailer(g, pool.fingerprint(), index, info.tokens, slot->data());
+    return {};
+}
+
 // Dequantizes tokens [first, last) of one head of a page into rows of `stride` floats.
 void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint32_t layer, uint32_t head, int first, int last,
                      int64_t stride, float* k, float* v) {
@@ -93,42 +114,36 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
-        const Pool& p = *pool->impl;
-        return p.inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));
+        Pool& p = *pool->impl;
+        const Pool::HoldsBlocks holds(p);
+        BlockPtr full;  // read without the pool's lock, since that may take long
+        ta_x_block_info r{};
+        std::vector<uint8_t> bytes, *const slot = buffer ? &bytes : nullptr;
+        TA_RETURN_IF_ERROR(p.inspect(seq, [&](const Sequence& s) -> Status {
             if (block >= s.blocks.size()) {
                 return fail(TA_E_INVALID, "block is %llu; the sequence has %zu", (unsigned long long)block, s.blocks.size())
                     .argument(2);
             }
             const BlockPtr& b = s.blocks[size_t(block)];
             if (b->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(block));
-            const Geometry& g = p.geometry();
-            const ReadingBlocks reading(pool->impl->blocks());
-            const Place at = p.blocks().place_of(*b);
-            ta_x_block_info r{};
-            r.bits = bits_of(g, at.kind);
             r.tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(block) * kPageTokens));
             r.owners = uint32_t(b.use_count());
-            r.bytes = g.slot_bytes(at.kind);
             r.content_id = b->content_id();
-            r.trailer_offset = g.payload_bytes(at.kind);
-            if (buffer && buffer_bytes < r.bytes) {
-                return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)buffer_bytes,
-                            (unsigned long long)r.bytes)
-                    .argument(5);
-            }
-            TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
-            if (!buffer) return {};
-            if (at.tier == TierKind::kDisk) return p.read_from_disk(*b, block, static_cast<uint8_t*>(buffer));
-            const uint8_t* slot = at.address;
-            Device* device = p.context().device();
-            if (!device) {
-                std::memcpy(buffer, slot, r.bytes);
-                return {};
-            }
-            TA_RETURN_IF_ERROR(device->read(buffer, slot, r.bytes));
-            if (!b->sealed()) b->write_trailer(g, p.fingerprint(), block, r.tokens, static_cast<uint8_t*>(buffer));
+            // A step may go on writing an open block.
+            if (!b->sealed()) return describe_block(p, *b, block, r, slot);
+            full = b;
             return {};
-        });
+        }));
+        if (full) TA_RETURN_IF_ERROR(describe_block(p, *full, block, r, slot));
+        if (buffer && buffer_bytes < r.bytes) {
+            return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)buffer_bytes,
+                        (unsigned long long)r.bytes)
+                .argument(5);
+        }
+        TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
+        if (buffer) std::memcpy(buffer, bytes.data(), bytes.size());
+        return {};
     });
 }
 
@@ -162,30 +177,48 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
         const Pool& p = *pool->impl;
         const Geometry& g = p.geometry();
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
-        return p.inspect(seq, [&](const Sequence& s) -> Status {
+        const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
+        const Pool::HoldsBlocks holds(*pool->impl);
+        std::vector<uint8_t> copy;
+        std::vector<float> rows_k, rows_v;  // what is given out comes last: reading may fail
+        const auto read = [&](const Block& block, int64_t b) -> Status {
+            const ReadingBlocks reading(pool->impl->blocks());
+            Result<Page> page = readable_page(p, block, uint64_t(b), layer, copy);
+            if (!page.ok()) return std::move(page).status();
+            const int64_t from = std::max(first, b * kPageTokens), to = std::min(first + tokens, (b + 1) * kPageTokens);
+            for (uint32_t head = 0; head < g.kv_heads; ++head) {
+                const int64_t at = (from - first) * stride + int64_t(head) * g.head_dim;
+                dequantize_head(p, page.value().data, page.value().kind, layer, head, int(from - b * kPageTokens),
+                                int(to - b * kPageTokens), stride, k ? rows_k.data() + at : nullptr,
+                                v ? rows_v.data() + at : nullptr);
+            }
+            return {};
+        };
+        std::vector<BlockPtr> full;  // read without the pool's lock, since that may take long
+        Status seen = p.inspect(seq, [&](const Sequence& s) -> Status {
             if (first < 0 || tokens < 0 || first > s.length || tokens > s.length - first) {
                 return fail(TA_E_INVALID, "tokens %lld + %lld do not lie in a sequence of %lld", (long long)first,
                             (long long)tokens, (long long)s.length)
                     .argument(3);
             }
-            const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
-            const ReadingBlocks reading(pool->impl->blocks());
-            std::vector<uint8_t> copy;
-            for (int64_t at = first; at < first + tokens;) {
-                const int64_t b = at / kPageTokens, last = std::min(first + tokens, (b + 1) * kPageTokens);
-                const Block& block = *s.blocks[size_t(b)];
-                if (block.dropped()) return fail(TA_E_STATE, "the block was dropped").block(b);
-                Result<Page> page = readable_page(p, block, uint64_t(b), layer, copy);
-                if (!page.ok()) return std::move(page).status();
-                for (uint32_t head = 0; head < g.kv_heads; ++head) {
-                    const int64_t to = (at - first) * stride + int64_t(head) * g.head_dim;
-                    dequantize_head(p, page.value().data, page.value().kind, layer, head, int(at - b * kPageTokens),
-                                    int(last - b * kPageTokens), stride, k ? k + to : nullptr, v ? v + to : nullptr);
-                }
-                at = last;
+            if (tokens == 0) return {};
+            if (k) rows_k.resize(size_t(tokens * stride));
+            if (v) rows_v.resize(size_t(tokens * stride));
+            for (int64_t b = first / kPageTokens; b * kPageTokens < first + tokens; ++b) {
+                const BlockPtr& block = s.blocks[size_t(b)];
+                if (block->dropped()) return fail(TA_E_STATE, "the block was dropped").block(b);
+                full.push_back(block->sealed() ? block : nullptr);
+                if (!block->sealed()) TA_RETURN_IF_ERROR(read(*block, b));  // a step may go on writing it
             }
             return {};
         });
+        if (!seen.ok()) return seen;
+        for (size_t i = 0; i < full.size(); ++i) {
+            if (full[i]) TA_RETURN_IF_ERROR(read(*full[i], first / kPageTokens + int64_t(i)));
+        }
+        if (k && tokens > 0) std::memcpy(k, rows_k.data(), rows_k.size() * sizeof(float));
+        if (v && tokens > 0) std::memcpy(v, rows_v.data(), rows_v.size() * sizeof(float));
+        return {};
     });
 }
 

@@ -1,5 +1,7 @@
 // The statistics of a pool as text: every value is listed once, with its type and help, and written in either format.
+#include <charconv>
 #include <cinttypes>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <string>
@@ -12,6 +14,16 @@ using namespace ta::api;
 namespace {
 
 const char* const kTiers[] = {"device", "host", "disk"};
+
+// The shortest text that reads back as the same value, whatever the process's locale.
+struct Number {
+    explicit Number(double x) {
+        char* const end = text + sizeof text - 1;
+        const bool whole = std::abs(x) < 0x1p53 && x == std::trunc(x);
+        *(whole ? std::to_chars(text, end, int64_t(x)) : std::to_chars(text, end, x)).ptr = '\0';
+    }
+    char text[32];
+};
 
 class Writer {
   public:
@@ -31,14 +43,13 @@ class Writer {
         first_ = true;
     }
     void value(double x, const char* label = nullptr, const char* of = nullptr) {
-        char number[40];
-        std::snprintf(number, sizeof number, "%.17g", x);
+        const Number number(x);
         if (json_) {
-            add("%s\"%s\": %s", first_ ? "" : ", ", of ? of : "value", number);
+            add("%s\"%s\": %s", first_ ? "" : ", ", of ? of : "value", number.text);
         } else if (label) {
-            add("ta_%s%s{%s=\"%s\"} %s\n", name_, counter_ ? "_total" : "", label, of, number);
+            add("ta_%s%s{%s=\"%s\"} %s\n", name_, counter_ ? "_total" : "", label, of, number.text);
         } else {
-            add("ta_%s%s %s\n", name_, counter_ ? "_total" : "", number);
+            add("ta_%s%s %s\n", name_, counter_ ? "_total" : "", number.text);
         }
         first_ = false;
     }
@@ -46,7 +57,7 @@ class Writer {
     template <size_t N>
     void histogram(const uint64_t (&buckets)[N], double sum, const char* of) {
         if (json_) {
-            add("%s\"%s\": {\"sum\": %.9g, \"buckets\": [", first_ ? "" : ", ", of, sum);
+            add("%s\"%s\": {\"sum\": %s, \"buckets\": [", first_ ? "" : ", ", of, Number(sum).text);
             for (size_t i = 0; i < N; ++i) add("%s%" PRIu64, i ? ", " : "", buckets[i]);
             text_ += "]}";
         } else {
@@ -54,12 +65,13 @@ class Writer {
             for (size_t i = 0; i < N; ++i) {
                 n += buckets[i];
                 if (i + 1 < N) {
-                    add("ta_%s_bucket{tier=\"%s\",le=\"%.9g\"} %" PRIu64 "\n", name_, of, 1e-6 * double(uint64_t{1} << i), n);
+                    const Number bound(double(uint64_t{1} << i) / 1e6);
+                    add("ta_%s_bucket{tier=\"%s\",le=\"%s\"} %" PRIu64 "\n", name_, of, bound.text, n);
                 } else {
                     add("ta_%s_bucket{tier=\"%s\",le=\"+Inf\"} %" PRIu64 "\n", name_, of, n);
                 }
             }
-            add("ta_%s_count{tier=\"%s\"} %" PRIu64 "\nta_%s_sum{tier=\"%s\"} %.9g\n", name_, of, n, name_, of, sum);
+            add("ta_%s_count{tier=\"%s\"} %" PRIu64 "\nta_%s_sum{tier=\"%s\"} %s\n", name_, of, n, name_, of, Number(sum).text);
         }
         first_ = false;
     }
@@ -92,6 +104,8 @@ constexpr PoolMetric kPoolMetrics[] = {
     {"sequences", "gauge", "Sequences that are alive.", [](auto& s) { return double(s.sequences); }},
     {"tokens", "gauge", "Sum of the lengths of all sequences.", [](auto& s) { return double(s.tokens); }},
     {"shared_blocks", "gauge", "Blocks with more than one owner.", [](auto& s) { return double(s.shared_blocks); }},
+    {"cached_bytes", "gauge", "Bytes of freed blocks kept for reuse.", [](auto& s) { return double(s.bytes_cached); }},
+    {"peak_bytes", "gauge", "Most bytes of blocks that were in use.", [](auto& s) { return double(s.bytes_peak); }},
     {"appended_tokens", "counter", "Tokens appended.", [](auto& s) { return double(s.appended_tokens); }},
     {"closed_pages", "counter", "Pages encoded to 4 or 2 bits.", [](auto& s) { return double(s.closed_pages); }},
     {"reopened_blocks", "counter", "Closed blocks turned back into open ones.",
@@ -108,6 +122,7 @@ struct TierMetric {
 constexpr TierMetric kTierMetrics[] = {
     {"tier_budget_bytes", "gauge", "Byte budget of a tier.", [](auto& s) { return double(s.bytes_budget); }},
     {"tier_used_bytes", "gauge", "Bytes of blocks in a tier.", [](auto& s) { return double(s.bytes_used); }},
+    {"tier_free_bytes", "gauge", "Bytes of a tier that no block has.", [](auto& s) { return double(s.bytes_free); }},
     {"tier_largest_free_bytes", "gauge", "Longest run of free bytes in a tier; 0 where it is not known.",
      [](auto& s) { return double(s.largest_free); }},
     {"tier_blocks", "gauge", "Blocks in a tier.", [](auto& s) { return double(s.blocks); }},
@@ -118,6 +133,8 @@ constexpr TierMetric kTierMetrics[] = {
      [](auto& s) { return double(s.fallen_blocks); }},
     {"tier_state", "gauge", "0: ok, 1: read-only, 2: failed.", [](auto& s) { return double(s.state); }},
     {"tier_queued", "gauge", "Moves, or requests of a disk, that are not finished.", [](auto& s) { return double(s.queued); }},
+    {"tier_in_blocks", "counter", "Blocks moved into a tier.", [](auto& s) { return double(s.blocks_in); }},
+    {"tier_out_blocks", "counter", "Blocks moved out of a tier.", [](auto& s) { return double(s.blocks_out); }},
     {"tier_in_bytes", "counter", "Bytes moved into a tier.", [](auto& s) { return double(s.bytes_in); }},
     {"tier_out_bytes", "counter", "Bytes moved out of a tier.", [](auto& s) { return double(s.bytes_out); }},
     {"tier_failed", "counter", "Requests that failed; of the device tier, moves.", [](auto& s) { return double(s.failed); }},

@@ -56,6 +56,7 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     if (o.staging < TA_STAGING_AUTO || o.staging > TA_STAGING_ALWAYS)
         return fail(TA_E_INVALID, "options.tiers.staging is %d, no value of ta_staging", int(o.staging));
+    if (o.reserved != 0) return fail(TA_E_INVALID, "options.tiers.reserved is not 0");
     settings.staging = StagingMode(o.staging);
     settings.staging_bytes = o.staging_bytes;
     return {};
@@ -97,9 +98,12 @@ ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* optio
         TA_RETURN_IF_ERROR(check_process(*context->impl));
         Result<ta_kv_pool_options> known = read_struct(options, "options", 1);
         if (!known.ok()) return std::move(known).status();
+        // The pool comes last: it keeps its disk tier's file, and nothing fails behind it.
+        auto handle = std::make_unique<ta_kv_pool>();
         Result<std::shared_ptr<Pool>> pool = make_pool(context->impl, known.value());
         if (!pool.ok()) return std::move(pool).status().argument(1);
-        *out = new ta_kv_pool{pool.take()};
+        handle->impl = pool.take();
+        *out = handle.release();
         return {};
     });
 }

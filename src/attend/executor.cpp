@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "kernels/cpu/math.h"
+#include "src/core/checked.h"
 
 namespace ta {
 namespace {
@@ -17,10 +18,6 @@ constexpr int64_t kRowTile = 240;
 constexpr int64_t kDecodePages = 16, kPrefillPages = 64;
 // Rows x pages below which the call is done before another thread would wake up.
 constexpr int64_t kAloneWork = 64;
-
-int64_t round_up(int64_t n, int64_t to) {
-    return (n + to - 1) / to * to;
-}
 
 struct KeyRange {
     int64_t begin, end;
@@ -102,7 +99,7 @@ class AttendExecutor::Scratch {
         uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
         const auto take = [&next](auto*& ptr, int64_t n) {
             ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
-            next += uintptr_t(round_up(n * int64_t(sizeof *ptr), 64));
+            next += round_up(size_t(n) * sizeof *ptr, 64);
         };
         take(pages_, pages);
         take(q, rows * d);

@@ -69,7 +69,9 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     struct Rollback {
         Plan* plan;
         ~Rollback() {
-            if (plan) plan->clear();
+            if (!plan) return;
+            plan->pool_->forget_use(plan->sequences_);
+            plan->clear();
         }
     } rollback{this};
     const Geometry& g = pool_->geometry();
@@ -98,7 +100,11 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         }
         list_touched(m);
     }
-    TA_RETURN_IF_ERROR(bring_blocks());
+    const Pool::Lookups lookups = pool_->look_up(sequences_);
+    const uint64_t failed = pool_->failed_evictions();
+    if (Status brought = bring_blocks(); !brought.ok())
+        return brought.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(brought), failed) : std::move(brought);
+    pool_->count_step(lookups);
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
     last_layer_ = -1;
@@ -140,7 +146,6 @@ Status Plan::bring_blocks() {
     constexpr std::chrono::milliseconds kPause{20};
     const auto start = std::chrono::steady_clock::now();
     BlockStore& store = pool_->blocks();
-    pool_->count_lookups(sequences_);
     const Wanted wanted = list_wanted();
     int made = 0;  // room, in whatever way
     int turns = 0;

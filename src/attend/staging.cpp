@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "src/core/checked.h"
+
 namespace ta {
 namespace {
 
@@ -16,7 +18,7 @@ class SlotCutter {
             used_ = 0;
         }
         const StagingRing::Place place{slots_ - 1, used_};
-        used_ = (used_ + bytes + kPlaceBytes - 1) / kPlaceBytes * kPlaceBytes;
+        used_ = round_up(used_ + bytes, kPlaceBytes);
         return place;
     }
     size_t slots() const { return slots_; }  // that were cut

@@ -18,7 +18,11 @@ class [[nodiscard]] Status {
     bool ok() const { return code_ == TA_OK; }
     // The details; nullptr when OK, or when there was no memory for them.
     const ta_error* detail() const { return detail_.get(); }
+    // For a failure that is reported more than once.
+    Status clone() const;
 
+    // Adds a cause to the text.
+    Status&& because(const char* cause) &&;
     Status&& layer(int64_t v) && { return set(&ta_error::layer, int32_t(v)); }
     Status&& head(int64_t v) && { return set(&ta_error::head, int32_t(v)); }
     Status&& argument(int v) && { return set(&ta_error::argument, v); }

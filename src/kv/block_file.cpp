@@ -11,6 +11,8 @@
 namespace ta {
 namespace {
 
+constexpr int kMostLeftBehind = 1000;
+
 // An open block with zeros in place of the tokens that it lacks: its slot may have held anything before.
 void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
     const Geometry& g = pool.geometry();
@@ -64,8 +66,7 @@ Status File::sync() {
 }
 
 Status File::failed(int64_t error, const char* what) const {
-    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s %s: %s", what, path_.c_str(),
-                error_text(error).c_str());
+    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s %s: %s", what, name(), error_text(error).c_str());
 }
 
 Status File::move(const uint8_t* from, uint8_t* to, size_t bytes) {
@@ -77,8 +78,8 @@ Status File::move(const uint8_t* from, uint8_t* to, size_t bytes) {
         }
         if (n < 0) return failed(n, from ? "writing" : "reading");
         if (n == 0) {
-            return from ? fail(TA_E_IO, "writing %s: nothing was written", path_.c_str())
-                        : fail(TA_E_CORRUPT, "%s ends early", path_.c_str());
+            return from ? fail(TA_E_IO, "writing %s: nothing was written", name())
+                        : fail(TA_E_CORRUPT, "%s ends early", name());
         }
         at_ += uint64_t(n);
         bytes -= size_t(n);
@@ -88,15 +89,20 @@ Status File::move(const uint8_t* from, uint8_t* to, size_t bytes) {
     return {};
 }
 
-Status stopped(const std::string& path) {
-    return fail(TA_E_CANCELLED, "the progress callback stopped the work on %s", path.c_str());
+Status stopped(const File& file) {
+    return fail(TA_E_CANCELLED, "the progress callback stopped the work on %s", file.name());
 }
 
 Status write_new_file(FileSystem& files, const std::string& path, const std::function<Status(File&)>& write) {
     FileInfo info;
-    if (files.lstat(path.c_str(), info) == 0) return fail(TA_E_INVALID, "%s exists", path.c_str());
+    if (files.lstat(path.c_str(), info) == 0) return fail(TA_E_INVALID, "%s exists", shown(path).c_str());
+    // What a process of the same number left that was killed while it saved stays in the way of nobody.
     static std::atomic<uint64_t> saves{0};
-    const std::string temporary = path + ".new-" + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1));
+    std::string temporary;
+    for (int attempt = 0; attempt < kMostLeftBehind; ++attempt) {
+        temporary = path + ".new-" + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1));
+        if (files.lstat(temporary.c_str(), info) < 0) break;
+    }
     File file(files, temporary);
     TA_RETURN_IF_ERROR(file.open(O_WRONLY | O_CREAT | O_EXCL));
     struct Removal {  // also when memory runs out
@@ -108,7 +114,7 @@ Status write_new_file(FileSystem& files, const std::string& path, const std::fun
     } removal{files, temporary.c_str()};
     TA_RETURN_IF_ERROR(write(file));
     const int e = files.rename(temporary.c_str(), path.c_str());
-    if (e == -EEXIST) return fail(TA_E_INVALID, "%s exists", path.c_str());
+    if (e == -EEXIST) return fail(TA_E_INVALID, "%s exists", shown(path).c_str());
     if (e < 0) return file.failed(e, "renaming");
     removal.path = nullptr;
     return {};
@@ -154,7 +160,7 @@ Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, u
     return file.write(slot.data(), slot.size());
 }
 
-Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uint64_t& index, uint32_t& tokens,
+Result<BlockPtr> read_block(Pool& pool, File& file, Tenant tenant, uint64_t& index, uint32_t& tokens,
                             std::span<const MoveItem> mine, std::vector<uint8_t>& slot) {
     const Geometry& g = pool.geometry();
     BlockHeader b;
@@ -163,7 +169,7 @@ Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uin
     if (b.magic != kBlockMagic || b.hash != header_hash(b) || (index != kAnyIndex && b.index != index) ||
         b.kind >= kPageKinds || g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
         (b.tokens < uint32_t(kPageTokens) && kind != PageKind::kToken)) {
-        Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", path.c_str());
+        Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file.name());
         return index == kAnyIndex ? std::move(s) : std::move(s).block(int64_t(index));
     }
     index = b.index;
@@ -171,10 +177,11 @@ Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uin
     slot.resize(g.slot_bytes(kind));
     TA_RETURN_IF_ERROR(file.read(slot.data(), slot.size()));
     if (hash_bytes(slot.data(), slot.size()) != b.slot_hash || !has_good_scales(g, kind, b.tokens, slot.data()))
-        return fail(TA_E_CORRUPT, "a block in %s is damaged", path.c_str()).block(int64_t(index));
+        return fail(TA_E_CORRUPT, "a block in %s is damaged", file.name()).block(int64_t(index));
     TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool.fingerprint(), index, b.content_id, b.tokens));
     Result<BlockPtr> block = pool.new_block(kind, mine);
     if (!block.ok()) return std::move(block).status().block(int64_t(index));
+    if (tenant != 0) block.value()->set_tenant(tenant);
     // The same bytes are new content here.
     block.value()->write_trailer(g, pool.fingerprint(), index, b.tokens, slot.data());
     if (Device* device = pool.context().device()) {

@@ -31,16 +31,21 @@ struct BlockHeader {
 };
 static_assert(sizeof(BlockHeader) == 48);
 
+// The largest |K| or |V| of a universal scale that files may say: the scale it stands for is one that blocks may have.
+inline bool is_good_amax(float x) {
+    return x >= 0.0f && x < 0x1p120f;
+}
+
 // Of any header that ends in its hash.
 template <class Header>
 uint64_t header_hash(const Header& h) {
     return hash_bytes(&h, offsetof(Header, hash));
 }
 
-// A file with a position; keeps `files` and `path` by reference.
+// A file with a position; keeps `files` by reference.
 class File {
   public:
-    File(FileSystem& files, const std::string& path) : files_(files), path_(path) {}
+    File(FileSystem& files, const std::string& path) : files_(files), path_(path), name_(shown(path)) {}
     ~File() {
         if (fd_ >= 0) files_.close(fd_);
     }
@@ -50,6 +55,8 @@ class File {
     // With O_CLOEXEC and O_NOFOLLOW; mode 0600.
     Status open(int flags);
     int fd() const { return fd_; }
+    // For texts of errors.
+    const char* name() const { return name_.c_str(); }
     uint64_t at() const { return at_; }
     Status write(const void* data, size_t bytes) { return move(static_cast<const uint8_t*>(data), nullptr, bytes); }
     Status read(void* data, size_t bytes) { return move(nullptr, static_cast<uint8_t*>(data), bytes); }
@@ -60,13 +67,13 @@ class File {
     Status move(const uint8_t* from, uint8_t* to, size_t bytes);
 
     FileSystem& files_;
-    const std::string& path_;
+    const std::string path_, name_;
     int fd_ = -1;
     uint64_t at_ = 0;
 };
 
 // TA_E_CANCELLED: the progress callback asked to stop.
-Status stopped(const std::string& path);
+Status stopped(const File& file);
 
 // A file that has its name only when `write` has written all of it; else nothing is left. TA_E_INVALID: there is one of this
 // name.
@@ -75,9 +82,10 @@ Status write_new_file(FileSystem& files, const std::string& path, const std::fun
 // Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use.
 Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
 // Reads the block at the file's position into a new block of the pool; `mine` may be moved out of the device for it. `tokens`
-// gets how many it has; the index must be this one where it is not kAnyIndex, and comes back. TA_E_CORRUPT.
+// gets how many it has; the index must be this one where it is not kAnyIndex, and comes back. The block is `tenant`'s before its
+// bytes are in the pool's memory. TA_E_CORRUPT.
 inline constexpr uint64_t kAnyIndex = UINT64_MAX;
-Result<BlockPtr> read_block(Pool& pool, File& file, const std::string& path, uint64_t& index, uint32_t& tokens,
+Result<BlockPtr> read_block(Pool& pool, File& file, Tenant tenant, uint64_t& index, uint32_t& tokens,
                             std::span<const MoveItem> mine, std::vector<uint8_t>& slot);
 
 // The block's slot in host memory, with a trailer, checked, and of which kind it is.

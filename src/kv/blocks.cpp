@@ -357,7 +357,7 @@ bool BlockStore::move(Block& block, const Place& to) {
     std::lock_guard lock(mutex_);
     if (to.kind != block.kind_ && block.keeps_kind()) return false;
     if (to.tier > block.tier_ && block.pins() > 0) return false;
-    if (block.tier_ == TierKind::kDisk && block.tier_keyed_) {
+    if (block.tier_ == TierKind::kDisk && block.tier_keyed_ && block.published()) {
         block.record_ = block.tier_slot_;  // the next process shall find it, too
         on_disk_.fetch_sub(1, std::memory_order_release);
     } else {
@@ -383,9 +383,14 @@ void BlockStore::pin(std::span<const BlockPtr> blocks) {
     for (const BlockPtr& b : blocks) b->pins_.fetch_add(1, std::memory_order_relaxed);
 }
 
-void BlockStore::keep_kind(Block& block) {
+bool BlockStore::keep_kind(Block& block) {
     std::lock_guard lock(mutex_);
-    block.keeps_kind_.store(true, std::memory_order_release);
+    return !block.keeps_kind_.exchange(true, std::memory_order_release);
+}
+
+void BlockStore::free_kind(Block& block) {
+    std::lock_guard lock(mutex_);
+    block.keeps_kind_.store(false, std::memory_order_release);
 }
 
 BlockPtr BlockStore::recover(Slot slot, uint64_t content_id, const BlockKey& key) {

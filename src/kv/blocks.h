@@ -226,8 +226,10 @@ class BlockStore {
     bool move(Block& block, const Place& to);
     // From now on they go no further down.
     void pin(std::span<const BlockPtr> blocks);
-    // The block's kind is for good.
-    void keep_kind(Block& block);
+    // The block's kind is for good. False: it was already.
+    bool keep_kind(Block& block);
+    // Not for good after all.
+    void free_kind(Block& block);
     // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every

@@ -96,14 +96,9 @@ Status Pool::take_nonfinite_mark(Sequence& s) {
                 values);
 }
 
-Status Pool::check_open_locked() const {
+Status Pool::check_open() const {
     if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
     return {};
-}
-
-Status Pool::check_open() const {
-    std::lock_guard lock(mutex_);
-    return check_open_locked();
 }
 
 Status Pool::busy(ta_seq seq) {
@@ -118,7 +113,22 @@ Result<Sequence*> Pool::find(ta_seq seq) const {
     return fail(TA_E_STALE, "0x%llx is no living sequence of this pool", (unsigned long long)seq);
 }
 
+// In an open pool, and in no plan.
+Result<Sequence*> Pool::find_idle(ta_seq seq) const {
+    TA_RETURN_IF_ERROR(check_open());
+    Result<Sequence*> found = find(seq);
+    if (found.ok() && found.value()->in_plan) return busy(seq);
+    return found;
+}
+
 // A slot whose sequence is empty and has a fresh generation, not yet alive.
+Status Pool::check_room_for(uint64_t sequences) const {
+    std::lock_guard lock(mutex_);
+    if (sequences <= free_slots_.size() + (max_sequences_ - sequences_.size())) return {};
+    return fail(TA_E_LIMIT, "%llu more sequences do not fit; the pool takes %u at most", (unsigned long long)sequences,
+                max_sequences_);
+}
+
 Result<uint32_t> Pool::take_slot() {
     // On a device the kernels of a released sequence may still count in its slot: fresh slots first, then the oldest.
     if (free_slots_.empty() || (nonfinite_ && sequences_.size() < max_sequences_)) {
@@ -152,7 +162,7 @@ Status Pool::close() {
     std::vector<std::unique_ptr<Sequence>> ended;
     {
         std::lock_guard lock(mutex_);
-        TA_RETURN_IF_ERROR(check_open_locked());
+        TA_RETURN_IF_ERROR(check_open());
         for (const auto& s : sequences_) {
             if (s->in_plan) return fail(TA_E_BUSY, "a plan is open on the pool; end or abort it first");
         }
@@ -170,7 +180,7 @@ Status Pool::close() {
 
 Result<ta_seq> Pool::create_sequence() {
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
@@ -182,10 +192,8 @@ Result<ta_seq> Pool::create_sequence() {
 
 Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
-    Result<Sequence*> from = find(source);
+    Result<Sequence*> from = find_idle(source);
     if (!from.ok()) return std::move(from).status();
-    if (from.value()->in_plan) return busy(source);
     // Copies first: nothing after them can fail but take_slot, which changes nothing when it does.
     std::vector<BlockPtr> blocks = from.value()->blocks;
     std::vector<float> amax = from.value()->open_amax;
@@ -242,7 +250,7 @@ Result<Pool::Snapshot> Pool::snapshot(ta_seq seq) const {
 Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() const {
     std::vector<std::pair<ta_seq, Snapshot>> all;
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     for (const auto& s : sequences_) {
         if (!s->alive) continue;
         if (s->in_plan) return busy(id_of(s->slot));
@@ -254,7 +262,7 @@ Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() cons
 
 Result<ta_seq> Pool::adopt(Snapshot&& from) {
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     return adopt_locked(std::move(from));
 }
 
@@ -263,7 +271,7 @@ Result<std::vector<ta_seq>> Pool::adopt_all(std::vector<Snapshot>&& all) {
     ids.reserve(all.size());
     std::vector<std::vector<BlockPtr>> dropped(all.size());  // after the lock
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     Status status;
     try {
         for (Snapshot& s : all) {
@@ -289,11 +297,8 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
     if (open_amax_) {
         const size_t bytes = open_amax_record() * sizeof(float);
         Device& device = *context_->device();
-        Status written = device.wait_for_steps();  // of the slot's former sequence
-        if (written.ok()) {
-            written = device.write(open_amax_.get() + size_t(s.slot) * 2 * bytes,
-                                   reinterpret_cast<const uint8_t*>(from.open_amax.data()), bytes);
-        }
+        Status written = device.write(open_amax_.get() + size_t(s.slot) * 2 * bytes,
+                                      reinterpret_cast<const uint8_t*>(from.open_amax.data()), bytes);
         if (!written.ok()) {
             free_slots_.push_back(slot.value());
             return written;
@@ -314,11 +319,9 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
 Status Pool::truncate(ta_seq seq, int64_t length) {
     std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
-    Result<Sequence*> found = find(seq);
+    Result<Sequence*> found = find_idle(seq);
     if (!found.ok()) return std::move(found).status();
     Sequence& s = *found.value();
-    if (s.in_plan) return busy(seq);
     if (length < 0 || length > s.length) {
         return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length)
             .argument(2);
@@ -343,11 +346,9 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
 Status Pool::release(ta_seq seq) {
     std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
-    Result<Sequence*> found = find(seq);
+    Result<Sequence*> found = find_idle(seq);
     if (!found.ok()) return std::move(found).status();
     Sequence& s = *found.value();
-    if (s.in_plan) return busy(seq);
     end_locked(s, dropped);
     return {};
 }
@@ -362,7 +363,7 @@ void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
 
 Status Pool::set_priority(ta_seq seq, int32_t priority) {
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     Result<Sequence*> found = find(seq);
     if (!found.ok()) return std::move(found).status();
     found.value()->priority = priority;
@@ -371,7 +372,7 @@ Status Pool::set_priority(ta_seq seq, int32_t priority) {
 
 Result<int64_t> Pool::length(ta_seq seq) const {
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     Result<Sequence*> found = find(seq);
     if (!found.ok()) return std::move(found).status();
     return found.value()->length;
@@ -412,7 +413,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
     taken.reserve(seqs.size());
     const auto now = std::chrono::steady_clock::now();
     std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(check_open_locked());
+    TA_RETURN_IF_ERROR(check_open());
     Status status;
     for (size_t i = 0; i < seqs.size(); ++i) {
         Result<Sequence*> found = find(seqs[i]);
@@ -432,16 +433,26 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
             break;
         }
         found.value()->in_plan = true;
-        found.value()->last_used = ++uses_;
-        found.value()->last_used_at = now;
         taken.push_back(found.value());
     }
-    if (status.ok()) {
-        steps_.fetch_add(1, std::memory_order_relaxed);
-        return taken;
+    for (Sequence* s : taken) {
+        if (!status.ok()) {
+            s->in_plan = false;
+            continue;
+        }
+        s->used_before = std::exchange(s->last_used, ++uses_);
+        s->used_before_at = std::exchange(s->last_used_at, now);
     }
-    for (Sequence* s : taken) s->in_plan = false;
-    return status;
+    if (!status.ok()) return status;
+    return taken;
+}
+
+void Pool::forget_use(std::span<Sequence* const> seqs) {
+    std::lock_guard lock(mutex_);
+    for (Sequence* s : seqs) {
+        s->last_used = s->used_before;
+        s->last_used_at = s->used_before_at;
+    }
 }
 
 void Pool::unlock_for_plan(std::span<Sequence* const> seqs) {

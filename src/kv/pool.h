@@ -12,11 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "src/core/checked.h"
 #include "src/core/context.h"
 #include "src/kv/blocks.h"
 #include "src/kv/geometry.h"
 #include "src/kv/numerics.h"
 #include "src/kv/prefix.h"
+#include "src/tiering/disk.h"
 #include "src/tiering/mover.h"
 #include "src/tiering/policy/policy.h"
 
@@ -32,6 +34,9 @@ struct Sequence {
     bool in_plan = false;
     uint64_t last_used = 0;  // by a plan; Pool::uses() then
     std::chrono::steady_clock::time_point last_used_at;
+    // Before the begin that goes on, which may fail.
+    uint64_t used_before = 0;
+    std::chrono::steady_clock::time_point used_before_at;
     int32_t priority = 0;  // the lower leaves a tier first, where the pool's policy heeds it
     uint64_t version = 0;  // grows with every change of `blocks`
     int64_t length = 0;
@@ -122,6 +127,9 @@ class Pool {
 
     Status close();
     Status check_open() const;
+    uint32_t max_sequences() const { return max_sequences_; }
+    // TA_E_LIMIT: there is no room for so many more sequences.
+    Status check_room_for(uint64_t sequences) const;
     Result<ta_seq> create_sequence();
     Result<ta_seq> fork_sequence(ta_seq source);
     Status truncate(ta_seq seq, int64_t length);
@@ -133,6 +141,8 @@ class Pool {
     // Takes all sequences for a plan, or none. They stay where they are until unlock_for_plan.
     Result<std::vector<Sequence*>> lock_for_plan(std::span<const ta_seq> seqs);
     void unlock_for_plan(std::span<Sequence* const> seqs);
+    // The begin that took them failed: what leaves a tier first is as before it.
+    void forget_use(std::span<Sequence* const> seqs);
     // Runs `change` on sequences that a plan holds, while nobody reads their lengths. It does not fail.
     template <class Change>
     void commit_plan(Change&& change) {
@@ -182,7 +192,22 @@ class Pool {
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
     // Counts where the blocks of a step are as it begins. Sequences are in the caller's plan.
-    void count_lookups(std::span<Sequence* const> seqs);
+    // Where the blocks of a step lie as it looks for them.
+    struct Lookups {
+        struct Prefetched {
+            Block* block;
+            bool late;
+        };
+        uint64_t found[3] = {};  // by TierKind
+        std::vector<Prefetched> prefetched;
+    };
+    Lookups look_up(std::span<Sequence* const> seqs) const;
+    // Evictions that failed for another reason than a tier that is full, since creation.
+    uint64_t failed_evictions() const;
+    // TA_E_TIER_FULL with why blocks could not leave, where a tier fails or evictions failed since there were `before`.
+    Status with_cause(Status s, uint64_t before) const;
+    // The step has begun.
+    void count_step(const Lookups& lookups);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the wanted
     // blocks.
     Status make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted);
@@ -224,6 +249,8 @@ class Pool {
     // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
     // freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
+    // Where files have named as many namespaces as they may: forgets those that nothing in the pool is of.
+    void end_forgotten_namespaces();
     // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
     Status flush_namespace(Tenant space);
 
@@ -256,22 +283,21 @@ class Pool {
     template <class Body>
     Status inspect(ta_seq seq, Body&& body) const {
         std::lock_guard lock(mutex_);
-        TA_RETURN_IF_ERROR(check_open_locked());
-        Result<Sequence*> s = find(seq);
+        Result<Sequence*> s = find_idle(seq);
         if (!s.ok()) return std::move(s).status();
-        if (s.value()->in_plan) return busy(seq);
         return body(static_cast<const Sequence&>(*s.value()));
     }
 
   private:
     Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences);
     Result<Sequence*> find(ta_seq seq) const;
+    Result<Sequence*> find_idle(ta_seq seq) const;
     Status take_nonfinite_mark(Sequence& sequence);
     Status attach_tiers(const TierSettings& settings);
-    void recover_published(DiskTier& disk);
+    void recover_published();
     Status write_record(Block& block, uint64_t index);
     // One request to the disk, waited for.
-    Status run_on_disk(const TierRequest& request) const;
+    Status run_on_disk(const DiskRequest& request) const;
     TierKind below(TierKind tier) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes);
     bool pass_to_disk(uint64_t bytes);
@@ -281,10 +307,9 @@ class Pool {
     void drop(std::span<const MoveItem> items);
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
-    Status check_open_locked() const;
     static Status busy(ta_seq seq);
     size_t append_progress_offset() const {
-        return (size_t(max_sequences_) * 2 * open_amax_record() * sizeof(float) + 15) / 16 * 16;
+        return round_up(size_t(max_sequences_) * 2 * open_amax_record() * sizeof(float), 16);
     }
     Status copy_open_amax(const Sequence& from, Sequence& to);
     Status copy_locked(const Sequence& s, Snapshot& copy) const;
@@ -300,7 +325,8 @@ class Pool {
     const uint32_t first_generation_;  // differs from pool to pool: an id of one names nothing in another
     uint64_t fingerprint_ = 0;
     float signs_[kMaxHeadDim];
-    std::unique_ptr<Tier> host_, disk_;
+    std::unique_ptr<Tier> host_;
+    std::unique_ptr<DiskTier> disk_;
     std::unique_ptr<BlockStore> blocks_;
     PrefixStore prefixes_;
     uint64_t refused_records_ = 0;
@@ -321,11 +347,15 @@ class Pool {
     };
     std::unique_ptr<uint8_t[], FreeMemory> open_amax_;
 
+    mutable std::mutex failed_evictions_mutex_;
+    uint64_t failed_evictions_ = 0;
+    Status failed_eviction_;  // the last one's
+
     std::mutex sources_mutex_;  // before mutex_ and what sources lock
     std::vector<AttentionSource*> sources_;
 
     mutable std::mutex mutex_;
-    bool closed_ = false;
+    std::atomic<bool> closed_{false};                   // written under mutex_
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
     uint64_t uses_ = 0;                        // of sequences by plans

@@ -80,10 +80,11 @@ class Contents {
         BlockPtr block;
         uint64_t index;   // in its sequences
         uint32_t tokens;  // of the longest of them
+        ta_seq owner;     // one of them; 0: it is published only
     };
-    uint64_t add(const BlockPtr& block, uint64_t index, uint32_t tokens) {
+    uint64_t add(const BlockPtr& block, uint64_t index, uint32_t tokens, ta_seq owner) {
         const auto [at, fresh] = numbers_.emplace(block.get(), items_.size());
-        if (fresh) items_.push_back({block, index, 0});
+        if (fresh) items_.push_back({block, index, 0, owner});
         items_[at->second].tokens = std::max(items_[at->second].tokens, tokens);
         return at->second;
     }
@@ -94,27 +95,34 @@ class Contents {
     std::vector<Item> items_;
 };
 
+Status name_owner(Status s, ta_seq owner) {
+    if (owner == 0 || !s.detail() || s.detail()->block < 0) return s;
+    const ta_error& e = *s.detail();
+    return fail(e.code, "sequence 0x%llx: %s", (unsigned long long)owner, e.message).layer(e.layer).block(e.block);
+}
+
 // Everything but the blocks, checked as far as that goes without them.
-Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& files, FileHeader& h, Index& index,
-                  uint64_t& file_bytes) {
+Status read_index(Pool& pool, File& file, FileSystem& files, FileHeader& h, Index& index, uint64_t& file_bytes) {
     const Geometry& g = pool.geometry();
     TA_RETURN_IF_ERROR(pool.check_open());
     TA_RETURN_IF_ERROR(file.open(O_RDONLY | O_NONBLOCK));
     FileInfo info;
     if (const int e = files.fstat(file.fd(), info); e < 0) return file.failed(e, "looking at");
-    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", path.c_str());
+    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", file.name());
     file_bytes = info.bytes;
-    if (info.bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a pool", path.c_str());
+    if (info.bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a pool", file.name());
     TA_RETURN_IF_ERROR(file.read(&h, sizeof h));
     if (h.magic != kFileMagic || h.hash != header_hash(h))
-        return fail(TA_E_CORRUPT, "%s is no file of a pool, or damaged", path.c_str());
+        return fail(TA_E_CORRUPT, "%s is no file of a pool, or damaged", file.name());
     if (h.version != kFileVersion)
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", path.c_str(), h.version);
+        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", file.name(), h.version);
     if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes ||
         h.slot_bytes[1] != g.channel_slot_bytes) {
-        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", path.c_str());
+        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", file.name());
     }
     const bool has_states = pool.numerics().universal_open_scale;
+    if (h.sequences + h.entries > 0 && (h.states > 0) != has_states)
+        return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), has_states ? "out" : "");
     const uint64_t state = has_states ? pool.open_amax_record() * sizeof(float) : 0, rest = info.bytes - sizeof h;
     uint64_t bytes = 0;
     const std::pair<uint64_t, uint64_t> parts[] = {{h.sequences, sizeof(SequenceRecord)},
@@ -132,12 +140,19 @@ Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& f
         sizeof(BlockHeader) + (g.falls                  ? g.low_slot_bytes
                                : g.has_channel_blocks() ? std::min(g.token_slot_bytes, g.channel_slot_bytes)
                                                         : g.token_slot_bytes);
-    if (!fits || bytes != h.index_bytes || bytes > rest || bytes > kMostIndexBytes || h.blocks > (rest - bytes) / smallest)
-        return fail(TA_E_CORRUPT, "%s says more of its contents than it has bytes", path.c_str());
+    // A sequence has a block once.
+    const auto most_references = checked_mul(h.sequences, h.blocks);
+    if (!fits || bytes != h.index_bytes || bytes > rest || bytes > kMostIndexBytes || h.blocks > (rest - bytes) / smallest ||
+        (most_references && h.references > *most_references))
+        return fail(TA_E_CORRUPT, "%s says more of its contents than it has bytes", file.name());
+    if (h.sequences > pool.max_sequences()) {
+        return fail(TA_E_LIMIT, "%s has %llu sequences; the pool takes %u at most", file.name(),
+                    (unsigned long long)h.sequences, pool.max_sequences());
+    }
     std::vector<uint8_t> raw(static_cast<size_t>(bytes));
     TA_RETURN_IF_ERROR(file.read(raw.data(), raw.size()));
     if (hash_bytes(raw.data(), raw.size()) != h.index_hash)
-        return fail(TA_E_CORRUPT, "the index of %s is damaged", path.c_str());
+        return fail(TA_E_CORRUPT, "the index of %s is damaged", file.name());
     const uint8_t* at = raw.data();
     take(at, index.sequences, h.sequences);
     take(at, index.references, h.references);
@@ -157,8 +172,8 @@ Status read_index(Pool& pool, File& file, const std::string& path, FileSystem& f
     for (uint64_t b : index.references) good = good && b < h.blocks;
     for (const EntryRecord& e : index.entries)
         good = good && e.block < h.blocks && (e.state == kNoState || good_state(e.state));
-    for (float x : index.states) good = good && x >= 0.0f && std::isfinite(x);
-    return good ? Status() : fail(TA_E_CORRUPT, "the index of %s says what no pool has", path.c_str());
+    for (float x : index.states) good = good && is_good_amax(x);
+    return good ? Status() : fail(TA_E_CORRUPT, "the index of %s says what no pool has", file.name());
 }
 
 }  // namespace
@@ -187,7 +202,7 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         for (size_t b = 0; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
             const auto tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens));
-            index.references.push_back(contents.add(s.blocks[b], b, block.sealed() ? uint32_t(kPageTokens) : tokens));
+            index.references.push_back(contents.add(s.blocks[b], b, block.sealed() ? uint32_t(kPageTokens) : tokens, id));
         }
     }
     std::unordered_map<const std::vector<float>*, uint64_t> known;  // states that entries share
@@ -195,7 +210,7 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         EntryRecord e{};
         std::copy(r.key.begin(), r.key.end(), e.key);
         e.index = r.index;
-        e.block = contents.add(r.block, r.index, uint32_t(kPageTokens));
+        e.block = contents.add(r.block, r.index, uint32_t(kPageTokens), 0);
         e.state = kNoState;
         if (r.open_amax) {
             const auto [at, fresh] = known.emplace(r.open_amax.get(), 0);
@@ -232,11 +247,12 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         for (const Contents::Item& c : contents.items()) total += sizeof(BlockHeader) + g.slot_bytes(c.block->kind());
         std::vector<uint8_t> slot;
         for (const Contents::Item& c : contents.items()) {
-            if (progress && !progress(file.at(), total)) return stopped(path);
-            TA_RETURN_IF_ERROR(write_block(pool, file, *c.block, c.index, c.tokens, slot));
+            if (progress && !progress(file.at(), total)) return stopped(file);
+            Status written = write_block(pool, file, *c.block, c.index, c.tokens, slot);
+            if (!written.ok()) return name_owner(std::move(written), c.owner);
         }
         TA_RETURN_IF_ERROR(file.sync());
-        return progress && !progress(total, total) ? stopped(path) : Status();
+        return progress && !progress(total, total) ? stopped(file) : Status();
     });
 }
 
@@ -245,7 +261,7 @@ Result<uint64_t> count_sequences(Pool& pool, const std::string& path, FileSystem
     FileHeader h;
     Index index;
     uint64_t bytes = 0;
-    TA_RETURN_IF_ERROR(read_index(pool, file, path, files, h, index, bytes));
+    TA_RETURN_IF_ERROR(read_index(pool, file, files, h, index, bytes));
     return h.sequences;
 }
 
@@ -255,27 +271,44 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     FileHeader h;
     Index index;
     uint64_t bytes = 0;
-    TA_RETURN_IF_ERROR(read_index(pool, file, path, files, h, index, bytes));
+    TA_RETURN_IF_ERROR(read_index(pool, file, files, h, index, bytes));
     if (h.sequences > most) {
-        return fail(TA_E_INVALID, "%s has %llu sequences; there is room for the ids of %llu", path.c_str(),
+        return fail(TA_E_INVALID, "%s has %llu sequences; there is room for the ids of %llu", file.name(),
                     (unsigned long long)h.sequences, (unsigned long long)most);
     }
+    TA_RETURN_IF_ERROR(pool.check_room_for(h.sequences));
+    PrefixStore::Named spaces(pool.prefixes());
+    pool.end_forgotten_namespaces();
+    std::vector<Tenant> tenants(size_t(h.blocks));  // whose bytes the file says they are
+    std::vector<bool> published(size_t(h.blocks));  // and so not to lose bits, should they make room for others
+    for (const EntryRecord& e : index.entries) {
+        published[size_t(e.block)] = true;
+        BlockKey key;
+        std::copy(std::begin(e.key), std::end(e.key), key.begin());
+        tenants[size_t(e.block)] = spaces.tenant_of(PrefixStore::tag_in(key));
+    }
+    auto referenced = index.references.begin();
+    for (const SequenceRecord& r : index.sequences) {
+        const Tenant tenant = spaces.tenant_of(r.space);
+        for (uint64_t b = 0; b < blocks_for(r.length); ++b, ++referenced) {
+            if (tenant != 0) tenants[size_t(*referenced)] = tenant;
+        }
+    }
+    TA_RETURN_IF_ERROR(spaces.complete());
     std::vector<MoveItem> blocks;  // with their indices in sequences
     std::vector<uint32_t> tokens;
     std::vector<uint8_t> slot;
-    std::vector<bool> published(size_t(h.blocks));  // and so not to lose bits, should they make room for others
-    for (const EntryRecord& e : index.entries) published[size_t(e.block)] = true;
     for (uint64_t i = 0; i < h.blocks; ++i) {
-        if (progress && !progress(file.at(), bytes)) return stopped(path);
+        if (progress && !progress(file.at(), bytes)) return stopped(file);
         uint64_t place = kAnyIndex;
         uint32_t n = 0;
-        Result<BlockPtr> block = read_block(pool, file, path, place, n, blocks, slot);
+        Result<BlockPtr> block = read_block(pool, file, tenants[size_t(i)], place, n, blocks, slot);
         if (!block.ok()) return std::move(block).status();
         if (published[size_t(i)]) pool.blocks().keep_kind(*block.value());
         blocks.push_back({block.take(), place});
         tokens.push_back(n);
     }
-    if (file.at() != bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", path.c_str());
+    if (file.at() != bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", file.name());
 
     const size_t record = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
     const auto state_of = [&](uint64_t s) {
@@ -283,7 +316,6 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         const auto first = index.states.begin() + std::ptrdiff_t(size_t(s) * record);
         return std::vector<float>(first, first + std::ptrdiff_t(record));
     };
-    PrefixStore::Named spaces(pool.prefixes());
     std::vector<Pool::Snapshot> sequences;
     std::vector<LoadedSequence> loaded;
     std::vector<bool> used(blocks.size());
@@ -297,10 +329,9 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
             const size_t i = size_t(index.references[reference++]);
             if (blocks[i].index != b ||
                 int64_t(tokens[i]) < std::min<int64_t>(kPageTokens, r.length - int64_t(b) * kPageTokens))
-                return fail(TA_E_CORRUPT, "a sequence in %s has a block of another place", path.c_str()).block(int64_t(b));
+                return fail(TA_E_CORRUPT, "a sequence in %s has a block of another place", file.name()).block(int64_t(b));
             used[i] = true;
             s.blocks.push_back(blocks[i].block);
-            if (s.tenant != 0) blocks[i].block->set_tenant(s.tenant);
         }
         sequences.push_back(std::move(s));
         loaded.push_back({r.id, 0});
@@ -310,7 +341,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     for (const EntryRecord& e : index.entries) {
         if (blocks[size_t(e.block)].index != e.index || tokens[size_t(e.block)] != uint32_t(kPageTokens) ||
             (record > 0) != (e.state != kNoState))
-            return fail(TA_E_CORRUPT, "a published block in %s is another one", path.c_str()).block(int64_t(e.index));
+            return fail(TA_E_CORRUPT, "a published block in %s is another one", file.name()).block(int64_t(e.index));
         used[size_t(e.block)] = true;
         PrefixStore::OpenAmax& state = states[e.state];
         if (record > 0 && !state) state = std::make_shared<const std::vector<float>>(state_of(e.state));
@@ -319,8 +350,8 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         entries.push_back(std::move(r));
     }
     if (std::find(used.begin(), used.end(), false) != used.end())
-        return fail(TA_E_CORRUPT, "%s has a block that belongs to nothing", path.c_str());
-    if (progress && !progress(bytes, bytes)) return stopped(path);
+        return fail(TA_E_CORRUPT, "%s has a block that belongs to nothing", file.name());
+    if (progress && !progress(bytes, bytes)) return stopped(file);
     blocks.clear();
     Result<std::vector<ta_seq>> ids = pool.adopt_all(std::move(sequences));
     if (!ids.ok()) return std::move(ids).status();

@@ -19,10 +19,8 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     if (nonfinite_) TA_RETURN_IF_ERROR(context_->device()->wait_for_steps());
     {
         std::lock_guard lock(mutex_);
-        TA_RETURN_IF_ERROR(check_open_locked());
-        Result<Sequence*> found = find(seq);
+        Result<Sequence*> found = find_idle(seq);
         if (!found.ok()) return std::move(found).status();
-        if (found.value()->in_plan) return busy(seq);
         TA_RETURN_IF_ERROR(take_nonfinite_mark(*found.value()));
     }
     Result<Snapshot> taken = snapshot(seq);
@@ -44,8 +42,6 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
-    // Who matches it finds what is published now, and quotas count that.
-    for (size_t b = 0; b < n; ++b) blocks_->keep_kind(*s.blocks[b]);
     PrefixStore::OpenAmax open_amax;
     if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
     for (LooksForRoom looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
@@ -80,7 +76,7 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
     const int64_t length = s.length;
     Result<ta_seq> seq = adopt(std::move(s));
     if (!seq.ok()) return std::move(seq).status();
-    prefixes_.count_match(space, uint64_t(length) / kPageTokens, keys.size() / kPrefixKeyBytes);
+    prefixes_.count_match(space, m);
     return std::pair(seq.value(), length);
 }
 
@@ -108,11 +104,11 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for
 
 // Every full block with a key becomes an entry, for the namespace that the key names; the others are of sequences that are no
 // more.
-void Pool::recover_published(DiskTier& disk) {
+void Pool::recover_published() {
     constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
     prefixes_.set_persistent();
-    refused_records_ = disk.refused_count();
-    std::vector<RecoveredBlock> found(disk.recovered().begin(), disk.recovered().end());
+    refused_records_ = disk_->refused_count();
+    std::vector<RecoveredBlock> found(disk_->recovered().begin(), disk_->recovered().end());
     // Of two under one key the later one.
     std::sort(found.begin(), found.end(),
               [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.generation > b.generation; });
@@ -131,8 +127,21 @@ void Pool::recover_published(DiskTier& disk) {
             unwanted.push_back(b.slot);
         }
     }
-    disk.release(unwanted);
+    disk_->release(unwanted);
     prefixes_.recover(std::move(records));
+}
+
+void Pool::end_forgotten_namespaces() {
+    if (!prefixes_.is_full()) return;
+    // Under the lock, so that no load's sequence comes in between: while one is loaded its namespace is known to be named.
+    std::lock_guard lock(mutex_);
+    std::unordered_set<Tenant> in_use;
+    for (const auto& s : sequences_) {
+        if (!s->alive) continue;
+        in_use.insert(s->tenant);
+        for (const BlockPtr& block : s->blocks) in_use.insert(block->tenant());
+    }
+    prefixes_.end_forgotten(in_use);
 }
 
 Status Pool::flush_namespace(Tenant space) {
@@ -147,7 +156,7 @@ Status Pool::flush_namespace(Tenant space) {
         if (*r.block->key() != r.key || blocks_->has_record(*r.block)) continue;
         TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
     }
-    return static_cast<DiskTier&>(*disk_).flush();
+    return disk_->flush();
 }
 
 Status Pool::write_record(Block& block, uint64_t index) {
@@ -158,8 +167,8 @@ Status Pool::write_record(Block& block, uint64_t index) {
     Result<std::vector<Slot>> slots = disk_->acquire({&slot_class, 1});
     if (!slots.ok()) return std::move(slots).status().block(int64_t(index));
     const Slot slot = slots.value()[0];
-    TierRequest r;
-    r.kind = TierRequest::Kind::kWrite;
+    DiskRequest r;
+    r.kind = DiskRequest::Kind::kWrite;
     r.slot = slot;
     r.bytes = bytes.size();
     r.memory = bytes.data();

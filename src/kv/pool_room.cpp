@@ -64,10 +64,15 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     uint64_t others = 0, shrinks = 0, droppable[3] = {};
     {
         std::lock_guard lock(mutex_);
-        std::unordered_set<const Block*> seen;
+        std::unordered_set<const Block*> seen, shared_with_mine;
+        for (const Sequence* s : mine) {
+            for (const BlockPtr& block : s->blocks) {
+                if (block.use_count() > 1) shared_with_mine.insert(block.get());
+            }
+        }
         for (const auto& s : sequences_) {
             if (!s->alive) continue;
-            const bool is_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
+            const bool of_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
             const bool may_lose = tier_settings_.drop_coldest && may_lose_blocks(*s, mine);
             for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
                 const Block& block = *s->blocks[b];
@@ -85,6 +90,7 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
                     room[0] += bytes;
                     continue;
                 }
+                const bool is_mine = of_mine || (!alone && shared_with_mine.contains(&block));
                 if (tier != TierKind::kDisk && !is_mine) others += bytes;
                 if (tier != TierKind::kDevice) continue;
                 const bool falls = may_fall(geometry_, numerics_, block, b);
@@ -116,7 +122,6 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     if (double(bytes) > double(here) + gained) return false;
     // All of the step's blocks lie in these two tiers.
     const uint64_t comes_up = bytes_on_disk(mine);
-    if (comes_up == 0) return true;
     const double to_disk = std::min(double(others), double(room[2] + comes_up) * times_on_disk(largest));
     return double(bytes + comes_up) <= double(here + room[1] + shrinks + dropped_below) + to_disk;
 }

@@ -101,7 +101,7 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         disk_ = disk.take();
         // A creation that fails loses nothing of what the file brought along.
         blocks_->keep_records();
-        if (o.persistent) recover_published(static_cast<DiskTier&>(*disk_));
+        if (o.persistent) recover_published();
     }
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
@@ -194,9 +194,30 @@ bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {
         if (items.empty()) return false;
         const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction);
         if (progress.moved > 0) return true;
-        if (progress.status.code() != TA_E_CORRUPT) return false;
+        if (progress.status.code() == TA_E_CORRUPT) continue;
+        if (!progress.status.ok() && progress.status.code() != TA_E_TIER_FULL) {
+            std::lock_guard lock(failed_evictions_mutex_);
+            ++failed_evictions_;
+            failed_eviction_ = progress.status.clone();
+        }
+        return false;
     }
     return false;
+}
+
+uint64_t Pool::failed_evictions() const {
+    std::lock_guard lock(failed_evictions_mutex_);
+    return failed_evictions_;
+}
+
+Status Pool::with_cause(Status s, uint64_t before) const {
+    if (const TierHealth health = disk_ ? disk_->health() : TierHealth{}; health.state != TierState::kOk) {
+        const char* state = health.state == TierState::kReadOnly ? "is read-only" : "does not answer";
+        return std::move(s).because((std::string("the disk tier ") + state + ": " + health.reason).c_str());
+    }
+    std::lock_guard lock(failed_evictions_mutex_);
+    if (failed_evictions_ == before || !failed_eviction_.detail()) return s;
+    return std::move(s).because(failed_eviction_.detail()->message);
 }
 
 void Pool::keep_room() {
@@ -220,30 +241,42 @@ void Pool::keep_room() {
     keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
 }
 
-void Pool::count_lookups(std::span<Sequence* const> seqs) {
-    uint64_t found[3] = {0, 0, 0};
-    BlockStore::PrefetchCounters& prefetches = blocks_->prefetches();
+Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
+    Lookups l;
     for (const Sequence* s : seqs) {
         if (!mover_) {
-            found[size_t(TierKind::kDevice)] += s->blocks.size();
+            l.found[size_t(TierKind::kDevice)] += s->blocks.size();
             continue;
         }
         for (const BlockPtr& b : s->blocks) {
             if (b->dropped()) continue;
             const TierKind tier = b->tier();
-            ++found[size_t(tier)];
-            if (b->prefetch() == Block::Prefetch::kNone) continue;
-            if (b->change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone)) {
-                ++prefetches.used;
-            } else if (b->change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kNone) && tier != TierKind::kDevice) {
-                ++prefetches.late;
-            }
+            ++l.found[size_t(tier)];
+            const Block::Prefetch prefetch = b->prefetch();
+            if (prefetch == Block::Prefetch::kArrived) l.prefetched.push_back({b.get(), false});
+            if (prefetch == Block::Prefetch::kAsked && tier != TierKind::kDevice) l.prefetched.push_back({b.get(), true});
         }
     }
-    if (host_ && found[size_t(TierKind::kHost)] + found[size_t(TierKind::kDisk)] > 0) ++counters_.host_steps;
+    return l;
+}
+
+void Pool::count_step(const Lookups& l) {
+    steps_.fetch_add(1, std::memory_order_relaxed);
+    BlockStore::PrefetchCounters& prefetches = blocks_->prefetches();
+    for (const Lookups::Prefetched& p : l.prefetched) {
+        const bool came = p.block->change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone);
+        if (p.late) {
+            // It may have come meanwhile, or its prefetch ended when the step had brought it.
+            p.block->change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kNone);
+            ++prefetches.late;
+        } else if (came) {
+            ++prefetches.used;
+        }
+    }
+    if (host_ && l.found[size_t(TierKind::kHost)] + l.found[size_t(TierKind::kDisk)] > 0) ++counters_.host_steps;
     for (size_t t = 0; t < 3; ++t) {
-        counters_.hits[t] += found[t];
-        for (size_t above = 0; above < t; ++above) counters_.absent[above] += found[t];
+        counters_.hits[t] += l.found[t];
+        for (size_t above = 0; above < t; ++above) counters_.absent[above] += l.found[t];
     }
 }
 
@@ -366,9 +399,9 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
 
 namespace {
 
-class Answer final : public TierClient {
+class Answer final : public DiskClient {
   public:
-    void on_done(TierCompletion completion) noexcept override {
+    void on_done(DiskCompletion completion) noexcept override {
         std::lock_guard lock(mutex_);
         status_ = std::move(completion.status);
         done_ = true;
@@ -389,9 +422,9 @@ class Answer final : public TierClient {
 
 }  // namespace
 
-Status Pool::run_on_disk(const TierRequest& request) const {
+Status Pool::run_on_disk(const DiskRequest& request) const {
     Answer answer;
-    Result<TierBatch> batch = disk_->submit({&request, 1}, answer);
+    Result<DiskBatch> batch = disk_->submit({&request, 1}, answer);
     Status s = batch.ok() ? answer.wait() : std::move(batch).status();
     return s.ok() ? std::move(s) : std::move(s).block(int64_t(request.identity.block_index));
 }
@@ -413,7 +446,7 @@ Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) c
         }
         return block.verify(geometry_, fingerprint_, index, slot, place.kind);
     }
-    TierRequest r;
+    DiskRequest r;
     r.slot = place.slot;
     r.bytes = bytes;
     r.memory = slot;

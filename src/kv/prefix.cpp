@@ -21,12 +21,6 @@ SpaceTag tag_for(const Salt& salt) {
     return tag;
 }
 
-uint64_t tag_in(const BlockKey& key) {
-    uint64_t tag;
-    std::memcpy(&tag, key.data(), kTagBytes);
-    return tag;
-}
-
 BlockKey hash_key(const Salt& salt, uint64_t tag, const uint8_t* key, uint64_t index) {
     uint8_t bytes[kPrefixKeyBytes + sizeof index];
     std::memcpy(bytes, key, kPrefixKeyBytes);
@@ -46,6 +40,12 @@ class LastEntries {
 };
 
 }  // namespace
+
+SpaceTag PrefixStore::tag_in(const BlockKey& key) {
+    SpaceTag tag;
+    std::memcpy(&tag, key.data(), kTagBytes);
+    return tag;
+}
 
 size_t PrefixStore::HashKey::operator()(const BlockKey& key) const {
     size_t hash;
@@ -113,7 +113,7 @@ SpaceTag PrefixStore::tag_of(Tenant id) const {
 Tenant PrefixStore::name(SpaceTag tag) {
     std::lock_guard lock(mutex_);
     // What hostile files name must end somewhere.
-    if (closed_ || (spaces_.size() - claimed_ >= kMostUnclaimed && spaces_.count(tag) == 0)) return kUnknownTenant;
+    if (closed_ || (is_full_locked() && spaces_.count(tag) == 0)) return kUnknownTenant;
     Space& space = space_of(tag);
     ++space.loads;
     return space.id;
@@ -124,7 +124,32 @@ Tenant PrefixStore::Named::tenant_of(SpaceTag tag) {
     if (tag == kEndedSpace) return kUnknownTenant;
     const auto [at, fresh] = tenants_.emplace(tag, kUnknownTenant);
     if (fresh) at->second = store_.name(tag);
+    if (at->second == kUnknownTenant) complete_ = false;
     return at->second;
+}
+
+Status PrefixStore::Named::complete() const {
+    if (complete_) return {};
+    return fail(TA_E_LIMIT, "files have named the maximum of %zu namespaces that this pool has not created", kMostUnclaimed);
+}
+
+bool PrefixStore::is_full() const {
+    std::lock_guard lock(mutex_);
+    return is_full_locked();
+}
+
+bool PrefixStore::is_full_locked() const {
+    return spaces_.size() - claimed_ >= kMostUnclaimed;
+}
+
+void PrefixStore::end_forgotten(const std::unordered_set<Tenant>& in_use) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(spaces_, [&](const auto& s) {
+        const Space& space = *s.second;
+        if (space.claimed || space.loads > 0 || !space.entries.empty() || in_use.contains(space.id)) return false;
+        by_id_.erase(space.id);
+        return true;
+    });
 }
 
 PrefixStore::Named::~Named() {
@@ -183,13 +208,11 @@ Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const 
     return hashed;
 }
 
-// The beginning of a prefix comes last in the order, so that it is dropped last: without it the rest cannot be found.
-void PrefixStore::touch(Space& space, std::span<const Entries::iterator> chain) {
-    ++stamp_;
-    for (size_t i = chain.size(); i-- > 0;) {
-        chain[i]->stamp = stamp_;
-        space.entries.splice(space.entries.end(), space.entries, chain[i]);
-    }
+// The entries of a prefix from its end: the beginning comes last in the order, so that it is dropped last, since without it the
+// rest cannot be found.
+void PrefixStore::touch(Space& space, Entries::iterator entry) {
+    entry->stamp = stamp_;
+    space.entries.splice(space.entries.end(), space.entries, entry);
 }
 
 // The entry leaves its table. The next process finds a block by its first key only.
@@ -228,7 +251,9 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     Entries fresh, dropped;
     Table fresh_table;
     std::vector<Entries::iterator> chain;
+    std::vector<Block*> kept;  // that were not kept before
     chain.reserve(blocks.size());
+    kept.reserve(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
         const BlockKey& key = hashed.value()[i];
         fresh.push_back({key, i, blocks[i], open_amax, 0});
@@ -241,13 +266,18 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     Space& space = *found.value();
     space.table.reserve(space.table.size() + blocks.size());
     uint64_t more = 0, less = 0;  // bytes
+    // Who matches it finds what is published now, and the quota counts that.
+    const auto add = [&](const Entry& e) {
+        if (blocks_.keep_kind(*e.block)) kept.push_back(e.block.get());
+        more += bytes_of(e);
+    };
     for (auto& e : chain) {
         const auto present = space.table.find(e->key);
         // The first one wins, unless it turned out to be damaged.
         if (present == space.table.end()) {
-            more += bytes_of(*e);
+            add(*e);
         } else if (present->second->block->stuck() && present->second->block != e->block) {
-            more += bytes_of(*e);
+            add(*e);
             less += bytes_of(*present->second);
         } else {
             const auto unneeded = e;
@@ -264,6 +294,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
             if (fresh_table.count(e->key) == 0 && is_unused(*e) && !e->block->stuck()) unused -= bytes_of(*e);
         }
         if (wanted > unused) {
+            for (Block* block : kept) blocks_.free_kind(*block);
             return fail(TA_E_LIMIT,
                         "namespace 0x%llx has a quota of %llu bytes; it holds %llu in use, and this needs %llu more",
                         (unsigned long long)id, (unsigned long long)space.quota, (unsigned long long)(space.bytes - unused),
@@ -277,7 +308,6 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     space.bytes += more;
     space.published += fresh.size();
     for (Entry& e : fresh) {
-        blocks_.keep_kind(*e.block);
         if (persistent_) blocks_.set_key(*e.block, e.key);
         e.block->set_tenant(id);
         e.block->add_entry();
@@ -286,7 +316,8 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     }
     space.entries.splice(space.entries.end(), fresh);
     space.table.merge(fresh_table);
-    touch(space, chain);
+    ++stamp_;
+    for (size_t i = chain.size(); i-- > 0;) touch(space, chain[i]);
     if (space.bytes > space.quota) shrink(space, space.bytes - space.quota, stamp_, dropped);
     return {};
 }
@@ -294,37 +325,39 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
 Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t> keys) {
     Result<std::vector<BlockKey>> hashed = hash_keys(id, keys);
     if (!hashed.ok()) return std::move(hashed).status();
-    const size_t n = hashed.value().size();
     Match m;
-    std::vector<Entries::iterator> chain;
-    m.blocks.reserve(n);
-    chain.reserve(n);
+    m.keys = hashed.take();
+    m.blocks.reserve(m.keys.size());
     Entries dropped;  // after the lock
     std::lock_guard lock(mutex_);
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
     Space& space = *found.value();
-    for (size_t i = 0; i < n; ++i) {
-        const auto entry = space.table.find(hashed.value()[i]);
+    for (size_t i = 0; i < m.keys.size(); ++i) {
+        const auto entry = space.table.find(m.keys[i]);
         if (entry == space.table.end() || entry->second->index != i) break;
         if (entry->second->block->stuck()) {
             erase(space, entry->second, dropped);
             break;
         }
-        chain.push_back(entry->second);
         m.blocks.push_back(entry->second->block);
+        m.open_amax = entry->second->open_amax;
     }
-    if (!chain.empty()) m.open_amax = chain.back()->open_amax;
-    touch(space, chain);
+    m.matched = m.blocks.size();
     return m;
 }
 
-void PrefixStore::count_match(Tenant id, uint64_t found, uint64_t asked) {
+void PrefixStore::count_match(Tenant id, const Match& m) {
     std::lock_guard lock(mutex_);
-    const auto space = by_id_.find(id);
-    if (space == by_id_.end()) return;  // ended meanwhile
-    space->second->hits += found;
-    space->second->misses += asked - found;
+    const auto found = by_id_.find(id);
+    if (found == by_id_.end()) return;  // ended meanwhile
+    Space& space = *found->second;
+    ++stamp_;
+    for (size_t i = m.matched; i-- > 0;) {
+        if (const auto entry = space.table.find(m.keys[i]); entry != space.table.end()) touch(space, entry->second);
+    }
+    space.hits += m.matched;
+    space.misses += m.keys.size() - m.matched;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------- room

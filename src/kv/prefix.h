@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "src/kv/blocks.h"
@@ -44,7 +45,9 @@ class PrefixStore {
     };
     struct Match {
         std::vector<BlockPtr> blocks;
-        OpenAmax open_amax;  // of the last block's publisher; nullptr: there is none
+        OpenAmax open_amax;          // of the last block's publisher; nullptr: there is none
+        std::vector<BlockKey> keys;  // that were asked for
+        size_t matched = 0;          // the first of them, those of the blocks
     };
 
     // `first_id`: ids count up from here. `persistent`: blocks get their keys, for the disk.
@@ -71,20 +74,22 @@ class PrefixStore {
         Named& operator=(const Named&) = delete;
         // Whose the tokens are that the file says are of it.
         Tenant tenant_of(SpaceTag tag);
+        // TA_E_LIMIT: the pool knows too many namespaces to take in all that were asked for.
+        Status complete() const;
         void keep() { keep_ = true; }
 
       private:
         PrefixStore& store_;
         std::unordered_map<SpaceTag, Tenant> tenants_;
-        bool keep_ = false;
+        bool keep_ = false, complete_ = true;
     };
 
     // Blocks [0, n) of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing.
     Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks, const OpenAmax& open_amax);
     // The blocks of the first keys, up to one that has none.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
-    // Of a match that came to something, for the statistics: keys found, and keys asked for.
-    void count_match(Tenant id, uint64_t found, uint64_t asked);
+    // The match came to something: its entries were asked for now, and the statistics count it.
+    void count_match(Tenant id, const Match& match);
 
     // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of at
     // least so many bytes or all there are. Of a prefix the end comes before the beginning.
@@ -94,6 +99,13 @@ class PrefixStore {
     // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes
     // that this frees. `all`: drops nothing when they would be fewer than wanted.
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool all);
+
+    // The namespace that a key of a file is of.
+    static SpaceTag tag_in(const BlockKey& key);
+    // Whether files have named as many namespaces that nobody created as they may.
+    bool is_full() const;
+    // Namespaces that files named, nobody created, no entry is of and no sequence either: forgets them.
+    void end_forgotten(const std::unordered_set<Tenant>& in_use);
 
     // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet. Those of more
     // namespaces than files may name are left out.
@@ -134,9 +146,10 @@ class PrefixStore {
     Result<Space*> find(Tenant id) const;
     Space& space_of(SpaceTag tag);
     Tenant name(SpaceTag tag);
+    bool is_full_locked() const;
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
-    void touch(Space& space, std::span<const Entries::iterator> chain);
+    void touch(Space& space, Entries::iterator entry);
     void erase(Space& space, Entries::iterator entry, Entries& dropped);
     void shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped);
     NamespaceStats describe(const Space& space) const;

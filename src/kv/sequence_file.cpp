@@ -52,13 +52,13 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
         for (const BlockPtr& b : s.blocks) total += sizeof(BlockHeader) + g.slot_bytes(b->kind());
         std::vector<uint8_t> slot;
         for (size_t i = 0; i < s.blocks.size(); ++i) {
-            if (progress && !progress(file.at(), total)) return stopped(path);
+            if (progress && !progress(file.at(), total)) return stopped(file);
             const Block& block = *s.blocks[i];
             const uint32_t tokens = block.sealed() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
             TA_RETURN_IF_ERROR(write_block(pool, file, block, i, tokens, slot));
         }
         TA_RETURN_IF_ERROR(file.sync());
-        return progress && !progress(total, total) ? stopped(path) : Status();
+        return progress && !progress(total, total) ? stopped(file) : Status();
     });
 }
 
@@ -69,51 +69,54 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     TA_RETURN_IF_ERROR(file.open(O_RDONLY | O_NONBLOCK));
     FileInfo info;
     if (const int e = files.fstat(file.fd(), info); e < 0) return file.failed(e, "looking at");
-    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", path.c_str());
+    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", file.name());
     FileHeader h;
-    if (info.bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a sequence", path.c_str());
+    if (info.bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a sequence", file.name());
     TA_RETURN_IF_ERROR(file.read(&h, sizeof h));
     if (h.magic != kFileMagic || h.hash != header_hash(h))
-        return fail(TA_E_CORRUPT, "%s is no sequence, or damaged", path.c_str());
+        return fail(TA_E_CORRUPT, "%s is no sequence, or damaged", file.name());
     if (h.version != kFileVersion)
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", path.c_str(), h.version);
+        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", file.name(), h.version);
     if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes ||
         h.slot_bytes[1] != g.channel_slot_bytes) {
-        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", path.c_str());
+        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", file.name());
     }
     const uint64_t most_blocks = info.bytes / sizeof(BlockHeader),
                    amax = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
+    if (h.open_amax != amax)
+        return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), amax ? "out" : "");
     if (h.blocks > most_blocks || h.length < 0 || uint64_t(h.length) > h.blocks * kPageTokens ||
-        uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens || h.open_amax != amax) {
-        return fail(TA_E_CORRUPT, "%s says %llu blocks for %lld tokens", path.c_str(), (unsigned long long)h.blocks,
+        uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens) {
+        return fail(TA_E_CORRUPT, "%s says %llu blocks for %lld tokens", file.name(), (unsigned long long)h.blocks,
                     (long long)h.length);
     }
     Pool::Snapshot s;
     s.length = h.length;
     PrefixStore::Named spaces(pool.prefixes());
+    pool.end_forgotten_namespaces();
     s.tenant = spaces.tenant_of(h.space);
+    TA_RETURN_IF_ERROR(spaces.complete());
     s.open_amax.resize(amax);
     TA_RETURN_IF_ERROR(file.read(s.open_amax.data(), amax * sizeof(float)));
     bool good = hash_bytes(s.open_amax.data(), amax * sizeof(float)) == h.amax_hash;
-    for (float x : s.open_amax) good = good && x >= 0.0f && std::isfinite(x);
-    if (!good) return fail(TA_E_CORRUPT, "the universal scales in %s are damaged", path.c_str());
+    for (float x : s.open_amax) good = good && is_good_amax(x);
+    if (!good) return fail(TA_E_CORRUPT, "the universal scales in %s are damaged", file.name());
     std::vector<MoveItem> blocks;  // the same with their indices
     std::vector<uint8_t> slot;
     for (uint64_t i = 0; i < h.blocks; ++i) {
-        if (progress && !progress(file.at(), info.bytes)) return stopped(path);
+        if (progress && !progress(file.at(), info.bytes)) return stopped(file);
         uint64_t index = i;
         uint32_t tokens = 0;
-        Result<BlockPtr> block = read_block(pool, file, path, index, tokens, blocks, slot);
+        Result<BlockPtr> block = read_block(pool, file, s.tenant, index, tokens, blocks, slot);
         if (!block.ok()) return std::move(block).status();
         if (tokens < uint32_t(kPageTokens) && (i + 1 != h.blocks || h.length != int64_t(i) * kPageTokens + int64_t(tokens))) {
-            return fail(TA_E_CORRUPT, "the header of a block in %s is damaged", path.c_str()).block(int64_t(i));
+            return fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file.name()).block(int64_t(i));
         }
         blocks.push_back({block.take(), i});
         s.blocks.push_back(blocks.back().block);
-        if (s.tenant != 0) s.blocks.back()->set_tenant(s.tenant);
     }
-    if (file.at() != info.bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", path.c_str());
-    if (progress && !progress(info.bytes, info.bytes)) return stopped(path);
+    if (file.at() != info.bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", file.name());
+    if (progress && !progress(info.bytes, info.bytes)) return stopped(file);
     blocks.clear();
     Result<ta_seq> seq = pool.adopt(std::move(s));
     if (seq.ok()) spaces.keep();

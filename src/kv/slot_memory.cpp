@@ -7,6 +7,7 @@
 #include <new>
 
 #include "kernels/format/slot.h"
+#include "src/core/checked.h"
 
 namespace ta {
 namespace {
@@ -23,14 +24,9 @@ constexpr bool kUseChunks = !__has_feature(address_sanitizer);
 constexpr bool kUseChunks = true;
 #endif
 
-size_t round_up(size_t n, size_t to) {
-    return (n + to - 1) / to * to;
-}
-
 }  // namespace
 
 bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[kPageKinds]) {
-    constexpr size_t kSlotsOfRegion = 16;  // of the smallest kind
     size_t smallest = SIZE_MAX, largest = 0, kinds = 0;
     for (const size_t stride : strides) {
         if (stride == 0) continue;
@@ -38,15 +34,25 @@ bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[k
         largest = std::max(largest, stride);
         ++kinds;
     }
-    region_bytes_ = std::max(kSlotsOfRegion * smallest, largest);
+    const auto count_regions = [&](size_t region_bytes) {
+        size_t regions = 0;
+        for (int kind = 0; kind < kPageKinds; ++kind) {
+            if (strides[kind] == 0) continue;
+            const size_t most = region_bytes / strides[kind];
+            regions = std::max(regions, (slots[kind] + most - 1) / most);
+        }
+        return regions + std::max<size_t>(kinds, 2);  // the last region of a kind need not be full
+    };
+    // The size that wastes least: a region is rarely a multiple of every stride, and small regions have small rests.
+    constexpr size_t kMostSlots = 64;  // of the smallest kind in a region
     size_t regions = 0;
-    for (int kind = 0; kind < kPageKinds; ++kind) {
-        if (strides[kind] == 0) continue;
-        const size_t most = region_bytes_ / strides[kind];
-        regions = std::max(regions, (slots[kind] + most - 1) / most);
+    for (size_t n = (largest + smallest - 1) / smallest; n <= std::max(kMostSlots, largest / smallest + 1); ++n) {
+        const size_t region_bytes = n * smallest, here = count_regions(region_bytes);
+        if (here > UINT32_MAX || (regions > 0 && here * region_bytes >= regions * region_bytes_)) continue;
+        regions = here;
+        region_bytes_ = region_bytes;
     }
-    regions += std::max<size_t>(kinds, 2);  // the last region of a kind need not be full
-    if (regions > UINT32_MAX) return false;
+    if (regions == 0) return false;
     regions_.resize(regions);
     for (Region& r : regions_) r.free.reserve(region_bytes_ / smallest);
     for (auto& open : open_) open.reserve(2 * regions);

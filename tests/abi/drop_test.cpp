@@ -175,10 +175,11 @@ TEST_F(Dropping, WhatCanBeDoneWithTheRest) {
     EXPECT_EQ(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, nullptr, &err), TA_E_STATE) << err.message;
     EXPECT_GE(err.block, 1);
     EXPECT_FALSE(std::filesystem::exists(path));
-    const Stored none{std::vector<float>(kRow), std::vector<float>(kRow)};
-    std::vector<float> k(kRow);
-    EXPECT_EQ(ta_x_seq_dequantize(pool.get(), seq, 0, gone * 64 + 3, 1, k.data(), nullptr, &err), TA_E_STATE);
+    const std::vector<float> none(10 * kRow, -1.0f);
+    std::vector<float> k = none;
+    EXPECT_EQ(ta_x_seq_dequantize(pool.get(), seq, 0, gone * 64 - 5, 10, k.data(), nullptr, &err), TA_E_STATE);
     EXPECT_EQ(err.block, gone);
+    EXPECT_EQ(k, none) << "rows before the dropped block";
     // A fork lacks what its source lacks.
     const ta_seq fork = fork_sequence(pool, seq);
     EXPECT_EQ(present(fork), has);

@@ -200,6 +200,36 @@ TEST(Eviction, BlocksThatNobodyLooksAtLeaveFirst) {
     EXPECT_GT(mass[5], 10 * mass[6]);
 }
 
+TEST(Eviction, ABeginThatIsRefusedIsNoUse) {
+    for (const bool does_not_fit : {false, true}) {
+        SCOPED_TRACE(does_not_fit ? "does not fit" : "names a sequence twice");
+        ta_tier_options tiers;
+        const auto options = options_of({.device_blocks = 10, .drop_coldest = TA_ON, .begin_wait_ms = -1}, tiers);
+        const KvPool pool = make_pool(make_context(), options);
+        const Plan plan = make_plan(pool);
+        const auto step = [&](ta_seq seq, int32_t n) {
+            begin(plan, {seq}, {n}, {0});
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                Tensor k(std::vector<float>(size_t(n * kRow), 1.0f), n, kHeads, kDim);
+                append(plan, layer, k, k);
+            }
+            end(plan);
+        };
+        const ta_seq first = make_sequence(pool), second = make_sequence(pool), third = make_sequence(pool);
+        step(first, 5 * 64);
+        step(second, 5 * 64);
+        const ta_tier_stats device = tier_stats(pool, TA_TIER_DEVICE);
+        const ta_seq twice[] = {first, first};
+        const uint64_t blocks = device.bytes_budget / stats(pool).channel_block_bytes;
+        const int32_t n_new[] = {does_not_fit ? int32_t(blocks * 64) : 1, 1};
+        EXPECT_EQ(ta_plan_begin(plan.get(), does_not_fit ? 1 : 2, twice, n_new, nullptr, nullptr),
+                  does_not_fit ? TA_E_TIER_FULL : TA_E_INVALID);
+        step(third, int32_t(device.bytes_free / stats(pool).channel_block_bytes + 2) * 64);
+        EXPECT_GT(residency(pool, first).dropped_blocks, 0u);
+        EXPECT_EQ(residency(pool, second).dropped_blocks, 0u) << "it was used later";
+    }
+}
+
 TEST(Eviction, WrongValuesAreRefused) {
     const Context context = make_context();
     ta_error err;
@@ -226,6 +256,9 @@ TEST(Eviction, WrongValuesAreRefused) {
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.begin_wait_ms = 0;
     tiers.drop_coldest = 3;
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.drop_coldest = TA_DEFAULT;
+    tiers.reserved = 1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
     const ta_seq seq = make_sequence(pool);

@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 
 #include "support/counting_allocator.h"
 #include "support/failing_memory.h"
+#include "support/files.h"
 #include "support/handles.h"
 
 namespace ta::testing {
@@ -437,6 +439,42 @@ TEST_P(MemoryFaults, PrefixesAndPoolFiles) {
         },
         60);
     std::remove(path.c_str());
+}
+
+// A creation that fails removes the file that it made, and none that was there.
+TEST(MemoryFaultsOfTiers, ADiskTiersFile) {
+    const Folder folder;
+    const std::string file = folder.file("tier");
+    const Context context = make_context(1);
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = tiers.disk_bytes = uint64_t{1} << 20;
+    tiers.disk_path = file.c_str();
+    auto options = pool_options(kLayers, kHeads, kDim, 4);
+    options.tiers = &tiers;
+    for (const bool exists : {false, true}) {
+        int64_t n = 0;
+        std::vector<int64_t> left;
+        for (;; ++n) {
+            SCOPED_TRACE("allocation " + std::to_string(n) + (exists ? ", with a file" : ""));
+            ASSERT_EQ(std::filesystem::exists(file), exists);
+            ta_kv_pool* pool = nullptr;
+            ta_error err;
+            skip_allocations(n);
+            arm_memory(MemorySource::kNew, false);
+            const ta_status status = ta_kv_pool_create(context.get(), &options, &pool, &err);
+            heal_memory();
+            EXPECT_TRUE(std::filesystem::exists(file) || (!exists && status != TA_OK)) << err.message;
+            if (!exists && status != TA_OK && std::filesystem::exists(file)) left.push_back(n);
+            ta_kv_pool_destroy(pool);
+            if (status == TA_OK && !memory_failed()) break;
+            EXPECT_TRUE(status == TA_OK || status == TA_E_MEMORY) << err.message;
+            if (!exists) std::filesystem::remove(file);
+            ASSERT_LT(n, 5000);
+        }
+        skip_allocations(INT64_MAX);
+        EXPECT_GT(n, 30);
+        EXPECT_TRUE(left.empty()) << "allocation " << left[0] << " of " << n;
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, MemoryFaults,

@@ -130,6 +130,22 @@ TEST_F(PersistentTier, AnEndedNamespaceHasNoRecords) {
     verify(pool, seq);
 }
 
+TEST_F(PersistentTier, RecordsOfAnEndedNamespaceGiveWay) {
+    const KvPool pool = open_pool(context, file, uint64_t{1} << 19);
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 40 * 64, 1), other = write(pool, 40 * 64, 2);
+    publish(pool, seq, space, 1, 40);
+    const uint64_t fit = move(pool, seq, 40, TA_TIER_DISK).moved;
+    ASSERT_GT(fit, 5u);
+    ASSERT_LT(fit, 40u);
+    ta_error err;
+    require(ta_namespace_destroy(pool.get(), space, &err), err);
+    EXPECT_EQ(move(pool, seq, 40, TA_TIER_DEVICE).moved, fit);
+    for (int i = 0; i < 2000 && disk_stats(pool).blocks > 0; ++i) usleep(1000);
+    EXPECT_EQ(disk_stats(pool).blocks, 0u) << "the blocks are elsewhere, and no pool may find them";
+    EXPECT_EQ(move(pool, other, 40, TA_TIER_DISK).moved, fit);
+}
+
 // A block has one record, whoever writes it: a flush, or a move at the same time.
 TEST_F(PersistentTier, AFlushBesideMoves) {
     constexpr uint64_t kRounds = 24;

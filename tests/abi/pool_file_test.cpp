@@ -10,6 +10,7 @@
 
 #include "abi/prefix_steps.h"
 #include "support/files.h"
+#include "support/slots.h"
 
 namespace ta::testing {
 namespace {
@@ -101,6 +102,27 @@ TEST_F(PoolFile, AllSequencesComeBackSharingWhatTheyShared) {
             const KvPool third = make_pool(make_context(1), options(bits, &numerics));
             EXPECT_EQ(load(third, plain).size(), seqs.size());
             EXPECT_EQ(space_stats(third, make_namespace(third, 1)).entries, 0u);
+        }
+    }
+}
+
+TEST_F(PoolFile, OfAPoolWithOtherScales) {
+    auto per_token = sized<ta_numerics>(), universal = sized<ta_numerics>();
+    per_token.profile = universal.profile = TA_PROFILE_PAPER;
+    per_token.open_scale = TA_OPEN_SCALE_TOKEN;
+    universal.open_scale = TA_OPEN_SCALE_UNIVERSAL;
+    const KvPool a = make_pool(context, options(4, &per_token)), b = make_pool(context, options(4, &universal));
+    for (const KvPool* pool : {&a, &b}) publish(*pool, write(*pool, 100, 1), make_namespace(*pool, 1), 1, 1);
+    for (const ta_save_flags flags : {ta_save_flags{0}, ta_save_flags{TA_SAVE_PUBLISHED}}) {
+        const std::string of_a = path(flags ? "a with" : "a"), of_b = path(flags ? "b with" : "b");
+        save(a, of_a, flags);
+        save(b, of_b, flags);
+        for (const auto& [pool, file] : {std::pair(&a, &of_b), std::pair(&b, &of_a)}) {
+            ta_loaded_seq out[1];
+            uint64_t n = 0;
+            ta_error err;
+            EXPECT_EQ(ta_kv_pool_load(pool->get(), file->c_str(), nullptr, nullptr, out, 1, &n, &err), TA_E_INVALID)
+                << err.message;
         }
     }
 }
@@ -284,11 +306,12 @@ Bytes many_namespaces(const Bytes& good, uint64_t n) {
     return bytes;
 }
 
-// As many namespaces as files may name are not used up by files that are refused.
+// As many namespaces as files may name are not used up by files that are refused, or by sequences that are gone.
 TEST_F(PoolFile, RefusedFilesNameNothing) {
     constexpr uint64_t kMostNamed = 65536;
-    const KvPool from = make_pool(context, options()), pool = make_pool(context, options()),
-                 third = make_pool(context, options());
+    auto many = options();
+    many.max_sequences = 2 * kMostNamed;
+    const KvPool from = make_pool(context, options()), pool = make_pool(context, options()), third = make_pool(context, many);
     save(from, path("empty"));
     for (uint8_t salt : {1, 2, 3}) {
         const auto [seq, none] = match(from, make_namespace(from, salt), 0, 0);
@@ -320,13 +343,22 @@ TEST_F(PoolFile, RefusedFilesNameNothing) {
     // One more can be named: what is refused does not take its place.
     write_file(path("taken"), many_namespaces(read_file(path("empty")), kMostNamed - 1));
     require(ta_kv_pool_load(third.get(), path("taken").c_str(), nullptr, nullptr, out.data(), kMostNamed, &n, &err), err);
-    for (uint64_t i = 0; i < n; ++i) release(third, out[i].loaded);
     Bytes bad = read_file(path("2"));
     bad.back() = char(bad.back() ^ 1);
     write_file(path("bad"), bad);
     EXPECT_EQ(load_one(third, "bad", seq), TA_E_CORRUPT);
     EXPECT_EQ(load_one(third, "3", seq), TA_OK);
     EXPECT_EQ(publish_one(third, seq, 3), TA_OK);
+
+    // That one is a namespace of the pool's own now. Of the others sequences are, until they end.
+    EXPECT_EQ(load_one(third, "2", seq), TA_OK);
+    ta_seq last = 0;
+    EXPECT_EQ(load_one(third, "1", last), TA_E_LIMIT);
+    EXPECT_EQ(last, 0u);
+    for (uint64_t i = 0; i < n; ++i) release(third, out[i].loaded);
+    EXPECT_EQ(load_one(third, "1", last), TA_OK);
+    EXPECT_EQ(publish_one(third, last, 1), TA_OK);
+    EXPECT_EQ(publish_one(third, seq, 2), TA_OK);
 }
 
 TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
@@ -411,6 +443,86 @@ TEST_F(PoolFile, AcrossTiers) {
         const ta_seq copy = loaded_as(there, s);
         EXPECT_TRUE(same_values(large, s, third, loaded_as(back, copy), 700));
         EXPECT_TRUE(same_bits(grow(large, s, 3, 9), grow(small, copy, 3, 9)));
+    }
+}
+
+// What a load brought and does not keep, or moved down to make room, is of the namespace that the file names.
+TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
+    const KvPool from = make_pool(context, options());
+    const ta_seq seq = write(from, 40 * 64, 1);
+    publish(from, seq, make_namespace(from, 1), 1, 40);
+    save(from, path("good"), TA_SAVE_PUBLISHED);
+    Bytes longer = read_file(path("good"));
+    longer.push_back(0);
+    write_file(path("longer"), longer);
+    const auto stop_at_end = [](void*, uint64_t done, uint64_t total) -> int32_t { return done == total; };
+    struct Case {
+        const char* file;
+        ta_progress_fn progress;
+        bool tiered;
+        ta_status status;
+    };
+    for (const Case& c : {Case{"longer", nullptr, false, TA_E_CORRUPT}, Case{"good", stop_at_end, false, TA_E_CANCELLED},
+                          Case{"good", nullptr, true, TA_OK}}) {
+        SCOPED_TRACE(std::string(c.file) + ": " + ta_status_name(c.status));
+        Slots slots;
+        const Context own = slots.make_context();
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = uint64_t{8} << 20;
+        const KvPool pool = make_pool(own, c.tiered ? small_options(10, &tiers) : options());
+        ta_loaded_seq out[1];
+        uint64_t n = 0;
+        ta_error err;
+        ASSERT_EQ(ta_kv_pool_load(pool.get(), path(c.file).c_str(), c.progress, nullptr, out, 1, &n, &err), c.status)
+            << err.message;
+        EXPECT_EQ(slots.returned_dirty.load(), 0) << "given back to the embedder while it read";
+        if (c.tiered) {
+            EXPECT_GT(residency(pool, out[0].loaded).host_blocks, 20u);
+        }
+        const ta_seq nobody = make_sequence(pool);
+        const Plan plan = make_plan(pool);
+        begin(plan, {nobody}, {10});
+        EXPECT_EQ(slots.zero(), 1u) << "to a sequence of no namespace";
+        require(ta_plan_abort(plan.get(), &err), err);
+        require(ta_kv_pool_close(pool.get(), &err), err);
+        EXPECT_GT(slots.returned.load(), 0);
+        EXPECT_EQ(slots.returned_dirty.load(), 0) << "given back to the embedder";
+    }
+}
+
+// Refused before a block is read: nothing makes room for what will not be.
+TEST_F(PoolFile, MoreSequencesThanThePoolTakes) {
+    const KvPool from = make_pool(context, options());
+    for (uint64_t text = 0; text < 3; ++text) write(from, 700, text);
+    save(from, path("three"));
+    for (const uint32_t most : {2u, 4u}) {
+        SCOPED_TRACE("at most " + std::to_string(most));
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = uint64_t{8} << 20;
+        auto o = small_options(20, &tiers);
+        o.max_sequences = most;
+        const KvPool pool = make_pool(context, o);
+        const ta_seq mine[] = {write(pool, 700, 7), write(pool, 700, 8)};
+        wait_for_moves(pool);
+        const ta_kv_pool_stats before = stats(pool);
+        const uint64_t moved = tier_stats(pool, TA_TIER_HOST).bytes_in;
+        int blocks = 0;
+        const auto count = [](void* user, uint64_t, uint64_t) -> int32_t { return ++*static_cast<int*>(user), 0; };
+        ta_loaded_seq out[3] = {{77, 77}, {77, 77}, {77, 77}};
+        uint64_t n = 77;
+        ta_error err;
+        EXPECT_EQ(ta_kv_pool_load(pool.get(), path("three").c_str(), count, &blocks, out, 3, &n, &err), TA_E_LIMIT)
+            << err.message;
+        EXPECT_EQ(blocks, 0);
+        EXPECT_EQ(n, 77u);
+        EXPECT_EQ(out[0].loaded, 77u);
+        EXPECT_EQ(stats(pool).sequences, 2u);
+        EXPECT_EQ(stats(pool).bytes_used, before.bytes_used);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).bytes_in, moved);
+        release(pool, mine[0]);
+        if (most == 4) {
+            EXPECT_EQ(load(pool, path("three")).size(), 3u);
+        }
     }
 }
 

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <mutex>
 #include <thread>
 
 #include "abi/prefix_steps.h"
+#include "support/slots.h"
 
 namespace ta::testing {
 namespace {
@@ -181,6 +181,27 @@ TEST_F(Prefix, QuotasAreKept) {
     EXPECT_EQ(match(pool, space, 0, 3).second, 192);
 }
 
+TEST_F(Prefix, AMatchThatIsRefusedAsksForNothing) {
+    auto o = options();
+    o.max_sequences = 2;
+    const KvPool pool = make_pool(context, o);
+    const ta_namespace space = make_namespace(pool, 1, 2 * stats(pool).token_block_bytes);
+    for (uint64_t text : {1, 2}) {
+        const ta_seq seq = write(pool, 64, text);
+        publish(pool, seq, space, text, 1);
+        release(pool, seq);
+    }
+    const ta_seq third = write(pool, 64, 3), last = make_sequence(pool);
+    ta_seq none = 0;
+    int64_t n = 0;
+    ta_error err;
+    EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, keys(1, 1).data(), 1, &none, &n, &err), TA_E_LIMIT) << err.message;
+    EXPECT_EQ(space_stats(pool, space).hits, 0u);
+    publish(pool, third, space, 3, 1);
+    release(pool, last);
+    EXPECT_EQ(match(pool, space, 1, 1).second, 0) << "it was asked for before the other one";
+}
+
 TEST_F(Prefix, WhatIsPublishedAlreadyNeedsNoQuota) {
     const std::string path = ::testing::TempDir() + "/ta-over-quota-" + std::to_string(getpid());
     const KvPool from = make_pool(context, options()), pool = make_pool(context, options());
@@ -281,6 +302,40 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingInTiers) {
         begin(plan, {next}, {much / 2});
         EXPECT_LT(space_stats(pool, space).entries, entries);
         require(ta_plan_abort(plan.get(), &err), err);
+    }
+}
+
+// Where blocks that the step itself has, or shares, are on the device and others are not.
+TEST_F(Prefix, ABeginThatItsOwnBlocksLeaveNoRoomLosesNothing) {
+    for (const bool forked : {false, true}) {
+        SCOPED_TRACE(forked ? "with a fork" : "alone");
+        auto numerics = sized<ta_numerics>();
+        numerics.sink_blocks = -1;
+        auto o = options(8, &numerics);
+        const uint64_t block = stats(make_pool(context, o)).token_block_bytes, on_pages = (block + 4095) / 4096 * 4096;
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = 4 * on_pages + 8192;
+        tiers.disk_bytes = 5 * (on_pages + 4096) + 16384;
+        tiers.high_percent = tiers.low_percent = 100;
+        tiers.begin_wait_ms = -1;
+        o.budget_bytes = 13 * block;
+        o.tiers = &tiers;
+        const KvPool pool = make_pool(context, o);
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq published = write(pool, 8 * 64, 1), seq = make_sequence(pool);
+        publish(pool, published, space, 1, 8);
+        release(pool, published);
+        for (const int32_t blocks : {5, 4, 3}) grow(pool, seq, blocks * 64, 2);
+        if (forked) fork_sequence(pool, seq);
+        const uint64_t entries = space_stats(pool, space).entries;
+        ASSERT_GT(entries, 0u);
+        // 18 blocks, none of which may be on disk: two tiers have room for 17.
+        const int32_t much = 6 * 64;
+        const Plan plan = make_plan(pool);
+        ta_error err;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(space_stats(pool, space).entries, entries);
+        grow(pool, seq, 3 * 64, 2);
     }
 }
 
@@ -472,51 +527,9 @@ TEST_F(Prefix, EntriesLiveInAllTiers) {
     EXPECT_EQ(match(pool, space, 159, 6).second, 6 * 64);
 }
 
-// Slots as the embedder's allocator sees them.
-struct Slots {
-    std::mutex mutex;
-    std::vector<std::pair<uint8_t*, size_t>> alive;
-    std::atomic<int> returned_dirty{0}, returned{0};
-
-    ta_allocator hooks() {
-        auto a = sized<ta_allocator>();
-        a.user = this;
-        a.allocate = [](size_t bytes, size_t alignment, void* user) -> void* {
-            auto& s = *static_cast<Slots*>(user);
-            void* p = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-            std::memset(p, 0x5a, bytes);
-            const std::lock_guard lock(s.mutex);
-            if (alignment == 4096) s.alive.emplace_back(static_cast<uint8_t*>(p), bytes);
-            return p;
-        };
-        a.deallocate = [](void* p, size_t bytes, size_t alignment, void* user) {
-            auto& s = *static_cast<Slots*>(user);
-            if (p && alignment == 4096) {
-                ++s.returned;
-                s.returned_dirty += is_zero(static_cast<uint8_t*>(p), bytes) ? 0 : 1;
-                const std::lock_guard lock(s.mutex);
-                std::erase_if(s.alive, [&](const auto& slot) { return slot.first == p; });
-            }
-            std::free(p);
-        };
-        return a;
-    }
-    static bool is_zero(const uint8_t* p, size_t bytes) {
-        return std::all_of(p, p + bytes, [](uint8_t x) { return x == 0; });
-    }
-    size_t zero() {
-        const std::lock_guard lock(mutex);
-        return size_t(std::count_if(alive.begin(), alive.end(), [](const auto& s) { return is_zero(s.first, s.second); }));
-    }
-};
-
 TEST_F(Prefix, MemoryIsZeroedBetweenNamespaces) {
     Slots slots;
-    const ta_allocator hooks = slots.hooks();
-    auto o = sized<ta_context_options>();
-    o.threads = 1;
-    o.allocator = &hooks;
-    const Context own = make_context(o);
+    const Context own = slots.make_context();
     KvPool pool = make_pool(own, options());
     const ta_namespace a = make_namespace(pool, 1), b = make_namespace(pool, 2);
     const auto open = [&](ta_seq seq) {  // how many slots are zero while the step is open

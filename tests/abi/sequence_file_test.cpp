@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <filesystem>
+#include <system_error>
 
 #include "support/files.h"
 #include "support/tiers.h"
@@ -143,6 +144,70 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
     Bytes longer = good;
     longer.push_back(0);
     refuse(longer, "a byte more");
+}
+
+TEST_F(SequenceFile, OfAPoolWithOtherScales) {
+    auto per_token = sized<ta_numerics>(), universal = sized<ta_numerics>();
+    per_token.profile = universal.profile = TA_PROFILE_PAPER;
+    per_token.open_scale = TA_OPEN_SCALE_TOKEN;
+    universal.open_scale = TA_OPEN_SCALE_UNIVERSAL;
+    const KvPool a = make_pool(context, pool_options(kLayers, kHeads, kDim, 4, &per_token)),
+                 b = make_pool(context, pool_options(kLayers, kHeads, kDim, 4, &universal));
+    const auto save_one = [&](const KvPool& pool, const char* name) {
+        const ta_seq seq = make_sequence(pool);
+        grow(pool, seq, 100);
+        save(pool, seq, path(name));
+    };
+    save_one(a, "a");
+    save_one(b, "b");
+    ta_seq out = 0;
+    ta_error err;
+    EXPECT_EQ(ta_seq_load(a.get(), path("b").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_load(b.get(), path("a").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
+}
+
+// What a process of the same number left when it was killed in a save is in nobody's way, and stays.
+TEST_F(SequenceFile, LeftoversOfAnEarlierProcess) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 100);
+    constexpr int kLeft = 200;
+    const std::string before = path("file") + ".new-" + std::to_string(getpid()) + "-";
+    for (int i = 0; i < kLeft; ++i) write_file(before + std::to_string(i), {'x'});
+    save(pool, seq, path("file"));
+    verify(pool, load(pool, path("file")));
+    EXPECT_EQ(folder.entries(), size_t{kLeft + 1});
+    EXPECT_EQ(read_file(before + "199"), Bytes{'x'});
+}
+
+TEST_F(SequenceFile, ErrorsOfLongAndOddNames) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    const std::string reason = std::generic_category().message(ENOENT);
+    const auto text = [&](const std::string& file) {
+        ta_error err;
+        ta_seq out = 0;
+        EXPECT_EQ(ta_seq_save(pool.get(), seq, (file + "/x").c_str(), nullptr, nullptr, &err), TA_E_IO);
+        EXPECT_NE(std::string(err.message).find(reason), std::string::npos) << err.message;
+        EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), nullptr, nullptr, &out, &err), TA_E_IO);
+        EXPECT_NE(std::string(err.message).find(reason), std::string::npos) << err.message;
+        return std::string(err.message);
+    };
+    std::string folders;
+    for (const char c : {'a', 'b', 'c'}) folders += "/" + std::string(100, c);
+    EXPECT_NE(text(folder.path() + folders + "/name").find("ccc/name"), std::string::npos);
+    // Not UTF-8, and a name that is cut within a character.
+    EXPECT_NE(text(path("none/\xff\xfe.kv")).find("none/??.kv"), std::string::npos);
+    int cut = 0;
+    for (const char* last : {"x", "xx"}) {
+        std::string name = "none/";
+        for (int i = 0; i < 100; ++i) name += "\xc3\xa9";
+        const std::string shown = text(path((name + last).c_str()));
+        const size_t at = shown.find("...");
+        ASSERT_NE(at, std::string::npos) << shown;
+        cut += shown.substr(at, 6) == "...?\xc3\xa9";
+    }
+    EXPECT_EQ(cut, 1);
 }
 
 TEST_F(SequenceFile, WrongFilesAndCallbacks) {

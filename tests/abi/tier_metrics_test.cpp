@@ -97,6 +97,35 @@ TEST(TierMetrics, PrefetchedBlocksAreUsedLateOrWasted) {
     twins.verify();
 }
 
+TEST(TierMetrics, ABeginThatIsRefusedCountsForNothing) {
+    Twins twins({.device_blocks = 40, .host_bytes = kPlenty, .begin_wait_ms = -1});
+    const size_t a = twins.add(), b = twins.add();
+    twins.step({a}, {10 * 64});
+    twins.step({b}, {64});
+    move_now(twins.pool, twins.seqs[a], 1, 8, TA_TIER_HOST);
+    EXPECT_EQ(wait(twins.pool, prefetch(twins.pool, twins.seqs[a], 1, 4)).moved, 4u);
+    ta_error err;
+    require(ta_seq_pin(twins.pool.get(), twins.seqs[a], 0, 5, &err), err);  // so that none leaves for a begin
+    const auto counted = [&] {
+        std::vector<uint64_t> all;
+        for (const ta_tier tier : {TA_TIER_DEVICE, TA_TIER_HOST}) {
+            const ta_tier_stats s = tier_stats(twins.pool, tier);
+            for (const uint64_t n : {s.hits, s.misses, s.host_steps, s.prefetch_used, s.prefetch_late, s.prefetch_wasted})
+                all.push_back(n);
+        }
+        return all;
+    };
+    const std::vector<uint64_t> before = counted();
+    const ta_seq both[] = {twins.seqs[a], twins.seqs[b]}, twice[] = {twins.seqs[a], twins.seqs[a]};
+    const int32_t too_much[] = {30 * 64, 30 * 64}, one[] = {1, 1};
+    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, both, too_much, nullptr, nullptr), TA_E_TIER_FULL);
+    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, twice, one, nullptr, nullptr), TA_E_INVALID);
+    EXPECT_EQ(counted(), before);
+    twins.step({a}, {1});
+    EXPECT_EQ(tier_stats(twins.pool, TA_TIER_DEVICE).prefetch_used, 4u);
+    EXPECT_EQ(tier_stats(twins.pool, TA_TIER_DEVICE).host_steps, 1u);
+}
+
 TEST(TierMetrics, EvictionsHaveAnAge) {
     Twins twins({.device_blocks = 24, .host_bytes = kPlenty});
     const size_t a = twins.add(), b = twins.add();

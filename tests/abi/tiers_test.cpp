@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <clocale>
 #include <cstring>
 #include <thread>
 
@@ -241,6 +242,13 @@ TEST(Tiers, MetricsAsText) {
     EXPECT_NE(json.find("\"tier_blocks\": {\"device\": 2, \"host\": 3}"), std::string::npos) << json;
     EXPECT_EQ(std::count(json.begin(), json.end(), '{'), std::count(json.begin(), json.end(), '}'));
     metrics(twins.plain_pool, TA_METRICS_OPENMETRICS);
+    // A locale with another decimal point, if there is one here, changes nothing. Nothing moves meanwhile.
+    for (const char* name : {"de_DE.UTF-8", "fr_FR.UTF-8"}) {
+        if (!std::setlocale(LC_NUMERIC, name)) continue;
+        const std::string here = metrics(twins.pool, TA_METRICS_JSON);
+        std::setlocale(LC_NUMERIC, "C");
+        EXPECT_EQ(here, json);
+    }
     uint64_t needed = 0;
     EXPECT_EQ(ta_kv_pool_write_metrics(twins.pool.get(), 3, nullptr, 0, &needed, nullptr), TA_E_INVALID);
     EXPECT_EQ(ta_kv_pool_write_metrics(twins.pool.get(), TA_METRICS_JSON, nullptr, 0, nullptr, nullptr), TA_E_INVALID);

@@ -14,9 +14,9 @@
 #include "support/failing_memory.h"
 #include "support/files.h"
 #include "support/tiers.h"
+#include "tiering/disk_client.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"
-#include "tiering/tier_client.h"
 
 namespace ta::testing {
 

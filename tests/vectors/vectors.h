@@ -1,5 +1,5 @@
-// Loads the vectors: cases with expected results that an independent implementation computed
-// (../shared/vectors/README.md; the small ones are copied to tests/data/vectors). A case is looked for there first.
+// Loads the vectors: cases with expected results that an independent implementation computed. The small ones are in
+// tests/data/vectors, where manifest.json says what each file has; folders() lists where a case is looked for.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -119,8 +120,9 @@ class Case {
 
 // The folders that hold vectors, first match first.
 inline std::vector<std::filesystem::path> folders() {
-    const std::filesystem::path tests = TA_TEST_DIR;
-    return {tests / "data" / "vectors", tests / ".." / ".." / "shared" / "vectors"};
+    std::vector<std::filesystem::path> all{std::filesystem::path(TA_TEST_DIR) / "data" / "vectors"};
+    if (const char* more = std::getenv("TA_VECTORS"); more && *more) all.emplace_back(more);
+    return all;
 }
 
 // The case, or nothing where no folder has it.

@@ -476,6 +476,35 @@ TEST(FallingEviction, ABeginKnowsWhatLeavingBlocksTake) {
     }
 }
 
+// The step's own blocks have nowhere to go, and those of others do not make enough room.
+TEST(FallingEviction, ABeginThatCannotFitTakesNoBits) {
+    const Context context = make_context(2);
+    auto numerics = sized<ta_numerics>();
+    numerics.sink_blocks = -1;
+    Settings settings;
+    settings.bits = 4;
+    settings.numerics = &numerics;
+    const ta_kv_pool_stats sizes = stats(make_pool(context, settings));
+    const uint64_t token = sizes.token_block_bytes, channel = sizes.channel_block_bytes;
+    settings.device_bytes = 6 * token + 12 * channel;
+    settings.host_bytes = 0;
+    const KvPool pool = make_pool(context, settings);
+    Steps steps{settings.shape};
+    const ta_seq other = make_sequence(pool), seq = make_sequence(pool);
+    steps.take(pool, other, 4 * 64, 1);
+    steps.take(pool, seq, 6 * 64, 1);
+    const uint64_t room = tier_stats(pool, TA_TIER_DEVICE).bytes_free + 4 * channel;
+    const Plan plan = make_plan(pool);
+    for (const bool fits : {false, true}) {
+        const int32_t n = int32_t((room - token) / channel + (fits ? 0 : 1)) * 64 + 1;  // full blocks and an open one
+        ta_error err;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &err), fits ? TA_OK : TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(tier_stats(pool, TA_TIER_DISK).fallen_blocks > 0, fits);
+        EXPECT_EQ(residency(pool, other).device_blocks == 4, !fits);
+        if (fits) require(ta_plan_abort(plan.get(), &err), err);
+    }
+}
+
 TEST(FallingBlocks, FilesAndTruncatesKeepTheBits) {
     Settings settings;
     const Context context = make_context(2);

@@ -115,6 +115,56 @@ TEST_F(Prefix, NamesEndWithTheLastLoadThatFails) {
     EXPECT_TRUE(known(c)) << "the first goes on";
 }
 
+// As many as files may name, all of sequences that are gone but for those that something still has.
+TEST_F(Prefix, NamespacesThatNothingIsOfAreForgottenForOthers) {
+    PrefixStore& store = pool->prefixes();
+    const auto known = [&](Tenant id) { return store.tag_of(id) != kEndedSpace; };
+    Tenant of_sequence = 0, of_block = 0, of_entry = 0, of_none = 0;
+    {
+        PrefixStore::Named loaded(store);
+        for (SpaceTag tag = 1; tag <= kMostUnclaimed - 1; ++tag) ASSERT_NE(loaded.tenant_of(tag), kUnknownTenant);
+        of_entry = loaded.tenant_of(1);
+        of_sequence = loaded.tenant_of(2);
+        of_block = loaded.tenant_of(3);
+        of_none = loaded.tenant_of(4);
+        loaded.keep();
+    }
+    store.recover(records(1, 1));
+    Pool::Snapshot s;
+    s.tenant = of_sequence;
+    ASSERT_TRUE(pool->adopt(std::move(s)).ok());
+    pool->snapshot(add_sequence()).value().blocks[0]->set_tenant(of_block);
+    pool->end_forgotten_namespaces();
+    EXPECT_TRUE(known(of_none)) << "there is room for one more";
+
+    PrefixStore::Named now(store);
+    const Tenant of_load = now.tenant_of(kMostUnclaimed);
+    EXPECT_TRUE(now.complete().ok());
+    {
+        PrefixStore::Named full(store);
+        EXPECT_EQ(full.tenant_of(kMostUnclaimed + 1), kUnknownTenant);
+        EXPECT_EQ(full.complete().code(), TA_E_LIMIT);
+    }
+    pool->end_forgotten_namespaces();
+    PrefixStore::Named next(store);
+    EXPECT_NE(next.tenant_of(kMostUnclaimed + 1), kUnknownTenant);
+    EXPECT_TRUE(next.complete().ok());
+    for (const Tenant id : {of_entry, of_sequence, of_block, of_load}) EXPECT_TRUE(known(id)) << id;
+    EXPECT_FALSE(known(of_none));
+    EXPECT_EQ(next.tenant_of(2), of_sequence);
+}
+
+TEST_F(Prefix, NamespacesThatEntriesAreOfAreNotForgotten) {
+    PrefixStore& store = pool->prefixes();
+    store.recover(records(kMostUnclaimed, 1));
+    pool->end_forgotten_namespaces();
+    PrefixStore::Named loaded(store);
+    EXPECT_NE(loaded.tenant_of(kMostUnclaimed), kUnknownTenant);
+    EXPECT_TRUE(loaded.complete().ok());
+    EXPECT_EQ(loaded.tenant_of(kMostUnclaimed + 1), kUnknownTenant);
+    EXPECT_EQ(loaded.complete().code(), TA_E_LIMIT);
+}
+
 TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
     const Tenant space = pool->prefixes().create(Salt{1}, block_bytes()).value();
     const std::array<uint8_t, kPrefixKeyBytes> first{1}, second{2};
@@ -125,6 +175,7 @@ TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
 
     const ta_seq b = add_sequence();
     EXPECT_EQ(pool->publish(b, space, second).code(), TA_E_LIMIT) << "who holds it says nothing of letting go";
+    EXPECT_FALSE(pool->snapshot(b).value().blocks[0]->keeps_kind()) << "it was not published";
     std::atomic<bool> holds = false;
     std::thread mover([&] {
         const Pool::HoldsBlocks now(*pool);

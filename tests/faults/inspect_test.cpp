@@ -1,0 +1,103 @@
+// Blocks on a disk that damages them or does not answer, for those who look at them or save them: nothing of a damaged one is
+// given out, who has it is named, and others go on meanwhile.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <future>
+#include <thread>
+
+#include "faults/world.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint64_t kHeld = 64 * 3 + 5;
+
+class Inspect : public ::testing::Test {
+  protected:
+    Inspect() {
+        World plain(shape, inputs, nullptr, {}, false, false);
+        prepare(plain);
+        plain.finish();
+        reference = plain.take_record();
+    }
+    // Two sequences; blocks 1 and 2 of the first are on disk.
+    static void prepare(World& world) {
+        world.make_pool();
+        world.add();
+        world.add();
+        world.step({0, 1}, {int32_t(kHeld), 70});
+        world.move(0, 1, 2, TA_TIER_DISK);
+    }
+
+    const PoolShape shape{.host_blocks = 8, .disk_blocks = 8};
+    Inputs inputs;
+    Reference reference;
+};
+
+TEST_F(Inspect, NothingOfADamagedBlockIsGivenOut) {
+    World world(shape, inputs, &reference, {}, false, false);
+    prepare(world);
+    const ta_seq seq = world.seqs[0];
+    BlockBytes bytes(world, 0, 2);
+    bytes.flip(100, 3);
+    ta_error err;
+    auto block = sized<ta_x_block_info>();
+    std::vector<uint8_t> slot(1 << 20, 0x77);
+    EXPECT_EQ(ta_x_seq_block(world.pool.get(), seq, 2, &block, slot.data(), slot.size(), &err), TA_E_CORRUPT) << err.message;
+    EXPECT_EQ(err.block, 2);
+    EXPECT_EQ(block.bytes + block.content_id + block.tokens, 0u);
+    EXPECT_EQ(slot, std::vector<uint8_t>(slot.size(), 0x77));
+
+    const std::vector<float> none(kHeld * kRow, -1.0f);
+    std::vector<float> k = none, v = none;
+    EXPECT_EQ(ta_x_seq_dequantize(world.pool.get(), seq, 0, 0, kHeld, k.data(), v.data(), &err), TA_E_CORRUPT) << err.message;
+    EXPECT_EQ(err.block, 2);
+    EXPECT_EQ(k, none) << "of the blocks before it";
+    EXPECT_EQ(v, none);
+
+    const std::string file = world.folder() + "/pool";
+    EXPECT_EQ(ta_kv_pool_save(world.pool.get(), file.c_str(), 0, nullptr, nullptr, &err), TA_E_CORRUPT) << err.message;
+    EXPECT_EQ(err.block, 2);
+    char name[32];
+    std::snprintf(name, sizeof name, "sequence 0x%llx", (unsigned long long)seq);
+    EXPECT_NE(std::string(err.message).find(name), std::string::npos) << err.message;
+
+    bytes.flip(100, 3);
+    EXPECT_EQ(ta_x_seq_block(world.pool.get(), seq, 2, &block, slot.data(), slot.size(), &err), TA_OK) << err.message;
+    EXPECT_EQ(block.tokens, 64u);
+}
+
+TEST_F(Inspect, AStalledDiskHoldsNobodyElseUp) {
+    World world(shape, inputs, &reference, {}, false, false);
+    prepare(world);
+    const Plan other = make_plan(world.pool);
+    std::vector<uint8_t> slot(1 << 20);
+    std::vector<float> k(64 * kRow);
+    const std::function<ta_status()> looks[] = {
+        [&] {
+            auto block = sized<ta_x_block_info>();
+            return ta_x_seq_block(world.pool.get(), world.seqs[0], 1, &block, slot.data(), slot.size(), nullptr);
+        },
+        [&] { return ta_x_seq_dequantize(world.pool.get(), world.seqs[0], 0, 64, 64, k.data(), nullptr, nullptr); }};
+    for (const auto& look : looks) {
+        SCOPED_TRACE(&look == looks ? "ta_x_seq_block" : "ta_x_seq_dequantize");
+        const uint64_t before = world.files()->operations();
+        world.files()->break_now(Fault::kStall, true);
+        std::future<ta_status> looked = std::async(std::launch::async, look);
+        while (world.files()->operations() == before) std::this_thread::yield();
+        std::future<ta_status> begun = std::async(std::launch::async, [&] {
+            const int32_t one = 1;
+            return ta_plan_begin(other.get(), 1, &world.seqs[1], &one, nullptr, nullptr);
+        });
+        EXPECT_EQ(begun.wait_for(std::chrono::seconds(3)), std::future_status::ready);
+        EXPECT_EQ(looked.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+        world.files()->heal();
+        EXPECT_EQ(begun.get(), TA_OK);
+        EXPECT_EQ(looked.get(), TA_OK);
+        EXPECT_EQ(ta_plan_abort(other.get(), nullptr), TA_OK);
+    }
+}
+
+}  // namespace
+}  // namespace ta::testing
