@@ -20,9 +20,23 @@
  *         ta_plan_end(plan, &err);                                   // the tokens now belong to the sequence
  *     }
  *
+ * Terms:
+ *  - A block is 64 tokens of a sequence in all layers; a page is what a block has of one layer. A block is full when it has all
+ *    64 tokens; before that it is open.
+ *  - A token block has INT8 codes with a scale for each token: open blocks, sink blocks, all blocks of an 8-bit pool. A channel
+ *    block is a full one of 4 or 2 bits, with a scale for each channel. A low block is one of 2 bits that was larger before
+ *    (ta_tier_options.falling_precision).
+ *  - Sink blocks are the first ones of a sequence, which stay 8 bits (ta_numerics.sink_blocks). The learned sinks of
+ *    ta_attend_options are something else: logits.
+ *
  * Conventions, valid for every call unless it says otherwise:
  *  - Status. A call returns a ta_status and, when `err` is not NULL, fills it in (on success too: code TA_OK, empty text).
- *  - A call that fails changes nothing, writes none of its outputs and leaves every object usable.
+ *  - A call that fails changes nothing, writes none of its outputs and leaves every object usable. One exception:
+ *    ta_kv_pool_write_metrics gives the size that it needs when the buffer is too small.
+ *  - Errors. The lists below name what a call may return beside these: TA_E_INVALID (a NULL that is not allowed, an unknown
+ *    enum value), TA_E_ALIGNMENT (an array or tensor is not aligned to its elements), TA_E_STRUCT (struct_size), TA_E_CLOSED,
+ *    TA_E_FORKED, TA_E_MEMORY (for its own bookkeeping), TA_E_INTERNAL and, where it needs the GPU, TA_E_DEVICE and
+ *    TA_E_DEVICE_LOST.
  *  - Structs. The caller sets `struct_size = sizeof(the struct)` and zeroes the rest; a zero field means its default. A
  *    shorter struct of an older header is accepted; a longer one is accepted when the unknown tail is zero.
  *    Structs that the library fills in are filled in up to their struct_size.
@@ -31,7 +45,8 @@
  *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
  *    ta_calibrator is used by one thread at a time. No handle may be destroyed while a call on it runs.
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
- *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, a lost GPU with TA_E_DEVICE_LOST.
+ *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, a lost GPU every call that needs it with
+ *    TA_E_DEVICE_LOST.
  *  - Nothing here prints, exits, aborts, installs signal handlers or throws.
  */
 #ifndef TURBOATTENTION_H
@@ -83,14 +98,15 @@ enum {
     TA_E_CORRUPT = 0x0402,   /* a page does not match its hash */
     /* 0x05xx: the GPU */
     TA_E_DEVICE = 0x0501,      /* a CUDA call failed; the text has CUDA's reason */
-    TA_E_DEVICE_LOST = 0x0502, /* an earlier error ended the GPU for this process; every call on its context returns this */
+    TA_E_DEVICE_LOST = 0x0502, /* an earlier error ended the GPU for this process; every call that needs it returns this */
     /* 0x06xx: files */
     TA_E_IO = 0x0601, /* reading or writing a file failed, or did not end in time; the text has the system's reason */
     /* 0x0fxx */
     TA_E_INTERNAL = 0x0f01 /* a defect of this library; please report the text */
 };
 
-/* Where and why a call failed. Fields that do not apply are -1. Owned by the caller; may be NULL in every call. */
+/* Where and why a call failed. Fields that do not apply are -1. Owned by the caller; may be NULL in every call. It has no
+ * struct_size: its layout is final. */
 typedef struct ta_error {
     ta_status code;
     int32_t layer;     /* model layer */
@@ -98,7 +114,7 @@ typedef struct ta_error {
     int32_t argument;  /* position of the wrong argument of the call, from 0 */
     int64_t sequence;  /* index into the call's list of sequences */
     int64_t block;     /* index of the 64-token block within the sequence */
-    int64_t token;     /* token within the sequence, or row of the tensor */
+    int64_t token;     /* row of the tensor that has a bad value, from 0 */
     char message[256]; /* one English sentence, null-terminated UTF-8 */
 } ta_error;
 
@@ -111,7 +127,8 @@ TA_API const char* ta_status_name(ta_status status);
 TA_API uint32_t ta_version(void);
 /* TA_ABI_VERSION of the library that is loaded. */
 TA_API uint32_t ta_abi_version(void);
-/* One line: version, compiler, what was built in ("cpu: scalar avx2 avx512; cuda: no"). Never NULL; static storage. */
+/* One line: version, compiler, what was built in, such as "turboattention 0.1.0; compiler: 12.2.0; cpu: scalar avx2 avx-vnni
+ * avx512-vnni; cuda: no" (without the line break). Never NULL; static storage. */
 TA_API const char* ta_build_info(void);
 
 /* ------------------------------------------------------------------------------------------------ enums */
@@ -168,18 +185,19 @@ enum {
 typedef int32_t ta_p;
 enum {
     TA_P_DEFAULT = 0,
-    TA_P_AUTO = 1,           /* U16 up to 16 query rows per kv head (rows = query tokens x GQA group), U8 beyond */
+    TA_P_AUTO = 1,           /* U16 up to 16 rows (query tokens x query heads per kv head), U8 beyond */
     TA_P_U8 = 2,             /* 255 levels */
     TA_P_U16 = 3,            /* 65535 levels */
     TA_P_S8_127 = 4,         /* 127 levels, as INT-FlashAttention's R */
     TA_P_S8_119 = 5,         /* 119 levels, as printed in TurboAttention */
     TA_P_S8_127_RUNNING = 6, /* 127 levels of the running maximum, INT-FlashAttention as printed: wrong on flat contexts */
-    TA_P_U8_RUNNING =
-        7 /* 255 levels of the running maximum: what lies below 1/500 of a row's largest probability is lost, however
-                                much it sums up to. The prefill kernel of sm_90 gives it the accuracy of U8 */
+    /* 255 levels of the running maximum: what lies below 1/500 of a row's largest probability is lost, however much it sums up
+     * to. The prefill kernel of sm_90 gives it the accuracy of U8. */
+    TA_P_U8_RUNNING = 7
 };
 
-typedef int32_t ta_nonfinite; /* what NaN, Inf and magnitudes above 2^56 in q, k, v do */
+/* What NaN, Inf and magnitudes above 2^56 in q, k, v do. On a GPU those of ta_attend's q are replaced and not reported. */
+typedef int32_t ta_nonfinite;
 enum {
     TA_NONFINITE_DEFAULT = 0, /* reject */
     TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element; GPU: 0, a later call fails once */
@@ -256,14 +274,14 @@ typedef struct ta_context_info {
 /* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
  * On a GPU tensors lie in its memory (or in host memory registered with CUDA), the caller's current device is left as it is,
  * and append, attend and dense attention enqueue work on a stream and return.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a GPU), TA_E_MEMORY, TA_E_LIMIT
- * (threads could not be started), TA_E_DEVICE. */
+ * Errors: TA_E_INVALID (a value outside its range, no such GPU), TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a
+ * GPU, instructions that this CPU lacks), TA_E_LIMIT (threads could not be started). */
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
 /* Gives up the caller's handle. The context ends with its last pool, plan and calibrator. */
 TA_API void ta_context_destroy(ta_context* context);
-/* Fills in `info` up to info->struct_size. Errors: TA_E_INVALID, TA_E_STRUCT. */
+/* Fills in `info` up to info->struct_size. */
 TA_API ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, ta_error* err);
-/* TA_OK while the context can serve calls, otherwise the status that every call on it returns. */
+/* TA_OK, or TA_E_DEVICE_LOST once the GPU was lost. */
 TA_API ta_status ta_context_health(const ta_context* context, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ pool */
@@ -281,10 +299,10 @@ typedef struct ta_numerics {
     ta_switch fractional_zero; /* zero points in 1/8 (4-bit) or 1/2 (2-bit) of an INT8 step, mean-preserving. accurate: on */
     ta_switch v_search;        /* the encoder looks for V's scale and zero of least squared error. accurate: on */
     ta_switch hadamard;        /* randomized Hadamard rotation of Q and K; head_dim 64, 128, 256. accurate: on where possible */
-    int32_t
-        sink_blocks; /* blocks at the start of a sequence that stay 8 bits, up to 2^20; -1: none. accurate: 1; paper: none */
-    ta_exp exp;      /* accurate: POLY; paper: SAS */
-    ta_p p;          /* accurate: AUTO; paper: S8_119 */
+    /* Blocks at the start of a sequence that stay 8 bits, up to 2^20; -1: none. accurate: 1; paper: none. */
+    int32_t sink_blocks;
+    ta_exp exp; /* accurate: POLY; paper: SAS */
+    ta_p p;     /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
@@ -294,8 +312,8 @@ typedef struct ta_numerics {
 typedef int32_t ta_tier;
 enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
 
-/* Which blocks leave a full tier first. Sinks, open and pinned blocks stay; blocks that sequences share go when others are not
- * enough. */
+/* Which blocks leave a full tier first. Sink blocks, open and pinned ones stay; blocks that sequences share go when others are
+ * not enough. */
 typedef int32_t ta_eviction;
 enum {
     TA_EVICT_LRU = 0,      /* those of the sequence that no plan used for longest, spread evenly over it */
@@ -312,9 +330,10 @@ enum {
 typedef int32_t ta_move_route;
 enum { TA_MOVE_ROUTE_AUTO = 0, TA_MOVE_ROUTE_COPY_ENGINE = 1, TA_MOVE_ROUTE_KERNEL = 2 };
 
-/* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages beside the layers before it,
- * into room that the device tier has free, or read them in place. Results are the same to the bit. TA_STAGING_AUTO: whichever
- * is predicted to be faster; a step with many query rows reads pages in place again and again. Captured calls read in place. */
+/* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages while the layers before it
+ * run, into room that the device tier has free, or read it in place. Results are the same to the bit. TA_STAGING_AUTO:
+ * whichever is predicted to be faster; in place a step with many query rows reads a page many times. Captured calls read in
+ * place. */
 typedef int32_t ta_staging;
 enum { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
 
@@ -327,40 +346,43 @@ typedef struct ta_tier_options {
     uint64_t host_bytes;     /* budget, everything counted; 0: no host tier. On a GPU pinned and taken at once */
     uint64_t disk_bytes;     /* likewise; 0: no disk tier */
     const char* disk_folder; /* of a file without a name, gone with the pool; default: TMPDIR or /tmp */
-    int32_t high_percent;    /* of the device budget: when a step ends above it, blocks leave in the background, ... */
-    int32_t low_percent;     /* ... down to this; defaults 94, and 4 less than that */
-    ta_eviction eviction;    /* default TA_EVICT_LRU */
-    ta_move_route route;     /* between a GPU and the host; default: measured when the context's first such pool is created */
-    const char* disk_path;   /* a disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies
-                                there is found by the next pool of the same shape and settings, also after a crash */
-    int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps of the pool, whosever they are; default 128 */
+    int32_t high_percent; /* of the device budget: a step that ends above it makes blocks leave in the background; default 94 */
+    int32_t low_percent;  /* of the device budget: until no more than this is in use; default high_percent - 4 */
+    ta_eviction eviction; /* default TA_EVICT_LRU */
+    ta_move_route route;  /* between a GPU and the host; default: measured when the context's first such pool is created */
+    /* A disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies there is found by the next
+     * pool of the same shape and settings, also after a crash. NULL: it ends with the pool. */
+    const char* disk_path;
+    int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps, all of the pool counted; default 128 */
     /* Default off. On: where nothing that may leave the device finds room below, a begin loses full blocks that one sequence
-     * alone has, in the order of `eviction`, but no sinks and no pinned ones: their tokens keep their positions and get no
-     * attention any more. Changes results. */
+     * alone has, in the order of `eviction`, but no sink blocks and no pinned ones: their tokens keep their positions and get
+     * no attention any more. Changes results. */
     ta_switch drop_coldest;
     /* How long a begin waits for what others hold: room that open plans may be reading (default 1000), and moves that take its
      * blocks away (default 10000); up to 86,400,000; -1: not at all. */
     int32_t begin_wait_ms;
     ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
-    /* Of the device budget, that a step may take to stage in, where they are free; default: an eighth of it. */
+    /* How many bytes of the device budget a step may stage in, as far as they are free; default: an eighth of the budget. */
     uint64_t staging_bytes;
     /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and
-     * those on disk 2, of one of 4 bits those on disk 2. Sinks and what is published keep what they have. Changes results;
-     * docs/tiers.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
+     * those on disk 2, of one of 4 bits those on disk 2. Sink blocks and what is published keep what they have. Changes
+     * results; docs/tiers.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
     ta_switch falling_precision;
     int32_t reserved;
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
     uint32_t struct_size;
-    uint32_t layers;              /* 1..4096 */
-    uint32_t kv_heads;            /* 1..1024 */
-    uint32_t head_dim;            /* 64, 96, 128 or 256 */
-    uint32_t bits;                /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
-    const uint8_t* k_bits;        /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
-    const uint8_t* v_bits;        /* likewise */
-    uint64_t budget_bytes;        /* of the device tier: blocks, metadata included; required */
-    uint32_t max_sequences;       /* default 65536 */
+    uint32_t layers;       /* 1..4096 */
+    uint32_t kv_heads;     /* 1..1024 */
+    uint32_t head_dim;     /* 64, 96, 128 or 256 */
+    uint32_t bits;         /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
+    const uint8_t* k_bits; /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
+    const uint8_t* v_bits; /* likewise */
+    uint64_t budget_bytes; /* of the device tier: blocks, metadata included; required */
+    /* Default 65536. With universal open scales (profile paper) a GPU's pool takes 16 * kv_heads * (layers + 1) bytes of device
+     * memory for each of them, beside the budget: 277 MB at 32 layers, 8 heads and the default. */
+    uint32_t max_sequences;
     const ta_numerics* numerics;  /* NULL: profile accurate */
     const ta_tier_options* tiers; /* NULL: the device tier alone */
 } ta_kv_pool_options;
@@ -373,8 +395,8 @@ typedef struct ta_kv_pool_stats {
     uint64_t bytes_used;           /* blocks in use */
     uint64_t bytes_cached;         /* freed blocks kept for reuse; given back before the budget is exceeded */
     uint64_t bytes_peak;           /* highest bytes_used */
-    uint64_t token_blocks;         /* INT8 blocks in use: open, sink, 8-bit */
-    uint64_t channel_blocks;       /* closed 4/2-bit blocks in use */
+    uint64_t token_blocks;         /* in use */
+    uint64_t channel_blocks;       /* in use */
     uint64_t shared_blocks;        /* blocks with more than one owner */
     uint64_t token_block_bytes;    /* size of one, all layers, metadata and trailer included */
     uint64_t channel_block_bytes;  /* likewise; 0 in an 8-bit pool without falling_precision */
@@ -392,12 +414,13 @@ typedef struct ta_kv_pool_stats {
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the
  * budget is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the
- * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales.
+ * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales, and up to 2% more where blocks
+ * of several sizes share the memory (more in pools of few blocks): ta_context_info.device_bytes_in_use has the sum.
  * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file),
  * TA_E_IO, TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
  * TA_E_CORRUPT (the file is damaged). */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
-/* Releases every sequence; later calls on the pool return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open), TA_E_CLOSED. */
+/* Releases every sequence; later calls on the pool, this one too, return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open). */
 TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
 /* Gives up the caller's handle. The pool ends with its last plan. */
 TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
@@ -409,43 +432,44 @@ TA_API ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* 
 /* A sequence of one pool: slot in the low, generation in the high 32 bits. 0 is never a sequence. */
 typedef uint64_t ta_seq;
 
-/* Creates an empty sequence. Errors: TA_E_LIMIT (max_sequences), TA_E_MEMORY, TA_E_CLOSED. */
+/* Creates an empty sequence. Errors: TA_E_LIMIT (max_sequences). */
 TA_API ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err);
 /* Creates a sequence with the tokens of `source`, sharing its blocks; a block is copied when one of the two first writes to it.
- * Errors: TA_E_STALE, TA_E_BUSY (source is in an open plan), TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
+ * Errors: TA_E_STALE, TA_E_BUSY (source is in an open plan), TA_E_LIMIT (max_sequences). */
 TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err);
 /* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
  * tokens are appended there, it is reopened at 8 bits from its stored values.
  * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped),
- * TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+ * TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
 /* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a
- * load; a fork has that of its source. Also while the sequence is in a plan. Errors: TA_E_STALE, TA_E_CLOSED. */
+ * load; a fork has that of its source. May be called while the sequence is in a plan. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err);
-/* Ends the sequence; its id is stale from then on. Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+/* Ends the sequence; its id is stale from then on. Errors: TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
-/* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE, TA_E_CLOSED. */
+/* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
 /* Recomputes the hash of every full page, wherever it is; dropped ones are passed over. Errors: TA_E_CORRUPT (the first bad
- * page is named), TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+ * page is named), TA_E_IO (a block on disk cannot be read), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
 
-/* Called from time to time with the bytes done and in all, on the calling thread; anything but 0 stops the work. It must not
+/* Called from time to time with the bytes done and the total, on the calling thread; anything but 0 stops the work. It must not
  * call the library with the same pool, and must not unwind. */
 typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
 
 /* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A
  * block is checked before it is written. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
  * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STATE (blocks were
- * dropped), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY, TA_E_CLOSED. */
+ * dropped), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
                              ta_error* err);
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it.
  * Every byte is checked against hashes: damage is found, forgery by somebody who can compute them is not. It belongs to the
- * namespace of the same salt as the one that it was saved from. Room is made for it while it is read, as a begin makes it: where
- * the load fails later, other blocks may lie in slower tiers.
- * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (a later
- * version), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
+ * namespace of the same salt as the one that it was saved from. Room is made for it while it is read, as a begin makes it:
+ * where the load fails later, other blocks may lie in slower tiers.
+ * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (another
+ * version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
+ * created and something in the pool is of), TA_E_MEMORY. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
                              ta_error* err);
 
@@ -455,8 +479,8 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn 
  * a cryptographic hash, and stands for ALL tokens up to the end of its block (and for the model that made them): key i of a
  * list is the one of block i. Namespaces keep tenants apart: keys are hashed with a salt, so that nobody without it finds or
  * guesses what others have, and memory is zeroed before it goes from one namespace to another. A sequence belongs to the
- * namespace that it was matched in or published to, forks of it too; it can be published there alone, and in the namespace of
- * the same salt when it comes from a file. More: docs/tiers.md. */
+ * namespace it was matched in or published to, and so do its forks. It can be published only there. One that is loaded from a
+ * file belongs to the namespace of the same salt. More: docs/tiers.md. */
 
 /* A namespace of one pool. 0 is never one. */
 typedef uint64_t ta_namespace;
@@ -481,30 +505,30 @@ typedef struct ta_namespace_stats {
     uint64_t evicted;      /* entries dropped for room or quota */
 } ta_namespace_stats;
 
-/* Errors: TA_E_INVALID (no salt, or the pool has a namespace with this one), TA_E_STRUCT, TA_E_LIMIT (65536), TA_E_MEMORY,
- * TA_E_CLOSED. */
+/* Errors: TA_E_INVALID (no salt, or the pool has a namespace with this one), TA_E_LIMIT (65536). */
 TA_API ta_status ta_namespace_create(ta_kv_pool* pool, const ta_namespace_options* options, ta_namespace* out, ta_error* err);
-/* Drops its entries; sequences that have the blocks keep them. Errors: TA_E_STALE, TA_E_CLOSED. */
+/* Drops its entries; sequences that have the blocks keep them. Errors: TA_E_STALE. */
 TA_API ta_status ta_namespace_destroy(ta_kv_pool* pool, ta_namespace space, ta_error* err);
-/* Errors: TA_E_STALE, TA_E_STRUCT, TA_E_CLOSED. */
+/* Fills in `stats` up to stats->struct_size. Errors: TA_E_STALE. */
 TA_API ta_status ta_namespace_get_stats(const ta_kv_pool* pool, ta_namespace space, ta_namespace_stats* stats, ta_error* err);
 /* Writes its entries that are not there yet to the persistent disk tier, and waits until they survive a power failure. Blocks
  * that are in faster tiers stay there, too; what was written before a failure stays. Errors: TA_E_STALE, TA_E_UNSUPPORTED (no
- * such tier), TA_E_TIER_FULL, TA_E_IO, TA_E_CORRUPT (err->block), TA_E_MEMORY, TA_E_CLOSED. */
+ * such tier), TA_E_TIER_FULL, TA_E_IO, TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_namespace_flush(ta_kv_pool* pool, ta_namespace space, ta_error* err);
 
-/* Publishes blocks 0 to n - 1 of a sequence. Where a key is there already its block stays. The entries outlive the sequence;
- * they move to slower tiers like other blocks, before them when no sequence has them. Then they are also dropped, those not
- * asked for longest first, when there is no room at all or the quota needs it.
+/* Publishes blocks 0 to n - 1 of a sequence. Where a key is there already its block stays. The entries outlive the sequence and
+ * move to slower tiers like other blocks. Unused entries, those whose block no sequence has, move down before other blocks.
+ * Where no tier has room, or for the quota, they are dropped, the least recently matched or published first.
  *   keys   [n, 32]; n is at most length / 64
- * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_LIMIT (the quota, and sequences use what is published), TA_E_NONFINITE
- * (on a GPU; once, as ta_plan_begin), TA_E_STATE (a block was dropped), TA_E_CORRUPT, TA_E_MEMORY, TA_E_CLOSED. */
+ * Errors: TA_E_INVALID (n; the sequence or one of its blocks belongs to another namespace), TA_E_STALE, TA_E_BUSY, TA_E_LIMIT
+ * (the quota, and sequences use what is published), TA_E_NONFINITE (on a GPU; once, as ta_plan_begin), TA_E_STATE (a block was
+ * dropped), TA_E_CORRUPT. */
 TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space, const uint8_t* keys, uint64_t n,
                                 ta_error* err);
 /* Creates a sequence of the namespace that begins with the blocks of the first keys, as many as are published without a gap,
  * maybe none: what ta_seq_fork and ta_seq_truncate of the publisher would make. `length` gets its tokens.
  *   keys   [n, 32], may be NULL when n is 0
- * Errors: TA_E_INVALID, TA_E_STALE, TA_E_LIMIT, TA_E_MEMORY, TA_E_CLOSED. */
+ * Errors: TA_E_INVALID (n is above 2^34), TA_E_STALE, TA_E_LIMIT (max_sequences). */
 TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_seq* out,
                                      int64_t* length, ta_error* err);
 
@@ -513,14 +537,14 @@ TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const
 typedef int32_t ta_save_flags;
 enum { TA_SAVE_PUBLISHED = 1 }; /* what is published, too; a namespace of the same salt has it again in the pool that loads */
 
-/* A sequence of a file, and what it became. */
+/* A sequence of a file, and what it became. It has no struct_size: its layout is final. */
 typedef struct ta_loaded_seq {
     ta_seq saved;
     ta_seq loaded;
 } ta_loaded_seq;
 
 /* Writes all sequences of a pool, as ta_seq_save does one; blocks that several share are written once.
- *   flags   TA_SAVE_*, 0 and up
+ *   flags   0, or TA_SAVE_PUBLISHED
  * Errors: as ta_seq_save, TA_E_BUSY (a sequence is in an open plan), TA_E_LIMIT (an index of more than 4 GiB). */
 TA_API ta_status ta_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flags, ta_progress_fn progress, void* user,
                                  ta_error* err);
@@ -532,10 +556,10 @@ TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, ta_progress
 
 /* ------------------------------------------------------------------------------------------------ moves
  *
- * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. Who
- * wants more control asks for moves, which are done in the background; results of attend are the same to the bit wherever
- * blocks lie, but for what falling_precision makes of them. Only full blocks move.
- * A block arrives with its hashes checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
+ * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. For more control ask for
+ * moves, which are done in the background. Results of attend are the same to the bit wherever blocks lie, but for what
+ * falling_precision makes of them. Only full blocks move. A block arrives with its hashes checked; one that does not match
+ * stays where it was and fails the move with TA_E_CORRUPT. */
 
 /* A batch of moves asked for. 0 is never a ticket. */
 typedef uint64_t ta_ticket;
@@ -549,35 +573,36 @@ typedef struct ta_move_info {
     uint64_t blocks;     /* asked for */
     uint64_t moved;
     uint64_t present; /* were there already */
-    uint64_t skipped; /* not full, pinned, or on another move */
+    uint64_t skipped; /* not full, pinned, or on another move; of a prefetch also: no room */
     uint64_t failed;
     ta_status status; /* of the first block that failed */
     int32_t reserved;
     int64_t block; /* its index in the sequence, -1: none */
 } ta_move_info;
 
-/* Asks for blocks [first, first + n) of a sequence to be in `tier` (promote: a faster one than now, demote: a slower one).
- * Blocks are 64 tokens. `out` gets a ticket. Where the tier is full, promote and demote move colder blocks out of it; prefetch
- * moves what fits. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (the sequence is in an open plan), TA_E_UNSUPPORTED (no such
- * tier), TA_E_CLOSED. */
+/* Asks for blocks [first, first + n) of a sequence to be in `tier`, be it faster or slower than where they are; prefetch: in
+ * the device tier. `out` gets a ticket. Where the tier is full, ta_seq_move makes colder blocks leave it; ta_seq_prefetch takes
+ * what fits. Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY (the sequence is in an open plan),
+ * TA_E_UNSUPPORTED (no such tier, or none below the device). */
 TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
                              ta_error* err);
 TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err);
 /* Pinned blocks do not leave their tier for a slower one. Pins are counted; a block has them in all sequences that share it.
- * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_STATE (a block is not full or, for unpin, not pinned; nothing was changed),
- * TA_E_CLOSED. */
+ * Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_STATE (a block is not full or, for unpin, not
+ * pinned; nothing was changed). */
 TA_API ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 
-/* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago),
- * TA_E_UNSUPPORTED. */
+/* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago), TA_E_UNSUPPORTED
+ * (the pool has no tier below the device). */
 TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
-/* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). */
+/* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). Errors:
+ * as ta_move_query. */
 TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
-/* Work enqueued on the stream from now on comes after them: the call waits for the moves, which wait for nothing on a stream
- * but steps that have ended. Errors: TA_E_STALE, TA_E_UNSUPPORTED (on a CPU). */
+/* Blocks until the moves are finished, so that work enqueued afterwards on any stream finds them done; `stream` is not used
+ * yet. Errors: as ta_move_query, TA_E_UNSUPPORTED also on a CPU. */
 TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
-/* Blocks that have not moved yet stay where they are. Errors: TA_E_STALE, TA_E_UNSUPPORTED. */
+/* Blocks that have not moved yet stay where they are. Errors: as ta_move_query. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);
 
 /* Where the blocks of a sequence are. */
@@ -589,7 +614,7 @@ typedef struct ta_residency {
     uint64_t dropped_blocks; /* under ta_tier_options.drop_coldest; in no tier */
 } ta_residency;
 
-/* Errors: TA_E_STALE, TA_E_BUSY, TA_E_CLOSED. */
+/* Errors: TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out, ta_error* err);
 
 typedef struct ta_tier_stats {
@@ -602,9 +627,9 @@ typedef struct ta_tier_stats {
     uint64_t blocks;
     uint64_t blocks_in, blocks_out; /* moved here and away since creation, as the next ones */
     uint64_t bytes_in, bytes_out;
-    uint64_t failed;  /* requests that failed; of the device tier: moves */
+    uint64_t failed;  /* of the device tier moves, of a disk requests that failed; as the next two 0 of the host tier */
     uint64_t corrupt; /* blocks that did not match their hashes */
-    uint64_t queued;  /* tickets, or requests of a disk, that are not finished now */
+    uint64_t queued;  /* of the device tier tickets, of a disk requests that are not finished now */
     uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* of all tiers: what moves were for */
     char reason[192]; /* of the state, and what the tier lacks here; empty when nothing is missing */
     uint64_t bytes_by_copy_engine, bytes_by_kernel; /* of all tiers: what carried moves between a GPU and the host */
@@ -620,8 +645,8 @@ typedef struct ta_tier_stats {
     uint64_t prefetch_used;   /* prefetched blocks that a step then found */
     uint64_t prefetch_late;   /* that a step wanted before they came */
     uint64_t prefetch_wasted; /* that left again, or were released, before a step used them */
-    uint64_t
-        waits_for_room; /* begins that found no room for new blocks, and waited for others to leave; 0: the watermarks do */
+    /* Begins that found no room for new blocks and waited for others to leave; 0: high_percent and low_percent are right. */
+    uint64_t waits_for_room;
     uint64_t waits_for_blocks; /* begins that waited for blocks to come from disk */
     double wait_seconds;       /* of these, summed */
     uint64_t dropped_blocks;   /* lost because no tier had room: ta_tier_options.drop_coldest */
@@ -634,7 +659,7 @@ typedef struct ta_tier_stats {
     uint64_t fallen_blocks; /* since creation: that came here with fewer bits than they had */
 } ta_tier_stats;
 
-/* Errors: TA_E_INVALID, TA_E_UNSUPPORTED (the pool has no such tier), TA_E_CLOSED. */
+/* Fills in `stats` up to stats->struct_size. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
 TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err);
 
 typedef int32_t ta_metrics_format;
@@ -642,8 +667,7 @@ enum { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
 
 /* Writes what the statistics structs have, of all tiers, and how long batches of moves took, as text that ends in a NUL:
  * metrics for a scraper (https://openmetrics.io), or one JSON object. `needed` gets its size with the NUL; with buffer NULL
- * nothing else is done.
- * Errors: TA_E_INVALID (buffer_bytes is below what is needed: nothing was written), TA_E_CLOSED. */
+ * nothing else is done. Errors: TA_E_INVALID (buffer_bytes is below that; `needed` was set all the same, nothing else). */
 TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_format format, char* buffer, uint64_t buffer_bytes,
                                           uint64_t* needed, ta_error* err);
 
@@ -652,8 +676,7 @@ TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_for
 /* One batch step over all layers. Keeps its pool alive. Exclusive: one thread at a time. */
 typedef struct ta_plan ta_plan;
 
-/* Creates a plan; it can be begun and ended any number of times. `options` is reserved and must be NULL.
- * Errors: TA_E_INVALID, TA_E_MEMORY, TA_E_CLOSED. */
+/* Creates a plan; it can be begun and ended any number of times. `options` is reserved and must be NULL. */
 TA_API ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, ta_error* err);
 /* Aborts the plan if it is open, then frees it. An open plan must not be destroyed while its stream is being captured. */
 TA_API void ta_plan_destroy(ta_plan* plan);
@@ -661,8 +684,8 @@ TA_API void ta_plan_destroy(ta_plan* plan);
 /* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls
  * may be captured into a graph (cudaStreamBeginCapture between begin and end) after a step of the same kind has run without,
  * and the graph launched in place of those calls between any later begin and end: with as many sequences, as many query tokens
- * for each, the same tensors, and as many query heads in the last attend before that begin, but other lengths. end() refuses a
- * step that is not of the captured kind.
+ * for each, the same tensors, and as many query heads in the last attend before that begin, but other lengths. A plan may have
+ * graphs of several kinds; end() refuses a step that is of none of them.
  * Errors: TA_E_STATE (the plan is open; the stream is being captured, and the plan ran on another one), TA_E_UNSUPPORTED (on a
  * CPU), TA_E_DEVICE. */
 TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
@@ -682,8 +705,8 @@ TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seq
  * CPU.
  *   k, v   [sum(n_new), kv_heads, head_dim] F16, BF16 or F32, the sequences one after the other, keys after their rotary
  *          embedding
- * Each layer is appended once for each begin, in any order. Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE,
- * TA_E_ALIGNMENT, TA_E_NONFINITE (on a GPU the sequence's next begin reports it), TA_E_STATE, TA_E_MEMORY. */
+ * Each layer is appended once for each begin, in any order. Errors: TA_E_INVALID (no such layer; on a GPU memory that it cannot
+ * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a GPU the sequence's next begin reports it), TA_E_STATE, TA_E_MEMORY. */
 TA_API ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err);
 
 typedef struct ta_attend_options {
@@ -693,23 +716,25 @@ typedef struct ta_attend_options {
     float softcap;             /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
     int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
     const float* alibi_slopes; /* [q_heads], up to 2^56: adds slope * (j - p) for key j and query position p; NULL: none */
-    const float* sinks;        /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none. Like the slopes in
-                                  the memory of the tensors, on a GPU in use until the work is done */
-    ta_exp exp;                /* default: the pool's */
-    ta_p p;                    /* default: the pool's */
+    /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none. Like the slopes in the memory of the tensors,
+     * on a GPU in use until the work is done. */
+    const float* sinks;
+    ta_exp exp; /* default: the pool's */
+    ta_p p;     /* default: the pool's */
 } ta_attend_options;
 
 /* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
- *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head h / (q_heads /
- * kv_heads)
+ *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head
+ *            h / (q_heads / kv_heads)
  *   out      as q, any of the three types; overlaps neither q, lse nor itself (the longer of its two strides steps over all
  *            that the shorter one reaches); F16 beyond 65504 becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
  * New tokens are read at 8 bits (stage 1), earlier closed pages at their stored bits. After an append with new tokens the plan
  * attends to that layer only, until the next layer's append. A row that sees no key: out = 0, lse = sink or -inf.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_SHAPE, TA_E_DTYPE, TA_E_ALIGNMENT, TA_E_NONFINITE, TA_E_STATE, TA_E_MEMORY, on a GPU
- * TA_E_UNSUPPORTED (docs/gpu.md). */
+ * Errors: TA_E_INVALID (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot
+ * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a CPU), TA_E_STATE, TA_E_MEMORY, on a GPU TA_E_LIMIT (too many rows and
+ * pages). */
 TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
                            const ta_attend_options* options, ta_error* err);
 
@@ -726,8 +751,8 @@ typedef int32_t ta_dense_variant;
 enum {
     TA_DENSE_INT8_PAGE = 0, /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
     TA_DENSE_INT_FLASH = 1, /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127, exp EXACT */
-    TA_DENSE_INT_FLASH_HALF =
-        2 /* INT-FlashAttention, half INT8: Q, K as above, P, V in float whatever p and v_granularity say */
+    /* INT-FlashAttention, half INT8: Q, K as above, P, V in float whatever p and v_granularity say */
+    TA_DENSE_INT_FLASH_HALF = 2
 };
 
 typedef struct ta_dense_options {
@@ -749,7 +774,8 @@ typedef struct ta_dense_options {
  *   lse      [q.tokens, q_heads] or NULL
  * A GPU takes values that are not finite as 0. Under TA_NONFINITE_REJECT it counts them, and the context's next rejecting call
  * that finds any counted fails once with TA_E_NONFINITE: to ask about calls that are complete, call with no query tokens.
- * Errors: as ta_attend. */
+ * Errors: as ta_attend, TA_E_INVALID also for offsets that are no prefix sums, TA_E_NONFINITE also on a GPU, TA_E_UNSUPPORTED
+ * (head_dim; a stream on a CPU; a driver without memory pools). */
 TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
                                  const ta_tensor* out, float* lse, const ta_dense_options* options, ta_error* err);
 
@@ -760,20 +786,20 @@ TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const 
  * are ranked apart. Exclusive: one thread at a time. */
 typedef struct ta_calibrator ta_calibrator;
 
-/* Errors: TA_E_INVALID (as ta_kv_pool_create's geometry), TA_E_MEMORY. */
+/* Errors: TA_E_INVALID (layers, kv_heads), TA_E_UNSUPPORTED (head_dim). */
 TA_API ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim,
                                       ta_calibrator** out, ta_error* err);
 TA_API void ta_calibrator_destroy(ta_calibrator* calibrator);
 /* Takes K and V of some tokens of a layer into account: [tokens, kv_heads, head_dim]. On a GPU context they lie in memory that
  * the GPU copies from, are complete when the call is made (it has no stream), and are copied to the host, which the call waits
- * for. Errors: as ta_append. */
+ * for. Errors: TA_E_INVALID (no such layer), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a GPU too), TA_E_MEMORY. */
 TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,
                                        ta_error* err);
 /* Writes the maps for ta_kv_pool_options and, where not NULL, the priorities behind them.
  *   n_low                    heads of each layer that get 2 bits, for K and for V each, 0..kv_heads
  *   k_bits, v_bits           [layers, kv_heads]
  *   k_priority, v_priority   [layers, kv_heads], may be NULL
- * Errors: TA_E_INVALID, TA_E_STATE (a layer was never observed). */
+ * Errors: TA_E_INVALID (n_low), TA_E_STATE (a layer was never observed). */
 TA_API ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
                                       float* k_priority, float* v_priority, ta_error* err);
 
