@@ -223,24 +223,28 @@ Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequen
     if (from_below.allowed && disk_ && is_full(*disk_, geometry_) &&
         (m.to_disk[0] >= missing || (host_full && m.to_disk[1] >= missing)) && m.drops[2] >= missing)
         from = TierKind::kDisk;
+    // Where neither has enough, the device and the host together.
+    const bool both = from == TierKind::kDevice && from_below.allowed && host_full && m.drops[0] + unused < missing &&
+                      m.drops[0] + m.drops[1] >= missing;
     // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's
     // own blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
     const uint64_t evicted = std::max(bytes, blocks_->budget() / kEvictedPart);
-    if (from != TierKind::kDevice && m.drops[0] < missing + evicted && blocks_->still_reading(from_below.readers)) {
+    if ((from != TierKind::kDevice || both) && m.drops[0] < missing + evicted && blocks_->still_reading(from_below.readers)) {
         if (m.drops[0] + unused < missing) return Drop::kLater;
         from = TierKind::kDevice;
     }
-    if (from == TierKind::kDevice) {
+    if (from == TierKind::kDevice && !both) {
         if (m.drops[0] + unused < missing) return Drop::kNothing;
         if (unused > 0) missing -= std::min(missing, prefixes_.drop_unused(from, missing, false));
         if (missing == 0) return Drop::kHere;
     }
     Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
     for (const auto& s : sequences_) {
-        if (may_lose_blocks(*s, mine)) leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s));
+        if (may_lose_blocks(*s, mine))
+            leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), both ? TierKind::kHost : from);
     }
     drop(leaving.items(policy_->choose(leaving, missing)));
-    return from == TierKind::kDevice ? Drop::kHere : Drop::kBelow;
+    return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }
 
 bool Pool::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {

@@ -221,5 +221,19 @@ TEST(Step, TouchesNoMoreBlocksThanItsNewTokensSay) {
     EXPECT_EQ(Step::most_touched(0), 0);
 }
 
+// Neither tier alone has what is missing, and what the step shares with a fork cannot be dropped.
+TEST_F(PlanRoom, WhatIsDroppedForAStepMayLieInTwoTiers) {
+    TierSettings tiers;
+    tiers.drop_coldest = true;
+    tiers.moves_patience = tiers.plans_patience = milliseconds(0);
+    make(12, 8, 8, tiers);
+    const ta_seq a = add(21), b = add(8), c = pool->fork_sequence(b).value();
+    const ta_seq seqs[] = {a, b, c};
+    const int32_t n_new[] = {4 * 64, 5 * 64, 6}, n_query[] = {0, 0, 0};
+    Status begun = plan->begin(seqs, n_new, n_query);
+    EXPECT_TRUE(begun.ok()) << begun.detail()->message;
+    EXPECT_EQ(count(b, TierKind::kDisk), 0u);
+}
+
 }  // namespace
 }  // namespace ta::testing
