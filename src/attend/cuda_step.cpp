@@ -209,9 +209,9 @@ Status CudaStep::begin(Step& step) {
     step_ = &step;
     ++steps_;
     seen_calls_ = false;
-    // Of all groups: a graph reads its own, whatever was called for last.
     read_.clear();
     std::erase_if(schedules_, [&](const auto& s) { return !s.second.captured && s.second.read + kKeptUnread < steps_; });
+    // Of all groups: a graph reads its own, whatever was called for last.
     if (tables_.group() > 0) {
         for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
     }
