@@ -22,7 +22,7 @@ using cuda::AppendArgs;
 using cuda::AttendArgs;
 using cuda::HeadArgs;
 
-constexpr uint64_t kKeptUnread = 64;  // steps that a schedule stays which no call reads
+constexpr int kMostUnread = 64;  // times that a begin makes a schedule which no call reads then
 
 class CudaStep final : public StepBackend {
   public:
@@ -54,7 +54,7 @@ class CudaStep final : public StepBackend {
         DeviceBuffer buffer;
         Staging staging;
         uint64_t step = 0;      // that it was made for
-        uint64_t read = 0;      // the last step with a call that reads it
+        int unread = 0;         // times it was made since a call read it
         bool captured = false;  // a captured call reads it
         ManyRows rows;
     };
@@ -210,10 +210,13 @@ Status CudaStep::begin(Step& step) {
     ++steps_;
     seen_calls_ = false;
     read_.clear();
-    std::erase_if(schedules_, [&](const auto& s) { return !s.second.captured && s.second.read + kKeptUnread < steps_; });
-    // Of all groups: a graph reads its own, whatever was called for last.
+    capture_kind_.clear();
+    capture_reads_.clear();
+    // Of all groups: a graph reads its own, whatever was called for last. What calls by hand have stopped to read they make.
     if (tables_.group() > 0) {
-        for (auto& [key, schedule] : schedules_) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
+        for (auto& [key, schedule] : schedules_) {
+            if (schedule.captured || schedule.unread <= kMostUnread) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
+        }
     }
     return staging_.begin(step, tables_, captured_, stream_);
 }
@@ -251,6 +254,7 @@ Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
     TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
     TA_RETURN_IF_ERROR(schedule.staging.record(device_, stream_));
     schedule.step = steps_;
+    ++schedule.unread;
     return {};
 }
 
@@ -501,7 +505,6 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured)
 
 Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work) {
     Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
-    schedule.read = steps_;
     if (schedule.step != steps_) {
         if (captured) return needs_a_run("these options");
         if (Status made = upload_schedule(key, schedule); !made.ok()) {
@@ -509,6 +512,7 @@ Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bo
             return made;
         }
     }
+    schedule.unread = 0;
     TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);
     read_.push_back(&schedule);

@@ -104,8 +104,9 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     const uint64_t failed = pool_->failed_evictions();
     if (Status brought = bring_blocks(); !brought.ok())
         return brought.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(brought), failed) : std::move(brought);
-    pool_->count_step(lookups);
+    pool_->start_step();
     TA_RETURN_IF_ERROR(backend_->begin(step_));
+    pool_->count_step(lookups);
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
     last_layer_ = -1;
     rollback.plan = nullptr;

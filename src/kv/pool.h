@@ -206,6 +206,8 @@ class Pool {
     uint64_t failed_evictions() const;
     // TA_E_TIER_FULL with why blocks could not leave, where a tier fails or evictions failed since there were `before`.
     Status with_cause(Status s, uint64_t before) const;
+    // Its blocks are there: attention fades by the steps.
+    void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
     // The step has begun.
     void count_step(const Lookups& lookups);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the wanted

@@ -123,7 +123,8 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     // All of the step's blocks lie in these two tiers.
     const uint64_t comes_up = bytes_on_disk(mine);
     const double to_disk = std::min(double(others), double(room[2] + comes_up) * times_on_disk(largest));
-    return double(bytes + comes_up) <= double(here + room[1] + shrinks + dropped_below) + to_disk;
+    const double dropped = double(droppable[1]) + double(droppable[2]) * times_on_disk(largest);
+    return double(bytes + comes_up) <= double(here + room[1] + shrinks) + dropped + to_disk;
 }
 
 // Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many

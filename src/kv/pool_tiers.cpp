@@ -257,11 +257,15 @@ Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
             if (prefetch == Block::Prefetch::kAsked && tier != TierKind::kDevice) l.prefetched.push_back({b.get(), true});
         }
     }
+    // Sequences of a step may share blocks.
+    const auto by_block = [](const Lookups::Prefetched& a, const Lookups::Prefetched& b) { return a.block < b.block; };
+    const auto same = [](const Lookups::Prefetched& a, const Lookups::Prefetched& b) { return a.block == b.block; };
+    std::sort(l.prefetched.begin(), l.prefetched.end(), by_block);
+    l.prefetched.erase(std::unique(l.prefetched.begin(), l.prefetched.end(), same), l.prefetched.end());
     return l;
 }
 
 void Pool::count_step(const Lookups& l) {
-    steps_.fetch_add(1, std::memory_order_relaxed);
     BlockStore::PrefetchCounters& prefetches = blocks_->prefetches();
     for (const Lookups::Prefetched& p : l.prefetched) {
         const bool came = p.block->change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone);

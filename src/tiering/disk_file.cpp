@@ -324,6 +324,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
         return in_the_way("not a file of this user alone with mode 0600");
     mark_unfinished(pages.data());
     if (info.bytes > 0) {
+        TA_RETURN_IF_ERROR(probe_direct(pages));
         const int64_t n = move_page([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
         if (n < 0 && n != -ENODATA) return io_failure(n, "reading", name);
         // All of the mark, or as much as there was time for.
