@@ -37,8 +37,10 @@ Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index,
     return Page{copy.data(), at.kind};
 }
 
-// The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr.
-Status describe_block(Pool& pool, const Block& block, uint64_t index, ta_x_block_info& info, std::vector<uint8_t>* slot) {
+// The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr. TA_E_INVALID:
+// it has more bytes than there is room for.
+Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t room, ta_x_block_info& info,
+                      std::vector<uint8_t>* slot) {
     const Geometry& g = pool.geometry();
     const ReadingBlocks reading(pool.blocks());
     const Place at = pool.blocks().place_of(block);
@@ -46,15 +48,16 @@ Status describe_block(Pool& pool, const Block& block, uint64_t index, ta_x_block
     info.bytes = g.slot_bytes(at.kind);
     info.trailer_offset = g.payload_bytes(at.kind);
     if (!slot) return {};
+    if (room < info.bytes) {
+        return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)room,
+                    (unsigned long long)info.bytes)
+            .argument(5);
+    }
     slot->resize(info.bytes);
     if (at.tier == TierKind::kDisk) return pool.read_from_disk(block, index, slot->data());
-    Device* device = pool.context().device();
-    if (!device) {
-        std::memcpy(slot->data(), at.address, slot->size());
-        return {};
-    }
-    TA_RETURN_IF_ERROR(device->read(slot->data(), at.address, slot->size()));
-    if (!block.sealed()) block.write_trailer(g, pool.fingerprint(), index, info.tokens, slot->data());
+    TA_RETURN_IF_ERROR(pool.read_memory(at, slot->data()));
+    const bool lacks_trailer = !block.sealed() && pool.context().device();
+    if (lacks_trailer) block.write_trailer(g, pool.fingerprint(), index, info.tokens, slot->data());
     return {};
 }
 
@@ -131,16 +134,11 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
             r.owners = uint32_t(b.use_count());
             r.content_id = b->content_id();
             // A step may go on writing an open block.
-            if (!b->sealed()) return describe_block(p, *b, block, r, slot);
+            if (!b->sealed()) return describe_block(p, *b, block, buffer_bytes, r, slot);
             full = b;
             return {};
         }));
-        if (full) TA_RETURN_IF_ERROR(describe_block(p, *full, block, r, slot));
-        if (buffer && buffer_bytes < r.bytes) {
-            return fail(TA_E_INVALID, "buffer_bytes is %llu; the block has %llu", (unsigned long long)buffer_bytes,
-                        (unsigned long long)r.bytes)
-                .argument(5);
-        }
+        if (full) TA_RETURN_IF_ERROR(describe_block(p, *full, block, buffer_bytes, r, slot));
         TA_RETURN_IF_ERROR(write_struct(r, info, "info", 3));
         if (buffer) std::memcpy(buffer, bytes.data(), bytes.size());
         return {};

@@ -22,7 +22,7 @@ using cuda::AppendArgs;
 using cuda::AttendArgs;
 using cuda::HeadArgs;
 
-constexpr int kMostUnread = 64;  // times that a begin makes a schedule which no call reads then
+constexpr int kMostUnread = 64;  // begins that make a schedule in vain, one after another
 
 class CudaStep final : public StepBackend {
   public:
@@ -81,7 +81,7 @@ class CudaStep final : public StepBackend {
     Status capturing(cudaStream_t stream, bool* yes) const;
     void see_call(bool captured);
     KindOfStep kind_of_step() const;
-    bool finds(const CapturedRead& read) const;
+    bool is_current(const CapturedRead& read) const;
     void keep_capture();
     static Status needs_a_run(const char* what);
     const float* signs() const {
@@ -212,7 +212,8 @@ Status CudaStep::begin(Step& step) {
     read_.clear();
     capture_kind_.clear();
     capture_reads_.clear();
-    // Of all groups: a graph reads its own, whatever was called for last. What calls by hand have stopped to read they make.
+    // Of all groups: a graph reads its own, whatever was called for last. One that calls by hand have long not read is made when
+    // one does.
     if (tables_.group() > 0) {
         for (auto& [key, schedule] : schedules_) {
             if (schedule.captured || schedule.unread <= kMostUnread) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
@@ -280,22 +281,22 @@ void CudaStep::see_call(bool captured) {
     capture_kind_ = kind_of_step();
 }
 
-bool CudaStep::finds(const CapturedRead& read) const {
+bool CudaStep::is_current(const CapturedRead& read) const {
     const Schedule& s = *read.schedule;
     return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks;
 }
 
-// Other graphs of steps of this kind serve as long as they find theirs, too; those that do not any more are not asked for.
+// Other graphs of steps of this kind serve while what they read is current, too. What is not any more, no step asks for.
 void CudaStep::keep_capture() {
     if (capture_kind_.empty()) return;
     try {
         std::vector<CapturedRead>& reads = captured_kinds_[capture_kind_];
-        std::erase_if(reads, [&](const CapturedRead& r) { return !finds(r); });
+        std::erase_if(reads, [&](const CapturedRead& r) { return !is_current(r); });
         for (const CapturedRead& r : capture_reads_) {
             if (std::find(reads.begin(), reads.end(), r) == reads.end()) reads.push_back(r);
         }
     } catch (const std::bad_alloc&) {
-        captured_kinds_.clear();  // no graph is taken for one that finds all it reads
+        captured_kinds_.clear();  // rather no replay than one whose reads are not known
     }
     capture_kind_.clear();
     capture_reads_.clear();
@@ -543,8 +544,8 @@ Status CudaStep::needs_a_run(const char* what) {
 Status CudaStep::seal() {
     if (captured_ && !seen_calls_) {
         const auto kind = captured_kinds_.find(kind_of_step());
-        const auto is_found = [this](const CapturedRead& r) { return finds(r); };
-        if (kind == captured_kinds_.end() || !std::all_of(kind->second.begin(), kind->second.end(), is_found)) {
+        const auto current = [this](const CapturedRead& r) { return is_current(r); };
+        if (kind == captured_kinds_.end() || !std::all_of(kind->second.begin(), kind->second.end(), current)) {
             return fail(TA_E_STATE,
                         "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
                         "run it without the graph and capture again");

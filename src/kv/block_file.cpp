@@ -130,12 +130,7 @@ Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint3
         TA_RETURN_IF_ERROR(pool.read_from_disk(block, index, slot.data()));
         return at.kind;
     }
-    Device* device = pool.context().device();
-    if (device && at.tier == TierKind::kDevice) {
-        TA_RETURN_IF_ERROR(device->read(slot.data(), at.address, slot.size()));
-    } else {
-        std::memcpy(slot.data(), at.address, slot.size());
-    }
+    TA_RETURN_IF_ERROR(pool.read_memory(at, slot.data()));
     if (block.sealed()) {
         TA_RETURN_IF_ERROR(block.verify(g, pool.fingerprint(), index, slot.data(), at.kind));
         return at.kind;

@@ -237,6 +237,8 @@ class Pool {
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
     // Records of a persistent file that were damaged when it was opened.
     uint64_t refused_records() const { return refused_records_; }
+    // Copies a slot that lies in memory, the device's or the host's, as it is.
+    Status read_memory(const Place& place, uint8_t* to) const;
     // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr. A block that was on
     // disk once keeps its kind.
     Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;

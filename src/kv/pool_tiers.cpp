@@ -433,6 +433,14 @@ Status Pool::run_on_disk(const DiskRequest& request) const {
     return s.ok() ? std::move(s) : std::move(s).block(int64_t(request.identity.block_index));
 }
 
+Status Pool::read_memory(const Place& place, uint8_t* to) const {
+    const size_t bytes = geometry_.slot_bytes(place.kind);
+    Device* device = context_->device();
+    if (device && place.tier == TierKind::kDevice) return device->read(to, place.address, bytes);
+    std::memcpy(to, place.address, bytes);
+    return {};
+}
+
 Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const {
     const Place place = blocks_->place_of(block);
     const size_t bytes = geometry_.slot_bytes(place.kind);
@@ -442,12 +450,7 @@ Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) c
         slot = scratch.data();
     }
     if (place.tier != TierKind::kDisk) {  // it came back meanwhile
-        Device* device = context_->device();
-        if (device && place.tier == TierKind::kDevice) {
-            TA_RETURN_IF_ERROR(device->read(slot, place.address, bytes));
-        } else {
-            std::memcpy(slot, place.address, bytes);
-        }
+        TA_RETURN_IF_ERROR(read_memory(place, slot));
         return block.verify(geometry_, fingerprint_, index, slot, place.kind);
     }
     DiskRequest r;
