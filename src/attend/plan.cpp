@@ -1,13 +1,11 @@
 #include "src/attend/plan.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
 #include <utility>
 
+#include "src/attend/step_room.h"
 #include "src/core/profile.h"
-#include "src/kv/looks_for_room.h"
 
 namespace ta {
 namespace {
@@ -102,8 +100,11 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     }
     const Pool::Lookups lookups = pool_->look_up(sequences_);
     const uint64_t failed = pool_->failed_evictions();
-    if (Status brought = bring_blocks(); !brought.ok())
-        return brought.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(brought), failed) : std::move(brought);
+    const Wanted wanted = list_wanted();
+    // From then on none of the step's blocks changes its bytes at the addresses it has, until clear().
+    const auto reserve = [&] { return reserve_blocks(wanted); };
+    if (Status found = find_room_for_step(*pool_, sequences_, wanted.kinds, reserve, reading_); !found.ok())
+        return found.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(found), failed) : std::move(found);
     pool_->start_step();
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     pool_->count_step(lookups);
@@ -136,152 +137,6 @@ void Plan::list_touched(StepMember& m) {
         }
         m.touched.push_back(std::move(t));
     }
-}
-
-// The step's blocks, where the device reads them, and the new ones. From here on none of them changes its bytes at the
-// addresses it has now, until clear(). Whether there can be room is decided before published blocks or tokens are lost for it.
-Status Plan::bring_blocks() {
-    // Others may take the room that was made, or moves that were asked for earlier take blocks away again.
-    constexpr int kMostAttempts = 64, kMostTurns = 8;
-    const std::chrono::milliseconds plans_patience = pool_->tier_settings().plans_patience;
-    constexpr std::chrono::milliseconds kPause{20};
-    const auto start = std::chrono::steady_clock::now();
-    BlockStore& store = pool_->blocks();
-    const Wanted wanted = list_wanted();
-    int made = 0;  // room, in whatever way
-    int turns = 0;
-    if (!pool_->mover()) {
-        LooksForRoom looks(plans_patience);
-        for (;;) {
-            Status s = reserve_blocks(wanted);
-            if (s.code() != TA_E_TIER_FULL || ++made > kMostAttempts) return s;
-            if (pool_->drop_unused(TierKind::kDevice, wanted.kinds, true)) continue;
-            if (pool_->holds_blocks() && looks.again()) {
-                --made;
-                continue;
-            }
-            if (pool_->drop_coldest(wanted.kinds, sequences_, {}) == Pool::Drop::kNothing) return s;
-        }
-    }
-    struct Waits {
-        Pool::Counters& counters;
-        std::chrono::steady_clock::time_point start;
-        bool for_blocks = false, for_room = false;
-        ~Waits() {
-            counters.waits_for_blocks += for_blocks;
-            counters.waits_for_room += for_room;
-            if (!for_blocks && !for_room) return;
-            counters.wait_nanoseconds += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
-        }
-    } waits{pool_->counters(), start};
-    auto patience_ends = start + plans_patience;
-    const auto may_wait = [&] { return std::chrono::steady_clock::now() < patience_ends; };
-    // False where room that was made below does not come up to the device.
-    bool may_drop_below = true, dropped_below = false;
-    std::optional<uint64_t> readers;  // when blocks were to be dropped first
-    const auto drop = [&] {
-        if (!readers) readers = store.last_reading();
-        const bool in_time = may_wait();
-        const bool below = may_drop_below && (in_time || (!dropped_below && !store.still_reading(store.last_reading())));
-        switch (pool_->drop_coldest(wanted.kinds, sequences_, {below, *readers})) {
-            case Pool::Drop::kNothing:
-                return false;
-            case Pool::Drop::kLater:
-                (void)store.still_reading(*readers, kPause);
-                return in_time;
-            case Pool::Drop::kBelow:
-                if (!dropped_below) patience_ends = std::chrono::steady_clock::now() + plans_patience;
-                dropped_below = true;
-                break;
-            case Pool::Drop::kHere:
-                break;
-        }
-        return ++made <= kMostAttempts;
-    };
-    // What others move, or what changed while this looked for room, may be room in a moment.
-    const std::chrono::milliseconds moves_patience = pool_->tier_settings().moves_patience;
-    LooksForRoom looks(moves_patience), brief_looks(std::min(moves_patience, kBriefly));
-    bool tried = false;
-    for (;;) {
-        waits.for_blocks |= has_block_on_disk();
-        const bool moving = pool_->mover()->busy();
-        uint64_t seen = store.changes();
-        Status s;
-        if (!tried && has_block_on_disk() && !pool_->may_make_room(wanted.kinds, sequences_)) {
-            if ((pool_->holds_blocks() || store.changes() != seen) && brief_looks.again()) continue;
-            s = name_block_on_disk(fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk"));
-        } else {
-            s = pool_->make_resident(sequences_, wanted.kinds);
-        }
-        if (s.code() == TA_E_TIER_FULL) {
-            waits.for_room = true;
-            if (may_wait() && (store.wait_for_left(kPause) || store.wait_for_scratch(kPause))) continue;
-            // Others may be making the room. Where blocks took turns, more of them may come now.
-            if (moving || pool_->mover()->busy() ? brief_looks.again() : store.changes() != seen && ++turns <= kMostTurns)
-                continue;
-            if (++made <= kMostAttempts && pool_->drop_to_be_resident(wanted.kinds, sequences_)) continue;
-        }
-        TA_RETURN_IF_ERROR(std::move(s));
-        seen = store.changes();
-        reading_ = store.start_reading();
-        if (has_block_on_disk()) {
-            s = name_block_on_disk(fail(TA_E_BUSY, "blocks of the step are moved to disk as fast as they are brought back"));
-        } else {
-            s = reserve_blocks(wanted);
-        }
-        if (s.ok()) return s;
-        store.stop_reading(*reading_);
-        reading_.reset();
-        if (s.code() == TA_E_TIER_FULL) {
-            if (!tried && !(tried = pool_->may_make_room(wanted.kinds, sequences_))) {
-                // Where other steps stage is room when they end.
-                if (may_wait() && store.wait_for_scratch(kPause)) {
-                    waits.for_room = true;
-                    continue;
-                }
-                const bool soon = pool_->holds_blocks() && may_wait();
-                if ((!soon && store.changes() == seen) || !looks.again()) return s;
-                continue;
-            }
-            waits.for_room = true;
-            // What blocks have left is room as soon as those are done who read there.
-            if (may_wait() && store.wait_for_left(kPause)) continue;
-            if (pool_->make_room(TierKind::kDevice, wanted.kinds, true)) {
-                if (++made > kMostAttempts) return s;
-                continue;
-            }
-            if (pool_->holds_blocks() && brief_looks.again()) continue;
-            if (!moving && store.changes() == seen) {
-                may_drop_below &= !dropped_below;
-                if (may_wait() && store.wait_for_scratch(kPause)) continue;
-                if (!drop()) return s;
-                continue;
-            }
-        } else if (s.code() != TA_E_BUSY) {
-            return s;
-        }
-        if (!looks.again()) return s;
-    }
-}
-
-Status Plan::name_block_on_disk(Status s) const {
-    for (size_t i = 0; i < sequences_.size(); ++i) {
-        const std::vector<BlockPtr>& blocks = sequences_[i]->blocks;
-        for (size_t b = 0; b < blocks.size(); ++b) {
-            if (blocks[b]->tier() == TierKind::kDisk) return std::move(s).sequence(int64_t(i)).block(int64_t(b));
-        }
-    }
-    return s;
-}
-
-bool Plan::has_block_on_disk() const {
-    if (pool_->blocks().blocks_on_disk() == 0) return false;
-    for (const Sequence* s : sequences_) {
-        for (const BlockPtr& b : s->blocks) {
-            if (b->tier() == TierKind::kDisk) return true;
-        }
-    }
-    return false;
 }
 
 Plan::Wanted Plan::list_wanted() {

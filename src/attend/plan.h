@@ -29,9 +29,6 @@ class Plan {
 
   private:
     void list_touched(StepMember& member);
-    Status bring_blocks();
-    bool has_block_on_disk() const;
-    Status name_block_on_disk(Status s) const;  // the first of the step
     // The new blocks of a step.
     struct Wanted {
         std::vector<PageKind> kinds;
