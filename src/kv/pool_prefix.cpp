@@ -31,11 +31,7 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
                     (long long)(s.length / kPageTokens))
             .argument(4);
     }
-    for (size_t b = 0; b < s.blocks.size(); ++b) {
-        const Tenant of = s.blocks[b]->tenant();
-        if (of == 0 || of == space) continue;
-        return fail(TA_E_INVALID, "the sequence has blocks of another namespace").argument(2).block(int64_t(b));
-    }
+    TA_RETURN_IF_ERROR(PrefixStore::check_owner(space, s.blocks));
     if (s.tenant != 0 && s.tenant != space) return fail(TA_E_INVALID, "the sequence belongs to another namespace").argument(2);
     for (size_t b = 0; b < n; ++b) {
         if (s.blocks[b]->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(b));
@@ -46,12 +42,11 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
     for (LooksForRoom looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
         const bool held = holds_blocks();
-        Status published = prefixes_.publish(space, keys, std::span(s.blocks).first(n), open_amax);
+        Status published = prefixes_.publish(space, keys, s.blocks, open_amax);
         if (published.ok()) break;
         // What a move or a file holds for a moment counts as in use.
         if (published.code() != TA_E_LIMIT || !held || !looks.again()) return published;
     }
-    for (const BlockPtr& b : s.blocks) b->set_tenant(space);
     std::lock_guard lock(mutex_);
     if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;
     return {};

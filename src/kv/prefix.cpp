@@ -243,10 +243,20 @@ void PrefixStore::shrink(Space& space, uint64_t bytes, uint64_t except, Entries&
     }
 }
 
-Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks,
+Status PrefixStore::check_owner(Tenant id, std::span<const BlockPtr> sequence) {
+    for (size_t b = 0; b < sequence.size(); ++b) {
+        const Tenant of = sequence[b]->tenant();
+        if (of == 0 || of == id) continue;
+        return fail(TA_E_INVALID, "the sequence has blocks of another namespace").argument(2).block(int64_t(b));
+    }
+    return {};
+}
+
+Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence,
                             const OpenAmax& open_amax) {
     Result<std::vector<BlockKey>> hashed = hash_keys(id, keys);
     if (!hashed.ok()) return std::move(hashed).status();
+    const auto blocks = sequence.first(hashed.value().size());
     // Everything that takes memory comes first, the lock's part cannot fail half way.
     Entries fresh, dropped;
     Table fresh_table;
@@ -264,6 +274,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
     Space& space = *found.value();
+    TA_RETURN_IF_ERROR(check_owner(id, sequence));  // another thread may have published them elsewhere
     space.table.reserve(space.table.size() + blocks.size());
     uint64_t more = 0, less = 0;  // bytes
     // Who matches it finds what is published now, and the quota counts that.
@@ -309,7 +320,6 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     space.published += fresh.size();
     for (Entry& e : fresh) {
         if (persistent_) blocks_.set_key(*e.block, e.key);
-        e.block->set_tenant(id);
         e.block->add_entry();
         // A block has one key on disk.
         if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
@@ -319,6 +329,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     ++stamp_;
     for (size_t i = chain.size(); i-- > 0;) touch(space, chain[i]);
     if (space.bytes > space.quota) shrink(space, space.bytes - space.quota, stamp_, dropped);
+    for (const BlockPtr& block : sequence) block->set_tenant(id);
     return {};
 }
 

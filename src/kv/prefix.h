@@ -84,8 +84,11 @@ class PrefixStore {
         bool keep_ = false, complete_ = true;
     };
 
-    // Blocks [0, n) of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing.
-    Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> blocks, const OpenAmax& open_amax);
+    // TA_E_INVALID: some of the blocks are another namespace's.
+    static Status check_owner(Tenant id, std::span<const BlockPtr> sequence);
+    // The first n blocks of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing. All of the
+    // sequence's blocks are the namespace's from then on.
+    Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence, const OpenAmax& open_amax);
     // The blocks of the first keys, up to one that has none.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
     // A sequence was made of the match: its entries count as asked for now.

@@ -674,5 +674,30 @@ TEST_F(Prefix, ManyThreads) {
     EXPECT_EQ(stats(pool).sequences, 0u);
 }
 
+TEST_F(Prefix, OneOfTwoNamespacesGetsWhatBothAreGivenAtOnce) {
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace spaces[] = {make_namespace(pool, 1), make_namespace(pool, 2)};
+    constexpr int kRounds = 200;
+    for (int i = 0; i < kRounds; ++i) {
+        const ta_seq seq = write(pool, 128, uint64_t(i));
+        std::atomic<int> ready{0};
+        ta_status status[2];
+        const auto publish_in = [&](int t) {
+            ++ready;
+            while (ready.load() < 2) {
+            }
+            status[t] = ta_seq_publish(pool.get(), seq, spaces[t], keys(uint64_t(i), 2).data(), 2, nullptr);
+        };
+        std::thread other(publish_in, 1);
+        publish_in(0);
+        other.join();
+        const int got = status[0] == TA_OK ? 0 : 1;
+        EXPECT_EQ(status[got], TA_OK);
+        EXPECT_EQ(status[1 - got], TA_E_INVALID);
+        EXPECT_EQ(match(pool, spaces[got], uint64_t(i), 2).second, 128);
+        EXPECT_EQ(match(pool, spaces[1 - got], uint64_t(i), 2).second, 0);
+    }
+}
+
 }  // namespace
 }  // namespace ta::testing
