@@ -121,7 +121,6 @@ Result<Sequence*> Pool::find_idle(ta_seq seq) const {
     return found;
 }
 
-// A slot whose sequence is empty and has a fresh generation, not yet alive.
 Status Pool::check_room_for(uint64_t sequences) const {
     std::lock_guard lock(mutex_);
     if (sequences <= free_slots_.size() + (max_sequences_ - sequences_.size())) return {};
@@ -129,6 +128,7 @@ Status Pool::check_room_for(uint64_t sequences) const {
                 max_sequences_);
 }
 
+// A slot whose sequence is empty and has a fresh generation, not yet alive. Who has taken one gives it back where it fails.
 Result<uint32_t> Pool::take_slot() {
     // On a device the kernels of a released sequence may still count in its slot: fresh slots first, then the oldest.
     if (free_slots_.empty() || (nonfinite_ && sequences_.size() < max_sequences_)) {
@@ -156,6 +156,11 @@ Result<uint32_t> Pool::take_slot() {
     free_slots_.pop_back();
     ++s.generation;
     return slot;
+}
+
+// A slot whose generations are used up is retired, so that an old id can never name a new sequence.
+void Pool::give_slot(const Sequence& s) {
+    if (s.generation != UINT32_MAX) free_slots_.push_back(s.slot);
 }
 
 Status Pool::close() {
@@ -194,39 +199,37 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     std::lock_guard lock(mutex_);
     Result<Sequence*> from = find_idle(source);
     if (!from.ok()) return std::move(from).status();
-    // Copies first: nothing after them can fail but take_slot, which changes nothing when it does.
-    std::vector<BlockPtr> blocks = from.value()->blocks;
-    std::vector<float> amax = from.value()->open_amax;
-    const int64_t length = from.value()->length;
+    // Copies first, and whatever else takes memory: a slot that was taken is given back by hand.
+    Snapshot copy;
+    TA_RETURN_IF_ERROR(copy_locked(*from.value(), copy));
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
-    if (Status copied = copy_open_amax(*from.value(), s); !copied.ok()) {
-        free_slots_.push_back(slot.value());
-        return copied;
+    if (open_amax_ && from.value()->amax_side != kNothingSeen) {
+        if (Status written = write_open_amax(copy.open_amax, s); !written.ok()) {
+            give_slot(s);
+            return written;
+        }
     }
     s.alive = true;
-    s.length = length;
+    s.length = copy.length;
     s.priority = from.value()->priority;
-    s.blocks = std::move(blocks);
+    s.blocks = std::move(copy.blocks);
     // What has not been reported of the source is true of the copy too.
     if (nonfinite_) {
         const uint32_t counted = std::atomic_ref(nonfinite_[from.value()->slot]).load(std::memory_order_relaxed);
         s.nonfinite_seen -= counted - from.value()->nonfinite_seen;
     }
-    s.open_amax = std::move(amax);
-    s.tenant = from.value()->tenant.load();
+    if (!open_amax_) s.open_amax = std::move(copy.open_amax);
+    s.tenant = copy.tenant;
     return id_of(slot.value());
 }
 
 // On a device.
-Status Pool::copy_open_amax(const Sequence& from, Sequence& to) {
-    if (!open_amax_ || from.amax_side == kNothingSeen) return {};
-    const size_t record = open_amax_record(), bytes = record * sizeof(float);
-    std::vector<uint8_t> values(bytes);
-    Device& device = *context_->device();
-    TA_RETURN_IF_ERROR(device.read(values.data(), open_amax_.get() + (size_t(from.slot) * 2 + from.amax_side) * bytes, bytes));
-    TA_RETURN_IF_ERROR(device.write(open_amax_.get() + size_t(to.slot) * 2 * bytes, values.data(), bytes));
+Status Pool::write_open_amax(const std::vector<float>& values, Sequence& to) {
+    const size_t bytes = values.size() * sizeof(float);
+    TA_RETURN_IF_ERROR(context_->device()->write(open_amax_.get() + size_t(to.slot) * 2 * bytes,
+                                                 reinterpret_cast<const uint8_t*>(values.data()), bytes));
     to.amax_side = 0;
     return {};
 }
@@ -295,15 +298,10 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
     if (open_amax_) {
-        const size_t bytes = open_amax_record() * sizeof(float);
-        Device& device = *context_->device();
-        Status written = device.write(open_amax_.get() + size_t(s.slot) * 2 * bytes,
-                                      reinterpret_cast<const uint8_t*>(from.open_amax.data()), bytes);
-        if (!written.ok()) {
-            free_slots_.push_back(slot.value());
+        if (Status written = write_open_amax(from.open_amax, s); !written.ok()) {
+            give_slot(s);
             return written;
         }
-        s.amax_side = 0;
     } else {
         s.open_amax = std::move(from.open_amax);
     }
@@ -357,8 +355,7 @@ void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
     s.alive = false;
     s.length = 0;
     s.blocks.swap(dropped);
-    // A slot whose generations are used up is retired, so that an old id can never name a new sequence.
-    if (s.generation != UINT32_MAX) free_slots_.push_back(s.slot);
+    give_slot(s);
 }
 
 Status Pool::set_priority(ta_seq seq, int32_t priority) {

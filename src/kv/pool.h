@@ -311,11 +311,12 @@ class Pool {
     void drop(std::span<const MoveItem> items);
     Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
+    void give_slot(const Sequence& s);
     static Status busy(ta_seq seq);
     size_t append_progress_offset() const {
         return round_up(size_t(max_sequences_) * 2 * open_amax_record() * sizeof(float), 16);
     }
-    Status copy_open_amax(const Sequence& from, Sequence& to);
+    Status write_open_amax(const std::vector<float>& values, Sequence& to);
     Status copy_locked(const Sequence& s, Snapshot& copy) const;
     Result<ta_seq> adopt_locked(Snapshot&& s);
     void end_locked(Sequence& s, std::vector<BlockPtr>& dropped);
