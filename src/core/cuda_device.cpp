@@ -251,8 +251,13 @@ Status CudaDevice::register_host(uint8_t* memory, size_t bytes) {
     const CudaScope scope(ordinal_);
     TA_RETURN_IF_ERROR(
         check(cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "registering host memory"));
-    std::lock_guard lock(mutex_);
-    registered_.insert(std::upper_bound(registered_.begin(), registered_.end(), memory), memory);
+    try {
+        std::lock_guard lock(mutex_);
+        registered_.insert(std::upper_bound(registered_.begin(), registered_.end(), memory), memory);
+    } catch (const std::bad_alloc&) {
+        cudaHostUnregister(memory);
+        throw;
+    }
     return {};
 }
 
@@ -315,9 +320,10 @@ Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
 
 cudaEvent_t CudaDevice::add_fence() {
     const CudaScope scope(ordinal_);
+    std::lock_guard lock(mutex_);
+    fences_.reserve(fences_.size() + 1);
     cudaEvent_t event = nullptr;
     if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return nullptr;
-    std::lock_guard lock(mutex_);
     fences_.push_back(event);
     return event;
 }

@@ -184,9 +184,15 @@ cudaError_t CudaMoves::time_copies(const Copies& copies, MoveRoute route, cudaSt
 cudaError_t CudaMoves::measure() {
     constexpr double kMuchSlower = 1.25;  // less than that is given for multiprocessors that are left to others
     constexpr size_t kBytes = 8 << 20, kSmallest = 64 << 10, kLargest = 4 << 20;
-    uint8_t *host = nullptr, *device = nullptr;
-    cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&host), kBytes, cudaHostAllocPortable | cudaHostAllocMapped);
-    if (e == cudaSuccess) e = cudaMalloc(reinterpret_cast<void**>(&device), kBytes);
+    struct Memory {
+        uint8_t *host = nullptr, *device = nullptr;
+        ~Memory() {
+            cudaFree(device);
+            cudaFreeHost(host);
+        }
+    } memory;
+    cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&memory.host), kBytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    if (e == cudaSuccess) e = cudaMalloc(reinterpret_cast<void**>(&memory.device), kBytes);
     for (int direction = 0; direction < 2 && e == cudaSuccess; ++direction) {
         // Down from sizes for which the engine is as good; where it is nowhere, the kernel takes all but what is larger still.
         uint64_t crossover = 2 * kLargest;
@@ -195,8 +201,8 @@ cudaError_t CudaMoves::measure() {
             const size_t n = kBytes / size;
             for (size_t i = 0; i < n; ++i) {
                 const size_t at = i * 5 % n * size, other = (i * 3 + 1) % n * size;  // scattered: n is a power of two
-                copies.push_back(direction == 0 ? DeviceCopy{host + at, device + other, size}
-                                                : DeviceCopy{device + at, host + other, size});
+                copies.push_back(direction == 0 ? DeviceCopy{memory.host + at, memory.device + other, size}
+                                                : DeviceCopy{memory.device + at, memory.host + other, size});
             }
             double engine = 0, kernel = 0;
             e = time_copies(copies, MoveRoute::kCopyEngine, streams_[direction][0], engine);
@@ -207,8 +213,6 @@ cudaError_t CudaMoves::measure() {
         }
         if (e == cudaSuccess) crossover_[direction] = crossover;
     }
-    cudaFree(device);
-    cudaFreeHost(host);
     return e;
 }
 
