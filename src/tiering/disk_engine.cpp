@@ -21,7 +21,7 @@ constexpr int kMostRetries = 16;  // of an operation that was interrupted
 DiskEngine::DiskEngine(std::unique_ptr<DiskFile> file, Options options)
     : file_(std::move(file)),
       options_(std::move(options)),
-      largest_record_(size_t(std::max(file_->shape.stride[0], file_->shape.stride[1]))),
+      largest_record_(size_t(std::ranges::max(file_->shape.stride))),
       map_(file_->shape) {}
 
 DiskEngine::~DiskEngine() {
