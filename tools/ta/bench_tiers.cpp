@@ -313,13 +313,14 @@ std::pair<double, double> disk_ceiling(const std::string& folder, uint64_t bytes
     }
     double rates[2];
     for (const bool write : {true, false}) {
-        std::atomic<uint64_t> next{0};
+        std::atomic<uint64_t> next{0}, done{0};
         const auto work = [&] {
             void* memory = std::aligned_alloc(4096, kPiece);
             std::fill_n(static_cast<uint8_t*>(memory), kPiece, uint8_t(7));
             for (uint64_t i; (i = next.fetch_add(1)) < pieces;) {
                 const auto at = off_t(i * kPiece);
                 if ((write ? pwrite(file, memory, kPiece, at) : pread(file, memory, kPiece, at)) != ssize_t(kPiece)) break;
+                done.fetch_add(1);
             }
             std::free(memory);
         };
@@ -327,7 +328,7 @@ std::pair<double, double> disk_ceiling(const std::string& folder, uint64_t bytes
         std::vector<std::thread> threads;
         for (int i = 0; i < kThreads; ++i) threads.emplace_back(work);
         for (std::thread& t : threads) t.join();
-        rates[write ? 0 : 1] = double(pieces * kPiece) / seconds_since(start);
+        rates[write ? 0 : 1] = done == pieces ? double(pieces * kPiece) / seconds_since(start) : 0;
     }
     close(file);
     return {rates[0], rates[1]};

@@ -26,22 +26,22 @@ class CpuMachine final : public Machine {
     double copy_bytes_per_s(bool, bool both) override {
         constexpr size_t kBytes = size_t{64} << 20;
         constexpr int kRounds = 8;
-        const auto work = [] {
-            const std::vector<uint8_t> from(kBytes, 1);
-            std::vector<uint8_t> to(kBytes, 2);
+        const std::vector<uint8_t> from(kBytes, 1);
+        std::vector<uint8_t> to[2];
+        for (std::vector<uint8_t>& t : to) t.resize(kBytes);
+        const auto work = [&from](std::vector<uint8_t>& t) {
             for (int i = 0; i < kRounds; ++i) {
-                std::memcpy(to.data(), from.data(), kBytes);
-                asm volatile("" : : "r"(to.data()) : "memory");
+                std::memcpy(t.data(), from.data(), kBytes);
+                asm volatile("" : : "r"(t.data()) : "memory");
             }
         };
-        work();
         const auto start = std::chrono::steady_clock::now();
         if (both) {
-            std::thread other(work);
-            work();
+            std::thread other([&] { work(to[1]); });
+            work(to[0]);
             other.join();
         } else {
-            work();
+            work(to[0]);
         }
         const std::chrono::duration<double> s = std::chrono::steady_clock::now() - start;
         return double(kBytes) * kRounds * (both ? 2 : 1) / s.count();

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -25,7 +26,11 @@ std::unique_ptr<Machine> machine_for(const std::string& device) {
             return make_cpu_machine();
         }
     }
-    return make_gpu_machine(std::stoi(device));
+    int ordinal = 0;
+    const auto [end, bad] = std::from_chars(device.data(), device.data() + device.size(), ordinal);
+    if (bad != std::errc() || end != device.data() + device.size())
+        throw Failure("--device is '" + device + "'; it takes cpu, auto or a GPU's number");
+    return make_gpu_machine(ordinal);
 }
 
 std::string text_of(const json& value) {
