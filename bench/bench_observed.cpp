@@ -52,7 +52,7 @@ void run(int64_t tokens, int bits) {
     }
     const size_t total = page_bytes * pages * kLayers;
     auto* memory = static_cast<uint8_t*>(std::aligned_alloc(4096, (total + 4095) / 4096 * 4096));
-    std::vector<PageBase> bases;
+    std::vector<StoredPage> bases;
     for (size_t p = 0; p < pages * kLayers; ++p) {
         std::memcpy(memory + p * page_bytes, first, page_bytes);
         bases.push_back({memory + p * page_bytes, PageKind::kChannel});

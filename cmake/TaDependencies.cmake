@@ -41,7 +41,6 @@ if(TA_BUILD_TESTS OR TA_BUILD_BENCH OR TA_BUILD_EXAMPLES OR TA_BUILD_TOOLS)
 endif()
 if(TA_BUILD_BENCH OR TA_BUILD_EXAMPLES OR TA_BUILD_TOOLS)
     ta_find_optional(CLI11 CLI11::CLI11 libcli11-dev "programs with command-line options")
-    ta_find_optional(fmt fmt::fmt libfmt-dev "programs that print tables")
 endif()
 if(TA_BUILD_BENCH OR TA_BUILD_EXAMPLES)
     # OpenBLAS's CMake package defines no target, so ask pkg-config.

@@ -62,8 +62,8 @@ class CpuStep final : public StepBackend {
     Step* step_ = nullptr;
     std::vector<AppendTask> append_tasks_;
     std::atomic<uint64_t> saturated_{0}, clamped_{0};
-    std::vector<PageBase> slots_;  // of the members' blocks that the step does not touch, where they were at begin
-    std::vector<PageBase> pages_;  // of one layer
+    std::vector<StoredPage> slots_;  // of the members' blocks that the step does not touch, where they were at begin
+    std::vector<StoredPage> pages_;  // of one layer
     std::vector<AttendSequence> attend_sequences_;
     std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all calls; empty: not observed
     int64_t heads_observed_ = 0;  // of all calls: each gave a weight of 1 to every observed token
@@ -246,9 +246,9 @@ void CpuStep::list_pages(uint32_t layer) {
     size_t total = 0;
     for (const StepMember& m : step_->members) total += size_t(Step::untouched_blocks(m)) + m.touched.size();
     pages_.reserve(total);
-    const PageBase* slot = slots_.data();
+    const StoredPage* slot = slots_.data();
     for (const StepMember& m : step_->members) {
-        const PageBase* first = pages_.data() + pages_.size();
+        const StoredPage* first = pages_.data() + pages_.size();
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
             pages_.push_back({slot->page ? slot->page + g.page_offset(slot->kind, layer) : nullptr, slot->kind});
         }

@@ -27,18 +27,18 @@ class CudaStaging {
         int64_t window = 0;        // 0: none
         int64_t observed = 0;      // launches that read the pages of such sequences again
     };
-    // A step begins whose tables have been sent. Its calls are taken to be like those of the step before: decides, and starts
-    // the copies of its first layers. Leaves that to the first call where nothing is known yet, and where `replays`: what was
-    // captured into a graph reads in place.
+    // When a step begins, after its tables were sent. Takes its calls to be like those of the step before, decides what to
+    // stage, and starts the copies of its first layers. Leaves that to the first call where nothing is known yet, and where
+    // `replays`: what was captured into a graph reads in place.
     Status begin(const Step& step, const CudaTables& tables, bool replays, cudaStream_t stream);
-    // The block table for a layer's attend, which is enqueued next and may not overlap what is before it if `*staged`. Not for
-    // calls that are captured. The step's sequences have been sent.
+    // Returns the block table for the layer's attend, which the caller enqueues next. `*staged`: that launch must not overlap
+    // the one before it. Not for calls that are captured.
     Result<const uint64_t*> before_attend(uint32_t layer, const Call& call, bool* staged, cudaStream_t stream);
-    // It was enqueued, or some of it.
+    // All or some of that attend was enqueued.
     Status after_attend(cudaStream_t stream);
-    // What the step reads is read when the stream gets here.
+    // Nothing of the step is enqueued after this.
     void finish(cudaStream_t stream);
-    // That has been recorded where others wait for it: gives back the slots.
+    // Gives back the slots, once the plan's fence has been recorded behind finish().
     void release();
 
   private:

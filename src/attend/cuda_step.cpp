@@ -286,7 +286,8 @@ bool CudaStep::is_current(const CapturedRead& read) const {
     return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks;
 }
 
-// Other graphs of steps of this kind serve while what they read is current, too. What is not any more, no step asks for.
+// Graphs that were captured earlier of the same kind of step serve while what they read is current. What is not any more is
+// dropped from the list, so that no later step is refused for it.
 void CudaStep::keep_capture() {
     if (capture_kind_.empty()) return;
     try {

@@ -147,7 +147,7 @@ class DenseRun {
     const ta_granularity v_granularity_;
     Buffer pages_, v_float_, scratch_;
     std::vector<PageTask> tasks_;
-    std::vector<PageBase> bases_;
+    std::vector<StoredPage> bases_;
     std::vector<AttendSequence> sequences_;
     std::vector<float> v_scales_;  // [batch, kv_heads]
 };

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "kernels/cpu/math.h"
@@ -46,7 +45,7 @@ Status check_magnitudes(const float* x, int64_t n, float limit, const char* name
 
 // The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where
 // another call has left O. True when that width is the low one.
-bool end_run(const PageBase* pages, int64_t first, int64_t end, int64_t& last) {
+bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last) {
     PageKind width = PageKind::kToken;  // no channel page yet
     for (last = first; last < end; ++last) {
         const PageKind kind = pages[last].kind;
@@ -243,7 +242,22 @@ void AttendExecutor::add_masses(const Job& job, const float* factor) {
     }
 }
 
-void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) {
+// Where the job's head is in each of its pages.
+void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch& scratch) {
+    const AttendSequence& seq = call.sequences[size_t(job.sequence)];
+    const size_t token_stride = TokenLayout(call.head_dim).bytes(), low_stride = ChannelLayout(call.head_dim, 2, 2).bytes();
+    for (int64_t p = job.page_begin; p < job.page_end; ++p) {
+        const StoredPage& page = seq.pages[p];
+        const size_t offset = page.kind == PageKind::kToken ? size_t(job.head) * token_stride
+                              : page.kind == PageKind::kLow ? size_t(job.head) * low_stride
+                                                            : call.channel_head_offset[job.head];
+        scratch.pages_[p] = {page.page ? page.page + offset : nullptr,
+                             page.kind == PageKind::kToken ? PageKind::kToken : PageKind::kChannel};
+    }
+}
+
+void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch,
+                                      std::atomic<uint64_t>& saturated) {
     const AttendSettings& s = call.settings;
     const AttendSequence& seq = call.sequences[size_t(job.sequence)];
     const cpu::PageCodec& codec = *context_.kernels().codec;
@@ -251,17 +265,6 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     const int64_t rows = job.row_end - job.row_begin;
     // Scores are kept in log2 units, except before a softcap, whose tanh works in natural ones.
     const float unit = s.softcap > 0.0f ? s.scale : s.scale * cpu::kLog2e;
-
-    const size_t token_stride = TokenLayout(d).bytes();
-    const size_t low_stride = ChannelLayout(d, 2, 2).bytes();
-    for (int64_t p = job.page_begin; p < job.page_end; ++p) {
-        const PageBase& base = seq.pages[p];
-        const size_t offset = base.kind == PageKind::kToken ? size_t(job.head) * token_stride
-                              : base.kind == PageKind::kLow ? size_t(job.head) * low_stride
-                                                            : call.channel_head_offset[job.head];
-        scratch.pages_[p] = {base.page ? base.page + offset : nullptr,
-                             base.kind == PageKind::kToken ? PageKind::kToken : PageKind::kChannel};
-    }
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = (job.row_begin + r) / call.group, in_group = (job.row_begin + r) % call.group;
         const int64_t q_head = int64_t(job.head) * call.group + in_group, position = seq.n_keys - seq.n_query + token;
@@ -285,8 +288,17 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
         scratch.position[r] = position;
         if (s.alibi_slopes) scratch.slope[r] = s.alibi_slopes[q_head] * cpu::kLog2e;
     }
+}
 
-    float* parts = reinterpret_cast<float*>(const_cast<uint8_t*>(partials_.data()));
+void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) {
+    const AttendSettings& s = call.settings;
+    const AttendSequence& seq = call.sequences[size_t(job.sequence)];
+    const int d = call.head_dim;
+    const int64_t rows = job.row_end - job.row_begin;
+    place_pages(call, job, scratch);
+    quantize_queries(call, job, scratch, saturated);
+
+    float* parts = reinterpret_cast<float*>(partials_.data());
     const bool partial = job.partial_row >= 0;
     float* o = partial ? parts + job.partial_row * d : scratch.o;
     float* m = partial ? parts + partial_rows_ * d + job.partial_row : scratch.m;

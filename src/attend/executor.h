@@ -2,6 +2,7 @@
 // merges the parts. The cut depends on shapes alone, so results do not change with the number of threads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -13,7 +14,7 @@
 
 namespace ta {
 
-struct PageBase {
+struct StoredPage {
     const uint8_t* page;  // all kv heads of one layer; nullptr: gone
     PageKind kind;
 };
@@ -23,7 +24,7 @@ struct PageBase {
 inline constexpr int64_t kObservedTokens = 16;
 
 struct AttendSequence {
-    const PageBase* pages;  // [ceil(n_keys / 64)]
+    const StoredPage* pages;  // [ceil(n_keys / 64)]
     int64_t n_keys;
     int64_t n_query;                 // the last of the n_keys positions, or any number under a full mask
     int64_t query_row;               // of q, out, lse
@@ -89,6 +90,8 @@ class AttendExecutor {
     class Scratch;
 
     void make_jobs(const AttendCall& call);
+    static void place_pages(const AttendCall& call, const Job& job, Scratch& scratch);
+    void quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     void merge_group(const AttendCall& call, const Group& group, Scratch& scratch);
     float finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o, Scratch& scratch) const;

@@ -1,7 +1,6 @@
 #include "src/attend/plan.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "src/attend/step_room.h"

@@ -1,4 +1,4 @@
-// BLAKE2s (RFC 7693) with a key: a hash that who lacks the key can neither compute nor undo.
+// BLAKE2s (RFC 7693) with a key: a hash that nobody without the key can compute or invert.
 #pragma once
 
 #include <array>

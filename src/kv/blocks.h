@@ -40,7 +40,7 @@ struct Place {
 // One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
 // Shared between sequences by shared_ptr; the last owner gives the slot back. A full block may be moved to another tier at any
 // time, and be of another kind there where precision falls; who reads its bytes does so between BlockStore::start_reading and
-// stop_reading. What a block is of a kind follows from its content id alone (src/kv/fall.h), so it keeps that.
+// stop_reading. The bytes of a block of some kind follow from its content id (src/kv/fall.h), so it keeps that.
 class Block {
   public:
     Block(BlockStore& store, PageKind kind, uint8_t* slot, uint64_t content_id)
@@ -77,9 +77,6 @@ class Block {
     // the layer.
     Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot,
                   PageKind kind) const;
-    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot) const {
-        return verify(geometry, fingerprint, block_index, slot, kind());
-    }
 
     // One move at a time: false when there is one already.
     bool start_move() { return !moving_.exchange(true, std::memory_order_acquire); }

@@ -32,7 +32,7 @@ struct Sequence {
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
-    uint64_t last_used = 0;  // by a plan; Pool::uses() then
+    uint64_t last_used = 0;  // by a plan: the pool's count of uses then
     std::chrono::steady_clock::time_point last_used_at;
     // Before the begin that goes on, which may fail.
     uint64_t used_before = 0;
@@ -76,8 +76,6 @@ class AttentionSource {
     // Leaves with the blocks what has arrived; `wait`: of all steps that were ended so far. Any thread.
     virtual void take_in(bool wait) = 0;
 };
-
-class DiskTier;
 
 class Pool {
   public:
@@ -191,8 +189,7 @@ class Pool {
     bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false);
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
-    // Counts where the blocks of a step are as it begins. Sequences are in the caller's plan.
-    // Where the blocks of a step lie as it looks for them.
+    // Where the blocks of a step lie as it looks for them. Sequences are in the caller's plan.
     struct Lookups {
         struct Prefetched {
             Block* block;
@@ -208,7 +205,7 @@ class Pool {
     Status with_cause(Status s, uint64_t before) const;
     // Its blocks are there: attention fades by the steps.
     void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
-    // The step has begun.
+    // Counts a step that has begun, by where its blocks were.
     void count_step(const Lookups& lookups);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the wanted
     // blocks.

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <unordered_map>
 

@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -50,9 +49,10 @@ class PrefixStore {
         size_t matched = 0;          // the first of them, those of the blocks
     };
 
-    // `first_id`: ids count up from here. `persistent`: blocks get their keys, for the disk.
+    // `first_id`: ids count up from here.
     PrefixStore(BlockStore& blocks, const Geometry& geometry, Tenant first_id)
         : blocks_(blocks), geometry_(geometry), last_id_(first_id) {}
+    // Blocks get their keys, for the disk.
     void set_persistent() { persistent_ = true; }
     bool persistent() const { return persistent_; }
 

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 
-#include <cmath>
 
 namespace ta {
 namespace {

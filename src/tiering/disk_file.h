@@ -1,5 +1,5 @@
 // The file of a disk tier: made or opened, checked, locked, and what it holds. Everything here happens once, before the tier
-// serves anything; the hot path is disk.cpp's.
+// serves anything; the hot path is disk_engine.cpp's.
 #pragma once
 
 #include <atomic>

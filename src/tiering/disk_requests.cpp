@@ -3,9 +3,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <new>
 
-#include "kernels/format/hash.h"
 #include "src/tiering/disk_engine.h"
 
 namespace ta {

@@ -477,14 +477,9 @@ bool MovePart::is_damaged(const Work& w) const {
     const Block& block = *w.item->block;
     try {
         if (w.from.tier == TierKind::kDisk) return pool.read_from_disk(block, w.item->index, nullptr).code() == TA_E_CORRUPT;
-        const uint8_t* slot = w.from.address;
-        std::vector<uint8_t> copy;
-        if (Device* device = pool.context().device(); device && w.from.tier == TierKind::kDevice) {
-            copy.resize(pool.geometry().slot_bytes(block.kind()));
-            if (!device->read(copy.data(), slot, copy.size()).ok()) return false;
-            slot = copy.data();
-        }
-        return block.verify(pool.geometry(), pool.fingerprint(), w.item->index, slot).code() == TA_E_CORRUPT;
+        std::vector<uint8_t> copy(pool.geometry().slot_bytes(w.from.kind));
+        return pool.read_memory(w.from, copy.data()).ok() &&
+               block.verify(pool.geometry(), pool.fingerprint(), w.item->index, copy.data(), w.from.kind).code() == TA_E_CORRUPT;
     } catch (const std::bad_alloc&) {
         return false;
     }

@@ -132,8 +132,10 @@ class LateDevice final : public Device {
       public:
         explicit Verifier(const Pool& pool) : pool_(pool) {}
         Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
-            for (size_t i = 0; i < blocks.size(); ++i)
-                statuses[i] = blocks[i].block->verify(pool_.geometry(), pool_.fingerprint(), blocks[i].index, blocks[i].slot);
+            for (size_t i = 0; i < blocks.size(); ++i) {
+                const PlacedBlock& b = blocks[i];
+                statuses[i] = b.block->verify(pool_.geometry(), pool_.fingerprint(), b.index, b.slot, b.kind);
+            }
             return {};
         }
 

@@ -346,7 +346,7 @@ TEST_P(Sealed, EveryByteOfPagesHashesAndIdentityCounts) {
     BlockStore& s = store(1 << 20);
     const BlockPtr b = sealed(s, 5);
     ASSERT_TRUE(b->sealed());
-    ASSERT_TRUE(b->verify(geometry, kFingerprint, 5, b->slot()).ok());
+    ASSERT_TRUE(b->verify(geometry, kFingerprint, 5, b->slot(), b->kind()).ok());
     const size_t payload = geometry.payload_bytes(GetParam()), trailer = sizeof(SlotTrailer), hashes = 2 * sizeof(uint64_t);
     for (size_t i = 0; i < payload + trailer + hashes; i += i < payload ? 61 : 1) {
         const size_t in_trailer = i - payload;
@@ -356,7 +356,7 @@ TEST_P(Sealed, EveryByteOfPagesHashesAndIdentityCounts) {
             continue;
         for (uint8_t flip : {uint8_t{1}, uint8_t{128}}) {
             b->slot()[i] ^= flip;
-            const Status status = b->verify(geometry, kFingerprint, 5, b->slot());
+            const Status status = b->verify(geometry, kFingerprint, 5, b->slot(), b->kind());
             ASSERT_EQ(status.code(), TA_E_CORRUPT) << "byte " << i;
             ASSERT_EQ(status.detail()->block, 5);
             if (i < payload) {
@@ -365,17 +365,17 @@ TEST_P(Sealed, EveryByteOfPagesHashesAndIdentityCounts) {
             b->slot()[i] ^= flip;
         }
     }
-    EXPECT_TRUE(b->verify(geometry, kFingerprint, 5, b->slot()).ok());
+    EXPECT_TRUE(b->verify(geometry, kFingerprint, 5, b->slot(), b->kind()).ok());
 }
 
 TEST_P(Sealed, APageIsThePageThatWasAskedFor) {
     BlockStore& s = store(1 << 20);
     const BlockPtr a = sealed(s, 5), b = sealed(s, 5);
-    EXPECT_EQ(a->verify(geometry, kFingerprint, 6, a->slot()).code(), TA_E_CORRUPT) << "another place in the sequence";
-    EXPECT_EQ(a->verify(geometry, kFingerprint + 1, 5, a->slot()).code(), TA_E_CORRUPT) << "another pool";
+    EXPECT_EQ(a->verify(geometry, kFingerprint, 6, a->slot(), a->kind()).code(), TA_E_CORRUPT) << "another place in the sequence";
+    EXPECT_EQ(a->verify(geometry, kFingerprint + 1, 5, a->slot(), a->kind()).code(), TA_E_CORRUPT) << "another pool";
     // The same bytes under another identity are another page.
     std::memcpy(a->slot(), b->slot(), geometry.slot_bytes(GetParam()));
-    EXPECT_EQ(a->verify(geometry, kFingerprint, 5, a->slot()).code(), TA_E_CORRUPT) << "another content";
+    EXPECT_EQ(a->verify(geometry, kFingerprint, 5, a->slot(), a->kind()).code(), TA_E_CORRUPT) << "another content";
     // A page of another layer is, too.
     const BlockPtr c = sealed(s, 5);
     ASSERT_EQ(geometry.page_bytes(GetParam(), 0), geometry.page_bytes(GetParam(), 1));
@@ -383,7 +383,7 @@ TEST_P(Sealed, APageIsThePageThatWasAskedFor) {
     std::swap_ranges(c->slot(), second, second);
     auto* hashes = reinterpret_cast<uint64_t*>(c->slot() + geometry.payload_bytes(GetParam()) + sizeof(SlotTrailer));
     std::swap(hashes[0], hashes[1]);
-    EXPECT_EQ(c->verify(geometry, kFingerprint, 5, c->slot()).code(), TA_E_CORRUPT) << "layers exchanged with their hashes";
+    EXPECT_EQ(c->verify(geometry, kFingerprint, 5, c->slot(), c->kind()).code(), TA_E_CORRUPT) << "layers exchanged with their hashes";
 }
 
 TEST_P(Sealed, ABlockThatIsNotFullHasNoHashes) {

@@ -81,7 +81,7 @@ __device__ __forceinline__ float exp2_neg_sas(float u) {
     return y <= 6.0f ? ex2(-n * kLog2e) * cubic : 0.0f;
 }
 
-// Bias, softcap and ALiBi. x is the logit of token r + 8 k of the page in x[k].
+// Bias, softcap and ALiBi of a logit. `distance`: the key's position less the query's.
 inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float x, float bias, float slope, int32_t distance) {
     x += bias;
     if (p.a.softcap > 0.0f) {

@@ -14,7 +14,6 @@ namespace ta::cuda {
 // One warp's shared memory but for its ring. `kRows` is a multiple of 4.
 template <int D, int kRows>
 struct WarpMemory {
-    static constexpr int kRowCapacity = kRows;
     // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. Those of a tile of 4 rows give way to its P, on
     // its way from the layout of scores to that of an operand.
     uint8_t digits[2 * kRows][D];
