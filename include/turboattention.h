@@ -602,7 +602,7 @@ TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t 
 /* Blocks until the moves are finished, so that work enqueued afterwards on any stream finds them done; `stream` is not used
  * yet. Errors: as ta_move_query, TA_E_UNSUPPORTED also on a CPU. */
 TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
-/* Blocks that have not moved yet stay where they are. Errors: as ta_move_query. */
+/* Blocks that have not moved yet stay where they are, also those that a disk works on. Errors: as ta_move_query. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);
 
 /* Where the blocks of a sequence are. */

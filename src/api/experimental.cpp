@@ -119,7 +119,7 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
         TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));
         Pool& p = *pool->impl;
-        const Pool::HoldsBlocks holds(p);
+        const Pool::BlockHold holds(p);
         BlockPtr full;  // read without the pool's lock, since that may take long
         ta_x_block_info r{};
         std::vector<uint8_t> bytes, *const slot = buffer ? &bytes : nullptr;
@@ -176,7 +176,7 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
         const Geometry& g = p.geometry();
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
         const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
-        const Pool::HoldsBlocks holds(*pool->impl);
+        const Pool::BlockHold holds(*pool->impl);
         std::vector<uint8_t> copy;
         std::vector<float> rows_k, rows_v;  // what is given out comes last: reading may fail
         const auto read = [&](const Block& block, int64_t b) -> Status {

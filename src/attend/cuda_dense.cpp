@@ -258,7 +258,7 @@ Status DenseRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced
 
 CudaDense::~CudaDense() {
     const CudaScope scope(device_.ordinal());
-    staging_.clear();  // waits for the calls
+    pinned_.clear();  // waits for the calls
     device_.deallocate_counters(replaced_);
     if (memory_) cudaMemPoolDestroy(memory_);
     device_.count_bytes(-int64_t(counted_bytes_));
@@ -322,8 +322,8 @@ Status CudaDense::attend(const DenseCall& call) {
     TA_RETURN_IF_ERROR(open());
     if (!call.saturate) TA_RETURN_IF_ERROR(report_replaced());
     if (call.q.tokens == 0) return {};
-    Staging& staging = staging_[calls_ % staging_.size()];
-    TA_RETURN_IF_ERROR(staging.take(device_, run.staged_bytes()));
+    PinnedBuffer& pinned = pinned_[calls_ % pinned_.size()];
+    TA_RETURN_IF_ERROR(pinned.take(device_, run.staged_bytes()));
     void* base = nullptr;
     const cudaError_t taken = cudaMallocFromPoolAsync(&base, run.bytes(), memory_, call.stream);
     if (taken == cudaErrorMemoryAllocation) {
@@ -331,12 +331,12 @@ Status CudaDense::attend(const DenseCall& call) {
     }
     TA_RETURN_IF_ERROR(device_.check(taken, "the workspace of a dense call"));
     ++calls_;
-    auto* staged = static_cast<uint8_t*>(staging.part(run.staged_bytes()));
+    auto* staged = static_cast<uint8_t*>(pinned.part(run.staged_bytes()));
     run.write(staged, static_cast<uint8_t*>(base));
     // The memory goes back even where a launch failed.
     Status launched = run.launch(staged, static_cast<uint8_t*>(base), replaced_, call.stream);
     Status freed = device_.check(cudaFreeAsync(base, call.stream), "the workspace of a dense call");
-    Status recorded = staging.record(device_, call.stream);
+    Status recorded = pinned.record(device_, call.stream);
     count_memory();
     if (!launched.ok()) return launched;
     return freed.ok() ? std::move(recorded) : std::move(freed);

@@ -30,7 +30,7 @@ class CudaDense {
     // Memory of calls is taken and given back in the order of their streams; what is free is kept for later calls.
     cudaMemPool_t memory_ = nullptr;
     uint64_t counted_bytes_ = 0;
-    std::vector<Staging> staging_ = std::vector<Staging>(8);
+    std::vector<PinnedBuffer> pinned_ = std::vector<PinnedBuffer>(8);
     uint64_t calls_ = 0;
     uint32_t* replaced_ = nullptr;  // values of rejecting calls that kernels replaced, in mapped host memory
     uint32_t reported_ = 0;         // of them

@@ -46,10 +46,10 @@ Status CudaMass::begin(const Step& step, const CudaTables& tables, cudaStream_t 
         blocks += n;
     }
     TA_RETURN_IF_ERROR(
-        r.staging.take(device_, 16 + r.members.size() * sizeof(cuda::MassRow) + round_up(blocks * sizeof(float), 16)));
-    r.heads = static_cast<uint64_t*>(r.staging.part(sizeof(uint64_t)));
-    r.rows = static_cast<cuda::MassRow*>(r.staging.part(r.members.size() * sizeof(cuda::MassRow)));
-    r.weight = static_cast<float*>(r.staging.part(blocks * sizeof(float)));
+        r.pinned.take(device_, 16 + r.members.size() * sizeof(cuda::MassRow) + round_up(blocks * sizeof(float), 16)));
+    r.heads = static_cast<uint64_t*>(r.pinned.part(sizeof(uint64_t)));
+    r.rows = static_cast<cuda::MassRow*>(r.pinned.part(r.members.size() * sizeof(cuda::MassRow)));
+    r.weight = static_cast<float*>(r.pinned.part(blocks * sizeof(float)));
     return {};
 }
 
@@ -72,7 +72,7 @@ Status CudaMass::end(const Step& step, const CudaTables& tables, cudaStream_t st
     const cuda::DecodeMass mass = args();
     const cuda::PageMassArgs a{mass.weight, mass.heads, r.rows, int32_t(r.members.size()), r.weight, r.heads};
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_page_mass(a, stream)), "sending the attention of blocks"));
-    TA_RETURN_IF_ERROR(r.staging.record(device_, stream));
+    TA_RETURN_IF_ERROR(r.pinned.record(device_, stream));
     r.at = pool_.fading().now();
     r.counts_anew = counts_anew_;
     counts_anew_ = unsent_ = false;
@@ -99,8 +99,8 @@ Status CudaMass::take_in_locked(bool wait, uint64_t most_left) {
     while (sent_ - taken_ > most_left) {
         Record& r = records_[taken_ % std::size(records_)];
         if (wait) {
-            TA_RETURN_IF_ERROR(r.staging.wait(device_));
-        } else if (!r.staging.done()) {
+            TA_RETURN_IF_ERROR(r.pinned.wait(device_));
+        } else if (!r.pinned.done()) {
             break;
         }
         take_in(r);

@@ -48,7 +48,7 @@ class CudaMass final : public AttentionSource {
         size_t first, blocks;  // in the record's weights
     };
     struct Record {  // of a step
-        Staging staging;
+        PinnedBuffer pinned;
         cuda::MassRow* rows = nullptr;
         float* weight = nullptr;
         uint64_t* heads = nullptr;

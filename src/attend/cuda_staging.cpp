@@ -129,9 +129,9 @@ Status CudaStaging::send_tables(cudaStream_t stream) {
                                                          cudaMemcpyDeviceToDevice, stream),
                                          "copying a block table"));
     }
-    Staging& staging = patches_[sent_++ % std::size(patches_)];
-    TA_RETURN_IF_ERROR(staging.take(device_, ring_.places.size() * sizeof(TablePatch)));
-    auto* patch = static_cast<TablePatch*>(staging.part(ring_.places.size() * sizeof(TablePatch)));
+    PinnedBuffer& pinned = patches_[sent_++ % std::size(patches_)];
+    TA_RETURN_IF_ERROR(pinned.take(device_, ring_.places.size() * sizeof(TablePatch)));
+    auto* patch = static_cast<TablePatch*>(pinned.part(ring_.places.size() * sizeof(TablePatch)));
     cuda::StepTablesArgs args{};
     args.patches = patch;
     args.n_patches = ring_.places.size();
@@ -144,7 +144,7 @@ Status CudaStaging::send_tables(cudaStream_t stream) {
         *patch++ = {i / ring_.pages * (bytes / sizeof(uint64_t)) + page.entry, address | flags};
     }
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a block table"));
-    return staging.record(device_, stream);
+    return pinned.record(device_, stream);
 }
 
 // Starts the copies of a layer's pages, behind what reads its part of the ring.

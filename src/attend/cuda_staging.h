@@ -69,7 +69,7 @@ class CudaStaging {
     cudaStream_t copies_ = nullptr;
     Part parts_[2];
     DeviceBuffer tables_;  // [2] like the step's, with entries of staged pages replaced
-    Staging patches_[4];
+    PinnedBuffer patches_[4];
     uint64_t sent_ = 0;
     Call known_;         // of the last step that had calls: the widest window
     bool seen_ = false;  // some call of this step; known_ is of this step then

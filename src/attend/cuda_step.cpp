@@ -52,7 +52,7 @@ class CudaStep final : public StepBackend {
     struct Schedule {
         explicit Schedule(CudaDevice& device) : buffer(device) {}
         DeviceBuffer buffer;
-        Staging staging;
+        PinnedBuffer pinned;
         uint64_t step = 0;      // that it was made for
         int unread = 0;         // times it was made since a call read it
         bool captured = false;  // a captured call reads it
@@ -249,11 +249,11 @@ Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
     schedule.rows = ManyRows(key, prompts);
     const size_t bytes = schedule.rows.bytes;
     TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
-    TA_RETURN_IF_ERROR(schedule.staging.take(device_, bytes));
-    auto* staged = static_cast<uint8_t*>(schedule.staging.part(bytes));
+    TA_RETURN_IF_ERROR(schedule.pinned.take(device_, bytes));
+    auto* staged = static_cast<uint8_t*>(schedule.pinned.part(bytes));
     schedule.rows.write(key, prompts, staged);
     TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
-    TA_RETURN_IF_ERROR(schedule.staging.record(device_, stream_));
+    TA_RETURN_IF_ERROR(schedule.pinned.record(device_, stream_));
     schedule.step = steps_;
     ++schedule.unread;
     return {};

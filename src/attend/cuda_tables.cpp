@@ -46,14 +46,14 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
     }
     TA_RETURN_IF_ERROR(place_rows(step));
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
-    Staging& staging = staging_[uploads_++ % std::size(staging_)];
+    PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     TA_RETURN_IF_ERROR(
-        staging.take(device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
+        pinned.take(device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
-    write_tasks(step, staging, args);
-    write_patches(step, staging, args);
-    if (group > 0) write_sequences(step, group, staging, args);
-    TA_RETURN_IF_ERROR(send(args, staging, stream));
+    write_tasks(step, pinned, args);
+    write_patches(step, pinned, args);
+    if (group > 0) write_sequences(step, group, pinned, args);
+    TA_RETURN_IF_ERROR(send(args, pinned, stream));
     for (const StepMember& m : step.members) {
         Row& row = rows_[m.sequence->slot];
         row.generation = m.sequence->generation;
@@ -66,11 +66,11 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
 }
 
 Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stream) {
-    Staging& staging = staging_[uploads_++ % std::size(staging_)];
-    TA_RETURN_IF_ERROR(staging.take(device_, sequence_bytes(step.members.size())));
+    PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
+    TA_RETURN_IF_ERROR(pinned.take(device_, sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
-    write_sequences(step, group, staging, args);
-    Status sent = send(args, staging, stream);
+    write_sequences(step, group, pinned, args);
+    Status sent = send(args, pinned, stream);
     if (!sent.ok()) group_ = 0;  // the device still has those of before
     return sent;
 }
@@ -79,9 +79,9 @@ void CudaTables::committed(const Step& step) {
     for (const StepMember& m : step.members) rows_[m.sequence->slot].committed = true;
 }
 
-Status CudaTables::send(const cuda::StepTablesArgs& args, Staging& staging, cudaStream_t stream) {
+Status CudaTables::send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream) {
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a step's tables"));
-    return staging.record(device_, stream);
+    return pinned.record(device_, stream);
 }
 
 // Entries of the step's blocks that the table has already.
@@ -136,11 +136,11 @@ uint64_t CudaTables::page_of(const StepBlock& t) const {
     return page | cuda::kEntrySingleLayer;
 }
 
-void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const {
+void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) const {
     size_t tasks = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
     const size_t bytes = bytes_of_tasks(tasks);
-    auto* staged = static_cast<uint8_t*>(staging.part(bytes));
+    auto* staged = static_cast<uint8_t*>(pinned.part(bytes));
     const int32_t header[4] = {int32_t(tasks), 0, 0, 0};
     std::memcpy(staged, header, sizeof header);
     auto* task = reinterpret_cast<AppendTask*>(staged + 16);
@@ -163,8 +163,8 @@ void CudaTables::write_tasks(const Step& step, Staging& staging, cuda::StepTable
     args.copies[0] = {tasks_at_, staged, bytes};
 }
 
-void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args) {
-    auto* const first = static_cast<TablePatch*>(staging.part(0));
+void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
+    auto* const first = static_cast<TablePatch*>(pinned.part(0));
     TablePatch* patch = first;
     lacks_blocks_ = channel_blocks_ = false;
     for (const StepMember& m : step.members) {
@@ -186,17 +186,17 @@ void CudaTables::write_patches(const Step& step, Staging& staging, cuda::StepTab
     args.patches = first;
     args.n_patches = size_t(patch - first);
     args.table = reinterpret_cast<uint64_t*>(entries_.data());
-    staging.part(args.n_patches * sizeof(TablePatch));
+    pinned.part(args.n_patches * sizeof(TablePatch));
 }
 
 size_t CudaTables::sequence_bytes(size_t batch) {
     return batch * sizeof(SequenceArgs) + round_up((batch + 1) * sizeof(int32_t), 16);
 }
 
-void CudaTables::write_sequences(const Step& step, int group, Staging& staging, cuda::StepTablesArgs& args) {
+void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
     const size_t batch = step.members.size();
-    std::span decode(static_cast<SequenceArgs*>(staging.part(batch * sizeof(SequenceArgs))), batch);
-    auto* pages_before = static_cast<int32_t*>(staging.part((batch + 1) * sizeof(int32_t)));
+    std::span decode(static_cast<SequenceArgs*>(pinned.part(batch * sizeof(SequenceArgs))), batch);
+    auto* pages_before = static_cast<int32_t*>(pinned.part((batch + 1) * sizeof(int32_t)));
     members_.clear();
     max_rows_ = 0;
     any_prefill_ = false;

@@ -65,14 +65,14 @@ class CudaTables {
     Status place_tasks(const Step& step, cudaStream_t stream);
     Status place_rows(const Step& step);
     int64_t clean_entries(const StepMember& m) const;
-    void write_sequences(const Step& step, int group, Staging& staging, cuda::StepTablesArgs& args);
+    void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     static size_t sequence_bytes(size_t batch);
-    void write_tasks(const Step& step, Staging& staging, cuda::StepTablesArgs& args) const;
-    void write_patches(const Step& step, Staging& staging, cuda::StepTablesArgs& args);
+    void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) const;
+    void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     uint64_t page_of(const StepBlock& t) const;
     // Low address bits of a table's entries are flags.
     size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
-    Status send(const cuda::StepTablesArgs& args, Staging& staging, cudaStream_t stream);
+    Status send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream);
 
     const Pool& pool_;
     CudaDevice& device_;
@@ -88,7 +88,7 @@ class CudaTables {
     int group_ = 0, max_rows_ = 0;
     bool any_prefill_ = false, lacks_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;
-    Staging staging_[4];
+    PinnedBuffer pinned_[4];
     uint64_t uploads_ = 0;
 };
 

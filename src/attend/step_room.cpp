@@ -4,7 +4,7 @@
 #include <chrono>
 #include <utility>
 
-#include "src/kv/looks_for_room.h"
+#include "src/kv/room_retry.h"
 
 namespace ta {
 namespace {
@@ -51,7 +51,7 @@ class StepRoom {
     const Clock::time_point start_ = Clock::now();
     const std::chrono::milliseconds plans_patience_;
     Clock::time_point patience_ends_;
-    LooksForRoom looks_, brief_looks_;
+    RoomRetry looks_, brief_looks_;
     int made_ = 0;                // room, in whatever way
     int turns_ = 0;               // that blocks took
     bool is_possible_ = false;    // room, without a loss
@@ -97,7 +97,7 @@ Status StepRoom::find_on_device() {
         Status s = reserve_();
         if (s.code() != TA_E_TIER_FULL || ++made_ > kMostAttempts) return s;
         if (pool_.drop_unused(TierKind::kDevice, wanted_, true)) continue;
-        if (pool_.holds_blocks() && looks_.again()) {
+        if (pool_.blocks_are_held() && looks_.again()) {
             --made_;
             continue;
         }
@@ -112,7 +112,7 @@ std::optional<Status> StepRoom::bring_blocks() {
     const uint64_t seen = store_.changes();
     Status s;
     if (!is_possible_ && on_disk && !pool_.may_make_room(wanted_, sequences_)) {
-        if ((pool_.holds_blocks() || store_.changes() != seen) && brief_looks_.again()) return {};
+        if ((pool_.blocks_are_held() || store_.changes() != seen) && brief_looks_.again()) return {};
         s = name(fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk"), *on_disk);
     } else {
         s = pool_.make_resident(sequences_, wanted_);
@@ -150,14 +150,14 @@ bool StepRoom::make_or_await_room(uint64_t seen) {
             waited_for_room_ = true;
             return true;
         }
-        const bool soon = pool_.holds_blocks() && may_wait();
+        const bool soon = pool_.blocks_are_held() && may_wait();
         return (soon || store_.changes() != seen) && looks_.again();
     }
     waited_for_room_ = true;
     // What blocks have left is room as soon as those are done who read there.
     if (may_wait() && store_.wait_for_left(kPause)) return true;
     if (pool_.make_room(TierKind::kDevice, wanted_, true)) return ++made_ <= kMostAttempts;
-    if (pool_.holds_blocks() && brief_looks_.again()) return true;
+    if (pool_.blocks_are_held() && brief_looks_.again()) return true;
     // What others move, or what changed while this looked for room, may be room in a moment.
     if (moving_ || store_.changes() != seen) return looks_.again();
     may_drop_below_ &= !dropped_below_;

@@ -49,10 +49,10 @@ class DeviceBuffer {
 };
 
 // Pinned host memory that the device reads from; reused when the work that reads it is over.
-class Staging {
+class PinnedBuffer {
   public:
-    Staging() = default;
-    ~Staging() {
+    PinnedBuffer() = default;
+    ~PinnedBuffer() {
         if (!done_ && !data_) return;
         const CudaScope scope(ordinal_);
         if (done_) {
@@ -61,8 +61,8 @@ class Staging {
         }
         cudaFreeHost(data_);
     }
-    Staging(const Staging&) = delete;
-    Staging& operator=(const Staging&) = delete;
+    PinnedBuffer(const PinnedBuffer&) = delete;
+    PinnedBuffer& operator=(const PinnedBuffer&) = delete;
 
     Status take(const CudaDevice& device, size_t bytes) {
         ordinal_ = device.ordinal();

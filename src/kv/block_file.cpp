@@ -69,7 +69,7 @@ Status File::failed(int64_t error, const char* what) const {
     return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s %s: %s", what, name(), error_text(error).c_str());
 }
 
-Status File::move(const uint8_t* from, uint8_t* to, size_t bytes) {
+Status File::transfer(const uint8_t* from, uint8_t* to, size_t bytes) {
     constexpr int kAttempts = 16;
     for (int attempt = 0; bytes > 0;) {
         const int64_t n = from ? files_.pwrite(fd_, from, bytes, at_) : files_.pread(fd_, to, bytes, at_);

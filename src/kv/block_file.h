@@ -58,13 +58,13 @@ class File {
     // For texts of errors.
     const char* name() const { return name_.c_str(); }
     uint64_t at() const { return at_; }
-    Status write(const void* data, size_t bytes) { return move(static_cast<const uint8_t*>(data), nullptr, bytes); }
-    Status read(void* data, size_t bytes) { return move(nullptr, static_cast<uint8_t*>(data), bytes); }
+    Status write(const void* data, size_t bytes) { return transfer(static_cast<const uint8_t*>(data), nullptr, bytes); }
+    Status read(void* data, size_t bytes) { return transfer(nullptr, static_cast<uint8_t*>(data), bytes); }
     Status sync();
     Status failed(int64_t error, const char* what) const;
 
   private:
-    Status move(const uint8_t* from, uint8_t* to, size_t bytes);
+    Status transfer(const uint8_t* from, uint8_t* to, size_t bytes);
 
     FileSystem& files_;
     const std::string path_, name_;

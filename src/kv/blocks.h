@@ -14,6 +14,7 @@
 #include "src/core/memory.h"
 #include "src/kv/geometry.h"
 #include "src/kv/slot_memory.h"
+#include "src/tiering/disk_request.h"
 #include "src/tiering/policy/policy.h"
 #include "src/tiering/tier.h"
 
@@ -111,6 +112,10 @@ class Block {
     Tenant tenant() const { return tenant_.load(std::memory_order_relaxed); }
     // Under which it is published, nullptr: never was. The first one stays.
     const BlockKey* key() const { return keyed_.load(std::memory_order_acquire) ? &key_ : nullptr; }
+    // What a record on disk says of it, the block at `index` in its sequence; `keyed`: with the key.
+    BlockIdentity identity(uint64_t index, bool keyed) const {
+        return {index, content_id_, uint32_t(kPageTokens), keyed ? key_ : BlockKey{}};
+    }
     // Whether the next process is to find it.
     void set_published(bool published) { published_.store(published, std::memory_order_relaxed); }
     bool published() const { return published_.load(std::memory_order_relaxed); }

@@ -7,15 +7,15 @@
 
 namespace ta {
 
-Status CudaHasher::stage(std::span<const PlacedBlock> blocks, Staging& staging, size_t extra_bytes, cuda::HashArgs& args) {
+Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args) {
     const Geometry& g = pool_.geometry();
     if (!channel_offsets_.data() && g.has_channel_blocks()) {
         const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
         TA_RETURN_IF_ERROR(channel_offsets_.reserve(offsets.size() * sizeof offsets[0], "the places of pages"));
         TA_RETURN_IF_ERROR(device_.write(channel_offsets_.data(), offsets.data(), offsets.size() * sizeof offsets[0]));
     }
-    TA_RETURN_IF_ERROR(staging.take(device_, blocks.size() * sizeof(cuda::HashTask) + extra_bytes));
-    auto* tasks = static_cast<cuda::HashTask*>(staging.part(blocks.size() * sizeof(cuda::HashTask)));
+    TA_RETURN_IF_ERROR(pinned.take(device_, blocks.size() * sizeof(cuda::HashTask) + extra_bytes));
+    auto* tasks = static_cast<cuda::HashTask*>(pinned.part(blocks.size() * sizeof(cuda::HashTask)));
     for (size_t i = 0; i < blocks.size(); ++i) {
         const Block& b = *blocks[i].block;
         tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), b.content_id(), blocks[i].index, blocks[i].kind, {}};
@@ -34,22 +34,22 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, Staging& staging, 
 Status CudaHasher::seal(std::span<const PlacedBlock> blocks, cudaStream_t stream) {
     if (blocks.empty()) return {};
     cuda::HashArgs args{};
-    Staging& staging = staging_[++uses_ % std::size(staging_)];
-    TA_RETURN_IF_ERROR(stage(blocks, staging, 0, args));
+    PinnedBuffer& pinned = pinned_[++uses_ % std::size(pinned_)];
+    TA_RETURN_IF_ERROR(stage(blocks, pinned, 0, args));
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_seal(args, stream)), "hashing blocks"));
-    return staging.record(device_, stream);
+    return pinned.record(device_, stream);
 }
 
-Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, Staging& staging, cudaStream_t stream,
+Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, cudaStream_t stream,
                                 const uint32_t** mismatch) {
     const size_t pages = blocks.size() * pool_.geometry().layers;
     cuda::HashArgs args{};
-    TA_RETURN_IF_ERROR(stage(blocks, staging, pages * sizeof(uint32_t), args));
-    auto* found = static_cast<uint32_t*>(staging.part(pages * sizeof(uint32_t)));
+    TA_RETURN_IF_ERROR(stage(blocks, pinned, pages * sizeof(uint32_t), args));
+    auto* found = static_cast<uint32_t*>(pinned.part(pages * sizeof(uint32_t)));
     std::memset(found, 0, pages * sizeof(uint32_t));
     *mismatch = found;
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_verify(args, found, stream)), "hashing blocks"));
-    return staging.record(device_, stream);
+    return pinned.record(device_, stream);
 }
 
 namespace {
@@ -63,7 +63,7 @@ class Checks {
         if (stream_) cudaStreamDestroy(stream_);
     }
 
-    Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<Staging>& staging,
+    Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<PinnedBuffer>& pinned,
                  const uint32_t** mismatch) {
         const CudaScope scope(device.ordinal());
         std::lock_guard lock(mutex_);
@@ -71,19 +71,19 @@ class Checks {
             TA_RETURN_IF_ERROR(device.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
         }
         if (idle_.empty()) {
-            staging = std::make_unique<Staging>();
+            pinned = std::make_unique<PinnedBuffer>();
         } else {
-            staging = std::move(idle_.back());
+            pinned = std::move(idle_.back());
             idle_.pop_back();
         }
         TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr, true));
         if (arrival) TA_RETURN_IF_ERROR(device.check(cudaStreamWaitEvent(stream_, arrival, 0), "waiting for a move"));
-        return hasher_.start_verify(blocks, *staging, stream_, mismatch);
+        return hasher_.start_verify(blocks, *pinned, stream_, mismatch);
     }
-    void give(std::unique_ptr<Staging> staging) {
+    void give(std::unique_ptr<PinnedBuffer> pinned) {
         std::lock_guard lock(mutex_);
         try {
-            idle_.push_back(std::move(staging));
+            idle_.push_back(std::move(pinned));
         } catch (const std::bad_alloc&) {  // it goes
         }
     }
@@ -95,7 +95,7 @@ class Checks {
     std::mutex mutex_;
     CudaHasher hasher_;
     cudaStream_t stream_ = nullptr;
-    std::vector<std::unique_ptr<Staging>> idle_;
+    std::vector<std::unique_ptr<PinnedBuffer>> idle_;
 };
 
 class CudaCheck final : public ArrivalCheck {
@@ -104,15 +104,15 @@ class CudaCheck final : public ArrivalCheck {
         for (const PlacedBlock& b : blocks) indices_.push_back(int64_t(b.index));
     }
     ~CudaCheck() override {
-        if (!staging_) return;
-        (void)staging_->wait(checks_->device);
-        checks_->give(std::move(staging_));
+        if (!pinned_) return;
+        (void)pinned_->wait(checks_->device);
+        checks_->give(std::move(pinned_));
     }
     Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival) {
-        return checks_->start(blocks, arrival, staging_, &mismatch_);
+        return checks_->start(blocks, arrival, pinned_, &mismatch_);
     }
     Status wait(std::span<Status> statuses) override {
-        TA_RETURN_IF_ERROR(staging_->wait(checks_->device));
+        TA_RETURN_IF_ERROR(pinned_->wait(checks_->device));
         const size_t layers = checks_->layers;
         for (size_t i = indices_.size() * layers; i-- > 0;) {
             const uint32_t found = std::atomic_ref(const_cast<uint32_t&>(mismatch_[i])).load(std::memory_order_relaxed);
@@ -128,7 +128,7 @@ class CudaCheck final : public ArrivalCheck {
   private:
     const std::shared_ptr<Checks> checks_;
     std::vector<int64_t> indices_;
-    std::unique_ptr<Staging> staging_;
+    std::unique_ptr<PinnedBuffer> pinned_;
     const uint32_t* mismatch_ = nullptr;
 };
 

@@ -15,16 +15,17 @@ class CudaHasher {
 
     // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
     Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
-    // Enqueues a check whose tasks and result are in `staging`: [blocks, layers], as launch_verify writes it.
-    Status start_verify(std::span<const PlacedBlock> blocks, Staging& staging, cudaStream_t stream, const uint32_t** mismatch);
+    // Enqueues a check whose tasks and result are in `pinned`: [blocks, layers], as launch_verify writes it.
+    Status start_verify(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, cudaStream_t stream,
+                        const uint32_t** mismatch);
 
   private:
-    Status stage(std::span<const PlacedBlock> blocks, Staging& staging, size_t extra_bytes, cuda::HashArgs& args);
+    Status stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args);
 
     const Pool& pool_;
     CudaDevice& device_;
     DeviceBuffer channel_offsets_;  // [layers + 1] uint64
-    Staging staging_[2];
+    PinnedBuffer pinned_[2];
     uint64_t uses_ = 0;
 };
 

@@ -167,18 +167,18 @@ class Pool {
     }
     Mover* mover() const { return mover_.get(); }
     // For as long as a call holds blocks that are in no sequence: others wait for them, which cannot leave or be dropped before.
-    class HoldsBlocks {
+    class BlockHold {
       public:
-        explicit HoldsBlocks(Pool& pool) : pool_(pool) { pool_.holders_.fetch_add(1); }
-        ~HoldsBlocks() { pool_.holders_.fetch_sub(1); }
-        HoldsBlocks(const HoldsBlocks&) = delete;
-        HoldsBlocks& operator=(const HoldsBlocks&) = delete;
+        explicit BlockHold(Pool& pool) : pool_(pool) { pool_.holders_.fetch_add(1); }
+        ~BlockHold() { pool_.holders_.fetch_sub(1); }
+        BlockHold(const BlockHold&) = delete;
+        BlockHold& operator=(const BlockHold&) = delete;
 
       private:
         Pool& pool_;
     };
     // Whether a move or a call holds blocks that it lets go of soon.
-    bool holds_blocks() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
+    bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
     StagingMode staging() const { return tier_settings_.staging; }
     uint64_t staging_bytes() const { return tier_settings_.staging_bytes; }
     // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
@@ -353,7 +353,9 @@ class Pool {
     uint64_t failed_evictions_ = 0;
     Status failed_eviction_;  // the last one's
 
-    std::mutex sources_mutex_;  // before mutex_ and what sources lock
+    // Locks are taken in this order: sources_mutex_, an AttentionSource's, mutex_, PrefixStore's, BlockStore's, a tier's or the
+    // device's. Nobody holds one of them while the mover is called.
+    std::mutex sources_mutex_;
     std::vector<AttentionSource*> sources_;
 
     mutable std::mutex mutex_;
@@ -361,7 +363,7 @@ class Pool {
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
     uint64_t uses_ = 0;                        // of sequences by plans
-    std::atomic<int> holders_{0};              // calls of HoldsBlocks
+    std::atomic<int> holders_{0};              // calls of BlockHold
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
     std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction

@@ -179,7 +179,7 @@ Status read_index(Pool& pool, File& file, FileSystem& files, FileHeader& h, Inde
 
 Status save_pool(Pool& pool, const std::string& path, bool published, const Progress& progress, FileSystem& files) {
     const Geometry& g = pool.geometry();
-    const Pool::HoldsBlocks holds(pool);
+    const Pool::BlockHold holds(pool);
     // Blocks that are held here are not written to.
     auto taken = pool.snapshot_all();
     if (!taken.ok()) return std::move(taken).status();

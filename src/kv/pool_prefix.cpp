@@ -6,8 +6,8 @@
 #include <unordered_set>
 
 #include "src/kv/block_file.h"
-#include "src/kv/looks_for_room.h"
 #include "src/kv/pool.h"
+#include "src/kv/room_retry.h"
 #include "src/tiering/disk.h"
 
 namespace ta {
@@ -40,8 +40,8 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     }
     PrefixStore::OpenAmax open_amax;
     if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
-    for (LooksForRoom looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
-        const bool held = holds_blocks();
+    for (RoomRetry looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
+        const bool held = blocks_are_held();
         Status published = prefixes_.publish(space, keys, s.blocks, open_amax);
         if (published.ok()) break;
         // What a move or a file holds for a moment counts as in use.
@@ -143,7 +143,7 @@ Status Pool::flush_namespace(Tenant space) {
     TA_RETURN_IF_ERROR(check_open());
     TA_RETURN_IF_ERROR(prefixes_.check(space));
     if (!prefixes_.persistent()) return fail(TA_E_UNSUPPORTED, "the pool has no persistent disk tier");
-    const HoldsBlocks holds(*this);
+    const BlockHold holds(*this);
     std::vector<PrefixStore::Record> records = prefixes_.records(space);
     std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
     for (const PrefixStore::Record& r : records) {
@@ -167,10 +167,7 @@ Status Pool::write_record(Block& block, uint64_t index) {
     r.slot = slot;
     r.bytes = bytes.size();
     r.memory = bytes.data();
-    r.identity.block_index = index;
-    r.identity.content_id = block.content_id();
-    r.identity.tokens = kPageTokens;
-    r.identity.key = *block.key();
+    r.identity = block.identity(index, true);
     Status s = run_on_disk(r);
     if (!s.ok()) {
         disk_->release({&slot, 1});

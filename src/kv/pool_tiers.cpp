@@ -7,10 +7,11 @@
 #include <unordered_set>
 
 #include "src/kv/leaving.h"
-#include "src/kv/looks_for_room.h"
 #include "src/kv/pool.h"
+#include "src/kv/room_retry.h"
 #include "src/tiering/block_check.h"
 #include "src/tiering/disk.h"
+#include "src/tiering/disk_latch.h"
 #include "src/tiering/host.h"
 
 namespace ta {
@@ -327,9 +328,9 @@ Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const Page
 Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
-    LooksForRoom looks(tier_settings_.moves_patience);
+    RoomRetry looks(tier_settings_.moves_patience);
     for (int attempts = 0;;) {
-        const bool moving = holds_blocks();
+        const bool moving = blocks_are_held();
         const uint64_t seen = blocks_->changes();
         Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
@@ -401,35 +402,10 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
     });
 }
 
-namespace {
-
-class Answer final : public DiskClient {
-  public:
-    void on_done(DiskCompletion completion) noexcept override {
-        std::lock_guard lock(mutex_);
-        status_ = std::move(completion.status);
-        done_ = true;
-        came_.notify_all();
-    }
-    Status wait() {
-        std::unique_lock lock(mutex_);
-        came_.wait(lock, [this] { return done_; });
-        return std::move(status_);
-    }
-
-  private:
-    std::mutex mutex_;
-    std::condition_variable came_;
-    bool done_ = false;
-    Status status_;
-};
-
-}  // namespace
-
 Status Pool::run_on_disk(const DiskRequest& request) const {
-    Answer answer;
-    Result<DiskBatch> batch = disk_->submit({&request, 1}, answer);
-    Status s = batch.ok() ? answer.wait() : std::move(batch).status();
+    DiskLatch latch(1);
+    Result<DiskBatch> batch = disk_->submit({&request, 1}, latch);
+    Status s = batch.ok() ? std::move(latch.wait()[0].status) : std::move(batch).status();
     return s.ok() ? std::move(s) : std::move(s).block(int64_t(request.identity.block_index));
 }
 
@@ -457,10 +433,7 @@ Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) c
     r.slot = place.slot;
     r.bytes = bytes;
     r.memory = slot;
-    r.identity.block_index = index;
-    r.identity.content_id = block.content_id();
-    r.identity.tokens = kPageTokens;
-    if (place.keyed) r.identity.key = *block.key();
+    r.identity = block.identity(index, place.keyed);
     return run_on_disk(r);  // checks the block's hashes
 }
 

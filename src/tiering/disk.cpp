@@ -71,7 +71,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::shared_ptr<FileSystem> fil
     if (record == 0 || record > UINT32_MAX)
         return fail(TA_E_INVALID, "a disk tier for blocks of %llu bytes; they have 1 to 2^32", (unsigned long long)record);
     const auto depth_for = [&](unsigned threads) {
-        return unsigned(std::clamp<uint64_t>(options.staging_bytes / record, threads, kMostInFlight));
+        return unsigned(std::clamp<uint64_t>(options.buffer_bytes / record, threads, kMostInFlight));
     };
     DiskFileOptions file_options;
     file_options.path = options.path;

@@ -23,7 +23,7 @@ struct DiskTierOptions {
 
     bool use_uring = true;                        // where there is one; else threads with pread and pwrite
     unsigned threads = 0;                         // 0: 4 with io_uring, 8 without
-    uint64_t staging_bytes = 64 << 20;            // of host memory: what is in flight. At least one record for each thread
+    uint64_t buffer_bytes = 64 << 20;             // of host memory: what is in flight. At least one record for each thread
     std::chrono::milliseconds deadline{10000};    // for one I/O; then TA_E_IO
     std::chrono::milliseconds retry_after{1000};  // until a read-only tier tries to write again
 };

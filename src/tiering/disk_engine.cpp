@@ -26,7 +26,7 @@ DiskEngine::DiskEngine(std::unique_ptr<DiskFile> file, Options options)
 
 DiskEngine::~DiskEngine() {
     queues_.clear();
-    if (staging_) munmap(staging_, staging_bytes_);
+    if (buffers_) munmap(buffers_, buffer_bytes_);
 }
 
 Result<std::shared_ptr<DiskEngine>> DiskEngine::create(std::unique_ptr<DiskFile> file, Options options) {
@@ -38,16 +38,16 @@ Result<std::shared_ptr<DiskEngine>> DiskEngine::create(std::unique_ptr<DiskFile>
 // Everything that the threads will need, so that nothing they do can fail for lack of memory.
 Status DiskEngine::allocate() {
     const unsigned depth = options_.depth;
-    staging_bytes_ = depth * largest_record_ + kDiskPage;
-    void* p = mmap(nullptr, staging_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    buffer_bytes_ = depth * largest_record_ + kDiskPage;
+    void* p = mmap(nullptr, buffer_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
-        staging_bytes_ = 0;
-        return fail(TA_E_MEMORY, "no %zu bytes for the staging buffers of the disk tier", depth * largest_record_ + kDiskPage);
+        buffer_bytes_ = 0;
+        return fail(TA_E_MEMORY, "no %zu bytes for the buffers of the disk tier", depth * largest_record_ + kDiskPage);
     }
-    staging_ = static_cast<uint8_t*>(p);
-    zeros_ = staging_ + depth * largest_record_;
-    idle_staging_.reserve(depth);
-    for (unsigned i = 0; i < depth; ++i) idle_staging_.push_back(staging_ + i * largest_record_);
+    buffers_ = static_cast<uint8_t*>(p);
+    zeros_ = buffers_ + depth * largest_record_;
+    idle_buffers_.reserve(depth);
+    for (unsigned i = 0; i < depth; ++i) idle_buffers_.push_back(buffers_ + i * largest_record_);
     spare_.resize(depth);
     slots_.resize(map_.shape().indices());
     if (file_->persistent) {
@@ -153,7 +153,7 @@ void DiskEngine::work(unsigned worker) {
 
 // The next operation, with a buffer; nullptr when there is none of either.
 DiskEngine::Op* DiskEngine::take() {
-    if (idle_staging_.empty()) return nullptr;
+    if (idle_buffers_.empty()) return nullptr;
     Op* op = nullptr;
     if (!to_erase_.empty() && !spare_.empty()) {
         active_.splice(active_.end(), spare_, spare_.begin());
@@ -171,8 +171,8 @@ DiskEngine::Op* DiskEngine::take() {
     }
     op->self = std::prev(active_.end());
     op->state = Op::State::kCopying;
-    op->staging = idle_staging_.back();
-    idle_staging_.pop_back();
+    op->buffer = idle_buffers_.back();
+    idle_buffers_.pop_back();
     op->offset = op->kind == Op::Kind::kSync ? 0 : kDiskRegionsOffset + map_.offset(op->request.slot);
     if (op->kind == Op::Kind::kWrite) op->generation = next_generation_++;
     last_progress_ = Clock::now();
@@ -195,12 +195,12 @@ void DiskEngine::start_op(Lock& lock, IoQueue& queue, Op& op, unsigned& flying) 
 // memory may hold by now.
 Status DiskEngine::stage_write(Op& op) {
     const size_t bytes = op.request.bytes, record = size_t(map_.shape().stride[op.request.slot.slot_class]);
-    uint8_t* payload = op.staging + kDiskPage;
+    uint8_t* payload = op.buffer + kDiskPage;
     std::memcpy(payload, op.request.memory, bytes);
     std::memset(payload + bytes, 0, record - kDiskPage - bytes);
     if (options_.check) TA_RETURN_IF_ERROR(options_.check(op.request.identity, op.request.slot.slot_class, payload));
     seal_header(make_header(file_->context, op.request.identity, op.request.slot.slot_class, op.offset, op.generation, payload),
-                op.staging);
+                op.buffer);
     return {};
 }
 
@@ -211,7 +211,7 @@ bool DiskEngine::next_step(Op& op) {
     io.fd = file_->fd;
     io.user = &op;
     io.offset = op.offset;
-    io.data = op.staging;
+    io.data = op.buffer;
     io.bytes = record;
     const int step = op.step++;
     switch (op.kind) {
@@ -245,7 +245,7 @@ bool DiskEngine::next_step(Op& op) {
                     break;
                 case 1:
                     slot.on_disk = false;
-                    io.data = op.staging + kDiskPage;
+                    io.data = op.buffer + kDiskPage;
                     io.offset = op.offset + kDiskPage;
                     io.bytes = record - kDiskPage;
                     break;
@@ -328,7 +328,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
     } else if (op.kind == Op::Kind::kErase) {
         slot->on_disk = false;
     }
-    idle_staging_.push_back(op.staging);
+    idle_buffers_.push_back(op.buffer);
     if (op.stalled) --stalled_now_;
     if (op.kind == Op::Kind::kErase) {
         --slot->busy;
@@ -366,8 +366,8 @@ Status DiskEngine::io_status(const Op& op, int64_t error) const {
 Status DiskEngine::check_and_copy(const Op& op) {
     const DiskRequest& r = op.request;
     RecordHeader h;
-    const uint8_t* payload = op.staging + kDiskPage;
-    const char* wrong = check_header(op.staging, file_->context, r.slot.slot_class, op.offset, h);
+    const uint8_t* payload = op.buffer + kDiskPage;
+    const char* wrong = check_header(op.buffer, file_->context, r.slot.slot_class, op.offset, h);
     if (!wrong && (h.generation != op.generation || identity_of(h) != r.identity)) wrong = "holds another block";
     if (!wrong && hash_bytes(payload, size_t(h.slot_bytes)) != h.payload_hash) wrong = "does not match its hash";
     if (wrong) {

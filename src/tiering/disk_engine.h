@@ -1,4 +1,4 @@
-// What runs a disk tier: a few threads that keep records moving between the file and staging buffers, and one that supervises
+// What runs a disk tier: a few threads that keep records moving between the file and buffers of their own, and one that supervises
 // them. I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its client is told,
 // its buffer and its slot stay out of use until the operating system lets go of them.
 #pragma once
@@ -73,7 +73,7 @@ class DiskEngine {
         DiskBatch batch = 0;
         uint64_t generation = 0;  // read: expected; write: new
         uint64_t offset = 0;      // of the record in the file
-        uint8_t* staging = nullptr;
+        uint8_t* buffer = nullptr;
         int step = 0, retries = 0;
         IoOp io;
         Clock::time_point started;
@@ -115,9 +115,9 @@ class DiskEngine {
     const std::unique_ptr<DiskFile> file_;
     const Options options_;
     const size_t largest_record_;
-    uint8_t* staging_ = nullptr;
+    uint8_t* buffers_ = nullptr;
     uint8_t* zeros_ = nullptr;  // a page, to erase headers with
-    size_t staging_bytes_ = 0;
+    size_t buffer_bytes_ = 0;
     std::vector<std::unique_ptr<IoQueue>> queues_;  // by worker
     bool uring_ = false;
     unsigned queue_depth_ = 1;
@@ -135,7 +135,7 @@ class DiskEngine {
     // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush,
     // and when slots are wanted after a while. Their capacity is all slots.
     std::vector<uint32_t> to_erase_, not_erased_;
-    std::vector<uint8_t*> idle_staging_;
+    std::vector<uint8_t*> idle_buffers_;
     Ops queued_, active_;
     Ops dropped_;  // queued ones to report, cancelled or overdue
     Ops spare_;    // for erasing, which must not need memory

@@ -81,30 +81,26 @@ std::string unfinished_name(const std::string& path) {
     return (folder == "." ? "" : folder) + own;
 }
 
-// A page that can be seen by direct I/O.
-class Page {
+}  // namespace
+
+// Some pages of memory as direct I/O takes it.
+class DiskFile::DirectBuffer {
   public:
-    explicit Page(size_t pages) : bytes_(pages * kDiskPage) {
+    explicit DirectBuffer(size_t pages) : bytes_(pages * kDiskPage) {
         void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         data_ = p == MAP_FAILED ? nullptr : static_cast<uint8_t*>(p);
     }
-    ~Page() {
+    ~DirectBuffer() {
         if (data_) munmap(data_, bytes_);
     }
-    Page(const Page&) = delete;
-    Page& operator=(const Page&) = delete;
+    DirectBuffer(const DirectBuffer&) = delete;
+    DirectBuffer& operator=(const DirectBuffer&) = delete;
     uint8_t* data(size_t page = 0) { return data_ + page * kDiskPage; }
     bool ok() const { return data_ != nullptr; }
 
   private:
     size_t bytes_;
     uint8_t* data_;
-};
-
-}  // namespace
-
-struct DiskFile::Pages : Page {
-    Pages() : Page(2) {}
 };
 
 DiskFile::~DiskFile() {
@@ -219,7 +215,7 @@ Status DiskFile::make_anonymous(const DiskFileOptions& options) {
 // Makes of an empty file one that holds no blocks yet.
 Status DiskFile::lay_out(const DiskFileOptions& options) {
     TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
-    Pages pages;
+    DirectBuffer pages(2);
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     if (getrandom(&context.file, sizeof context.file, 0) != ssize_t(sizeof context.file))
         return fail(TA_E_IO, "getrandom failed");
@@ -318,7 +314,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
     if (!is_named(making)) return Attempt::kAgain;
     FileInfo info;
     if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", name);
-    Pages pages;
+    DirectBuffer pages(2);
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     if (!info.regular || !is_private(info) || info.links != 1)
         return in_the_way("not a file of this user alone with mode 0600");
@@ -373,7 +369,7 @@ DiskFile::Attempt DiskFile::finish_making() {
 Status DiskFile::read_found(const DiskFileOptions& options) {
     FileInfo info;
     if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", options.path);
-    Pages pages;
+    DirectBuffer pages(2);
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
     if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
@@ -396,7 +392,7 @@ Status DiskFile::preallocate(uint64_t bytes) {
     return {};
 }
 
-Status DiskFile::write_superblock(Pages& pages, uint64_t opens) {
+Status DiskFile::write_superblock(DirectBuffer& pages, uint64_t opens) {
     Superblock s{};
     s.magic = kSuperblockMagic;
     s.version = kDiskVersion;
@@ -413,7 +409,7 @@ Status DiskFile::write_superblock(Pages& pages, uint64_t opens) {
 }
 
 // The first page, as the superblock at `offset`.
-Status DiskFile::write_page(Pages& pages, uint64_t offset) {
+Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset) {
     const auto write = [&] { return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, offset); }); };
     int64_t r = write();
     if (r == -EINVAL && direct) {
@@ -425,7 +421,7 @@ Status DiskFile::write_page(Pages& pages, uint64_t offset) {
 }
 
 // Some file systems take O_DIRECT at open() and refuse the I/O.
-Status DiskFile::probe_direct(Pages& pages) {
+Status DiskFile::probe_direct(DirectBuffer& pages) {
     if (!direct) return {};
     const int64_t r = retry([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
     ++progress_->steps;
@@ -437,7 +433,7 @@ Status DiskFile::probe_direct(Pages& pages) {
 }
 
 // A kernel may have io_uring without what is needed, or forbid it.
-void DiskFile::probe_queue(Pages& pages, unsigned depth) {
+void DiskFile::probe_queue(DirectBuffer& pages, unsigned depth) {
     std::string reason;
     queue = files->make_queue(depth, reason);
     if (!queue) return degraded.push_back(std::move(reason));
@@ -460,7 +456,7 @@ void DiskFile::probe_queue(Pages& pages, unsigned depth) {
     degraded.push_back("io_uring cannot read here: " + error_text(r));
 }
 
-Status DiskFile::read_superblock(Pages& pages, uint64_t file_size, const DiskFileOptions& options) {
+Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const DiskFileOptions& options) {
     const char* path = options.path.c_str();
     if (file_size < kDiskRegionsOffset) return fail(TA_E_CORRUPT, "%s is no file of a disk tier: it has no superblock", path);
     TA_RETURN_IF_ERROR(probe_direct(pages));
@@ -517,7 +513,7 @@ Status DiskFile::scan(unsigned depth) {
         int retries;
     };
     std::vector<Read> reads(depth);
-    Page pages(depth);
+    DirectBuffer pages(depth);
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read headers");
     SlotMap map(shape);  // to know which slots exist
     struct Refusal {

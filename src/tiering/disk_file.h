@@ -60,7 +60,7 @@ class DiskFile {
     std::vector<std::string> degraded;
 
   private:
-    struct Pages;
+    class DirectBuffer;
     explicit DiskFile(std::shared_ptr<FileSystem> fs) : files(std::move(fs)) {}
 
     // What an attempt at a persistent file came to. kAgain: another process was quicker.
@@ -77,11 +77,11 @@ class DiskFile {
     Status read_found(const DiskFileOptions& options);
     Status lay_out(const DiskFileOptions& options);
     Status preallocate(uint64_t bytes);
-    Status write_page(Pages& pages, uint64_t offset);
-    Status write_superblock(Pages& pages, uint64_t opens);
-    Status read_superblock(Pages& pages, uint64_t file_size, const DiskFileOptions& options);
-    Status probe_direct(Pages& pages);
-    void probe_queue(Pages& pages, unsigned depth);
+    Status write_page(DirectBuffer& pages, uint64_t offset);
+    Status write_superblock(DirectBuffer& pages, uint64_t opens);
+    Status read_superblock(DirectBuffer& pages, uint64_t file_size, const DiskFileOptions& options);
+    Status probe_direct(DirectBuffer& pages);
+    void probe_queue(DirectBuffer& pages, unsigned depth);
     Status scan(unsigned depth);
     int create(const char* path);
     int open_file(const char* path, int flags);

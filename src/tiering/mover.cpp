@@ -64,7 +64,7 @@ void Mover::stop() {
     {
         std::lock_guard lock(mutex_);
         stopping_ = true;
-        for (auto& [id, ticket] : known_) ticket->cancelled = true;
+        for (auto& [id, ticket] : known_) cancel(*ticket);
     }
     for (std::condition_variable& threads : wake_) threads.notify_all();
     for (std::thread& t : threads_) t.join();
@@ -204,8 +204,8 @@ bool Mover::take_part(int direction, Flight& flight) {
 // As MovePart says it.
 bool Mover::prepare(Flight& flight) {
     try {
-        flight.part =
-            std::make_unique<MovePart>(sharing_, flight.items, flight.ticket->to, flight.ticket->reason, kReadersPatience);
+        flight.part = std::make_unique<MovePart>(sharing_, flight.items, flight.ticket->to, flight.ticket->reason,
+                                                 kReadersPatience, &flight.ticket->disk_work);
         return flight.part->prepare();
     } catch (const std::bad_alloc&) {
         flight.part.reset();
@@ -334,13 +334,19 @@ Status Mover::cancel(uint64_t ticket) {
     const auto found = known_.find(ticket);
     if (found == known_.end())
         return fail(TA_E_STALE, "%llu is no ticket of this pool, or one that finished long ago", (unsigned long long)ticket);
-    found->second->cancelled = true;
+    cancel(*found->second);
     return {};
+}
+
+// Under the lock.
+void Mover::cancel(Ticket& ticket) {
+    ticket.cancelled = true;
+    if (sharing_.disk) ticket.disk_work.cancel(*sharing_.disk);
 }
 
 void Mover::cancel_all() {
     std::lock_guard lock(mutex_);
-    for (auto& [id, ticket] : known_) ticket->cancelled = true;
+    for (auto& [id, ticket] : known_) cancel(*ticket);
 }
 
 MoveCounters Mover::counters() const {

@@ -41,7 +41,7 @@ class Mover {
     Result<MoveProgress> query(uint64_t ticket) const;
     // Until it is finished or `nanoseconds` have passed, < 0: for ever; then as query().
     Result<MoveProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
-    // Blocks that have not moved stay where they are.
+    // Blocks that have not moved stay where they are, those that a disk works on included.
     Status cancel(uint64_t ticket);
 
     MoveCounters counters() const;
@@ -63,6 +63,7 @@ class Mover {
         bool landing = false;  // soon over
         MoveProgress progress;
         std::atomic<bool> cancelled{false}, finished{false};
+        DiskWork disk_work;
     };
     struct Flight {  // a part of a ticket on its way
         std::shared_ptr<Ticket> ticket;
@@ -74,6 +75,7 @@ class Mover {
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
+    void cancel(Ticket& ticket);
     void start_here(const Ticket& ticket, int direction, std::unique_lock<std::mutex>& lock);
     void serve(int direction, std::vector<Flight>& flights);
     bool take_part(int direction, Flight& flight);

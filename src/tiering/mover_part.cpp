@@ -1,7 +1,6 @@
 #include "src/tiering/mover_part.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 
 #include "src/core/profile.h"
@@ -35,30 +34,18 @@ MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
     return *this;
 }
 
-// Waits for the completions of a batch.
-class MovePart::Latch final : public DiskClient {
-  public:
-    explicit Latch(std::vector<size_t> list) : list_(std::move(list)), statuses_(list_.size()), missing_(list_.size()) {}
-    void on_done(DiskCompletion completion) noexcept override {
-        std::lock_guard lock(mutex_);
-        statuses_[completion.tag] = std::move(completion.status);
-        if (--missing_ == 0) all_.notify_all();
-    }
-    // statuses[i] is of list()[i].
-    std::vector<Status>& wait() {
-        std::unique_lock lock(mutex_);
-        all_.wait(lock, [this] { return missing_ == 0; });
-        return statuses_;
-    }
-    const std::vector<size_t>& list() const { return list_; }
+void DiskWork::add(DiskTier& disk, DiskBatch batch) {
+    std::lock_guard lock(mutex_);
+    if (cancelled_) return disk.cancel(batch);
+    batches_.push_back(batch);
+}
 
-  private:
-    const std::vector<size_t> list_;  // of the part's work
-    std::mutex mutex_;
-    std::condition_variable all_;
-    std::vector<Status> statuses_;
-    size_t missing_;
-};
+void DiskWork::cancel(DiskTier& disk) {
+    std::lock_guard lock(mutex_);
+    cancelled_ = true;
+    for (const DiskBatch batch : batches_) disk.cancel(batch);
+    batches_.clear();
+}
 
 FallingRoom::~FallingRoom() {
     for (const Piece& piece : idle_) device_->deallocate(piece.data, piece.bytes);
@@ -94,8 +81,8 @@ MoveSharing::MoveSharing(Pool& of, Tier* host_tier, DiskTier* disk_tier)
     : pool(of), host(host_tier), disk(disk_tier), falling(of.context().device()) {}
 
 MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
-                   std::chrono::milliseconds patience)
-    : sharing_(sharing), items_(items), to_(to), reason_(reason), patience_(patience) {
+                   std::chrono::milliseconds patience, DiskWork* disk_work)
+    : sharing_(sharing), items_(items), to_(to), reason_(reason), patience_(patience), disk_work_(disk_work) {
     sharing_.parts.fetch_add(1);
 }
 
@@ -147,7 +134,7 @@ void MovePart::wake_checkers() {
 
 // What goes on from there is taken.
 void MovePart::move_to_host() {
-    MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_, patience_);
+    MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_, patience_, disk_work_);
     to_host.prepare();
     to_host.start();
     to_host.finish();
@@ -302,18 +289,17 @@ void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind k
         r.slot = write ? w.to.slot : w.from.slot;
         r.bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
         r.memory = !write ? w.to.address : w.written ? w.written : w.from.address;
-        r.identity.block_index = w.item->index;
-        r.identity.content_id = block.content_id();
-        r.identity.tokens = kPageTokens;
         if (write) w.to.keyed = block.key() != nullptr;
-        if (write ? w.to.keyed : w.from.keyed) r.identity.key = *block.key();
+        r.identity = block.identity(w.item->index, write ? w.to.keyed : w.from.keyed);
         r.tag = i;
         requests.push_back(r);
     }
-    auto latch = std::make_unique<Latch>(std::vector<size_t>(list.begin(), list.end()));
+    on_disk_.assign(list.begin(), list.end());
+    auto latch = std::make_unique<DiskLatch>(list.size());
     Result<DiskBatch> batch = sharing_.disk->submit(requests, *latch);
     if (!batch.ok()) return fail_all(list, std::move(batch).status());
     latch_ = std::move(latch);
+    if (disk_work_) disk_work_->add(*sharing_.disk, batch.value());
 }
 
 void MovePart::wait_for_copies() {
@@ -321,8 +307,12 @@ void MovePart::wait_for_copies() {
         if (const Status s = transfer_->wait(); !s.ok()) fail_all(copied_, s);
     }
     if (latch_) {
-        std::vector<Status>& statuses = latch_->wait();
-        for (size_t i = 0; i < statuses.size(); ++i) work_[latch_->list()[i]].status = std::move(statuses[i]);
+        std::vector<DiskCompletion>& completions = latch_->wait();
+        for (size_t i = 0; i < completions.size(); ++i) {
+            Work& w = work_[on_disk_[i]];
+            w.status = std::move(completions[i].status);
+            w.cancelled = completions[i].cancelled;
+        }
         latch_.reset();
     }
 }
@@ -479,7 +469,8 @@ bool MovePart::is_damaged(const Work& w) const {
         if (w.from.tier == TierKind::kDisk) return pool.read_from_disk(block, w.item->index, nullptr).code() == TA_E_CORRUPT;
         std::vector<uint8_t> copy(pool.geometry().slot_bytes(w.from.kind));
         return pool.read_memory(w.from, copy.data()).ok() &&
-               block.verify(pool.geometry(), pool.fingerprint(), w.item->index, copy.data(), w.from.kind).code() == TA_E_CORRUPT;
+               block.verify(pool.geometry(), pool.fingerprint(), w.item->index, copy.data(), w.from.kind).code() ==
+                   TA_E_CORRUPT;
     } catch (const std::bad_alloc&) {
         return false;
     }
@@ -518,6 +509,9 @@ void MovePart::publish(double seconds) {
             }
             if (transfer_ && w.from.tier != TierKind::kDisk)
                 (kernel ? counted.bytes_by_kernel : counted.bytes_by_engine) += bytes;
+        } else if (w.cancelled) {
+            give_back(w);
+            w.over = true;
         } else if (stays || (reason_ == MoveReason::kPrefetch && w.status.code() == TA_E_TIER_FULL)) {
             give_back(w);
             w.over = true;

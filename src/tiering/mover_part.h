@@ -13,6 +13,7 @@
 #include "src/core/thread_pool.h"
 #include "src/kv/blocks.h"
 #include "src/tiering/disk.h"
+#include "src/tiering/disk_latch.h"
 
 namespace ta {
 
@@ -93,12 +94,25 @@ struct MoveSharing {
     MoveCounters counters;
 };
 
+// What the disk is asked for by the parts of a ticket, for who cancels it.
+class DiskWork {
+  public:
+    void add(DiskTier& disk, DiskBatch batch);
+    // What is asked for from now on, too.
+    void cancel(DiskTier& disk);
+
+  private:
+    std::mutex mutex_;
+    bool cancelled_ = false;
+    std::vector<DiskBatch> batches_;
+};
+
 class MovePart {
   public:
     // `items` stay where they are until the part is gone. `patience`: how long start() waits for those who may be reading what
-    // blocks have left.
+    // blocks have left. `disk_work`: where somebody may cancel the move; else nullptr.
     MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
-             std::chrono::milliseconds patience);
+             std::chrono::milliseconds patience, DiskWork* disk_work = nullptr);
     // Waits for copies, and takes back what was not finished.
     ~MovePart();
     MovePart(const MovePart&) = delete;
@@ -122,6 +136,7 @@ class MovePart {
         Place from, to;
         Status status;
         bool over = false;
+        bool cancelled = false;      // on the disk; the status says so
         uint8_t* written = nullptr;  // what goes to `to`, encoded anew; nullptr: what is at `from`
         bool falls() const { return from.kind != to.kind; }
     };
@@ -129,8 +144,6 @@ class MovePart {
         size_t work;
         uint32_t first, n;  // layers
     };
-    class Latch;
-
     bool take(const MoveItem& item);
     bool through_host(const Place& from) const;
     void move_to_host();
@@ -156,6 +169,7 @@ class MovePart {
     const TierKind to_;
     const MoveReason reason_;
     const std::chrono::milliseconds patience_;
+    DiskWork* const disk_work_;
     MoveProgress progress_;
     std::vector<Work> work_;
     std::vector<MoveItem> in_two_;  // of items_: first to the host tier
@@ -164,7 +178,8 @@ class MovePart {
     std::vector<size_t> copied_, arriving_;  // of work_: by the device, and what it checks; with a CPU, to copy
     std::vector<uint8_t> fallen_;            // on its way to disk
     FallingRoom::Piece on_device_;           // likewise to the host
-    std::unique_ptr<Latch> latch_;
+    std::vector<size_t> on_disk_;            // of work_: what latch_ waits for, by tag
+    std::unique_ptr<DiskLatch> latch_;
     std::unique_ptr<DeviceTransfer> transfer_;
     std::unique_ptr<ArrivalCheck> arrival_;
 };

@@ -37,7 +37,7 @@ struct Slot {
 struct TierStats {
     uint64_t budget = 0;        // bytes the tier may take, everything counted
     uint64_t taken = 0;         // bytes it takes, whether slots are in use or not: slots, headers, index
-    uint64_t memory = 0;        // host memory beside the slots: index and staging. Part of `taken` in the host tier
+    uint64_t memory = 0;        // host memory beside the slots: index and buffers. Part of `taken` in the host tier
     uint64_t used = 0;          // bytes of acquired slots, padding and headers included
     uint64_t free = 0;          // likewise of slots that nobody has
     uint64_t largest_free = 0;  // longest run of free bytes

@@ -2,9 +2,11 @@
 // given out, who has it is named, and others go on meanwhile.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdio>
 #include <future>
 #include <thread>
+#include <tuple>
 
 #include "faults/world.h"
 
@@ -96,6 +98,40 @@ TEST_F(Inspect, AStalledDiskHoldsNobodyElseUp) {
         EXPECT_EQ(begun.get(), TA_OK);
         EXPECT_EQ(looked.get(), TA_OK);
         EXPECT_EQ(ta_plan_abort(other.get(), nullptr), TA_OK);
+    }
+}
+
+TEST_F(Inspect, MovesThatAStalledDiskWorksOnCanBeCancelled) {
+    World world(shape, inputs, &reference, {}, false, false);
+    prepare(world);
+    const ta_kv_pool* pool = world.pool.get();
+    const auto in_tiers = [&] {
+        auto r = sized<ta_residency>();
+        EXPECT_EQ(ta_seq_residency(pool, world.seqs[0], &r, nullptr), TA_OK);
+        return std::array{r.device_blocks, r.host_blocks, r.disk_blocks};
+    };
+    const auto before = in_tiers();
+    for (const auto& [first, n, to] : {std::tuple(1, 2, TA_TIER_HOST), std::tuple(0, 1, TA_TIER_DISK)}) {
+        SCOPED_TRACE(to == TA_TIER_DISK ? "written" : "read");
+        const uint64_t operations = world.files()->operations();
+        world.files()->break_now(Fault::kStall, true);
+        ta_ticket ticket = 0;
+        ASSERT_EQ(ta_seq_move(world.pool.get(), world.seqs[0], uint64_t(first), uint64_t(n), to, &ticket, nullptr), TA_OK);
+        while (world.files()->operations() == operations) std::this_thread::yield();
+        auto info = sized<ta_move_info>();
+        EXPECT_EQ(ta_move_wait(pool, ticket, 20'000'000, &info, nullptr), TA_OK);
+        EXPECT_EQ(info.state, TA_MOVE_RUNNING);
+        EXPECT_EQ(ta_move_cancel(world.pool.get(), ticket, nullptr), TA_OK);
+        EXPECT_EQ(ta_move_wait(pool, ticket, 3'000'000'000, &info, nullptr), TA_OK);
+        EXPECT_EQ(info.state, TA_MOVE_CANCELLED);
+        EXPECT_EQ(info.moved + info.failed, 0u);
+        EXPECT_EQ(in_tiers(), before);
+        world.files()->heal();
+        const ta_move_info again = move_now(world.pool, world.seqs[0], uint64_t(first), uint64_t(n), to);
+        EXPECT_EQ(again.moved, uint64_t(n)) << ta_status_name(again.status);
+        const ta_tier back = to == TA_TIER_DISK ? TA_TIER_DEVICE : TA_TIER_DISK;
+        EXPECT_EQ(move_now(world.pool, world.seqs[0], uint64_t(first), uint64_t(n), back).moved, uint64_t(n));
+        EXPECT_EQ(ta_seq_verify(world.pool.get(), world.seqs[0], nullptr), TA_OK);
     }
 }
 

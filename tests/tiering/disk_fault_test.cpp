@@ -169,7 +169,7 @@ uint64_t run_script(const Setting& setting, Fault fault, uint64_t at, bool forev
     run.options.budget = 130000;
     run.options.use_uring = setting.uring;
     run.options.threads = 2;
-    run.options.staging_bytes = 64000;
+    run.options.buffer_bytes = 64000;
     run.options.deadline = fault == Fault::kStall ? kDeadline : kPatience;
     run.options.retry_after = kRetry;
     setting.script.run(run);

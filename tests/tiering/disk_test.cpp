@@ -56,7 +56,7 @@ class Disk : public ::testing::TestWithParam<Engine> {
         o.slot_bytes[1] = kChannelBytes;
         o.fingerprint = 0x1234;
         o.use_uring = GetParam().uring;
-        o.staging_bytes = 200000;
+        o.buffer_bytes = 200000;
         o.retry_after = 20ms;
         return o;
     }

@@ -1,4 +1,4 @@
-// How long who found no room goes on looking.
+// How long a call that found no room goes on looking.
 #pragma once
 
 #include <chrono>
@@ -10,9 +10,9 @@ namespace ta {
 inline constexpr std::chrono::milliseconds kBriefly{200};
 
 // Who finds no room while others move blocks looks again: a few times in any pool, then for as long as its steps wait for moves.
-class LooksForRoom {
+class RoomRetry {
   public:
-    explicit LooksForRoom(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}
+    explicit RoomRetry(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}
     // After a pause. False: that was it.
     bool again() {
         constexpr int kAtLeast = 8;

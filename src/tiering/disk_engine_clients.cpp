@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "src/tiering/disk_engine.h"
+#include "src/tiering/disk_latch.h"
 
 namespace ta {
 namespace {
@@ -215,31 +216,17 @@ void DiskEngine::drop_queued() {
 }
 
 Status DiskEngine::flush() {
-    struct Waiter final : DiskClient {
-        DiskEngine& engine;
-        bool done = false;
-        Status status;
-        explicit Waiter(DiskEngine& e) : engine(e) {}
-        void on_done(DiskCompletion completion) noexcept override {
-            std::lock_guard lock(engine.mutex_);
-            status = std::move(completion.status);
-            done = true;
-            engine.changed_.notify_all();
-        }
-    } waiter(*this);
+    DiskLatch latch(1);
     Ops ops;
     Op& op = ops.emplace_back();
     op.kind = Op::Kind::kSync;
-    op.client = &waiter;
+    op.client = &latch;
     {
         std::lock_guard lock(mutex_);
         erase_again();
     }
     Result<DiskBatch> batch = enqueue(ops);
-    if (!batch.ok()) return std::move(batch).status();
-    Lock lock(mutex_);
-    changed_.wait(lock, [&] { return waiter.done; });
-    return std::move(waiter.status);
+    return batch.ok() ? std::move(latch.wait()[0].status) : std::move(batch).status();
 }
 
 // The supervisor -----------------------------------------------------------------------------------------------------------------
@@ -321,7 +308,7 @@ TierStats DiskEngine::stats() const {
     TierStats s = counters_;
     map_.describe(s);
     s.taken = file_bytes(map_.shape());
-    s.memory = staging_bytes_ + map_.index_bytes() + slots_.capacity() * sizeof(SlotInfo) +
+    s.memory = buffer_bytes_ + map_.index_bytes() + slots_.capacity() * sizeof(SlotInfo) +
                (to_erase_.capacity() + not_erased_.capacity()) * sizeof(uint32_t);
     s.queued = queued_.size();
     s.in_flight = active_.size();
