@@ -34,6 +34,8 @@ class StepRoom {
     std::optional<Status> take_new_blocks(std::optional<uint64_t>& reading);
     bool make_or_await_room(uint64_t seen);
     bool drop();
+    bool others_hold_room() const;
+    bool await_others(bool before);
     bool may_wait() const { return Clock::now() < patience_ends_; }
     struct BlockOfStep {
         size_t sequence, block;
@@ -58,6 +60,7 @@ class StepRoom {
     bool moving_ = false;         // somebody was when this last began to look
     bool may_drop_below_ = true;  // false where room that was made below does not come up to the device
     bool dropped_below_ = false;
+    Pool::RoomQueue queue_;
     std::optional<uint64_t> readers_;  // when blocks were to be dropped first
     bool waited_for_blocks_ = false, waited_for_room_ = false;
 };
@@ -72,7 +75,8 @@ StepRoom::StepRoom(Pool& pool, std::span<Sequence* const> sequences, std::span<c
       plans_patience_(pool.tier_settings().plans_patience),
       patience_ends_(start_ + plans_patience_),
       looks_(pool.mover() ? pool.tier_settings().moves_patience : plans_patience_),
-      brief_looks_(std::min(pool.tier_settings().moves_patience, kBriefly)) {}
+      brief_looks_(std::min(pool.tier_settings().moves_patience, kBriefly)),
+      queue_(pool, sequences) {}
 
 StepRoom::~StepRoom() {
     if (!waited_for_blocks_ && !waited_for_room_) return;
@@ -84,16 +88,19 @@ StepRoom::~StepRoom() {
 
 Status StepRoom::find(std::optional<uint64_t>& reading) {
     if (!pool_.mover()) return find_on_device();
+    queue_.give_way();
     for (;;) {
+        const bool beside_others = others_hold_room();
         std::optional<Status> s = bring_blocks();
         if (s && s->ok()) s = take_new_blocks(reading);
-        if (s) return *std::move(s);
+        if (s && (s->code() != TA_E_TIER_FULL || !await_others(beside_others))) return *std::move(s);
     }
 }
 
 // Without tiers below.
 Status StepRoom::find_on_device() {
     for (;;) {
+        const bool beside_others = others_hold_room();
         Status s = reserve_();
         if (s.code() != TA_E_TIER_FULL || ++made_ > kMostAttempts) return s;
         if (pool_.drop_unused(TierKind::kDevice, wanted_, true)) continue;
@@ -101,8 +108,23 @@ Status StepRoom::find_on_device() {
             --made_;
             continue;
         }
-        if (pool_.drop_coldest(wanted_, sequences_, {}) == Pool::Drop::kNothing) return s;
+        if (pool_.drop_coldest(wanted_, sequences_, {}) == Pool::Drop::kNothing && !await_others(beside_others)) return s;
     }
+}
+
+// Whether there are blocks that may be room later: when other plans end, or calls let go of them.
+bool StepRoom::others_hold_room() const {
+    if (!pool_.mover() && !pool_.may_drop()) return false;  // none that this step could have
+    return pool_.blocks_are_held() || pool_.others_in_plans(sequences_);
+}
+
+// False: there are none, nor were there when this last began to look (`before`), or it is too late.
+bool StepRoom::await_others(bool before) {
+    if (!may_wait() || (!before && !others_hold_room())) return false;
+    waited_for_room_ = true;
+    queue_.wait(patience_ends_);
+    made_ = turns_ = 0;
+    return true;
 }
 
 std::optional<Status> StepRoom::bring_blocks() {

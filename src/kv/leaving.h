@@ -76,7 +76,7 @@ class Leaving final : public EvictionView {
 inline std::unordered_set<const Block*> shared_in_plans(std::span<const std::unique_ptr<Sequence>> sequences) {
     std::unordered_set<const Block*> held;
     for (const auto& s : sequences) {
-        if (!s->alive || !s->in_plan) continue;
+        if (!s->alive || !s->may_be_read()) continue;
         for (const BlockPtr& block : s->blocks) {
             if (block.use_count() > 1) held.insert(block.get());
         }

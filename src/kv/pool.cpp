@@ -376,6 +376,7 @@ Result<int64_t> Pool::length(ta_seq seq) const {
 }
 
 Status Pool::verify(ta_seq seq) const {
+    const BlockHold hold(*this);
     // The blocks are held, so that hashing them needs no lock.
     std::vector<BlockPtr> blocks;
     TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
@@ -441,6 +442,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
         s->used_before_at = std::exchange(s->last_used_at, now);
     }
     if (!status.ok()) return status;
+    in_plans_ += taken.size();
     return taken;
 }
 
@@ -455,6 +457,7 @@ void Pool::forget_use(std::span<Sequence* const> seqs) {
 void Pool::unlock_for_plan(std::span<Sequence* const> seqs) {
     std::lock_guard lock(mutex_);
     for (Sequence* s : seqs) s->in_plan = false;
+    in_plans_ -= seqs.size();
 }
 
 Pool::SequenceStats Pool::sequence_stats() const {

@@ -32,6 +32,8 @@ struct Sequence {
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
+    bool waits = false;  // its plan's begin waits for room, and reads nothing: its blocks may go to the disk
+    bool may_be_read() const { return in_plan && !waits; }
     uint64_t last_used = 0;  // by a plan: the pool's count of uses then
     std::chrono::steady_clock::time_point last_used_at;
     // Before the begin that goes on, which may fail.
@@ -169,14 +171,43 @@ class Pool {
     // For as long as a call holds blocks that are in no sequence: others wait for them, which cannot leave or be dropped before.
     class BlockHold {
       public:
-        explicit BlockHold(Pool& pool) : pool_(pool) { pool_.holders_.fetch_add(1); }
+        explicit BlockHold(const Pool& pool) : pool_(pool) { pool_.holders_.fetch_add(1); }
         ~BlockHold() { pool_.holders_.fetch_sub(1); }
         BlockHold(const BlockHold&) = delete;
         BlockHold& operator=(const BlockHold&) = delete;
 
       private:
-        Pool& pool_;
+        const Pool& pool_;
     };
+    // Begins that lack room which others have take turns, in the order in which they came. While one waits, others may send
+    // its blocks, of `mine`, to the disk.
+    class RoomQueue {
+        using Clock = std::chrono::steady_clock;
+
+      public:
+        RoomQueue(Pool& pool, std::span<Sequence* const> mine) : pool_(pool), mine_(mine) {}
+        ~RoomQueue();
+        RoomQueue(const RoomQueue&) = delete;
+        RoomQueue& operator=(const RoomQueue&) = delete;
+        // Waits for a moment at least: until a plan has ended or released what it reads, and it is this one's turn.
+        void wait(Clock::time_point most);
+        // Lets one go first that has waited for long: without this it would find a sequence that takes step after step in no
+        // plan hardly ever. A few times only, since it may wait for what it cannot have.
+        void give_way();
+
+      private:
+        bool is_first() const;
+        void set_waiting(bool waits);
+
+        Pool& pool_;
+        const std::span<Sequence* const> mine_;
+        // Guarded by the pool's mutex.
+        bool queued_ = false;
+        Clock::time_point since_;
+        int ways_given_ = 0;  // to this one
+    };
+    // Whether other plans have sequences than the one that holds `mine`.
+    bool others_in_plans(std::span<Sequence* const> mine) const { return in_plans_.load() > mine.size(); }
     // Whether a move or a call holds blocks that it lets go of soon.
     bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
     StagingMode staging() const { return tier_settings_.staging; }
@@ -362,8 +393,10 @@ class Pool {
     std::atomic<bool> closed_{false};                   // written under mutex_
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
+    std::vector<RoomQueue*> room_queue_;
     uint64_t uses_ = 0;                        // of sequences by plans
-    std::atomic<int> holders_{0};              // calls of BlockHold
+    std::atomic<size_t> in_plans_{0};          // sequences
+    mutable std::atomic<int> holders_{0};      // calls of BlockHold
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
     std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction

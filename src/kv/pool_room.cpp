@@ -2,6 +2,7 @@
 // where that is allowed. What is lost is decided before anything is.
 #include <algorithm>
 #include <array>
+#include <thread>
 #include <unordered_set>
 
 #include "src/kv/fall.h"
@@ -182,6 +183,61 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
     }
 }
 
+Pool::RoomQueue::~RoomQueue() {
+    if (!queued_) return;
+    std::lock_guard lock(pool_.mutex_);
+    std::erase(pool_.room_queue_, this);
+}
+
+bool Pool::RoomQueue::is_first() const {
+    std::lock_guard lock(pool_.mutex_);
+    return pool_.room_queue_.front() == this;
+}
+
+void Pool::RoomQueue::set_waiting(bool waits) {
+    std::lock_guard lock(pool_.mutex_);
+    if (waits && !queued_) {
+        pool_.room_queue_.push_back(this);
+        queued_ = true;
+        since_ = Clock::now();
+    }
+    for (Sequence* s : mine_) s->waits = waits;
+}
+
+void Pool::RoomQueue::wait(Clock::time_point most) {
+    constexpr std::chrono::milliseconds kPause{2};
+    set_waiting(true);
+    const BlockStore& store = pool_.blocks();
+    do {
+        const auto start = Clock::now();
+        // Plans of a pool without tiers do not say that they read.
+        if (!store.still_reading(store.last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
+    } while (Clock::now() < most && !is_first());
+    set_waiting(false);
+}
+
+void Pool::RoomQueue::give_way() {
+    constexpr std::chrono::milliseconds kLong{20}, kWay{50}, kPause{1};
+    constexpr int kMostWays = 8;
+    const auto start = Clock::now();
+    const RoomQueue* first = nullptr;
+    {
+        std::lock_guard lock(pool_.mutex_);
+        if (pool_.room_queue_.empty()) return;
+        RoomQueue& front = *pool_.room_queue_.front();
+        if (start - front.since_ < kLong || ++front.ways_given_ > kMostWays) return;
+        first = &front;
+        for (Sequence* s : mine_) s->waits = true;
+    }
+    const auto still_first = [&] {
+        std::lock_guard lock(pool_.mutex_);
+        return !pool_.room_queue_.empty() && pool_.room_queue_.front() == first;
+    };
+    while (still_first() && Clock::now() - start < kWay) std::this_thread::sleep_for(kPause);
+    std::lock_guard lock(pool_.mutex_);
+    for (Sequence* s : mine_) s->waits = false;
+}
+
 void Pool::drop(std::span<const MoveItem> items) {
     for (const MoveItem& item : items) {
         if (!item.block->start_move()) continue;
@@ -214,7 +270,7 @@ Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequen
             const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
             if (!shared) m.drops[tier] += size;
             m.down[tier] += size;
-            if (!s->in_plan && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
+            if (!s->may_be_read() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
         }
     }
     // Room in a tier helps where the tiers above are full too, and have as much to pass on.

@@ -156,7 +156,7 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     std::lock_guard lock(mutex_);
     Leaving leaving(geometry_, tier, steps_.load(std::memory_order_relaxed));
     for (const auto& s : sequences_) {
-        if (s->alive && !(for_disk && s->in_plan) && !s->blocks.empty())
+        if (s->alive && !(for_disk && s->may_be_read()) && !s->blocks.empty())
             leaving.add(*s, uint32_t(numerics_.sink_blocks), s->blocks.size());
     }
     // NOTES: an item is an owner too: both choices come before the first item.
@@ -227,15 +227,15 @@ void Pool::keep_room() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const TierKind to = below(TierKind::kDevice);
     const uint64_t used = blocks_->usage().used, budget = blocks_->budget();
-    if (used <= budget / 100 * uint64_t(tier_settings_.high_percent)) return;
+    const auto part = [&](int percent) { return budget / 100 * uint64_t(percent) + budget % 100 * uint64_t(percent) / 100; };
+    if (used <= part(tier_settings_.high_percent)) return;
     if (const uint64_t last = keeping_room_.load(); last != 0) {
         Result<MoveProgress> progress = mover_->query(last);
         if (progress.ok() && progress.value().state <= TA_MOVE_RUNNING) return;
         if (progress.ok() && progress.value().moved == 0 && now.count() < keep_room_after_.load()) return;
     }
     take_in_attention(false);
-    std::vector<MoveItem> items =
-        coldest(TierKind::kDevice, used - budget / 100 * uint64_t(tier_settings_.low_percent), to == TierKind::kDisk);
+    std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(tier_settings_.low_percent), to == TierKind::kDisk);
     if (items.empty()) return;
     if (Result<uint64_t> ticket = mover_->submit(std::move(items), to, MoveReason::kEviction); ticket.ok())
         keeping_room_ = ticket.value();

@@ -28,6 +28,7 @@ static_assert(sizeof(FileHeader) == 80);
 
 Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Progress& progress, FileSystem& files) {
     const Geometry& g = pool.geometry();
+    const Pool::BlockHold hold(pool);
     // Blocks that are held here are not written to: who appends makes a copy of the open one.
     Result<Pool::Snapshot> taken = pool.snapshot(seq);
     if (!taken.ok()) return std::move(taken).status();
