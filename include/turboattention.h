@@ -463,10 +463,11 @@ typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
  * dropped), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
                              ta_error* err);
-/* Makes a sequence of a file, all of it or nothing. The pool must have the shape and numeric settings of the one that saved it.
- * Every byte is checked against hashes: damage is found, forgery by somebody who can compute them is not. It belongs to the
- * namespace of the same salt as the one that it was saved from. Room is made for it while it is read, as a begin makes it:
- * where the load fails later, other blocks may lie in slower tiers.
+/* Makes a sequence of a file, all of it or nothing. The pool must have the shape of the one that saved it, and what says how
+ * stored bytes are read: bits, rotation and its seed, sink blocks, K offset, falling precision. Every byte is checked against
+ * hashes: damage is found, forgery by somebody who can compute them is not. The sequence belongs to the namespace of the same
+ * salt as the one that it was saved from. Room is made for it while it is read, as a begin makes it: where the load fails
+ * later, other blocks may lie in slower tiers.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (another
  * version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
  * created and something in the pool is of), TA_E_MEMORY. */
@@ -488,7 +489,7 @@ typedef uint64_t ta_namespace;
 typedef struct ta_namespace_options {
     uint32_t struct_size;
     uint32_t reserved;
-    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit */
+    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit. What a file brings may exceed it */
     uint8_t salt[32];     /* secret random bytes; the same ones find published blocks again in a later process */
 } ta_namespace_options;
 
@@ -569,7 +570,7 @@ enum { TA_MOVE_QUEUED = 1, TA_MOVE_RUNNING = 2, TA_MOVE_DONE = 3, TA_MOVE_FAILED
 
 typedef struct ta_move_info {
     uint32_t struct_size;
-    ta_move_state state; /* FAILED: some block failed, the others moved */
+    ta_move_state state; /* FAILED: some block failed; the others moved, unless it was cancelled, too */
     uint64_t blocks;     /* asked for */
     uint64_t moved;
     uint64_t present; /* were there already */
@@ -627,7 +628,7 @@ typedef struct ta_tier_stats {
     uint64_t blocks;
     uint64_t blocks_in, blocks_out; /* moved here and away since creation, as the next ones */
     uint64_t bytes_in, bytes_out;
-    uint64_t failed;  /* of the device tier moves, of a disk requests that failed; as the next two 0 of the host tier */
+    uint64_t failed;  /* of the device tier blocks that could not move, but for lack of room; of a disk requests; else 0 */
     uint64_t corrupt; /* blocks that did not match their hashes */
     uint64_t queued;  /* of the device tier tickets, of a disk requests that are not finished now */
     uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* of all tiers: what moves were for */

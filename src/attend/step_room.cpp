@@ -137,7 +137,7 @@ std::optional<Status> StepRoom::bring_blocks() {
         if ((pool_.blocks_are_held() || store_.changes() != seen) && brief_looks_.again()) return {};
         s = name(fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk"), *on_disk);
     } else {
-        s = pool_.make_resident(sequences_, wanted_);
+        s = pool_.make_resident(sequences_, wanted_, patience_ends_);
     }
     if (s.code() != TA_E_TIER_FULL) return s;
     waited_for_room_ = true;
@@ -178,7 +178,7 @@ bool StepRoom::make_or_await_room(uint64_t seen) {
     waited_for_room_ = true;
     // What blocks have left is room as soon as those are done who read there.
     if (may_wait() && store_.wait_for_left(kPause)) return true;
-    if (pool_.make_room(TierKind::kDevice, wanted_, true)) return ++made_ <= kMostAttempts;
+    if (pool_.make_room(TierKind::kDevice, wanted_, true, patience_ends_)) return ++made_ <= kMostAttempts;
     if (pool_.blocks_are_held() && brief_looks_.again()) return true;
     // What others move, or what changed while this looked for room, may be room in a moment.
     if (moving_ || store_.changes() != seen) return looks_.again();

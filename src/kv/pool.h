@@ -217,7 +217,7 @@ class Pool {
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
     // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
-    bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false);
+    bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false, Deadline until = kNoDeadline);
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
     // Where the blocks of a step lie as it looks for them. Sequences are in the caller's plan.
@@ -240,7 +240,7 @@ class Pool {
     void count_step(const Lookups& lookups);
     // Brings blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the wanted
     // blocks.
-    Status make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted);
+    Status make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted, Deadline until);
     // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
     // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
     // at once. What would not be enough is not dropped.
@@ -331,9 +331,10 @@ class Pool {
     // One request to the disk, waited for.
     Status run_on_disk(const DiskRequest& request) const;
     TierKind below(TierKind tier) const;
-    bool evict(TierKind from, TierKind to, uint64_t bytes);
-    bool pass_to_disk(uint64_t bytes);
-    bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted);
+    Status read_place(const Block& block, uint64_t index, const Place& place, uint8_t* slot) const;
+    bool evict(TierKind from, TierKind to, uint64_t bytes, Deadline until);
+    bool pass_to_disk(uint64_t bytes, Deadline until);
+    bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);
     uint64_t bytes_of(std::span<const PageKind> kinds) const;
     uint64_t bytes_on_disk(std::span<Sequence* const> seqs) const;
     void drop(std::span<const MoveItem> items);

@@ -130,20 +130,20 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
 
 // Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many
 // bytes are free. False: they are not.
-bool Pool::pass_to_disk(uint64_t bytes) {
+bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
     const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
     for (;;) {
         const uint64_t free = blocks_->free_bytes();
         if (free >= bytes) return true;
         const uint64_t below = std::min(host_->stats().free, disk_->stats().free);
         if (below <= overshoot) return false;
-        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot))) return false;
+        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot), until)) return false;
     }
 }
 
 // Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step, else
 // others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing went up.
-bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted) {
+bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until) {
     const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
     if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
     for (bool raised = false;; raised = true) {
@@ -164,9 +164,9 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
                 return i.block->pins() == 0 && !loses;
             });
             if (back == items.end() || coldest(TierKind::kDevice, bytes, true).empty() ||
-                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction).moved == 0)
+                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction, until).moved == 0)
                 return raised;
-            pass_to_disk(bytes + bytes_of(wanted));
+            pass_to_disk(bytes + bytes_of(wanted), until);
         }
         if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
         uint64_t listed = 0;
@@ -175,11 +175,11 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
             listed += size_of(item);
             return false;
         });
-        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded).moved == 0) return raised;
+        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until).moved == 0) return raised;
         for (const MoveItem& item : items) {
             if (item.block->tier() == TierKind::kDevice) bytes -= std::min(bytes, size_of(item));
         }
-        if (!pass_to_disk(bytes + bytes_of(wanted)) || bytes == 0) return true;
+        if (!pass_to_disk(bytes + bytes_of(wanted), until) || bytes == 0) return true;
     }
 }
 

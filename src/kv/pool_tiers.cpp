@@ -176,24 +176,24 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     return items;
 }
 
-bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all) {
+bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
     if (tier == TierKind::kDisk) return drop_unused(tier, wanted, for_all);
     take_in_attention(false);
     const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
     const uint64_t bytes = std::max(bytes_of(wanted), budget / kEvictedPart);
-    if (evict(tier, below(tier), bytes)) return true;
+    if (evict(tier, below(tier), bytes, until)) return true;
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
-    if (tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes)) return true;
+    if (tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes, until)) return true;
     return drop_unused(tier, wanted, for_all);
 }
 
-bool Pool::evict(TierKind from, TierKind to, uint64_t bytes) {
+bool Pool::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
     constexpr int kAttempts = 4;  // blocks that are damaged stay, and are not tried again
     if (!tier(to)) return false;
     for (int attempt = 0; attempt < kAttempts; ++attempt) {
         const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk);
         if (items.empty()) return false;
-        const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction);
+        const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction, until);
         if (progress.moved > 0) return true;
         if (progress.status.code() == TA_E_CORRUPT) continue;
         if (!progress.status.ok() && progress.status.code() != TA_E_TIER_FULL) {
@@ -285,7 +285,7 @@ void Pool::count_step(const Lookups& l) {
     }
 }
 
-Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted) {
+Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted, Deadline until) {
     if (blocks_->blocks_on_disk() == 0) return {};
     const auto is_full = [](const MoveProgress& p) { return p.failed > 0 && p.status.code() == TA_E_TIER_FULL; };
     const auto on_disk = [](const MoveItem& item) { return item.block->tier() == TierKind::kDisk; };
@@ -297,24 +297,24 @@ Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const Page
             if (block->tier() == TierKind::kDisk) items.push_back({block, b});
         }
         if (items.empty()) continue;
-        MoveProgress progress = mover_->run(items, next, MoveReason::kNeeded);
+        MoveProgress progress = mover_->run(items, next, MoveReason::kNeeded, until);
         if (is_full(progress) && host_ && !context_->device()) {
             std::erase_if(items, std::not_fn(on_disk));
-            progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded);
+            progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until);
         }
         // A GPU gets them through the host tier, which others of the step may fill.
         for (bool more = true; more && is_full(progress) && context_->device(); more = progress.moved > 0) {
             std::erase_if(items, std::not_fn(on_disk));
             uint64_t bytes = 0;
             for (const MoveItem& item : items) bytes += geometry_.slot_bytes(item.block->kind());
-            if (!raise(seqs, bytes, wanted)) break;
-            progress = mover_->run(items, next, MoveReason::kNeeded);
+            if (!raise(seqs, bytes, wanted, until)) break;
+            progress = mover_->run(items, next, MoveReason::kNeeded, until);
         }
         if (progress.failed > 0 && progress.status.code() == TA_E_CORRUPT) {
             // Where only what arrived was bad, the record is good to be read again.
             std::erase_if(items, [&](const MoveItem& item) { return !on_disk(item) || item.block->stuck(); });
             if (!items.empty()) {
-                MoveProgress again = mover_->run(items, next, MoveReason::kNeeded);
+                MoveProgress again = mover_->run(items, next, MoveReason::kNeeded, until);
                 if (again.failed == 0 && again.moved == progress.failed) progress = std::move(again);
             }
         }
@@ -418,20 +418,31 @@ Status Pool::read_memory(const Place& place, uint8_t* to) const {
 }
 
 Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const {
-    const Place place = blocks_->place_of(block);
-    const size_t bytes = geometry_.slot_bytes(place.kind);
     std::vector<uint8_t> scratch;
-    if (!slot) {
-        scratch.resize(bytes);
-        slot = scratch.data();
+    Status s;
+    // A place that it leaves may be another block's by the time the disk is asked.
+    constexpr int kMostPlaces = 4;
+    for (int i = 0; i < kMostPlaces; ++i) {
+        const Place place = blocks_->place_of(block);
+        if (!slot || !scratch.empty()) {
+            scratch.resize(geometry_.slot_bytes(place.kind));
+            slot = scratch.data();
+        }
+        s = read_place(block, index, place, slot);
+        const Place now = blocks_->place_of(block);
+        if (s.ok() || (now.tier == place.tier && now.slot.index == place.slot.index)) break;
     }
+    return s;
+}
+
+Status Pool::read_place(const Block& block, uint64_t index, const Place& place, uint8_t* slot) const {
     if (place.tier != TierKind::kDisk) {  // it came back meanwhile
         TA_RETURN_IF_ERROR(read_memory(place, slot));
         return block.verify(geometry_, fingerprint_, index, slot, place.kind);
     }
     DiskRequest r;
     r.slot = place.slot;
-    r.bytes = bytes;
+    r.bytes = geometry_.slot_bytes(place.kind);
     r.memory = slot;
     r.identity = block.identity(index, place.keyed);
     return run_on_disk(r);  // checks the block's hashes

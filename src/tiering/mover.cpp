@@ -19,6 +19,7 @@ constexpr size_t kFlights = 4;             // parts that a thread has on their w
 constexpr int kThreads = 2;                // of a direction: one starts copies while the other publishes blocks
 constexpr int kMostCheckers = 12;  // threads that hash what arrived in host memory: 5 GB/s each from DRAM, the bus has 55
 constexpr std::chrono::microseconds kCheckersPoll{100};  // longer than a part takes to arrive
+constexpr std::chrono::milliseconds kAMoment{20};        // for readers, be it late
 constexpr size_t kHanded = 64;                           // parts that callers have started and no thread has taken over
 constexpr size_t kFinishedTickets = 4096;                // that can still be asked about
 
@@ -271,11 +272,16 @@ void Mover::land(Flight& flight) {
     finished_.notify_all();
 }
 
-MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason reason) {
+MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason reason, Deadline until) {
     MoveProgress progress;
     progress.blocks = items.size();
     // A step waits no longer than its pool says.
-    const auto patience = std::min(kReadersPatience, sharing_.pool.tier_settings().plans_patience);
+    const auto most = std::min(kReadersPatience, sharing_.pool.tier_settings().plans_patience);
+    const auto patience = [&] {
+        if (until == kNoDeadline) return most;
+        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+        return std::clamp(left, std::min(most, kAMoment), most);
+    };
     std::deque<std::unique_ptr<MovePart>> flights;
     const auto land_first = [&] {
         flights.front()->finish();
@@ -286,7 +292,7 @@ MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason
     while (!items.empty()) {
         const auto [n, bytes] = cut_part(items, to, before);
         before += bytes;
-        auto next = std::make_unique<MovePart>(sharing_, items.first(n), to, reason, patience);
+        auto next = std::make_unique<MovePart>(sharing_, items.first(n), to, reason, patience());
         const bool at_once = next->prepare();
         while (!flights.empty() && (!at_once || flights.size() == kFlights)) land_first();
         next->start();

@@ -34,8 +34,8 @@ class Mover {
     // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls. Of what is
     // asked for the caller starts the first part, where that waits for nobody.
     Result<uint64_t> submit(std::vector<MoveItem> items, TierKind to, MoveReason reason);
-    // The same at once. Where there is no room in `to`, others make room for needed blocks.
-    MoveProgress run(std::span<const MoveItem> items, TierKind to, MoveReason reason);
+    // The same at once, for a step that waits until then. Where there is no room in `to`, others make room for needed blocks.
+    MoveProgress run(std::span<const MoveItem> items, TierKind to, MoveReason reason, Deadline until = kNoDeadline);
 
     // TA_E_STALE for a ticket that was never given out, or finished long ago.
     Result<MoveProgress> query(uint64_t ticket) const;

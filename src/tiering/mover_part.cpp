@@ -199,6 +199,7 @@ bool MovePart::take(const MoveItem& item) {
 // Slots for all, or for as many as possible one by one; the others get a status.
 void MovePart::find_room() {
     Pool& pool = sharing_.pool;
+    const Deadline until = std::chrono::steady_clock::now() + patience_;
     Status all = acquire(work_);
     // What blocks have left counts until those are done who were reading there.
     if (all.code() == TA_E_TIER_FULL && patience_.count() > 0 && pool.blocks().wait_for_left(patience_)) all = acquire(work_);
@@ -211,7 +212,8 @@ void MovePart::find_room() {
         }
         constexpr int kAttempts = 8;  // other parts may take the room that was made
         for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL; ++i) {
-            if (pool.blocks().left_bytes(to_) >= bytes || !pool.make_room(to_, kinds)) break;  // or it is made, but being read
+            if (pool.blocks().left_bytes(to_) >= bytes || !pool.make_room(to_, kinds, false, until))
+                break;  // or it is made, but being read
             all = acquire(work_);
         }
     }
@@ -522,7 +524,11 @@ void MovePart::publish(double seconds) {
             w.over = true;
             if (damaged) block.set_stuck();
             ++progress_.failed;
-            ++(damaged ? counted.corrupt : counted.failed);
+            if (damaged) {
+                ++counted.corrupt;
+            } else if (w.status.code() != TA_E_TIER_FULL) {
+                ++counted.failed;
+            }
             if (progress_.status.ok()) progress_.status = std::move(w.status).block(int64_t(w.item->index));
         }
         block.end_move();

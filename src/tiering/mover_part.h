@@ -23,6 +23,9 @@ class Pool;
 enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
 inline constexpr int kMoveReasons = 4;
 inline constexpr std::chrono::milliseconds kReadersPatience{200};
+// Until when a step waits; what it makes others move waits no longer, but for a moment.
+using Deadline = std::chrono::steady_clock::time_point;
+inline constexpr Deadline kNoDeadline = Deadline::max();
 
 struct MoveItem {
     BlockPtr block;                                           // nullptr: one that is not full, which stays

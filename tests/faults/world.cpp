@@ -445,7 +445,7 @@ ta_ticket World::ask(size_t s, uint64_t first, uint64_t n, ta_tier tier, bool pr
     return ticket;
 }
 
-ta_move_info World::wait_for(ta_ticket ticket) {
+ta_move_info World::wait_for(ta_ticket ticket, bool cancelled) {
     auto info = sized<ta_move_info>();
     constexpr int64_t kForEver = 30'000'000'000;
     call("ta_move_wait", Kind::kTierOnly,
@@ -458,7 +458,8 @@ ta_move_info World::wait_for(ta_ticket ticket) {
     }
     EXPECT_EQ(info.failed > 0, info.state == TA_MOVE_FAILED);
     const uint64_t sum = info.moved + info.present + info.skipped + info.failed;
-    EXPECT_TRUE(sum == info.blocks || (info.state == TA_MOVE_CANCELLED && sum < info.blocks));
+    EXPECT_TRUE(sum == info.blocks || (cancelled && sum < info.blocks));
+    EXPECT_EQ(info.state == TA_MOVE_CANCELLED, sum < info.blocks && info.failed == 0);
     return info;
 }
 
@@ -487,7 +488,7 @@ void World::move_and_cancel(size_t s, uint64_t first, uint64_t n, ta_tier tier) 
     if (!tiered()) return;
     const ta_ticket ticket = ask(s, first, n, tier, false);
     call("ta_move_cancel", Kind::kTierOnly, [&](ta_error* err) { return ta_move_cancel(pool.get(), ticket, err); });
-    wait_for(ticket);
+    wait_for(ticket, true);
     disarm();
     expect_state("a cancelled move");
 }

@@ -202,7 +202,7 @@ class World {
     void expect_slots(const char* what);
     bool slots_match(std::string& why);
     ta_ticket ask(size_t s, uint64_t first, uint64_t n, ta_tier tier, bool prefetch);
-    ta_move_info wait_for(ta_ticket ticket);
+    ta_move_info wait_for(ta_ticket ticket, bool cancelled = false);
     void keep(const std::vector<float>& values);
 
     const PoolShape shape_;
