@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 
-
 namespace ta {
 namespace {
 

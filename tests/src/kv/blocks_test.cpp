@@ -371,7 +371,8 @@ TEST_P(Sealed, EveryByteOfPagesHashesAndIdentityCounts) {
 TEST_P(Sealed, APageIsThePageThatWasAskedFor) {
     BlockStore& s = store(1 << 20);
     const BlockPtr a = sealed(s, 5), b = sealed(s, 5);
-    EXPECT_EQ(a->verify(geometry, kFingerprint, 6, a->slot(), a->kind()).code(), TA_E_CORRUPT) << "another place in the sequence";
+    EXPECT_EQ(a->verify(geometry, kFingerprint, 6, a->slot(), a->kind()).code(), TA_E_CORRUPT)
+        << "another place in the sequence";
     EXPECT_EQ(a->verify(geometry, kFingerprint + 1, 5, a->slot(), a->kind()).code(), TA_E_CORRUPT) << "another pool";
     // The same bytes under another identity are another page.
     std::memcpy(a->slot(), b->slot(), geometry.slot_bytes(GetParam()));
@@ -383,7 +384,8 @@ TEST_P(Sealed, APageIsThePageThatWasAskedFor) {
     std::swap_ranges(c->slot(), second, second);
     auto* hashes = reinterpret_cast<uint64_t*>(c->slot() + geometry.payload_bytes(GetParam()) + sizeof(SlotTrailer));
     std::swap(hashes[0], hashes[1]);
-    EXPECT_EQ(c->verify(geometry, kFingerprint, 5, c->slot(), c->kind()).code(), TA_E_CORRUPT) << "layers exchanged with their hashes";
+    EXPECT_EQ(c->verify(geometry, kFingerprint, 5, c->slot(), c->kind()).code(), TA_E_CORRUPT)
+        << "layers exchanged with their hashes";
 }
 
 TEST_P(Sealed, ABlockThatIsNotFullHasNoHashes) {
