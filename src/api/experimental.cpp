@@ -37,8 +37,8 @@ Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index,
     return Page{copy.data(), at.kind};
 }
 
-// The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr. TA_E_INVALID:
-// it has more bytes than there is room for.
+// The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr.
+// TA_E_INVALID: it has more bytes than there is room for.
 Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t room, ta_x_block_info& info,
                       std::vector<uint8_t>* slot) {
     const Geometry& g = pool.geometry();

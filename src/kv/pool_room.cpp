@@ -1,5 +1,5 @@
-// Whether a begin can have the room that it lacks, the way of its blocks through tiers that are full, and what a pool drops for it
-// where that is allowed. What is lost is decided before anything is.
+// Whether a begin can have the room that it lacks, the way of its blocks through tiers that are full, whose turn it is where
+// several lack it, and what a pool drops for one where that is allowed. What is lost is decided before anything is.
 #include <algorithm>
 #include <array>
 #include <thread>

@@ -91,7 +91,7 @@ class PrefixStore {
     Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence, const OpenAmax& open_amax);
     // The blocks of the first keys, up to one that has none.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
-    // A sequence was made of the match: its entries count as asked for now.
+    // Counts a match of which a sequence was made, as the latest use of its entries.
     void count_match(Tenant id, const Match& match);
 
     // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of at
