@@ -81,7 +81,7 @@ void run(int64_t tokens, int bits) {
     call.channel_head_offset = offsets.data();
     call.q = view(q);
     call.out = view(out);
-    call.settings = resolve_attend(nullptr, kHeads * kGroup, kDim, cpu::ExpMode::kPoly, TA_P_AUTO).value();
+    call.settings = resolve_attend(nullptr, kHeads * kGroup, kDim, ExpMode::kPoly, TA_P_AUTO).value();
     AttendExecutor executor(*context);
     const auto timed = [&](size_t layer, float* observe) {
         const AttendSequence sequence{bases.data() + layer * pages, tokens, 1, 0, nullptr, observe};

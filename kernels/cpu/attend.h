@@ -5,10 +5,11 @@
 #include <cstdint>
 
 #include "kernels/format/layout.h"
+#include "kernels/format/types.h"
 
 namespace ta::cpu {
 
-enum class ExpMode : uint8_t { kPoly, kExact, kSas };
+using ta::ExpMode;  // part of this interface, under its name too
 
 // One page of the kv head that the task works on.
 struct PageRef {

@@ -7,13 +7,13 @@
 
 #include "kernels/format/codec.h"
 #include "kernels/format/layout.h"
+#include "kernels/format/types.h"
 
 namespace ta::cpu {
 
-enum class DType : int32_t { kF16 = 1, kBf16 = 2, kF32 = 3 };
-TA_HD constexpr size_t dtype_bytes(DType t) {
-    return t == DType::kF32 ? 4 : 2;
-}
+// Part of this interface, under its name too.
+using ta::DType;
+using ta::dtype_bytes;
 
 // Stage-1 codes and scales of one head for the tokens of one page, tokens and channels in natural order.
 struct HeadStage1 {

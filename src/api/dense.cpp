@@ -108,8 +108,8 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         }
         const bool page = o.variant == TA_DENSE_INT8_PAGE;
         Result<AttendSettings> settings =
-            resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim),
-                           page ? cpu::ExpMode::kPoly : cpu::ExpMode::kExact, page ? TA_P_U8 : TA_P_S8_127, on_cpu);
+            resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? ExpMode::kPoly : ExpMode::kExact,
+                           page ? TA_P_U8 : TA_P_S8_127, on_cpu);
         if (!settings.ok()) return std::move(settings).status().argument(6);
         call.lse = lse;
         call.q_offsets = q_offsets.value();

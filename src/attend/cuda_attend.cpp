@@ -43,7 +43,7 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     if (!by_kernel) return key;
     key.kv_heads = args.kv_heads;
     // SAS cuts off by the row's maximum so far, so its rows see their keys in order.
-    if (args.exp != cuda::ExpMode::kSas) key.ctas = device.properties().multiProcessorCount;
+    if (args.exp != ExpMode::kSas) key.ctas = device.properties().multiProcessorCount;
     return key;
 }
 

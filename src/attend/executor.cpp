@@ -58,7 +58,7 @@ bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last)
 
 }  // namespace
 
-Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p,
+Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_heads, int head_dim, ExpMode exp, ta_p p,
                                       bool readable) {
     const ta_attend_options o = given ? *given : ta_attend_options{};
     AttendSettings s;
@@ -78,7 +78,7 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_
         TA_RETURN_IF_ERROR(check_magnitudes(o.sinks, q_heads, std::numeric_limits<float>::max(), "sinks"));
     }
     TA_RETURN_IF_ERROR(check_p(o.p));
-    Result<cpu::ExpMode> mode = resolve_exp(o.exp, exp);
+    Result<ExpMode> mode = resolve_exp(o.exp, exp);
     if (!mode.ok()) return std::move(mode).status();
     s.mask = o.mask;
     s.scale = o.scale > 0.0f ? o.scale : float(1.0 / std::sqrt(double(head_dim)));

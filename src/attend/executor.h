@@ -40,11 +40,11 @@ struct AttendSettings {
     int64_t window = 0;
     const float* alibi_slopes = nullptr;
     const float* sinks = nullptr;
-    cpu::ExpMode exp = cpu::ExpMode::kPoly;
+    ExpMode exp = ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
 };
 // `readable`: the arrays of the options can be looked at from here.
-Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, cpu::ExpMode exp, ta_p p,
+Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, ExpMode exp, ta_p p,
                                       bool readable = true);
 
 struct AttendCall {

@@ -92,7 +92,7 @@ TEST_P(CodecVectors, Stage1AndStage2) {
     for (const cpu::Kernels* kernels : all_kernels()) {
         std::vector<float> wide(x.size());
         const std::vector<uint16_t> halves = test.halves("x");
-        kernels->codec->to_float(halves.data(), cpu::DType::kF16, int64_t(halves.size()), false, wide.data());
+        kernels->codec->to_float(halves.data(), DType::kF16, int64_t(halves.size()), false, wide.data());
         ASSERT_EQ(wide, x.data);
         const float scale = stage1_scale(kernels->codec->amax(wide.data(), int64_t(wide.size())), kStage1Levels);
         ASSERT_LE(std::fabs(scale - s1), test.get<double>("s1_rtol") * s1);

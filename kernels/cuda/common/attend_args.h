@@ -5,14 +5,10 @@
 
 #include <cstdint>
 
-#include "kernels/cpu/attend.h"
-#include "kernels/cpu/page_codec.h"
 #include "kernels/format/layout.h"
+#include "kernels/format/types.h"
 
 namespace ta::cuda {
-
-using cpu::DType;
-using cpu::ExpMode;
 
 // Entry of a block table: the address of a slot, 4096-byte aligned, and flags in the low bits.
 inline constexpr uint64_t kEntryChannel = 1;      // a channel page, else a token page

@@ -130,8 +130,8 @@ void bench_one(const Bench& b, double copy) {
     a.tasks = device_tasks.get();
     a.n_tasks = n_tasks.get();
     a.heads = heads.get();
-    a.k = {k.get(), int64_t(row_elements), b.d, cpu::DType::kBf16};
-    a.v = {v.get(), int64_t(row_elements), b.d, cpu::DType::kBf16};
+    a.k = {k.get(), int64_t(row_elements), b.d, DType::kBf16};
+    a.v = {v.get(), int64_t(row_elements), b.d, DType::kBf16};
     a.signs = can_rotate(b.d) ? signs.get() : nullptr;
     a.k_page_scale = a.v_page_scale = a.v_exponents = a.fractional_zero = true;
     a.v_search = b.search;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cpu/page_codec.h"
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_page.cuh"
 #include "src/attend/stage1.h"
@@ -53,7 +54,7 @@ struct Case {
     int d = 128, heads = 2;
     int k_bits = 4, v_bits = 4;  // 8: all pages stay; 0: mixed
     std::vector<Grows> sequences{{0, 64}};
-    cpu::DType type = cpu::DType::kBf16;
+    DType type = DType::kBf16;
     int layout = 0;  // 0: dense; 1: padded rows; 2: heads backwards, rows not aligned; 3: rows backwards
     int sinks = 0;
     Settings set;
@@ -240,15 +241,15 @@ class Problem {
         return c_.layout == 2 ? (c_.heads - 1) * (c_.d + 1) + 1 : c_.layout == 3 ? (rows_ - 1) * int64_t(c_.heads) * c_.d : 0;
     }
     int64_t at(int64_t row, int head) const { return origin() + row * stride_row() + head * stride_head(); }
-    size_t element() const { return cpu::dtype_bytes(c_.type); }
+    size_t element() const { return dtype_bytes(c_.type); }
 
     void store(std::vector<uint8_t>& bytes, int64_t i, float x) {
-        if (c_.type == cpu::DType::kF32) {
+        if (c_.type == DType::kF32) {
             std::memcpy(&bytes[size_t(i) * 4], &x, 4);
             return;
         }
         uint16_t h = to_bf16(x);
-        if (c_.type == cpu::DType::kF16) {
+        if (c_.type == DType::kF16) {
             const __half half = __float2half_rn(x);
             std::memcpy(&h, &half, 2);
         }
@@ -517,7 +518,7 @@ std::vector<Case> fixed_cases() {
         c.set.k_page_scale_at_8_bits = c.set.v_page_scale_at_8_bits = true;
     });
     with("sinks", [](Case& c) { c.sinks = 2; });
-    for (auto type : {cpu::DType::kF16, cpu::DType::kBf16, cpu::DType::kF32}) {
+    for (auto type : {DType::kF16, DType::kBf16, DType::kF32}) {
         for (int layout = 0; layout < 4; ++layout) {
             with("layout", [&](Case& c) {
                 c.name = "type " + std::to_string(int(type)) + " layout " + std::to_string(layout);
@@ -552,7 +553,7 @@ Case random_case(uint64_t seed) {
     c.heads = 1 + below(4);
     c.k_bits = std::vector<int>{4, 2, 0, 8}[size_t(below(4))];
     c.v_bits = c.k_bits == 8 ? 8 : std::vector<int>{4, 2, 0}[size_t(below(3))];
-    c.type = cpu::DType(1 + below(3));
+    c.type = DType(1 + below(3));
     c.layout = below(4);
     c.sinks = below(3);
     c.data = Data(below(int(Data::kCount)));

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cpu/attend.h"
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/cuda/any/decode/page.cuh"
 #include "kernels/cuda/common/generation.h"
@@ -94,7 +95,7 @@ class Problem {
         const DecodePlan plan = make_plan();
         Device<uint8_t> workspace(plan.workspace_bytes);
         CHECK(cudaMemset(workspace.get(), 0, plan.zeroed_bytes));
-        Device<uint8_t> out(out_elements_ * cpu::dtype_bytes(c_.out_type));
+        Device<uint8_t> out(out_elements_ * dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
         args_.lse = lse.get();
@@ -219,7 +220,7 @@ class Problem {
         stride_head_ = c_.d + (c_.strided ? 3 : 0);
         stride_row_ = stride_head_ * q_heads() + (c_.strided ? 5 : 0);
         out_elements_ = size_t(std::max(rows_, 1)) * size_t(stride_row_);
-        q_bytes_.assign(out_elements_ * cpu::dtype_bytes(c_.q_type), 0xFF);
+        q_bytes_.assign(out_elements_ * dtype_bytes(c_.q_type), 0xFF);
         for (size_t s = 0; s < sequences_.size(); ++s) {
             for (int t = 0; t < sequences_[s].n_query; ++t) {
                 for (int h = 0; h < q_heads(); ++h) {
@@ -403,7 +404,7 @@ class Problem {
     // Between rows and heads nothing may be written.
     bool gaps_untouched(const std::vector<uint8_t>& out) const {
         std::vector<uint8_t> covered(out.size(), 0);
-        const size_t bytes = cpu::dtype_bytes(c_.out_type);
+        const size_t bytes = dtype_bytes(c_.out_type);
         for (const SequenceArgs& s : sequences_) {
             for (int t = 0; t < s.n_query; ++t) {
                 for (int h = 0; h < q_heads(); ++h) {

@@ -4,6 +4,7 @@
 #include <random>
 #include <vector>
 
+#include "kernels/cpu/page_codec.h"
 #include "kernels/cuda/any/dense/dense.h"
 #include "src/attend/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
@@ -94,7 +95,7 @@ class Problem {
     int64_t stride_row() const { return int64_t(kHeads) * c_.d + (c_.layout ? 3 : 0); }
     int64_t stride_head() const { return c_.layout ? -c_.d : c_.d; }
     int64_t origin() const { return c_.layout ? (kHeads - 1) * c_.d + 1 : 0; }
-    size_t element() const { return cpu::dtype_bytes(c_.type); }
+    size_t element() const { return dtype_bytes(c_.type); }
     size_t at(int64_t row, int head) const { return size_t(origin() + row * stride_row() + head * stride_head()) * element(); }
     TensorArgs tensor(uint8_t* p) const { return {p + origin() * int64_t(element()), stride_row(), stride_head(), c_.type}; }
 

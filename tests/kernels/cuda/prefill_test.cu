@@ -113,7 +113,7 @@ class Problem {
         std::vector<uint8_t> schedule(plan.bytes());
         plan.write(schedule.data());
         Device<uint8_t> d_schedule(schedule), workspace(prefill_workspace_bytes(c_.d, all));
-        Device<uint8_t> out(out_elements_ * cpu::dtype_bytes(c_.out_type));
+        Device<uint8_t> out(out_elements_ * dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
         for (const bool with_lse : {true, false}) {
@@ -143,7 +143,7 @@ class Problem {
 
     bool only_rows_written(const std::vector<uint8_t>& out) const {
         if (c_.head_gap + c_.row_gap == 0) return true;
-        const size_t element = cpu::dtype_bytes(c_.out_type);
+        const size_t element = dtype_bytes(c_.out_type);
         std::vector<bool> in_row(out_elements_);
         for (int row = 0; row < rows_; ++row) {
             for (int h = 0; h < q_heads(); ++h) std::fill_n(in_row.begin() + int64_t(q_at(row, h)), c_.d, true);
@@ -227,7 +227,7 @@ class Problem {
         stride_head_ = c_.d + c_.head_gap;
         stride_row_ = stride_head_ * q_heads() + c_.row_gap;
         out_elements_ = size_t(std::max(rows_, 1)) * size_t(stride_row_);
-        q_bytes_.assign(out_elements_ * cpu::dtype_bytes(c_.q_type), 0xFF);
+        q_bytes_.assign(out_elements_ * dtype_bytes(c_.q_type), 0xFF);
         for (size_t s = 0; s < sequences_.size(); ++s) {
             for (int t = 0; t < sequences_[s].n_query; ++t) {
                 for (int h = 0; h < q_heads(); ++h) {
@@ -622,7 +622,7 @@ bool stage1_agrees(DType type) {
     for (int c = 0; c < kD; ++c) signs.push_back(random.chance(50) ? 1.0f : -1.0f);
     for (int c = 0; c < kD; c += 17) q[size_t(c)] *= 1000.0f;
     for (int c = 0; c < kD; ++c) q[size_t(kD + c)] = 0.0f;
-    std::vector<uint8_t> bytes(q.size() * cpu::dtype_bytes(type));
+    std::vector<uint8_t> bytes(q.size() * dtype_bytes(type));
     for (size_t n = 0; n < q.size(); ++n) {
         store(bytes, type, n, q[n]);
         q[n] = load(bytes, type, n);

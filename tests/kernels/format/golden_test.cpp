@@ -65,7 +65,7 @@ std::unique_ptr<HeadStage1> make_head(const PageCodec& codec, int d, uint64_t se
     for (bool is_v : {false, true}) {
         const std::vector<uint16_t> halves = make_values(d, seed + is_v);
         std::vector<float> x(halves.size()), sign(d);
-        codec.to_float(halves.data(), cpu::DType::kF16, int64_t(x.size()), false, x.data());
+        codec.to_float(halves.data(), DType::kF16, int64_t(x.size()), false, x.data());
         for (int c = 0; c < d; ++c) sign[c] = rotation_sign(kSeed, c) ? -1.0f : 1.0f;
         for (int t = 0; t < kPageTokens; ++t) {
             float* row = x.data() + size_t(t) * d;

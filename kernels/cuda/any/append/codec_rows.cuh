@@ -24,7 +24,7 @@ struct RowShape {
 // A lane's 8 values as they lie in memory.
 template <DType kType>
 struct RawRow {
-    static constexpr int kWords = int(cpu::dtype_bytes(kType)) * 2;
+    static constexpr int kWords = int(dtype_bytes(kType)) * 2;
     uint32_t w[kWords];
 
     // From an address that is a multiple of 16.
@@ -104,7 +104,7 @@ __device__ __forceinline__ int replace_beyond(float (&x)[8], float limit, bool s
 template <DType kType, int kRows>
 __device__ __forceinline__ void load_rows(const TensorArgs& from, int64_t row, int step, int head, int lane_in_row, int rows,
                                           RawRow<kType> (&raw)[kRows]) {
-    constexpr int64_t kBytes = int64_t(cpu::dtype_bytes(kType));
+    constexpr int64_t kBytes = int64_t(dtype_bytes(kType));
     const int64_t at = row * from.stride_row + head * from.stride_head + 8 * lane_in_row;
     const auto* bytes = static_cast<const uint8_t*>(from.data) + at * kBytes;
     const int64_t stride = step * from.stride_row * kBytes;

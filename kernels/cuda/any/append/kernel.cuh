@@ -88,7 +88,7 @@ class Appender {
 #pragma unroll
         for (int tensor = 0; tensor < 2; ++tensor) {
             const TensorArgs& from = tensor ? a_.v : a_.k;
-            const int64_t bytes = int64_t(cpu::dtype_bytes(from.dtype));
+            const int64_t bytes = int64_t(dtype_bytes(from.dtype));
             const int64_t at = (int64_t(task.row) + t0) * from.stride_row + head * from.stride_head + 8 * lane_;
             const auto* p = static_cast<const uint8_t*>(from.data) + at * bytes;
 #pragma unroll

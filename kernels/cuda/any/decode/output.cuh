@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_word(void* row, DType type, int word, cons
 
 __device__ __forceinline__ uint8_t* output_row(const AttendArgs& a, int64_t row, int q_head) {
     const int64_t at = row * a.out.stride_row + q_head * a.out.stride_head;
-    return static_cast<uint8_t*>(a.out.data) + at * int64_t(cpu::dtype_bytes(a.out.dtype));
+    return static_cast<uint8_t*>(a.out.data) + at * int64_t(dtype_bytes(a.out.dtype));
 }
 
 __device__ __forceinline__ float4 scaled(const float4& v, float f) {

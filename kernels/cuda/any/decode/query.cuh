@@ -180,7 +180,7 @@ __device__ __forceinline__ const void* query_row(const DecodeParams& p, const Se
     if (row >= s.n_query * a.group) return nullptr;
     const auto [token, q_head] = RowPlace(p, head, row);
     const int64_t at = (s.row + token) * a.q.stride_row + q_head * a.q.stride_head;
-    return static_cast<const uint8_t*>(a.q.data) + at * int64_t(cpu::dtype_bytes(a.q.dtype));
+    return static_cast<const uint8_t*>(a.q.data) + at * int64_t(dtype_bytes(a.q.dtype));
 }
 
 // A lane's part of a row: channels 4 lane .. + 3 (and + 128). At 64 the upper lanes do the same once more.
@@ -211,7 +211,7 @@ template <int D, int kRows>
 __device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const DecodeCursor& at, int32_t units, int warp,
                                                  int lane) {
     const int head = at.head + lane / kRows, first_unit = lane / kRows * at.pages - at.page;
-    if (first_unit >= units || head >= p.a.kv_heads || warp * 128 >= D * int(cpu::dtype_bytes(p.a.q.dtype))) return;
+    if (first_unit >= units || head >= p.a.kv_heads || warp * 128 >= D * int(dtype_bytes(p.a.q.dtype))) return;
     const void* row = query_row(p, at.s, head, lane % kRows);
     if (row) prefetch_l2(static_cast<const uint8_t*>(row) + warp * 128);
 }

@@ -8,6 +8,7 @@
 #include "kernels/cuda/any/decode/output.cuh"
 #include "kernels/cuda/any/dense/dense.h"
 #include "kernels/cuda/ptx/mma.cuh"
+#include "kernels/format/codec.h"
 
 namespace ta::cuda {
 

@@ -31,7 +31,7 @@ struct DenseLane {
     }
     // Has them brought into L2.
     __device__ void prefetch(const TensorArgs& from, const DensePage& page, int head) const {
-        const int64_t bytes = int64_t(cpu::dtype_bytes(from.dtype));
+        const int64_t bytes = int64_t(dtype_bytes(from.dtype));
         const int64_t at = (int64_t(page.row) + t0) * from.stride_row + head * from.stride_head + 8 * lane;
         const auto* data = static_cast<const uint8_t*>(from.data) + at * bytes;
 #pragma unroll
