@@ -11,7 +11,7 @@
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/cuda/common/attend_args.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
-#include "src/attend/executor.h"
+#include "src/attend/call.h"
 #include "src/core/cuda_memory.h"
 
 namespace ta {

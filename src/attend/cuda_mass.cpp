@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "src/attend/executor.h"
+#include "src/attend/call.h"
 
 namespace ta {
 

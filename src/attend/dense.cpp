@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "src/attend/executor.h"
 #include "src/attend/stage1.h"
 
 namespace ta {

@@ -6,9 +6,11 @@
 #include <span>
 
 #include "kernels/format/codec.h"
-#include "src/attend/executor.h"
+#include "src/attend/call.h"
 
 namespace ta {
+
+class Context;
 
 struct DenseCall {
     TensorView q, k, v, out;

@@ -4,63 +4,12 @@
 
 #include <atomic>
 #include <cstdint>
-#include <span>
 #include <vector>
 
-#include "kernels/cpu/attend.h"
+#include "src/attend/call.h"
 #include "src/core/context.h"
-#include "src/kv/numerics.h"
-#include "src/kv/tensor.h"
 
 namespace ta {
-
-struct StoredPage {
-    const uint8_t* page;  // all kv heads of one layer; nullptr: gone
-    PageKind kind;
-};
-
-// Query tokens of a call, the last ones, whose attention is observed: all of a decode step, and enough of a prompt to say what
-// it looks at.
-inline constexpr int64_t kObservedTokens = 16;
-
-struct AttendSequence {
-    const StoredPage* pages;  // [ceil(n_keys / 64)]
-    int64_t n_keys;
-    int64_t n_query;                 // the last of the n_keys positions, or any number under a full mask
-    int64_t query_row;               // of q, out, lse
-    const float* v_float = nullptr;  // [n_keys, kv_heads, head_dim]: V for half INT8
-    float* mass = nullptr;           // [pages] grows by the weight that each page has in the observed rows, summed over heads
-};
-
-// ta_attend_options with defaults applied.
-struct AttendSettings {
-    ta_mask mask = TA_MASK_CAUSAL;
-    float scale = 0.0f;
-    float softcap = 0.0f;
-    int64_t window = 0;
-    const float* alibi_slopes = nullptr;
-    const float* sinks = nullptr;
-    ExpMode exp = ExpMode::kPoly;
-    ta_p p = TA_P_AUTO;
-};
-// `readable`: the arrays of the options can be looked at from here.
-Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, ExpMode exp, ta_p p,
-                                      bool readable = true);
-
-struct AttendCall {
-    int head_dim = 0, kv_heads = 0, group = 0;
-    const uint8_t* k_bits = nullptr;  // [kv_heads] of channel pages; nullptr when there are none. Low pages have 2
-    const uint8_t* v_bits = nullptr;
-    const size_t* channel_head_offset = nullptr;  // [kv_heads]
-    std::span<const AttendSequence> sequences;
-    TensorView q, out;
-    float* lse = nullptr;
-    AttendSettings settings;
-    const float* rotation_signs = nullptr;  // nullptr: no rotation
-    const float* k_offset = nullptr;        // [kv_heads, head_dim] or nullptr
-    int q_levels = kStage1Levels;
-    bool saturate = false;
-};
 
 // Keeps its workspaces from call to call. One call at a time.
 class AttendExecutor {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "src/attend/executor.h"
+#include "src/attend/call.h"
 #include "src/kv/pool.h"
 #include "src/kv/tensor.h"
 
