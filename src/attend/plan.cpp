@@ -22,6 +22,26 @@ bool is_sole_owner(const BlockPtr& block) {
     return true;
 }
 
+// The step that a caller asks for, before its sequences are known.
+Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_query) {
+    Step step;
+    step.members.resize(members);
+    for (size_t i = 0; i < members; ++i) {
+        StepMember& m = step.members[i];
+        m.n_new = n_new ? n_new[i] : 0;
+        m.n_query = n_query ? n_query[i] : m.n_new;
+        if (m.n_new < 0)
+            return fail(TA_E_INVALID, "n_new[%zu] is %lld", i, (long long)m.n_new).argument(3).sequence(int64_t(i));
+        if (m.n_query < 0)
+            return fail(TA_E_INVALID, "n_query[%zu] is %lld", i, (long long)m.n_query).argument(4).sequence(int64_t(i));
+        m.new_row = step.total_new;
+        m.query_row = step.total_query;
+        step.total_new += m.n_new;
+        step.total_query += m.n_query;
+    }
+    return step;
+}
+
 }  // namespace
 
 Plan::Plan(std::shared_ptr<Pool> pool)
@@ -43,25 +63,12 @@ Status Plan::set_stream(ta_stream stream) {
 Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int32_t* n_query) {
     const ProfileRange range("ta_plan_begin");
     if (open_) return fail(TA_E_STATE, "the plan is open; end or abort it first");
-    Step step;
-    step.members.resize(seqs.size());
-    for (size_t i = 0; i < seqs.size(); ++i) {
-        StepMember& m = step.members[i];
-        m.n_new = n_new ? n_new[i] : 0;
-        m.n_query = n_query ? n_query[i] : m.n_new;
-        if (m.n_new < 0)
-            return fail(TA_E_INVALID, "n_new[%zu] is %lld", i, (long long)m.n_new).argument(3).sequence(int64_t(i));
-        if (m.n_query < 0)
-            return fail(TA_E_INVALID, "n_query[%zu] is %lld", i, (long long)m.n_query).argument(4).sequence(int64_t(i));
-        m.new_row = step.total_new;
-        m.query_row = step.total_query;
-        step.total_new += m.n_new;
-        step.total_query += m.n_query;
-    }
+    Result<Step> step = read_step(seqs.size(), n_new, n_query);
+    if (!step.ok()) return std::move(step).status();
     Result<std::vector<Sequence*>> locked = pool_->lock_for_plan(seqs);
     if (!locked.ok()) return std::move(locked).status();
     sequences_ = locked.take();
-    step_ = std::move(step);
+    step_ = step.take();
     // Until the last step has succeeded, every way out of here, exceptions included, gives everything back.
     struct Rollback {
         Plan* plan;
@@ -71,39 +78,9 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
             plan->clear();
         }
     } rollback{this};
-    const Geometry& g = pool_->geometry();
-    const uint64_t most_blocks = pool_->blocks().budget() / (g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes);
-    for (size_t i = 0; i < step_.members.size(); ++i) {
-        StepMember& m = step_.members[i];
-        m.sequence = sequences_[i];
-        m.length = m.sequence->length;
-        const int64_t total = m.length + m.n_new;
-        if (total > kMaxTokens) {
-            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; the limit is 2^40", (long long)total)
-                .sequence(int64_t(i));
-        }
-        if (m.n_query > total) {
-            return fail(TA_E_INVALID, "n_query[%zu] is %lld, but the sequence will have %lld tokens", i, (long long)m.n_query,
-                        (long long)total)
-                .argument(4)
-                .sequence(int64_t(i));
-        }
-        const int64_t grows_by = blocks_for(total) - blocks_for(m.length);
-        if (uint64_t(grows_by) > most_blocks) {
-            return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the sequence needs %lld more blocks",
-                        (unsigned long long)pool_->blocks().budget(), (long long)grows_by)
-                .sequence(int64_t(i))
-                .block(blocks_for(total) - 1);
-        }
-        list_touched(m);
-    }
+    TA_RETURN_IF_ERROR(take_in_members());
     const Pool::Lookups lookups = pool_->look_up(sequences_);
-    const uint64_t failed = pool_->failed_evictions();
-    const Wanted wanted = list_wanted();
-    // From then on none of the step's blocks changes its bytes at the addresses it has, until clear().
-    const auto reserve = [&] { return reserve_blocks(wanted); };
-    if (Status found = find_room_for_step(*pool_, sequences_, wanted.kinds, reserve, reading_); !found.ok())
-        return found.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(found), failed) : std::move(found);
+    TA_RETURN_IF_ERROR(find_room());
     pool_->start_step();
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     pool_->count_step(lookups);
@@ -111,6 +88,45 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     last_layer_ = -1;
     rollback.plan = nullptr;
     open_ = true;
+    return {};
+}
+
+// Once the sequences are locked: what the step is to them, and the blocks that it touches.
+Status Plan::take_in_members() {
+    for (size_t i = 0; i < step_.members.size(); ++i) {
+        StepMember& m = step_.members[i];
+        m.sequence = sequences_[i];
+        m.length = m.sequence->length;
+        TA_RETURN_IF_ERROR(check_member(i));
+        list_touched(m);
+    }
+    return {};
+}
+
+// Whether a step of this pool can have the member at all, whatever others hold.
+Status Plan::check_member(size_t i) const {
+    const StepMember& m = step_.members[i];
+    const int64_t total = m.length + m.n_new;
+    if (total > kMaxTokens) {
+        return fail(TA_E_LIMIT, "the sequence would have %lld tokens; the limit is 2^40", (long long)total)
+            .sequence(int64_t(i));
+    }
+    if (m.n_query > total) {
+        return fail(TA_E_INVALID, "n_query[%zu] is %lld, but the sequence will have %lld tokens", i, (long long)m.n_query,
+                    (long long)total)
+            .argument(4)
+            .sequence(int64_t(i));
+    }
+    const Geometry& g = pool_->geometry();
+    const uint64_t budget = pool_->blocks().budget();
+    const uint64_t most_blocks = budget / (g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes);
+    const int64_t grows_by = blocks_for(total) - blocks_for(m.length);
+    if (uint64_t(grows_by) > most_blocks) {
+        return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the sequence needs %lld more blocks",
+                    (unsigned long long)budget, (long long)grows_by)
+            .sequence(int64_t(i))
+            .block(blocks_for(total) - 1);
+    }
     return {};
 }
 
@@ -153,6 +169,16 @@ Plan::Wanted Plan::list_wanted() {
         }
     }
     return wanted;
+}
+
+// Brings the step's blocks to where the device reads them, and takes its new ones. From then on, until clear(), none of them
+// changes its bytes at the address that it has.
+Status Plan::find_room() {
+    const uint64_t failed = pool_->failed_evictions();
+    const Wanted wanted = list_wanted();
+    const auto reserve = [&] { return reserve_blocks(wanted); };
+    Status found = find_room_for_step(*pool_, sequences_, wanted.kinds, reserve, reading_);
+    return found.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(found), failed) : std::move(found);
 }
 
 // Takes all blocks of the step at once: a step that does not fit takes none from others.

@@ -28,6 +28,8 @@ class Plan {
     Status abort();
 
   private:
+    Status take_in_members();
+    Status check_member(size_t i) const;
     void list_touched(StepMember& member);
     // The new blocks of a step.
     struct Wanted {
@@ -35,6 +37,7 @@ class Plan {
         std::vector<Tenant> tenants;
         std::vector<std::pair<size_t, StepBlock*>> owners;  // member, and its touched block
     };
+    Status find_room();
     Wanted list_wanted();
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
