@@ -212,8 +212,8 @@ Status CudaStep::begin(Step& step) {
     read_.clear();
     capture_kind_.clear();
     capture_reads_.clear();
-    // Of all groups: a graph reads its own, whatever was called for last. One that calls by hand have long not read is made when
-    // one does.
+    // Of all groups: a graph reads its own, whatever was called for last. One that calls by hand have long not read is made
+    // when one does.
     if (tables_.group() > 0) {
         for (auto& [key, schedule] : schedules_) {
             if (schedule.captured || schedule.unread <= kMostUnread) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));

@@ -459,7 +459,8 @@ TEST_F(Gpu, AGraphIsReplayedWithNewLengths) {
     replay_a_graph(twins, stream, shape, 1, 1000, kDecodeError);
 }
 
-// Some steps of this kind write 1100 pages, others two in each sequence: the table of them is larger than what a plan begins with.
+// Some steps of this kind write 1100 pages, others two in each sequence: the table of them is larger than what a plan begins
+// with.
 TEST_F(Gpu, AGraphOfManySequencesWhosePagesFillAtOnce) {
     const Shape shape{4, 64, 1, 1};
     Twins twins(gpu, cpu, shape, stream, 19);

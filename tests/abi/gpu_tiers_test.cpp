@@ -126,7 +126,8 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
     verify();
 }
 
-// Another stream is captured in the mode that forbids most calls in all threads; nothing that the library does ends the capture.
+// Another stream is captured in the mode that forbids most calls in all threads; nothing that the library does ends the
+// capture.
 TEST_F(GpuTiers, MovesBesideACaptureInGlobalMode) {
     make_pools(200, uint64_t{64} << 20, uint64_t{64} << 20);
     const size_t a = add();

@@ -1,6 +1,6 @@
-// One life of a pool that drops blocks, in which at most one fault is set: calls through the ABI, and what is missing after each.
-// A call that fails has changed nothing, but that a begin may have dropped what it may drop; made again without the fault it
-// succeeds.
+// One life of a pool that drops blocks, in which at most one fault is set: calls through the ABI, and what is missing after
+// each. A call that fails has changed nothing, but that a begin may have dropped what it may drop; made again without the fault
+// it succeeds.
 #pragma once
 
 #include <algorithm>

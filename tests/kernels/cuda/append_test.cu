@@ -1,7 +1,7 @@
 // The CUDA append against the CPU's, byte by byte, over arenas that are 0xFF where nothing was written.
 //
-// usage: append_test [--random] [--cases N] [--seed N] [--part I OF]    N random cases, beside the fixed ones or alone; of all of
-//        them those numbered I modulo OF. Exits with 1 if one fails
+// usage: append_test [--random] [--cases N] [--seed N] [--part I OF]    N random cases, beside the fixed ones or alone; of all
+//        of them those numbered I modulo OF. Exits with 1 if one fails
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -573,7 +573,7 @@ Case random_case(uint64_t seed) {
     return c;
 }
 
-// ------------------------------------------------------------------------------------- the arithmetic in half precision, exhaustively
+// -------------------------------------------------------------------------- the arithmetic in half precision, exhaustively
 
 // One block: a step. Threads: numerators.
 __global__ void try_steps(int levels, int bits, int* wrong) {

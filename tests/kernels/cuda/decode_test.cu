@@ -1,7 +1,7 @@
 // The CUDA decode kernel against attention in float64 over the same pages, its integers against the CPU's bit by bit, and its
 // speed.
 //
-// usage: decode_test [--quick] [--only TEXT] [--path bulk|async]   correctness; prints a line per case, exits with 1 if one fails
+// usage: decode_test [--quick] [--only TEXT] [--path bulk|async]   correctness; a line per case, exits with 1 if one fails
 //        decode_test --bench [--bits N] [--warps N] [--path bulk|async] [--only SHAPE] [--mass]
 #include <algorithm>
 #include <climits>

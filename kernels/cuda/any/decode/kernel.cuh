@@ -416,9 +416,9 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     const int stride = kMemoryBytes + p.ring_bytes;
     Memory& memory = *reinterpret_cast<Memory*>(smem + warp * stride);
     uint8_t* const ring = smem + warp * stride + kMemoryBytes;
-    // NOTES: lengths and the block table are read before the wait. That is right because the launch behind the kernel that writes
-    // them waits for all of it (CudaStep::tables_are_last_), and a kernel that this one may overlap with came later. What other
-    // kernels write must be waited for.
+    // NOTES: lengths and the block table are read before the wait. That is right because the launch behind the kernel that
+    // writes them waits for all of it (CudaStep::tables_are_last_), and a kernel that this one may overlap with came later.
+    // What other kernels write must be waited for.
     if (p.windowed_pages) grid_dependency_wait();
     const DecodeCursor::Probe probe(p, lane);
     HeadArgs head{};

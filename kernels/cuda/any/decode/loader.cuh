@@ -71,8 +71,8 @@ __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const Sequenc
 }
 
 // Pieces of a warp's range, in order, in a ring of slots, up to kDecodeMaxInFlight on their way or held. All slots are of one
-// size at a time, that of the pieces in flight: token and channel pieces, and those of heads of other bits, wait for each other.
-// kTiered: entries may be of dropped or low pages.
+// size at a time, that of the pieces in flight: token and channel pieces, and those of heads of other bits, wait for each
+// other. kTiered: entries may be of dropped or low pages.
 template <int D, bool kTiered>
 class PieceLoader {
   public:
