@@ -48,6 +48,87 @@ ta_status move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier
     });
 }
 
+void fill_device_usage(const BlockStore& store, ta_tier_stats& r) {
+    const BlockStore::Usage usage = store.usage();
+    r.bytes_budget = store.budget();
+    r.bytes_used = usage.used;
+    r.bytes_free = r.bytes_budget - usage.used;
+    r.token_blocks = usage.token_blocks;
+    r.channel_blocks = usage.channel_blocks;
+    r.low_blocks = usage.low_blocks;
+}
+
+// Of a tier below the device.
+void fill_tier_usage(const Tier& tier, ta_tier_stats& r) {
+    const TierStats s = tier.stats();
+    const TierHealth health = tier.health();
+    r.state = int32_t(health.state);
+    r.bytes_budget = s.budget;
+    r.bytes_used = s.used;
+    r.bytes_free = s.free;
+    r.largest_free = s.largest_free;
+    r.fragmentation = s.fragmentation;
+    r.token_blocks = s.slots_used[size_t(PageKind::kToken)];
+    r.channel_blocks = s.slots_used[size_t(PageKind::kChannel)];
+    r.low_blocks = s.slots_used[size_t(PageKind::kLow)];
+    r.failed = s.failed + s.stalled;
+    r.corrupt = s.corrupt;
+    r.queued = s.queued + s.in_flight;
+    std::string reason = health.reason;
+    for (const std::string& missing : tier.degraded()) reason += (reason.empty() ? "" : "; ") + missing;
+    std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
+}
+
+// What the pool's steps found and waited for.
+void fill_steps(const Pool& pool, TierKind kind, ta_tier_stats& r) {
+    const auto i = size_t(kind);
+    const Pool::Counters& c = pool.counters();
+    r.hits = c.hits[i];
+    r.misses = c.absent[i];
+    r.misses_failed = c.failed[i];
+    r.waits_for_room = c.waits_for_room;
+    r.waits_for_blocks = c.waits_for_blocks;
+    r.dropped_blocks = c.dropped_blocks;
+    r.host_steps = c.host_steps;
+    r.staged_steps = c.staged_steps;
+    r.staged_pages = c.staged_pages;
+    r.staged_bytes = c.staged_bytes;
+    r.wait_seconds = 1e-9 * double(c.wait_nanoseconds.load());
+    const BlockStore::PrefetchCounters& prefetches = pool.blocks().prefetches();
+    r.prefetch_used = prefetches.used;
+    r.prefetch_late = prefetches.late;
+    r.prefetch_wasted = prefetches.wasted;
+}
+
+// `device`: the pool's; nullptr on a CPU.
+void fill_moves(const Mover& mover, const Device* device, TierKind kind, ta_tier_stats& r) {
+    const auto i = size_t(kind);
+    const MoveCounters c = mover.counters();
+    r.evicted_blocks = c.evicted[i];
+    r.fallen_blocks = c.fallen[i];
+    r.evicted_age_seconds = c.evicted_age[i];
+    r.blocks_in = c.blocks_in[i];
+    r.blocks_out = c.blocks_out[i];
+    r.bytes_in = c.bytes_in[i];
+    r.bytes_out = c.bytes_out[i];
+    r.bytes_asked = c.bytes_by_reason[size_t(MoveReason::kAsked)];
+    r.bytes_prefetched = c.bytes_by_reason[size_t(MoveReason::kPrefetch)];
+    r.bytes_needed = c.bytes_by_reason[size_t(MoveReason::kNeeded)];
+    r.bytes_evicted = c.bytes_by_reason[size_t(MoveReason::kEviction)];
+    r.bytes_by_copy_engine = c.bytes_by_engine;
+    r.bytes_by_kernel = c.bytes_by_kernel;
+    if (device) {
+        const MoveCrossover crossover = device->move_crossover();
+        r.copy_engine_from_down = crossover.to_host;
+        r.copy_engine_from_up = crossover.to_device;
+    }
+    if (kind == TierKind::kDevice) {
+        r.failed = c.failed;
+        r.corrupt = c.corrupt;
+        r.queued = mover.queued();
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -153,80 +234,18 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
         if (!kind.ok()) return std::move(kind).status();
         ta_tier_stats r{};
         if (kind.value() == TierKind::kDevice) {
-            const BlockStore::Usage usage = p.blocks().usage();
-            r.bytes_budget = p.blocks().budget();
-            r.bytes_used = usage.used;
-            r.bytes_free = r.bytes_budget - usage.used;
-            r.token_blocks = usage.token_blocks;
-            r.channel_blocks = usage.channel_blocks;
-            r.low_blocks = usage.low_blocks;
+            fill_device_usage(p.blocks(), r);
         } else {
             const Tier* t = p.tier(kind.value());
             if (!t) {
                 return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", tier == TA_TIER_HOST ? "host" : "disk").argument(1);
             }
-            const TierStats s = t->stats();
-            const TierHealth health = t->health();
-            r.state = int32_t(health.state);
-            r.bytes_budget = s.budget;
-            r.bytes_used = s.used;
-            r.bytes_free = s.free;
-            r.largest_free = s.largest_free;
-            r.fragmentation = s.fragmentation;
-            r.token_blocks = s.slots_used[size_t(PageKind::kToken)];
-            r.channel_blocks = s.slots_used[size_t(PageKind::kChannel)];
-            r.low_blocks = s.slots_used[size_t(PageKind::kLow)];
-            r.failed = s.failed + s.stalled;
-            r.corrupt = s.corrupt + (kind.value() == TierKind::kDisk ? p.refused_records() : 0);
-            r.queued = s.queued + s.in_flight;
-            std::string reason = health.reason;
-            for (const std::string& missing : t->degraded()) reason += (reason.empty() ? "" : "; ") + missing;
-            std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
+            fill_tier_usage(*t, r);
+            if (kind.value() == TierKind::kDisk) r.corrupt += p.refused_records();
         }
         r.blocks = r.token_blocks + r.channel_blocks + r.low_blocks;
-        const auto i = size_t(kind.value());
-        const Pool::Counters& counted = p.counters();
-        r.hits = counted.hits[i];
-        r.misses = counted.absent[i];
-        r.misses_failed = counted.failed[i];
-        r.waits_for_room = counted.waits_for_room;
-        r.waits_for_blocks = counted.waits_for_blocks;
-        r.dropped_blocks = counted.dropped_blocks;
-        r.host_steps = counted.host_steps;
-        r.staged_steps = counted.staged_steps;
-        r.staged_pages = counted.staged_pages;
-        r.staged_bytes = counted.staged_bytes;
-        r.wait_seconds = 1e-9 * double(counted.wait_nanoseconds.load());
-        const BlockStore::PrefetchCounters& prefetches = p.blocks().prefetches();
-        r.prefetch_used = prefetches.used;
-        r.prefetch_late = prefetches.late;
-        r.prefetch_wasted = prefetches.wasted;
-        if (const Mover* mover = p.mover()) {
-            const MoveCounters c = mover->counters();
-            r.evicted_blocks = c.evicted[i];
-            r.fallen_blocks = c.fallen[i];
-            r.evicted_age_seconds = c.evicted_age[i];
-            r.blocks_in = c.blocks_in[i];
-            r.blocks_out = c.blocks_out[i];
-            r.bytes_in = c.bytes_in[i];
-            r.bytes_out = c.bytes_out[i];
-            r.bytes_asked = c.bytes_by_reason[size_t(MoveReason::kAsked)];
-            r.bytes_prefetched = c.bytes_by_reason[size_t(MoveReason::kPrefetch)];
-            r.bytes_needed = c.bytes_by_reason[size_t(MoveReason::kNeeded)];
-            r.bytes_evicted = c.bytes_by_reason[size_t(MoveReason::kEviction)];
-            r.bytes_by_copy_engine = c.bytes_by_engine;
-            r.bytes_by_kernel = c.bytes_by_kernel;
-            if (const Device* device = p.context().device()) {
-                const MoveCrossover crossover = device->move_crossover();
-                r.copy_engine_from_down = crossover.to_host;
-                r.copy_engine_from_up = crossover.to_device;
-            }
-            if (kind.value() == TierKind::kDevice) {
-                r.failed = c.failed;
-                r.corrupt = c.corrupt;
-                r.queued = mover->queued();
-            }
-        }
+        fill_steps(p, kind.value(), r);
+        if (const Mover* mover = p.mover()) fill_moves(*mover, p.context().device(), kind.value(), r);
         return write_struct(r, stats, "stats", 2);
     });
 }
