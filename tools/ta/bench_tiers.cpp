@@ -237,8 +237,8 @@ std::vector<HostNode> host_nodes(const Machine& machine, const BenchTiersOptions
 const Geometry kBlockSizes[] = {{1, 1}, {1, 8}, {8, 8}, {32, 8}, {64, 8}};
 
 // Batches of n blocks out of many, each time others: what was moved last is in the processor's caches.
-void bench_moves(Machine& machine, BenchTiersOptions options, const HostNode& node,
-                 const std::function<void(const json&)>& row) {
+void bench_moves_at(const HostNode& node, Machine& machine, BenchTiersOptions options,
+                    const std::function<void(const json&)>& row) {
     options.host_node = node.option;
     const double to_host = machine.copy_bytes_per_s(true, false), from_host = machine.copy_bytes_per_s(false, false),
                  both = machine.copy_bytes_per_s(true, true);
@@ -298,6 +298,10 @@ void bench_moves(Machine& machine, BenchTiersOptions options, const HostNode& no
             cache.verify(b);
         }
     }
+}
+
+void bench_moves(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
+    for (const HostNode& node : host_nodes(machine, options)) bench_moves_at(node, machine, options, row);
 }
 
 // Sequential O_DIRECT writes and reads of 1 MiB on the folder's file system, four at a time: bytes/s.
@@ -556,26 +560,33 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
     }
 }
 
+struct Part {
+    const char* name;
+    void (*run)(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row);
+};
+constexpr Part kParts[] = {{"moves", bench_moves},   {"disk", bench_disk},   {"falling", bench_falling},
+                           {"decode", bench_decode}, {"chunk", bench_chunk}, {"busy", bench_busy}};
+
+const Part& part_called(const std::string& name) {
+    for (const Part& part : kParts) {
+        if (name == part.name) return part;
+    }
+    throw Failure("no part of the benchmark is called '" + name + "': " + bench_tiers_parts());
+}
+
 }  // namespace
 
+std::string bench_tiers_parts() {
+    std::string names;
+    for (const Part& part : kParts) names += (names.empty() ? "" : ", ") + std::string(part.name);
+    return names;
+}
+
 void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json& row)>& row) {
-    for (const std::string& part : options.parts) {
-        if (part == "moves") {
-            for (const HostNode& node : host_nodes(machine, options)) bench_moves(machine, options, node, row);
-        } else if (part == "disk") {
-            bench_disk(machine, options, row);
-        } else if (part == "falling") {
-            bench_falling(machine, options, row);
-        } else if (part == "decode") {
-            bench_decode(machine, options, row);
-        } else if (part == "chunk") {
-            bench_chunk(machine, options, row);
-        } else if (part == "busy") {
-            bench_busy(machine, options, row);
-        } else {
-            throw Failure("no part of the benchmark is called '" + part + "': moves, disk, falling, decode, chunk, busy");
-        }
+    if (options.parts.empty()) {
+        for (const Part& part : kParts) part.run(machine, options, row);
     }
+    for (const std::string& name : options.parts) part_called(name).run(machine, options, row);
 }
 
 }  // namespace ta::tools

@@ -11,8 +11,11 @@
 
 namespace ta::tools {
 
+// The names of the parts in the order that they run in, as text: "moves, disk, ...".
+std::string bench_tiers_parts();
+
 struct BenchTiersOptions {
-    std::vector<std::string> parts{"moves", "disk", "falling", "decode", "chunk", "busy"};
+    std::vector<std::string> parts;             // empty: all
     uint64_t memory_bytes = uint64_t{1} << 30;  // that a case may take, in each tier
     uint64_t disk_bytes = uint64_t{1} << 30;
     std::string disk_folder;  // empty: TMPDIR or /tmp

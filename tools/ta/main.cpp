@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
         bench->add_subcommand("tiers", "Moves of blocks between tiers, against the ceiling measured in the same run");
     BenchTiersOptions options;
     tiers->add_option("--device", device, "cpu, a GPU's number, or auto")->capture_default_str();
-    tiers->add_option("--parts", options.parts, "moves, disk, falling, decode, chunk, busy")->delimiter(',');
+    tiers->add_option("--parts", options.parts, bench_tiers_parts())->delimiter(',');
     tiers->add_option("--memory", options.memory_bytes, "bytes that a case may take in each tier")
         ->transform(CLI::AsSizeValue(false));
     tiers->add_option("--disk", options.disk_bytes, "bytes on disk")->transform(CLI::AsSizeValue(false));
