@@ -279,7 +279,7 @@ typedef struct ta_context_info {
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
 /* Gives up the caller's handle. The context ends with its last pool, plan and calibrator. */
 TA_API void ta_context_destroy(ta_context* context);
-/* Fills in `info` up to info->struct_size. */
+/* Fills in `info`. */
 TA_API ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, ta_error* err);
 /* TA_OK, or TA_E_DEVICE_LOST once the GPU was lost. */
 TA_API ta_status ta_context_health(const ta_context* context, ta_error* err);
@@ -416,15 +416,15 @@ typedef struct ta_kv_pool_stats {
  * budget is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the
  * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales, and up to 2% more where blocks
  * of several sizes share the memory (more in pools of few blocks): ta_context_info.device_bytes_in_use has the sum.
- * Errors: TA_E_INVALID, TA_E_STRUCT, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file),
- * TA_E_IO, TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
+ * Errors: TA_E_INVALID, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
+ * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
  * TA_E_CORRUPT (the file is damaged). */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
 /* Releases every sequence; later calls on the pool, this one too, return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open). */
 TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
 /* Gives up the caller's handle. The pool ends with its last plan. */
 TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
-/* Fills in `stats` up to stats->struct_size. */
+/* Fills in `stats`. */
 TA_API ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ sequences */
@@ -510,7 +510,7 @@ typedef struct ta_namespace_stats {
 TA_API ta_status ta_namespace_create(ta_kv_pool* pool, const ta_namespace_options* options, ta_namespace* out, ta_error* err);
 /* Drops its entries; sequences that have the blocks keep them. Errors: TA_E_STALE. */
 TA_API ta_status ta_namespace_destroy(ta_kv_pool* pool, ta_namespace space, ta_error* err);
-/* Fills in `stats` up to stats->struct_size. Errors: TA_E_STALE. */
+/* Fills in `stats`. Errors: TA_E_STALE. */
 TA_API ta_status ta_namespace_get_stats(const ta_kv_pool* pool, ta_namespace space, ta_namespace_stats* stats, ta_error* err);
 /* Writes its entries that are not there yet to the persistent disk tier, and waits until they survive a power failure. Blocks
  * that are in faster tiers stay there, too; what was written before a failure stays. Errors: TA_E_STALE, TA_E_UNSUPPORTED (no
@@ -660,7 +660,7 @@ typedef struct ta_tier_stats {
     uint64_t fallen_blocks; /* since creation: that came here with fewer bits than they had */
 } ta_tier_stats;
 
-/* Fills in `stats` up to stats->struct_size. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
+/* Fills in `stats`. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
 TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err);
 
 typedef int32_t ta_metrics_format;
@@ -688,17 +688,17 @@ TA_API void ta_plan_destroy(ta_plan* plan);
  * for each, the same tensors, and as many query heads in the last attend before that begin, but other lengths. A plan may have
  * graphs of several kinds; end() refuses a step that is of none of them.
  * Errors: TA_E_STATE (the plan is open; the stream is being captured, and the plan ran on another one), TA_E_UNSUPPORTED (on a
- * CPU), TA_E_DEVICE. */
+ * CPU). */
 TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
 
 /* Opens the plan on a batch and reserves all memory that the step needs, copies of shared blocks included.
  *   seqs      [n_seqs] distinct sequences of the pool that are in no other open plan
  *   n_new     [n_seqs] tokens that ta_append will bring for each, 0 and up; NULL: all 0
  *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
- * Errors: TA_E_INVALID, TA_E_ALIGNMENT, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open
- * already), TA_E_CLOSED, on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it
- * waits for blocks to come from disk and for room (ta_tier_options.begin_wait_ms), also TA_E_BUSY (moves keep taking the step's
- * blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
+ * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already), on a GPU
+ * TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it waits for blocks to come from
+ * disk and for room (ta_tier_options.begin_wait_ms), also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and
+ * TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                                ta_error* err);
 
