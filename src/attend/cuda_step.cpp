@@ -2,7 +2,6 @@
 // begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
 // depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <new>
 #include <utility>
@@ -10,6 +9,7 @@
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 #include "src/attend/cuda_attend.h"
+#include "src/attend/cuda_constants.h"
 #include "src/attend/cuda_mass.h"
 #include "src/attend/cuda_staging.h"
 #include "src/attend/cuda_tables.h"
@@ -20,7 +20,6 @@ namespace {
 
 using cuda::AppendArgs;
 using cuda::AttendArgs;
-using cuda::HeadArgs;
 
 constexpr int kMostUnread = 64;  // begins that make a schedule in vain, one after another
 
@@ -29,7 +28,7 @@ class CudaStep final : public StepBackend {
     CudaStep(Pool& pool, CudaDevice& device)
         : pool_(pool),
           device_(device),
-          constants_(device),
+          constants_(pool, device),
           tables_(pool, device),
           mass_(pool, device),
           staging_(pool, device),
@@ -68,7 +67,6 @@ class CudaStep final : public StepBackend {
     using KindOfStep = std::vector<uint64_t>;
 
     Status prepare();
-    Status upload_constants();
     Status upload(uint8_t* to, const void* staged, size_t bytes);
     Status upload_schedule(const ManyRowsKey& key, Schedule& schedule);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
@@ -84,17 +82,6 @@ class CudaStep final : public StepBackend {
     bool is_current(const CapturedRead& read) const;
     void keep_capture();
     static Status needs_a_run(const char* what);
-    const float* signs() const {
-        return pool_.numerics().hadamard ? reinterpret_cast<const float*>(constants_.data()) : nullptr;
-    }
-    const float* k_offset_of(uint32_t layer) const {
-        if (pool_.numerics().k_offset.empty()) return nullptr;
-        const Geometry& g = pool_.geometry();
-        return reinterpret_cast<const float*>(constants_.data() + offset_of_k_offset_) + g.index(layer, 0) * g.head_dim;
-    }
-    const HeadArgs* heads_of(uint32_t layer) const {
-        return reinterpret_cast<const HeadArgs*>(constants_.data() + offset_of_heads_) + pool_.geometry().index(layer, 0);
-    }
     template <class Data>
     Status check_memory(const Data& data, const char* name) const {
         return check_device_memory(device_, data, name);
@@ -115,10 +102,7 @@ class CudaStep final : public StepBackend {
     Step* step_ = nullptr;
     uint64_t steps_ = 0;
 
-    // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets], then the last two of low pages
-    DeviceBuffer constants_;
-    size_t offset_of_k_offset_ = 0, offset_of_heads_ = 0, offset_of_layers_ = 0, bytes_of_tables_ = 0;
-
+    CudaConstants constants_;
     CudaTables tables_;
     CudaMass mass_;
     CudaStaging staging_;
@@ -148,37 +132,6 @@ Status CudaStep::set_stream(ta_stream stream) {
         TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, fence_, 0), "waiting for the plan's earlier steps"));
     stream_ = stream;
     return {};
-}
-
-Status CudaStep::upload_constants() {
-    if (constants_.data()) return {};
-    const Geometry& g = pool_.geometry();
-    const Numerics& n = pool_.numerics();
-    const size_t heads = size_t(g.layers) * g.kv_heads;
-    offset_of_k_offset_ = round_up(g.head_dim * sizeof(float), 16);
-    offset_of_heads_ = offset_of_k_offset_ + round_up(n.k_offset.size() * sizeof(float), 16);
-    offset_of_layers_ = offset_of_heads_ + round_up(heads * sizeof(HeadArgs), 16);
-    bytes_of_tables_ = round_up(offset_of_layers_ + g.layers * sizeof(uint64_t), 16) - offset_of_heads_;
-    std::vector<uint8_t> bytes(offset_of_heads_ + (g.falls ? 2 : 1) * bytes_of_tables_);
-    std::memcpy(bytes.data(), pool_.rotation_signs(), g.head_dim * sizeof(float));
-    if (!n.k_offset.empty()) {
-        std::memcpy(bytes.data() + offset_of_k_offset_, n.k_offset.data(), n.k_offset.size() * sizeof(float));
-    }
-    for (const PageKind kind : {PageKind::kChannel, PageKind::kLow}) {
-        if (g.slot_bytes(kind) == 0) continue;
-        uint8_t* to = bytes.data() + (kind == PageKind::kLow ? bytes_of_tables_ : 0);
-        for (uint32_t layer = 0; layer < g.layers; ++layer) {
-            for (uint32_t head = 0; head < g.kv_heads; ++head) {
-                const ChannelLayout layout = g.channel_layout(kind, layer, head);
-                const HeadArgs h{uint32_t(g.head_offset(kind, layer, head)), uint8_t(layout.k_bits), uint8_t(layout.v_bits), 0};
-                std::memcpy(to + offset_of_heads_ + g.index(layer, head) * sizeof h, &h, sizeof h);
-            }
-            const uint64_t offset = g.page_offset(kind, layer);
-            std::memcpy(to + offset_of_layers_ + layer * sizeof offset, &offset, sizeof offset);
-        }
-    }
-    TA_RETURN_IF_ERROR(constants_.reserve(bytes.size(), "a plan's constants"));
-    return device_.write(constants_.data(), bytes.data(), bytes.size());
 }
 
 Status CudaStep::upload(uint8_t* to, const void* staged, size_t bytes) {
@@ -235,7 +188,7 @@ Status CudaStep::prepare() {
                                                                        INT32_MAX / int64_t(g.kv_heads), &append_plan_)),
                                          "planning an append"));
     }
-    TA_RETURN_IF_ERROR(upload_constants());
+    TA_RETURN_IF_ERROR(constants_.upload());
     // Slots of this step may have been freed by other plans, whose kernels may still read them.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
     ran_ = true;
@@ -321,9 +274,8 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     args.tokens = tokens;
     args.channel_slot = uint64_t(uintptr_t(at.slot));
     args.token_slot = uint64_t(uintptr_t(to.slot()));
-    const uint8_t* tables = constants_.data() + (at.kind == PageKind::kLow ? bytes_of_tables_ : 0);
-    args.channel_layer_offset = reinterpret_cast<const uint64_t*>(tables + offset_of_layers_);
-    args.heads = reinterpret_cast<const HeadArgs*>(tables + offset_of_heads_);
+    args.channel_layer_offset = constants_.layer_offsets(at.kind);
+    args.heads = constants_.heads(at.kind, 0);
     args.token_page_bytes = g.token_page_bytes;
     return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
 }
@@ -345,12 +297,12 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (g.has_channel_blocks()) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
-        a.heads = heads_of(layer);
+        a.heads = constants_.heads(PageKind::kChannel, layer);
     }
     a.k = tensor_args(k);
     a.v = tensor_args(v);
-    a.signs = signs();
-    a.k_offset = k_offset_of(layer);
+    a.signs = constants_.signs();
+    a.k_offset = constants_.k_offset(layer);
     a.k_page_scale = n.k_page_scale;
     a.v_page_scale = n.v_page_scale;
     a.k_page_scale_at_8_bits = n.k_page_scale_at_8_bits;
@@ -405,15 +357,15 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (g.has_channel_blocks()) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
-        a.heads = heads_of(layer);
+        a.heads = constants_.heads(PageKind::kChannel, layer);
     }
     a.has_low = g.falls;
     a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
     a.q = tensor_args(call.q);
     a.out = tensor_args(call.out);
     a.lse = call.lse;
-    a.signs = signs();
-    a.k_offset = k_offset_of(layer);
+    a.signs = constants_.signs();
+    a.k_offset = constants_.k_offset(layer);
     a.q_levels = call.q_levels;
     a.saturate = call.saturate;
     a.nonfinite = nullptr;
