@@ -2,8 +2,6 @@
 // begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
 // depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
 #include <algorithm>
-#include <map>
-#include <new>
 #include <utility>
 
 #include "kernels/cuda/any/append/append.h"
@@ -11,6 +9,7 @@
 #include "src/attend/cuda_attend.h"
 #include "src/attend/cuda_constants.h"
 #include "src/attend/cuda_mass.h"
+#include "src/attend/cuda_schedules.h"
 #include "src/attend/cuda_staging.h"
 #include "src/attend/cuda_tables.h"
 #include "src/kv/cuda_hasher.h"
@@ -21,8 +20,6 @@ namespace {
 using cuda::AppendArgs;
 using cuda::AttendArgs;
 
-constexpr int kMostUnread = 64;  // begins that make a schedule in vain, one after another
-
 class CudaStep final : public StepBackend {
   public:
     CudaStep(Pool& pool, CudaDevice& device)
@@ -32,6 +29,7 @@ class CudaStep final : public StepBackend {
           tables_(pool, device),
           mass_(pool, device),
           staging_(pool, device),
+          schedules_(device),
           decode_workspace_(device),
           prefill_parts_(device),
           hasher_(pool, device) {}
@@ -42,33 +40,13 @@ class CudaStep final : public StepBackend {
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
-    bool replays() const override { return captured_ && !seen_calls_; }
+    bool replays() const override { return schedules_.left_to_graph(); }
     Status may_end() const override;
     Status seal() override;
     void finish() override;
 
   private:
-    struct Schedule {
-        explicit Schedule(CudaDevice& device) : buffer(device) {}
-        DeviceBuffer buffer;
-        PinnedBuffer pinned;
-        uint64_t step = 0;      // that it was made for
-        int unread = 0;         // times it was made since a call read it
-        bool captured = false;  // a captured call reads it
-        ManyRows rows;
-    };
-    // What a captured call reads a schedule as.
-    struct CapturedRead {
-        const Schedule* schedule;
-        const uint8_t* at;
-        int chunks;
-        bool operator==(const CapturedRead&) const = default;
-    };
-    using KindOfStep = std::vector<uint64_t>;
-
     Status prepare();
-    Status upload(uint8_t* to, const void* staged, size_t bytes);
-    Status upload_schedule(const ManyRowsKey& key, Schedule& schedule);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
     Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
     Status prepare_observed(const AttendArgs& args, ta_p p, bool captured);
@@ -79,9 +57,6 @@ class CudaStep final : public StepBackend {
     Status capturing(cudaStream_t stream, bool* yes) const;
     void see_call(bool captured);
     KindOfStep kind_of_step() const;
-    bool is_current(const CapturedRead& read) const;
-    void keep_capture();
-    static Status needs_a_run(const char* what);
     template <class Data>
     Status check_memory(const Data& data, const char* name) const {
         return check_device_memory(device_, data, name);
@@ -92,27 +67,19 @@ class CudaStep final : public StepBackend {
     cudaStream_t stream_ = nullptr;
     cudaEvent_t fence_ = nullptr;
     bool ran_ = false;              // on stream_ since the fence was last recorded
-    bool captured_ = false;         // some call was captured
     bool tables_are_last_ = false;  // of the plan's kernels on the stream, no other was enqueued after them
-    bool seen_calls_ = false;       // in this step
-    // Of this step, if calls of it are captured; then of all that were.
-    KindOfStep capture_kind_;
-    std::vector<CapturedRead> capture_reads_;
-    std::map<KindOfStep, std::vector<CapturedRead>> captured_kinds_;
     Step* step_ = nullptr;
-    uint64_t steps_ = 0;
 
     CudaConstants constants_;
     CudaTables tables_;
     CudaMass mass_;
     CudaStaging staging_;
+    CudaSchedules schedules_;
     DeviceBuffer decode_workspace_;
     DeviceBuffer prefill_parts_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
-    std::map<ManyRowsKey, Schedule> schedules_;  // one for each combination that the plan has met
-    std::vector<AttendWork> observed_;           // of a call: prepare_observed()
-    std::vector<Schedule*> read_;                // by a call
+    std::vector<AttendWork> observed_;  // of a call: prepare_observed()
     cuda::AppendPlan append_plan_{};
 };
 
@@ -132,11 +99,6 @@ Status CudaStep::set_stream(ta_stream stream) {
         TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, fence_, 0), "waiting for the plan's earlier steps"));
     stream_ = stream;
     return {};
-}
-
-Status CudaStep::upload(uint8_t* to, const void* staged, size_t bytes) {
-    if (bytes == 0) return {};
-    return device_.check(cudaMemcpyAsync(to, staged, bytes, cudaMemcpyHostToDevice, stream_), "copying a step's tables");
 }
 
 Status CudaStep::begin(Step& step) {
@@ -160,19 +122,8 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     tables_are_last_ = true;
     step_ = &step;
-    ++steps_;
-    seen_calls_ = false;
-    read_.clear();
-    capture_kind_.clear();
-    capture_reads_.clear();
-    // Of all groups: a graph reads its own, whatever was called for last. One that calls by hand have long not read is made
-    // when one does.
-    if (tables_.group() > 0) {
-        for (auto& [key, schedule] : schedules_) {
-            if (schedule.captured || schedule.unread <= kMostUnread) TA_RETURN_IF_ERROR(upload_schedule(key, schedule));
-        }
-    }
-    return staging_.begin(step, tables_, captured_, stream_);
+    TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
+    return staging_.begin(step, tables_, schedules_.any_captured(), stream_);
 }
 
 Status CudaStep::prepare() {
@@ -195,23 +146,6 @@ Status CudaStep::prepare() {
     return {};
 }
 
-// Makes it for the step, unless that has no prompts for calls of its group: then nobody reads it.
-Status CudaStep::upload_schedule(const ManyRowsKey& key, Schedule& schedule) {
-    const std::vector<cuda::SequenceArgs> prompts = prompts_of(tables_.members(), key.group);
-    if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
-    schedule.rows = ManyRows(key, prompts);
-    const size_t bytes = schedule.rows.bytes;
-    TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
-    TA_RETURN_IF_ERROR(schedule.pinned.take(device_, bytes));
-    auto* staged = static_cast<uint8_t*>(schedule.pinned.part(bytes));
-    schedule.rows.write(key, prompts, staged);
-    TA_RETURN_IF_ERROR(upload(schedule.buffer.data(), staged, bytes));
-    TA_RETURN_IF_ERROR(schedule.pinned.record(device_, stream_));
-    schedule.step = steps_;
-    ++schedule.unread;
-    return {};
-}
-
 Status CudaStep::capturing(cudaStream_t stream, bool* yes) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(stream, &status), "asking whether the stream is captured"));
@@ -219,41 +153,10 @@ Status CudaStep::capturing(cudaStream_t stream, bool* yes) const {
     return {};
 }
 
-// A call of the step has been enqueued; remembers what is captured.
+// A call of the step has been enqueued.
 void CudaStep::see_call(bool captured) {
-    seen_calls_ = true;
-    const std::vector<Schedule*> read = std::exchange(read_, {});
-    if (!captured) return;
-    captured_ = true;
-    for (Schedule* s : read) {
-        s->captured = true;
-        const CapturedRead seen{s, s->buffer.data(), s->rows.chunks};
-        if (std::find(capture_reads_.begin(), capture_reads_.end(), seen) == capture_reads_.end())
-            capture_reads_.push_back(seen);
-    }
-    capture_kind_ = kind_of_step();
-}
-
-bool CudaStep::is_current(const CapturedRead& read) const {
-    const Schedule& s = *read.schedule;
-    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks;
-}
-
-// Graphs that were captured earlier of the same kind of step serve while what they read is current. What is not any more is
-// dropped from the list, so that no later step is refused for it.
-void CudaStep::keep_capture() {
-    if (capture_kind_.empty()) return;
-    try {
-        std::vector<CapturedRead>& reads = captured_kinds_[capture_kind_];
-        std::erase_if(reads, [&](const CapturedRead& r) { return !is_current(r); });
-        for (const CapturedRead& r : capture_reads_) {
-            if (std::find(reads.begin(), reads.end(), r) == reads.end()) reads.push_back(r);
-        }
-    } catch (const std::bad_alloc&) {
-        captured_kinds_.clear();  // rather no replay than one whose reads are not known
-    }
-    capture_kind_.clear();
-    capture_reads_.clear();
+    schedules_.see_call(captured);
+    if (captured) schedules_.see_kind(kind_of_step());
 }
 
 // ------------------------------------------------------------------------------------------------------------------ append
@@ -375,7 +278,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const int rows = tables_.max_decode_rows();
     if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
     observed_.clear();
-    read_.clear();
+    schedules_.begin_call();
     if (tables_.any_prefill()) {
         TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
         if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, settings.p, captured));
@@ -458,18 +361,12 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured)
 }
 
 Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work) {
-    Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
-    if (schedule.step != steps_) {
-        if (captured) return needs_a_run("these options");
-        if (Status made = upload_schedule(key, schedule); !made.ok()) {
-            if (schedule.step == 0) schedules_.erase(key);  // later steps do not try again
-            return made;
-        }
-    }
-    schedule.unread = 0;
+    Result<CudaSchedules::Schedule*> found = schedules_.find(key, tables_, captured, stream_);
+    if (!found.ok()) return std::move(found).status();
+    CudaSchedules::Schedule& schedule = *found.value();
     TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);
-    read_.push_back(&schedule);
+    schedules_.add_read(schedule);
     if (!prefill_parts_.holds(work.parts_bytes)) {
         if (captured) return needs_a_run("prompts");
         Status reserved = prefill_parts_.reserve(work.parts_bytes, "the parts of prompts");
@@ -487,22 +384,14 @@ Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
                          "zeroing the workspace of attention");
 }
 
-Status CudaStep::needs_a_run(const char* what) {
-    return fail(TA_E_STATE, "%s must have been used by this plan in a step before the one that is captured", what);
-}
-
 // --------------------------------------------------------------------------------------------------------------------- end
 
 // What a graph was captured with is compared here, since its launch is not seen.
 Status CudaStep::seal() {
-    if (captured_ && !seen_calls_) {
-        const auto kind = captured_kinds_.find(kind_of_step());
-        const auto current = [this](const CapturedRead& r) { return is_current(r); };
-        if (kind == captured_kinds_.end() || !std::all_of(kind->second.begin(), kind->second.end(), current)) {
-            return fail(TA_E_STATE,
-                        "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
-                        "run it without the graph and capture again");
-        }
+    if (schedules_.left_to_graph() && !schedules_.serves(kind_of_step())) {
+        return fail(TA_E_STATE,
+                    "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
+                    "run it without the graph and capture again");
     }
     return seal_blocks();
 }
@@ -528,7 +417,7 @@ Status CudaStep::seal_blocks() {
 }
 
 // All that a captured launch depends on beside the tables and schedules. A workspace that was outgrown since still serves it.
-CudaStep::KindOfStep CudaStep::kind_of_step() const {
+KindOfStep CudaStep::kind_of_step() const {
     KindOfStep kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
                     mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
     tables_.addresses(kind);
@@ -545,7 +434,7 @@ Status CudaStep::may_end() const {
 }
 
 void CudaStep::finish() {
-    keep_capture();
+    schedules_.end();
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());
