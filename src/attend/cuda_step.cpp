@@ -46,13 +46,24 @@ class CudaStep final : public StepBackend {
     void finish() override;
 
   private:
+    // Those of a call, in this order; behind them come those of observed_.
+    struct Launches {
+        AttendWork decode, prefill;
+        bool any_decode = false, any_prefill = false;
+    };
+
     Status prepare();
+    Status check_tensors(const AttendCall& call) const;
+    AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
+    Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, Launches& launches);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
     Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
     Status prepare_observed(const AttendArgs& args, ta_p p, bool captured);
     Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work);
     Status reserve_mass(const AttendWork& work, bool captured);
     Status reserve_workspace(const AttendWork& work, bool captured);
+    Status stage(uint32_t layer, const AttendArgs& args, Launches& launches, bool* staged);
+    Status launch(const Launches& launches);
     Status seal_blocks();
     Status capturing(cudaStream_t stream, bool* yes) const;
     void see_call(bool captured);
@@ -234,12 +245,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
 Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    if (Status s = check_memory(call.q, "q"); !s.ok()) return std::move(s).argument(2);
-    if (Status s = check_memory(call.out, "out"); !s.ok()) return std::move(s).argument(3);
-    if (Status s = check_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
-    const AttendSettings& settings = call.settings;
-    if (Status s = check_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
-    if (Status s = check_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
+    TA_RETURN_IF_ERROR(check_tensors(call));
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(stream_, &captured));
     if (call.group != tables_.group()) {
@@ -247,7 +253,34 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
         tables_are_last_ = true;
     }
+    // Whatever may fail comes before the first launch, which writes to out.
+    const AttendArgs args = attend_args(layer, call);
+    Launches launches;
+    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, captured, launches));
+    bool staged = false;
+    if (!captured) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
+    // Decode may start while the kernel before it runs, and reads the tables at once.
+    if (tables_are_last_ || staged) launches.decode.plan.overlap = launches.prefill.plan.overlap = false;
+    tables_are_last_ = false;
+    Status launched = launch(launches);
+    if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
+    TA_RETURN_IF_ERROR(std::move(launched));
+    see_call(captured);
+    return {};
+}
 
+Status CudaStep::check_tensors(const AttendCall& call) const {
+    const AttendSettings& settings = call.settings;
+    if (Status s = check_memory(call.q, "q"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_memory(call.out, "out"); !s.ok()) return std::move(s).argument(3);
+    if (Status s = check_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
+    if (Status s = check_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
+    if (Status s = check_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
+    return {};
+}
+
+// What all launches of a call have in common.
+AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     const Geometry& g = pool_.geometry();
     AttendArgs a{};
     a.head_dim = call.head_dim;
@@ -272,45 +305,26 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     a.q_levels = call.q_levels;
     a.saturate = call.saturate;
     a.nonfinite = nullptr;
-    set_options(settings, a);
-    // Whatever may fail comes before the first launch, which writes to out.
-    AttendWork decode, prefill;
+    set_options(call.settings, a);
+    return a;
+}
+
+Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, Launches& l) {
     const int rows = tables_.max_decode_rows();
-    if (rows > 0) TA_RETURN_IF_ERROR(prepare_decode(a, settings.p, rows, captured, decode));
+    l.any_decode = rows > 0;
+    l.any_prefill = tables_.any_prefill();
+    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, captured, l.decode));
     observed_.clear();
     schedules_.begin_call();
-    if (tables_.any_prefill()) {
-        TA_RETURN_IF_ERROR(prepare_prefill(a, settings.p, captured, prefill));
-        if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, settings.p, captured));
+    if (l.any_prefill) {
+        TA_RETURN_IF_ERROR(prepare_prefill(a, p, captured, l.prefill));
+        if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, p, captured));
     }
     if (mass_.on()) {
         cuda::DecodeMass mass = mass_.args();  // now that it has room for all of them
-        if (rows > 0) decode.mass = std::exchange(mass, mass_.without_heads());
+        if (l.any_decode) l.decode.mass = std::exchange(mass, mass_.without_heads());
         for (AttendWork& w : observed_) w.mass = std::exchange(mass, mass_.without_heads());
     }
-    bool staged = false;
-    if (!captured) {
-        CudaStaging::Call like{0, a.window};
-        if (tables_.any_prefill())
-            like.rows_at_once = prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
-        like.observed = int64_t(observed_.size());
-        Result<const uint64_t*> table = staging_.before_attend(layer, like, &staged, stream_);
-        if (!table.ok()) return std::move(table).status();
-        decode.args.table = prefill.args.table = table.value();
-        for (AttendWork& w : observed_) w.args.table = table.value();
-    }
-    // Decode may start while the kernel before it runs, and reads the tables at once.
-    if (tables_are_last_ || staged) decode.plan.overlap = prefill.plan.overlap = false;
-    tables_are_last_ = false;
-    Status launched;
-    if (rows > 0) launched = launch_attend(device_, decode, decode_workspace_.data(), stream_);
-    if (launched.ok() && tables_.any_prefill()) launched = launch_attend(device_, prefill, decode_workspace_.data(), stream_);
-    for (const AttendWork& w : observed_) {
-        if (launched.ok()) launched = launch_attend(device_, w, decode_workspace_.data(), stream_);
-    }
-    if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
-    TA_RETURN_IF_ERROR(std::move(launched));
-    see_call(captured);
     return {};
 }
 
@@ -382,6 +396,26 @@ Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
     TA_RETURN_IF_ERROR(decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention"));
     return device_.check(cudaMemsetAsync(decode_workspace_.data(), 0, work.plan.zeroed_bytes, stream_),
                          "zeroing the workspace of attention");
+}
+
+// Has the launches read pages where they are staged. `*staged`: some are.
+Status CudaStep::stage(uint32_t layer, const AttendArgs& a, Launches& l, bool* staged) {
+    CudaStaging::Call like{0, a.window};
+    if (l.any_prefill) like.rows_at_once = l.prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
+    like.observed = int64_t(observed_.size());
+    Result<const uint64_t*> table = staging_.before_attend(layer, like, staged, stream_);
+    if (!table.ok()) return std::move(table).status();
+    l.decode.args.table = l.prefill.args.table = table.value();
+    for (AttendWork& w : observed_) w.args.table = table.value();
+    return {};
+}
+
+Status CudaStep::launch(const Launches& l) {
+    uint8_t* const workspace = decode_workspace_.data();
+    if (l.any_decode) TA_RETURN_IF_ERROR(launch_attend(device_, l.decode, workspace, stream_));
+    if (l.any_prefill) TA_RETURN_IF_ERROR(launch_attend(device_, l.prefill, workspace, stream_));
+    for (const AttendWork& w : observed_) TA_RETURN_IF_ERROR(launch_attend(device_, w, workspace, stream_));
+    return {};
 }
 
 // --------------------------------------------------------------------------------------------------------------------- end
