@@ -42,41 +42,57 @@ Status CudaStaging::decide(const Call& call, cudaStream_t stream) {
     return {};
 }
 
-// Pages in host memory of the sequences for which it pays; false when there are none.
-bool CudaStaging::choose_pages(const Call& call) {
-    const Geometry& g = pool_.geometry();
+// How often a call reads a page of each member.
+std::vector<HostPages> CudaStaging::count_reads(const Call& call) const {
     const int group = step_tables_->group();
-    const int64_t least = pool_.staging() == StagingMode::kAuto ? 2 : 1;
-    bool any = false;
     std::vector<HostPages> host(step_->members.size());
     for (size_t i = 0; i < host.size(); ++i) {
         const int64_t n = step_->members[i].n_query;
         const bool many = n * group > cuda::kDecodeRows;
         host[i].reads =
             many ? reads_of_page(n, group, call.rows_at_once, call.window) + call.observed : std::min<int64_t>(n, 1);
-        any |= host[i].reads >= least;
     }
-    if (!any) return false;           // decode, mostly: looks at no block
-    size_t largest[kPageKinds] = {};  // page of any layer, by kind
+    return host;
+}
+
+// By kind of page, in the layer where it is largest; 0 for a kind that the pool does not have.
+CudaStaging::PageSizes CudaStaging::largest_pages() const {
+    const Geometry& g = pool_.geometry();
+    PageSizes largest{};
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
         for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
             if (g.slot_bytes(kind) > 0) largest[size_t(kind)] = std::max(largest[size_t(kind)], g.page_bytes(kind, layer));
         }
     }
-    // Calls fn for the member's pages in host memory, but for those before all keys that its first query token sees.
-    const auto for_each_page = [&](const StepMember& m, auto fn) {
-        const int64_t seen = call.window > 0 ? m.length + m.n_new - m.n_query - call.window + 1 : 0;
-        for (int64_t b = std::max<int64_t>(seen, 0) / kPageTokens; b < Step::untouched_blocks(m); ++b) {
-            const Block& block = *m.sequence->blocks[size_t(b)];
-            if (block.tier() != TierKind::kHost) continue;
-            const Block::Stored at = block.stored();
-            const size_t bytes = largest[size_t(at.kind)];
-            if (bytes <= g.slot_bytes(ring_kind())) fn(at, b, bytes);
-        }
-    };
+    return largest;
+}
+
+// Calls fn(where it is stored, block, bytes) for the member's pages in host memory, but for those before all keys that its
+// first query token sees.
+template <class Fn>
+void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const PageSizes& largest, Fn fn) const {
+    const size_t most = pool_.geometry().slot_bytes(ring_kind());
+    const int64_t seen = window > 0 ? m.length + m.n_new - m.n_query - window + 1 : 0;
+    for (int64_t b = std::max<int64_t>(seen, 0) / kPageTokens; b < Step::untouched_blocks(m); ++b) {
+        const Block& block = *m.sequence->blocks[size_t(b)];
+        if (block.tier() != TierKind::kHost) continue;
+        const Block::Stored at = block.stored();
+        const size_t bytes = largest[size_t(at.kind)];
+        if (bytes <= most) fn(at, b, bytes);
+    }
+}
+
+// Pages in host memory of the sequences for which it pays; false when there are none.
+bool CudaStaging::choose_pages(const Call& call) {
+    const int64_t least = pool_.staging() == StagingMode::kAuto ? 2 : 1;
+    std::vector<HostPages> host = count_reads(call);
+    const auto may_gain = [least](const HostPages& pages) { return pages.reads >= least; };
+    if (std::none_of(host.begin(), host.end(), may_gain)) return false;  // decode, mostly: looks at no block
+    const PageSizes largest = largest_pages();
     for (size_t i = 0; i < host.size(); ++i) {
-        if (host[i].reads < least) continue;
-        for_each_page(step_->members[i], [&](const Block::Stored&, int64_t, size_t bytes) { host[i].bytes += bytes; });
+        if (!may_gain(host[i])) continue;
+        for_each_host_page(step_->members[i], call.window, largest,
+                           [&](const Block::Stored&, int64_t, size_t bytes) { host[i].bytes += bytes; });
     }
     pages_.clear();
     page_bytes_.clear();
@@ -86,8 +102,9 @@ bool CudaStaging::choose_pages(const Call& call) {
         const Tenant tenant = m.sequence->tenant;
         tenant_ = first || tenant_ == tenant ? tenant : kUnknownTenant;
         first = false;
-        for_each_page(m, [&](const Block::Stored& at, int64_t b, size_t bytes) {
-            pages_.push_back({at.slot, at.kind, uint32_t(step_tables_->members()[i].first_entry + b)});
+        const int64_t first_entry = step_tables_->members()[i].first_entry;
+        for_each_host_page(m, call.window, largest, [&](const Block::Stored& at, int64_t b, size_t bytes) {
+            pages_.push_back({at.slot, at.kind, uint32_t(first_entry + b)});
             page_bytes_.push_back(uint32_t(bytes));
         });
     }

@@ -3,6 +3,8 @@
 // bytes either way. Only CUDA builds include this.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -53,7 +55,13 @@ class CudaStaging {
         bool is_read = false;
     };
 
+    using PageSizes = std::array<size_t, kPageKinds>;
+
     Status decide(const Call& call, cudaStream_t stream);
+    std::vector<HostPages> count_reads(const Call& call) const;
+    PageSizes largest_pages() const;
+    template <class Fn>
+    void for_each_host_page(const StepMember& member, int64_t window, const PageSizes& largest, Fn fn) const;
     bool choose_pages(const Call& call);
     bool take_ring();
     Status open();
