@@ -7,6 +7,7 @@
 #include "kernels/cuda/any/decode/launch.h"
 #include "kernels/cuda/any/decode/merge.cuh"
 #include "kernels/cuda/any/decode/page.cuh"
+#include "kernels/cuda/common/scores.cuh"
 
 namespace ta::cuda {
 
@@ -74,20 +75,10 @@ __device__ __forceinline__ float max_over_tokens(float x) {  // lanes of the sam
     return x;
 }
 
-// e^-y as a table times a cubic, y in natural units; the table's entries come from ex2, whose error is far below the cubic's.
-__device__ __forceinline__ float exp2_neg_sas(float u) {
-    const float y = u * 0.693147181f, n = floorf(y), f = y - n;
-    const float cubic = fmaf(fmaf(fmaf(-0.1025f, f, 0.4626f), f, -0.9922f), f, 0.9996f);
-    return y <= 6.0f ? ex2(-n * kLog2e) * cubic : 0.0f;
-}
-
 // Bias, softcap and ALiBi of a logit. `distance`: the key's position less the query's.
 inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float x, float bias, float slope, int32_t distance) {
     x += bias;
-    if (p.a.softcap > 0.0f) {
-        const float e = ex2(fabsf(x / p.a.softcap) * (-2.0f * kLog2e));
-        x = copysignf(p.a.softcap * kLog2e * ((1.0f - e) / (1.0f + e)), x);
-    }
+    if (p.a.softcap > 0.0f) x = soft_capped(x, p.a.softcap);
     return fmaf(slope, float(distance), x);
 }
 

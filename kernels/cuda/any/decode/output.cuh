@@ -2,10 +2,10 @@
 #pragma once
 
 #include "kernels/cuda/any/decode/query.cuh"
+#include "kernels/cuda/common/scores.cuh"
 
 namespace ta::cuda {
 
-inline constexpr float kLog2e = 1.44269504f;
 inline constexpr float kLowest = -3e38f;  // a maximum over no key; below every score, and differences to it are no NaN
 
 // Both in units of log2: what O is multiplied by at the end, and the LSE.

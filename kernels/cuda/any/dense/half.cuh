@@ -7,6 +7,7 @@
 #include "kernels/cuda/any/append/codec_rows.cuh"
 #include "kernels/cuda/any/decode/output.cuh"
 #include "kernels/cuda/any/dense/dense.h"
+#include "kernels/cuda/common/scores.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/format/codec.h"
 
@@ -93,13 +94,6 @@ __device__ __forceinline__ void load_half_values(const DenseHalfArgs& a, int64_t
     }
 }
 
-// 2^-u by SAS (docs/numerics.md); the table's entries come from ex2, whose error is far below the cubic's.
-__device__ __forceinline__ float half_exp2_sas(float u) {
-    const float y = u * 0.693147181f, n = floorf(y), f = y - n;
-    const float cubic = fmaf(fmaf(fmaf(-0.1025f, f, 0.4626f), f, -0.9922f), f, 0.9996f);
-    return y <= 6.0f ? ex2(-n * kLog2e) * cubic : 0.0f;
-}
-
 template <int D>
 __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_constant__ DenseHalfArgs args) {
     extern __shared__ __align__(16) uint8_t shared[];
@@ -167,10 +161,7 @@ __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_c
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int key = first_key + 8 * n + 2 * i + e % 2, h = e / 2;
-                if (a.softcap > 0.0f) {
-                    const float power = ex2(fabsf(x[n][e] / a.softcap) * (-2.0f * kLog2e));
-                    x[n][e] = copysignf(a.softcap * kLog2e * ((1.0f - power) / (1.0f + power)), x[n][e]);
-                }
+                if (a.softcap > 0.0f) x[n][e] = soft_capped(x[n][e], a.softcap);
                 x[n][e] = fmaf(slope[h], float(key - position[h]), x[n][e]);
                 if (key < keys[h].begin || key >= keys[h].end) x[n][e] = -kInfinity;
             }
@@ -194,7 +185,7 @@ __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_c
             for (int n = 0; n < 8; ++n) {
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; ++e) {
-                    x[n][e] = a.exp == ExpMode::kSas ? half_exp2_sas(top - x[n][e]) : ex2(x[n][e] - top);
+                    x[n][e] = a.exp == ExpMode::kSas ? exp2_neg_sas(top - x[n][e]) : ex2(x[n][e] - top);
                     l[h] += x[n][e];
                 }
             }
