@@ -10,7 +10,7 @@ namespace ta {
 using cuda::HeadArgs;
 
 Status CudaConstants::upload() {
-    if (memory_.data()) return {};
+    if (uploaded_) return {};
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     const size_t heads = size_t(g.layers) * g.kv_heads;
@@ -37,7 +37,9 @@ Status CudaConstants::upload() {
         }
     }
     TA_RETURN_IF_ERROR(memory_.reserve(bytes.size(), "a plan's constants"));
-    return device_.write(memory_.data(), bytes.data(), bytes.size());
+    TA_RETURN_IF_ERROR(device_.write(memory_.data(), bytes.data(), bytes.size()));
+    uploaded_ = true;
+    return {};
 }
 
 }  // namespace ta

@@ -40,6 +40,7 @@ class CudaConstants {
     CudaDevice& device_;
     // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets], then the last two of low pages
     DeviceBuffer memory_;
+    bool uploaded_ = false;
     size_t k_offset_at_ = 0, heads_at_ = 0, layers_at_ = 0, table_bytes_ = 0;
 };
 

@@ -201,6 +201,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(stream_, &captured));
+    schedules_.begin_call();
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     AppendArgs a{};
@@ -248,6 +249,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     TA_RETURN_IF_ERROR(check_tensors(call));
     bool captured = false;
     TA_RETURN_IF_ERROR(capturing(stream_, &captured));
+    schedules_.begin_call();
     if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
@@ -315,7 +317,6 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, La
     l.any_prefill = tables_.any_prefill();
     if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, captured, l.decode));
     observed_.clear();
-    schedules_.begin_call();
     if (l.any_prefill) {
         TA_RETURN_IF_ERROR(prepare_prefill(a, p, captured, l.prefill));
         if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, p, captured));

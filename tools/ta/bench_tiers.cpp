@@ -7,9 +7,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <span>
+#include <stop_token>
 #include <thread>
 
 namespace ta::tools {
@@ -511,14 +513,14 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
                 for (int i = 0; i < repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
             };
             measure_idle();
-            std::atomic<bool> over{false};
             std::atomic<uint64_t> moves{0};  // begun and ended; those down are even ones
             double seconds[2] = {0, 0};
             uint64_t times[2] = {0, 0};
             std::string failure;
-            std::thread mover([&] {
+            std::atomic<bool> failed{false};
+            std::jthread mover([&](const std::stop_token& stop) {
                 try {
-                    while (!over) {
+                    while (!stop.stop_requested()) {
                         for (const size_t up : {0, 1}) {
                             const auto start = Clock::now();
                             ++moves;
@@ -530,17 +532,17 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
                     }
                 } catch (const Failure& e) {
                     failure = e.what();
-                    over = true;
+                    failed = true;
                 }
             });
             const auto last = Clock::now() + std::chrono::seconds(10);
             const auto enough = [&] { return std::min(busy[0].size(), busy[1].size()) >= size_t(repeats); };
-            while (!enough() && !over && Clock::now() < last) {
+            while (!enough() && !failed && Clock::now() < last) {
                 const uint64_t before = moves;
                 const double s = cache.attend_once(decoding, q, out);
                 if (before % 2 == 1 && moves == before) busy[before / 2 % 2].push_back(s);
             }
-            over = true;
+            mover.request_stop();
             mover.join();
             if (!failure.empty()) throw Failure(failure);
             measure_idle();
@@ -583,10 +585,10 @@ std::string bench_tiers_parts() {
 }
 
 void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json& row)>& row) {
-    if (options.parts.empty()) {
-        for (const Part& part : kParts) part.run(machine, options, row);
-    }
-    for (const std::string& name : options.parts) part_called(name).run(machine, options, row);
+    std::vector<Part> parts;
+    for (const std::string& name : options.parts) parts.push_back(part_called(name));
+    if (parts.empty()) parts.assign(std::begin(kParts), std::end(kParts));
+    for (const Part& part : parts) part.run(machine, options, row);
 }
 
 }  // namespace ta::tools
