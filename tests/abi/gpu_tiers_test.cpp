@@ -2,9 +2,14 @@
 // GPU memory. The same outputs to the bit. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "support/gpu.h"
 #include "support/tiers.h"
@@ -157,6 +162,75 @@ TEST_F(GpuTiers, MovesBesideACaptureInGlobalMode) {
         step({a}, {1});
     }
     cudaStreamDestroy(other);
+    verify();
+}
+
+// A load makes room while kernels of a step read what it might take: the results of a step that nobody has waited for.
+TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
+    constexpr int32_t kLoaded = 12 * 64 + 5, kCalls = 20;
+    make_pools(20, uint64_t{64} << 20, uint64_t{64} << 20);
+    const std::filesystem::path path = std::filesystem::temp_directory_path() / ("ta-gpu-tiers-" + std::to_string(getpid()));
+    const size_t a = add(), b = add(), idle = add();
+    step({b}, {kLoaded});
+    ta_error err;
+    require(ta_seq_save(pool.get(), seqs[b], path.c_str(), nullptr, nullptr, &err), err);
+    step({a, idle}, {500, 500});
+    uint64_t evicted = 0;
+    for (int round = 0; round < 6; ++round) {
+        SCOPED_TRACE("round " + std::to_string(round));
+        begin(plan, {seqs[a]}, {1});
+        begin(plain_plan, {plain_seqs[a]}, {1});
+        const std::vector<float> kv = random.normals(kHeads * kDim), qv = random.normals(kQHeads * kDim);
+        const DeviceTensor k(1, kHeads, kDim, &kv), q(1, kQHeads, kDim, &qv), plain_out(1, kQHeads, kDim);
+        std::vector<DeviceTensor> outs;
+        for (int n = 0; n < kCalls * int(kLayers); ++n) outs.emplace_back(1, kQHeads, kDim);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        const auto attend_all = [&] {
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                require(ta_append(plan.get(), layer, k.view(), k.view(), &err), err);
+                for (int n = 0; n < kCalls; ++n) {
+                    const DeviceTensor& out = outs[layer * kCalls + size_t(n)];
+                    require(ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
+                }
+            }
+        };
+        ta_seq loaded = 0;
+        ta_error load_err;
+        ta_status status = TA_OK;
+        const auto load = [&] { status = ta_seq_load(pool.get(), path.c_str(), nullptr, nullptr, &loaded, &load_err); };
+        const uint64_t before = tier_stats(pool, TA_TIER_DEVICE).evicted_blocks;
+        if (round % 2) {
+            std::thread loader(load);
+            attend_all();
+            loader.join();
+        } else {
+            attend_all();
+            load();
+        }
+        ASSERT_EQ(status, TA_OK) << load_err.message;
+        evicted += tier_stats(pool, TA_TIER_DEVICE).evicted_blocks - before;
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            require(ta_append(plain_plan.get(), layer, k.view(), k.view(), &err), err);
+            require(ta_attend(plain_plan.get(), layer, q.view(), plain_out.view(), nullptr, nullptr, &err), err);
+            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            const std::vector<float> expected = plain_out.get();
+            for (int n = 0; n < kCalls; ++n) {
+                const std::vector<float> x = outs[layer * kCalls + size_t(n)].get();
+                ASSERT_EQ(std::memcmp(x.data(), expected.data(), x.size() * 4), 0) << "layer " << layer << " call " << n;
+            }
+        }
+        end(plan);
+        end(plain_plan);
+        ta::testing::verify(pool, loaded);
+        constexpr int64_t kRow = kHeads * kDim;
+        EXPECT_TRUE(dequantize(pool, loaded, 1, 0, kLoaded, kRow) ==
+                    dequantize(plain_pool, plain_seqs[b], 1, 0, kLoaded, kRow));
+        require(ta_seq_release(pool.get(), loaded, &err), err);
+        step({idle}, {1});  // brings its blocks back, so that the next load has to make room again
+    }
+    std::filesystem::remove(path);
+    EXPECT_GT(evicted, 0u);
     verify();
 }
 
