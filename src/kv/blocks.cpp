@@ -38,7 +38,7 @@ uint64_t hash_of(const Geometry& g, PageKind kind, const SlotTrailer& t, const u
 }  // namespace
 
 Block::~Block() {
-    if (prefetch() == Prefetch::kArrived) ++store_.prefetches_.wasted;
+    if (prefetch_.waste()) ++store_.prefetches_.wasted;
     store_.release(*this);
 }
 

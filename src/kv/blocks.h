@@ -13,6 +13,7 @@
 
 #include "src/core/memory.h"
 #include "src/kv/geometry.h"
+#include "src/kv/prefetch_mark.h"
 #include "src/kv/slot_memory.h"
 #include "src/tiering/disk_request.h"
 #include "src/tiering/policy/policy.h"
@@ -99,11 +100,8 @@ class Block {
         while (!mass_.compare_exchange_weak(now, {fading.at_now(now) + weight, fading.now()}, std::memory_order_relaxed)) {
         }
     }
-    // Whether a prefetch is to bring it up, or did, and no step has used it since.
-    enum class Prefetch : uint8_t { kNone, kAsked, kArrived };
-    Prefetch prefetch() const { return prefetch_.load(std::memory_order_relaxed); }
-    // False when it was not in that state.
-    bool change_prefetch(Prefetch from, Prefetch to) { return prefetch_.compare_exchange_strong(from, to); }
+    PrefetchMark& prefetch() { return prefetch_; }
+    const PrefetchMark& prefetch() const { return prefetch_; }
     // It takes the place of `from` in a sequence.
     void take_mass(const Block& from) { mass_.store(from.mass(), std::memory_order_relaxed); }
 
@@ -140,7 +138,7 @@ class Block {
     std::atomic<TierKind> tier_{TierKind::kDevice};
     std::atomic<bool> moving_{false}, stuck_{false};
     std::atomic<bool> sealed_{false};
-    std::atomic<Prefetch> prefetch_{Prefetch::kNone};
+    PrefetchMark prefetch_;
     std::atomic<bool> dropped_{false};
     std::atomic<uintptr_t> stored_;  // address, and kind of what is there
     uint64_t content_id_;
@@ -261,7 +259,7 @@ class BlockStore {
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
     // Grows when a block moves, and when a place that blocks have left is free.
     uint64_t changes() const { return moves() + frees_.load(std::memory_order_acquire); }
-    // Of prefetched blocks: used by a step, wanted by one before they came, gone without having been used.
+    // Of prefetched blocks, each in one of them: used by a step, wanted by one before they came, gone without having been used.
     struct PrefetchCounters {
         std::atomic<uint64_t> used{0}, late{0}, wasted{0};
     };

@@ -224,7 +224,7 @@ class Pool {
     struct Lookups {
         struct Prefetched {
             Block* block;
-            bool late;
+            PrefetchMark::Seen seen;
         };
         uint64_t found[3] = {};  // by TierKind
         std::vector<Prefetched> prefetched;

@@ -253,9 +253,8 @@ Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
             if (b->dropped()) continue;
             const TierKind tier = b->tier();
             ++l.found[size_t(tier)];
-            const Block::Prefetch prefetch = b->prefetch();
-            if (prefetch == Block::Prefetch::kArrived) l.prefetched.push_back({b.get(), false});
-            if (prefetch == Block::Prefetch::kAsked && tier != TierKind::kDevice) l.prefetched.push_back({b.get(), true});
+            const PrefetchMark::Seen seen = b->prefetch().look();
+            if (seen.arrived || (seen.asked && tier != TierKind::kDevice)) l.prefetched.push_back({b.get(), seen});
         }
     }
     // Sequences of a step may share blocks.
@@ -269,14 +268,7 @@ Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
 void Pool::count_step(const Lookups& l) {
     BlockStore::PrefetchCounters& prefetches = blocks_->prefetches();
     for (const Lookups::Prefetched& p : l.prefetched) {
-        const bool came = p.block->change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone);
-        if (p.late) {
-            // It may have come meanwhile, or its prefetch ended when the step had brought it.
-            p.block->change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kNone);
-            ++prefetches.late;
-        } else if (came) {
-            ++prefetches.used;
-        }
+        if (p.block->prefetch().settle(p.seen)) ++(p.seen.arrived ? prefetches.used : prefetches.late);
     }
     if (host_ && l.found[size_t(TierKind::kHost)] + l.found[size_t(TierKind::kDisk)] > 0) ++counters_.host_steps;
     for (size_t t = 0; t < 3; ++t) {
@@ -370,12 +362,6 @@ Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierK
     Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
     if (!items.ok()) return std::move(items).status();
     if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device");
-    if (reason == MoveReason::kPrefetch) {
-        for (const MoveItem& item : items.value()) {
-            if (item.block && item.block->tier() != to)
-                item.block->change_prefetch(Block::Prefetch::kNone, Block::Prefetch::kAsked);
-        }
-    }
     return mover_->submit(items.take(), to, reason);
 }
 

@@ -91,6 +91,10 @@ Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveRea
         queue.pop_back();
         throw;
     }
+    for (MoveItem& item : ticket->items) {
+        item.prefetched = reason == MoveReason::kPrefetch && item.block && item.block->tier() != to;
+        if (item.prefetched) item.block->prefetch().ask();
+    }
     // Somebody waits for what is asked for: the first parts are on their way before a thread is awake.
     if (copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk) start_here(*ticket, direction, lock);
     wake_[direction].notify_all();
@@ -254,10 +258,8 @@ void Mover::land(Flight& flight) {
     t.progress.state = t.progress.failed ? TA_MOVE_FAILED : done < t.progress.blocks ? TA_MOVE_CANCELLED : TA_MOVE_DONE;
     t.finished.store(true, std::memory_order_release);
     dropped.swap(t.items);
-    // What a prefetch did not bring is not awaited any more.
     for (const MoveItem& item : dropped) {
-        if (t.reason == MoveReason::kPrefetch && item.block)
-            item.block->change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kNone);
+        if (item.prefetched) item.block->prefetch().end();
     }
     t.next = 0;
     try {

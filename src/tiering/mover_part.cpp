@@ -489,7 +489,7 @@ void MovePart::publish(double seconds) {
         bool stays = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // pinned since it was taken
         if (w.status.ok() && !stays) {
             // Before a step can find it here.
-            if (reason_ == MoveReason::kPrefetch) block.change_prefetch(Block::Prefetch::kAsked, Block::Prefetch::kArrived);
+            if (reason_ == MoveReason::kPrefetch) block.prefetch().arrive();
             stays = !sharing_.pool.blocks().move(block, w.to);  // or published
         }
         if (w.status.ok() && !stays) {
@@ -501,10 +501,7 @@ void MovePart::publish(double seconds) {
             counted.bytes_out[size_t(w.from.tier)] += g.slot_bytes(w.from.kind);
             counted.fallen[size_t(to_)] += w.falls();
             counted.bytes_by_reason[size_t(reason_)] += bytes;
-            if (reason_ != MoveReason::kPrefetch && to_ > w.from.tier &&
-                block.change_prefetch(Block::Prefetch::kArrived, Block::Prefetch::kNone)) {
-                ++sharing_.pool.blocks().prefetches().wasted;
-            }
+            if (to_ > w.from.tier && block.prefetch().waste()) ++sharing_.pool.blocks().prefetches().wasted;
             if (reason_ == MoveReason::kEviction) ++counted.evicted[size_t(w.from.tier)];
             if (reason_ == MoveReason::kEviction && w.item->last_used_at != std::chrono::steady_clock::time_point()) {
                 counted.evicted_age[size_t(w.from.tier)] += std::chrono::duration<double>(now - w.item->last_used_at).count();

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <future>
 
 #include "tiering/late_device.h"
 
@@ -241,6 +242,37 @@ TEST_F(MoverTest, ManyCallersStartParts) {
         EXPECT_EQ(pool->mover()->queued(), 0u);
         EXPECT_TRUE(pool->verify(ids[a]).ok());
     }
+}
+
+// Two prefetches ask for the same blocks, and the one that is first in the queue is cancelled there.
+TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
+    constexpr uint64_t kBusy = 8;  // parts that the threads of a direction have on their way
+    make_pool(600, 600, {});
+    const uint64_t a = add(12), busy = add(kBusy);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    EXPECT_EQ(move(a, TierKind::kHost).moved, 12u);
+    EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
+    std::promise<void> gate;
+    device->enqueue_step([go_on = gate.get_future().share()] { go_on.wait(); });
+    const auto prefetch = [&](uint64_t seq, uint64_t first, uint64_t n) {
+        return pool->move_blocks(ids[seq], first, n, TierKind::kDevice, MoveReason::kPrefetch).value();
+    };
+    for (uint64_t b = 0; b < kBusy; ++b) prefetch(busy, b, 1);
+    const uint64_t cancelled = prefetch(a, 0, 12), other = prefetch(a, 0, 12);
+    ASSERT_TRUE(pool->mover()->cancel(cancelled).ok());
+    gate.set_value();
+    EXPECT_EQ(pool->mover()->wait(cancelled, -1).value().state, TA_MOVE_CANCELLED);
+    EXPECT_EQ(pool->mover()->wait(other, -1).value().moved, 12u);
+    Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
+    ASSERT_TRUE(taken.ok());
+    pool->count_step(pool->look_up(taken.value()));
+    pool->unlock_for_plan(taken.value());
+    const BlockStore::PrefetchCounters& counted = pool->blocks().prefetches();
+    EXPECT_EQ(counted.used, 12u);
+    EXPECT_EQ(counted.late, 0u);
+    EXPECT_EQ(counted.wasted, 0u);
+    EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
+    EXPECT_EQ(counted.wasted, kBusy);
 }
 
 // A move that was under way when a block was pinned leaves it where it is.

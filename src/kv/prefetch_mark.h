@@ -1,0 +1,88 @@
+// What became of the prefetches of a block, for the statistics.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace ta {
+
+// Tickets of prefetches ask for the block, one of them brings it, and a step uses it or it goes unused. Every arrival has one
+// outcome: used, late for a step that wanted the block before it came, or wasted. Any thread may call.
+class PrefetchMark {
+  public:
+    // A ticket is to bring the block.
+    void ask() {
+        change([](Word& w) {
+            ++w.tickets;
+            if (w.state == State::kNone) w.state = State::kAsked;
+            return true;
+        });
+    }
+    // A ticket that asked is over, whatever came of it.
+    void end() {
+        change([](Word& w) {
+            if (--w.tickets == 0 && w.state != State::kArrived) w.state = State::kNone;
+            return true;
+        });
+    }
+    // A ticket brings the block. Before a step can find it in its new place.
+    void arrive() {
+        change([](Word& w) {
+            w.state = w.state == State::kLate ? State::kNone : State::kArrived;
+            return true;
+        });
+    }
+
+    // What a step found when it looked for the block.
+    struct Seen {
+        bool asked = false, arrived = false;
+        uint16_t outcomes = 0;
+    };
+    Seen look() const {
+        const Word w = word_.load(std::memory_order_relaxed);
+        return {w.state == State::kAsked, w.state == State::kArrived, w.outcomes};
+    }
+    // The outcome is what a step saw, asked or arrived; the block may have come meanwhile, or the step have brought it itself.
+    // False: there was another outcome since, which counts.
+    bool settle(const Seen& seen) {
+        return change([&](Word& w) {
+            if (w.outcomes != seen.outcomes) return false;
+            ++w.outcomes;
+            w.state = w.state == State::kAsked ? State::kLate : State::kNone;
+            return true;
+        });
+    }
+    // The block leaves again, or ends. False: no prefetch brought it, or a step has used it.
+    bool waste() {
+        return change([](Word& w) {
+            if (w.state != State::kArrived) return false;
+            ++w.outcomes;
+            w.state = State::kNone;
+            return true;
+        });
+    }
+
+  private:
+    // kLate: it has its outcome and is still to come.
+    enum class State : uint16_t { kNone, kAsked, kLate, kArrived };
+    struct Word {
+        uint32_t tickets = 0;  // that asked and are not over
+        uint16_t outcomes = 0;
+        State state = State::kNone;
+    };
+
+    template <class Change>
+    bool change(Change&& change_word) {
+        Word now = word_.load(std::memory_order_relaxed), next;
+        do {
+            next = now;
+            if (!change_word(next)) return false;
+        } while (!word_.compare_exchange_weak(now, next));
+        return true;
+    }
+
+    std::atomic<Word> word_{Word{}};
+    static_assert(std::atomic<Word>::is_always_lock_free);
+};
+
+}  // namespace ta
