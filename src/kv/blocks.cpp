@@ -317,7 +317,7 @@ void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
 
 void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
     std::lock_guard lock(mutex_);
-    free_place({TierKind::kDevice, kind, slot, {}, false}, tenant);
+    free_place({TierKind::kDevice, kind, slot, {}, {}}, tenant);
 }
 
 void BlockStore::release(const Block& block) {
@@ -325,8 +325,9 @@ void BlockStore::release(const Block& block) {
     std::lock_guard lock(mutex_);
     const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
     if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
-    if (block.tier_ == TierKind::kDisk && block.tier_keyed_ && keep) return;
-    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, block.tier_keyed_}, block.tenant());
+    const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
+    if (is_record && keep && block.record_.index == Slot::kNone) return;
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant());
     frees_.fetch_add(1, std::memory_order_release);
 }
 
@@ -350,18 +351,20 @@ void BlockStore::attach(Tier* host, Tier* disk) {
 Place BlockStore::place_of(const Block& block) const {
     std::lock_guard lock(mutex_);
     return {block.tier_, block.kind_, block.tier_ == TierKind::kDisk ? nullptr : block.slot(), block.tier_slot_,
-            block.tier_keyed_};
+            block.tier_keys_};
 }
 
 bool BlockStore::move(Block& block, const Place& to) {
     std::lock_guard lock(mutex_);
     if (to.kind != block.kind_ && block.keeps_kind()) return false;
     if (to.tier > block.tier_ && block.pins() > 0) return false;
-    if (block.tier_ == TierKind::kDisk && block.tier_keyed_ && block.published()) {
+    const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
+    if (is_record && block.published() && block.record_.index == Slot::kNone) {
         block.record_ = block.tier_slot_;  // the next process shall find it, too
+        block.record_state_ = block.tier_keys_.state;
         on_disk_.fetch_sub(1, std::memory_order_release);
     } else {
-        left_.push_back({moves_, {block.tier_, block.kind_, block.slot(), block.tier_slot_, false}, block.tenant()});
+        left_.push_back({moves_, {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant()});
     }
     if (to.tier == TierKind::kDisk) {
         on_disk_.fetch_add(1, std::memory_order_release);
@@ -372,7 +375,7 @@ bool BlockStore::move(Block& block, const Place& to) {
     block.kind_.store(to.kind, std::memory_order_release);
     block.tier_.store(to.tier, std::memory_order_release);
     block.tier_slot_ = to.slot;
-    block.tier_keyed_ = to.keyed;
+    block.tier_keys_ = to.keys;
     moves_.fetch_add(1, std::memory_order_release);
     free_left();
     return true;
@@ -393,12 +396,16 @@ void BlockStore::free_kind(Block& block) {
     block.keeps_kind_.store(false, std::memory_order_release);
 }
 
-BlockPtr BlockStore::recover(Slot slot, uint64_t content_id, const BlockKey& key) {
-    auto block = std::make_shared<Block>(*this, PageKind(slot.slot_class), nullptr, content_id);
-    block->tier_slot_ = slot;
-    block->tier_keyed_ = true;
-    block->key_ = key;
-    block->keyed_ = block->published_ = block->keeps_kind_ = true;
+BlockPtr BlockStore::recover(const RecoveredBlock& found) {
+    const uint64_t content_id = found.identity.content_id;
+    std::vector<BlockKey> keys = found.more_keys;
+    keys.insert(keys.begin(), found.identity.key);
+    auto block = std::make_shared<Block>(*this, PageKind(found.slot.slot_class), nullptr, content_id);
+    block->tier_slot_ = found.slot;
+    block->keys_ = std::move(keys);
+    block->keys_state_ = 1;
+    block->tier_keys_ = {found.identity.key, 1};
+    block->published_ = block->keeps_kind_ = true;
     block->tenant_ = kUnknownTenant;
     block->tier_ = TierKind::kDisk;
     block->mark_sealed();
@@ -409,11 +416,32 @@ BlockPtr BlockStore::recover(Slot slot, uint64_t content_id, const BlockKey& key
     return block;
 }
 
-void BlockStore::set_key(Block& block, const BlockKey& key) {
+void BlockStore::reserve_keys(Block& block, size_t more) {
     std::lock_guard lock(mutex_);
-    if (block.keyed_.load(std::memory_order_relaxed)) return;
-    block.key_ = key;
-    block.keyed_.store(true, std::memory_order_release);
+    block.keys_.reserve(block.keys_.size() + more);
+}
+
+void BlockStore::add_key(Block& block, const BlockKey& key) noexcept {
+    std::lock_guard lock(mutex_);
+    if (std::find(block.keys_.begin(), block.keys_.end(), key) != block.keys_.end()) return;
+    block.keys_.push_back(key);
+    ++block.keys_state_;
+    block.published_.store(true, std::memory_order_release);
+}
+
+void BlockStore::remove_key(Block& block, const BlockKey& key) {
+    std::lock_guard lock(mutex_);
+    if (std::erase(block.keys_, key) == 0) return;
+    ++block.keys_state_;
+    block.published_.store(!block.keys_.empty(), std::memory_order_release);
+}
+
+RecordKeys BlockStore::keys_of(const Block& block, std::vector<BlockKey>& more) const {
+    if (!block.published()) return {};
+    std::lock_guard lock(mutex_);
+    if (block.keys_.empty()) return {};
+    more.assign(block.keys_.begin() + 1, block.keys_.end());
+    return {block.keys_[0], block.keys_state_};
 }
 
 bool BlockStore::drop_record(Block& block) {
@@ -424,25 +452,36 @@ bool BlockStore::drop_record(Block& block) {
     return true;
 }
 
-void BlockStore::set_record(Block& block, Slot slot) {
+void BlockStore::set_record(Block& block, Slot slot, const RecordKeys& keys) {
     std::lock_guard lock(mutex_);
-    // Meanwhile it may have moved to disk, under its key, or its namespace have ended.
-    const bool unwanted = !block.published() || (block.tier_ == TierKind::kDisk && block.tier_keyed_);
-    if (unwanted || block.record_.index != Slot::kNone) disk_->release({unwanted ? &slot : &block.record_, 1});
-    if (!unwanted) block.record_ = slot;
+    // Meanwhile it may have moved to disk, under its keys, or its namespace have ended.
+    const bool present = block.record_.index != Slot::kNone;
+    const uint64_t state_there = block.tier_ == TierKind::kDisk ? block.tier_keys_.state : 0;
+    const bool unwanted = !block.published() || state_there >= keys.state || (present && block.record_state_ > keys.state);
+    if (unwanted || present) disk_->release({unwanted ? &slot : &block.record_, 1});
+    if (unwanted) return;
+    block.record_ = slot;
+    block.record_state_ = keys.state;
 }
 
 bool BlockStore::has_record(const Block& block) const {
     std::lock_guard lock(mutex_);
-    return block.record_.index != Slot::kNone || (block.tier_ == TierKind::kDisk && block.tier_keyed_);
+    return block.record_.index != Slot::kNone;
+}
+
+bool BlockStore::has_all_keys_on_disk(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    const uint64_t now = block.keys_state_;
+    return (block.record_.index != Slot::kNone && block.record_state_ == now) ||
+           (block.tier_ == TierKind::kDisk && block.tier_keys_.state == now && now > 0);
 }
 
 void BlockStore::drop(Block& block) {
     std::lock_guard lock(mutex_);
     if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
     block.record_ = Slot{};
-    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, false}, block.tenant());
-    block.tier_keyed_ = false;
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant());
+    block.tier_keys_ = {};
     block.dropped_.store(true, std::memory_order_release);
     block.sealed_.store(false, std::memory_order_release);
     block.stored_.store(Block::pack(nullptr, block.kind_), std::memory_order_release);

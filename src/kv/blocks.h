@@ -27,8 +27,11 @@ class BlockStore;
 using Tenant = uint64_t;
 inline constexpr Tenant kUnknownTenant = UINT64_MAX;
 
-// Names a published block in a persistent disk tier.
-using BlockKey = std::array<uint8_t, 32>;
+// The keys under which a record on disk is found again.
+struct RecordKeys {
+    BlockKey first{};    // that reading it names
+    uint64_t state = 0;  // of the block's keys when it was written; 0: it has none
+};
 
 // Where the bytes of a block are, and how many bits they have.
 struct Place {
@@ -36,7 +39,7 @@ struct Place {
     PageKind kind = PageKind::kToken;
     uint8_t* address = nullptr;  // that the device reads; nullptr on disk
     Slot slot;                   // of the host or the disk tier
-    bool keyed = false;          // the record on disk bears the block's key
+    RecordKeys keys;             // of the record on disk
 };
 
 // One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
@@ -108,15 +111,12 @@ class Block {
     // Memory that this block leaves is zeroed before another tenant's block gets it.
     void set_tenant(Tenant tenant) { tenant_.store(tenant, std::memory_order_relaxed); }
     Tenant tenant() const { return tenant_.load(std::memory_order_relaxed); }
-    // Under which it is published, nullptr: never was. The first one stays.
-    const BlockKey* key() const { return keyed_.load(std::memory_order_acquire) ? &key_ : nullptr; }
-    // What a record on disk says of it, the block at `index` in its sequence; `keyed`: with the key.
-    BlockIdentity identity(uint64_t index, bool keyed) const {
-        return {index, content_id_, uint32_t(kPageTokens), keyed ? key_ : BlockKey{}};
+    // What a record on disk says of it, the block at `index` in its sequence.
+    BlockIdentity identity(uint64_t index, const RecordKeys& keys) const {
+        return {index, content_id_, uint32_t(kPageTokens), keys.first};
     }
-    // Whether the next process is to find it.
-    void set_published(bool published) { published_.store(published, std::memory_order_relaxed); }
-    bool published() const { return published_.load(std::memory_order_relaxed); }
+    // Whether the next process is to find it: it has keys (BlockStore::add_key).
+    bool published() const { return published_.load(std::memory_order_acquire); }
     // Its kind does not change any more: it is published, or was (BlockStore::keep_kind).
     bool keeps_kind() const { return keeps_kind_.load(std::memory_order_acquire); }
     // How many of its owners are entries of prefix tables; guarded by their store (src/kv/prefix.h).
@@ -143,10 +143,13 @@ class Block {
     std::atomic<uintptr_t> stored_;  // address, and kind of what is there
     uint64_t content_id_;
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of stored_, kind_ and tier_ are
-    Slot record_;     // that stayed on a persistent disk when the block came back from there
-    bool tier_keyed_ = false;
-    BlockKey key_{};
-    std::atomic<bool> keyed_{false}, published_{false}, keeps_kind_{false};
+    RecordKeys tier_keys_;
+    // Beside the block on a persistent disk: from where it came back, or written for the keys that it has. Newer than tier_slot_.
+    Slot record_;
+    uint64_t record_state_ = 0;   // of keys_, when the record was written
+    std::vector<BlockKey> keys_;  // under which it is published; guarded by the store
+    uint64_t keys_state_ = 0;     // grows with every change of them
+    std::atomic<bool> published_{false}, keeps_kind_{false};
     uint32_t entries_ = 0;
     std::atomic<Tenant> tenant_{0};
 };
@@ -244,15 +247,22 @@ class BlockStore {
     bool wait_for_left(std::chrono::milliseconds most);
     // Of those places in the tier.
     uint64_t left_bytes(TierKind tier) const;
-    // A full block that a persistent disk tier, attached before, brought along.
-    BlockPtr recover(Slot slot, uint64_t content_id, const BlockKey& key);
-    // The block's first key. From then on its records on disk bear it, and stay there when it comes back.
-    void set_key(Block& block, const BlockKey& key);
-    // Gives up the record that a block left on disk; false when there is none.
-    bool drop_record(Block& block);
-    // A record of the block, under its key, that was written beside it. Released if none is needed any more.
-    void set_record(Block& block, Slot slot);
+    // A full block that a persistent disk tier, attached before, brought along, with all the keys of its record.
+    BlockPtr recover(const RecoveredBlock& found);
+    // The keys under which a block is published, for a persistent disk tier: records that are written from then on bear those
+    // that it has then, and stay there when it comes back. add_key needs reserve_keys before, for as many as are added.
+    void reserve_keys(Block& block, size_t more);
+    void add_key(Block& block, const BlockKey& key) noexcept;
+    void remove_key(Block& block, const BlockKey& key);
+    // For a record that is written now. `more`: the keys behind the first one.
+    RecordKeys keys_of(const Block& block, std::vector<BlockKey>& more) const;
+    // A record on disk beside the block's place: it was written there with these keys. Released if none is needed any more.
+    void set_record(Block& block, Slot slot, const RecordKeys& keys);
     bool has_record(const Block& block) const;
+    // False when there is none.
+    bool drop_record(Block& block);
+    // Whether a record, beside the block or its place, bears the keys that it has now.
+    bool has_all_keys_on_disk(const Block& block) const;
     // While the pool begins or ends: records of published blocks stay on disk for the next one.
     void keep_records(bool keep = true) { keep_records_.store(keep, std::memory_order_release); }
     // Grows with every move.

@@ -97,8 +97,8 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for
 
 // ------------------------------------------------------------------------------------------------------------ persistent disk
 
-// Every full block with a key becomes an entry, for the namespace that the key names; the others are of sequences that are no
-// more.
+// Every key of a full block becomes an entry, for the namespace that the key names. Blocks without keys are of sequences that are
+// no more.
 void Pool::recover_published() {
     constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
     prefixes_.set_persistent();
@@ -115,12 +115,22 @@ void Pool::recover_published() {
     std::unordered_set<BlockKey, Hash> seen;
     for (const RecoveredBlock& b : found) {
         const BlockIdentity& id = b.identity;
-        if (id.key != BlockKey{} && id.tokens == uint32_t(kPageTokens) && id.content_id < kMostContents &&
-            id.block_index < kMostBlocks && seen.insert(id.key).second) {
-            records.push_back({id.key, id.block_index, blocks_->recover(b.slot, id.content_id, id.key), nullptr});
-        } else {
+        std::vector<BlockKey> keys = b.more_keys, older;
+        keys.insert(keys.begin(), id.key);
+        const bool good = id.key != BlockKey{} && id.tokens == uint32_t(kPageTokens) && id.content_id < kMostContents &&
+                          id.block_index < kMostBlocks;
+        std::erase_if(keys, [&](const BlockKey& key) {
+            if (good && seen.insert(key).second) return false;
+            older.push_back(key);
+            return true;
+        });
+        if (keys.empty()) {
             unwanted.push_back(b.slot);
+            continue;
         }
+        const BlockPtr block = blocks_->recover(b);
+        for (const BlockKey& key : older) blocks_->remove_key(*block, key);
+        for (const BlockKey& key : keys) records.push_back({key, id.block_index, block, nullptr});
     }
     disk_->release(unwanted);
     prefixes_.recover(std::move(records));
@@ -147,14 +157,16 @@ Status Pool::flush_namespace(Tenant space) {
     std::vector<PrefixStore::Record> records = prefixes_.records(space);
     std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
     for (const PrefixStore::Record& r : records) {
-        // A block that is published under two keys is found under the first one.
-        if (*r.block->key() != r.key || blocks_->has_record(*r.block)) continue;
-        TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
+        // The first entry of a block writes all its keys.
+        if (!blocks_->has_all_keys_on_disk(*r.block)) TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
     }
     return disk_->flush();
 }
 
 Status Pool::write_record(Block& block, uint64_t index) {
+    DiskRequest r;
+    const RecordKeys keys = blocks_->keys_of(block, r.more_keys);
+    if (keys.state == 0) return {};  // its last entry has gone meanwhile
     std::vector<uint8_t> bytes;
     Result<PageKind> kind = copy_slot(*this, block, index, kPageTokens, bytes);
     if (!kind.ok()) return std::move(kind).status().block(int64_t(index));
@@ -162,18 +174,17 @@ Status Pool::write_record(Block& block, uint64_t index) {
     Result<std::vector<Slot>> slots = disk_->acquire({&slot_class, 1});
     if (!slots.ok()) return std::move(slots).status().block(int64_t(index));
     const Slot slot = slots.value()[0];
-    DiskRequest r;
     r.kind = DiskRequest::Kind::kWrite;
     r.slot = slot;
     r.bytes = bytes.size();
     r.memory = bytes.data();
-    r.identity = block.identity(index, true);
+    r.identity = block.identity(index, keys);
     Status s = run_on_disk(r);
     if (!s.ok()) {
         disk_->release({&slot, 1});
         return s;
     }
-    blocks_->set_record(block, slot);
+    blocks_->set_record(block, slot, keys);
     return {};
 }
 

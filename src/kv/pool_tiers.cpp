@@ -430,7 +430,7 @@ Status Pool::read_place(const Block& block, uint64_t index, const Place& place, 
     r.slot = place.slot;
     r.bytes = geometry_.slot_bytes(place.kind);
     r.memory = slot;
-    r.identity = block.identity(index, place.keyed);
+    r.identity = block.identity(index, place.keys);
     return run_on_disk(r);  // checks the block's hashes
 }
 

@@ -215,10 +215,10 @@ void PrefixStore::touch(Space& space, Entries::iterator entry) {
     space.entries.splice(space.entries.end(), space.entries, entry);
 }
 
-// The entry leaves its table. The next process finds a block by its first key only.
+// The entry leaves its table.
 void PrefixStore::forget(Entry& e) {
     e.block->remove_entry();
-    if (e.block->key() && *e.block->key() == e.key) e.block->set_published(false);
+    if (persistent_) blocks_.remove_key(*e.block, e.key);
 }
 
 void PrefixStore::erase(Space& space, Entries::iterator entry, Entries& dropped) {
@@ -276,6 +276,14 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     Space& space = *found.value();
     TA_RETURN_IF_ERROR(check_owner(id, sequence));  // another thread may have published them elsewhere
     space.table.reserve(space.table.size() + blocks.size());
+    // The first one wins, unless it turned out to be damaged.
+    const auto is_new = [&](const Entry& e) {
+        const auto present = space.table.find(e.key);
+        return present == space.table.end() || (present->second->block->stuck() && present->second->block != e.block);
+    };
+    for (const Entry& e : fresh) {
+        if (persistent_ && is_new(e)) blocks_.reserve_keys(*e.block, 1);
+    }
     uint64_t more = 0, less = 0;  // bytes
     // Who matches it finds what is published now, and the quota counts that.
     const auto add = [&](const Entry& e) {
@@ -284,12 +292,9 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     };
     for (auto& e : chain) {
         const auto present = space.table.find(e->key);
-        // The first one wins, unless it turned out to be damaged.
-        if (present == space.table.end()) {
+        if (is_new(*e)) {
             add(*e);
-        } else if (present->second->block->stuck() && present->second->block != e->block) {
-            add(*e);
-            less += bytes_of(*present->second);
+            if (present != space.table.end()) less += bytes_of(*present->second);
         } else {
             const auto unneeded = e;
             e = present->second;
@@ -319,10 +324,8 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     space.bytes += more;
     space.published += fresh.size();
     for (Entry& e : fresh) {
-        if (persistent_) blocks_.set_key(*e.block, e.key);
+        if (persistent_) blocks_.add_key(*e.block, e.key);
         e.block->add_entry();
-        // A block has one key on disk.
-        if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
     }
     space.entries.splice(space.entries.end(), fresh);
     space.table.merge(fresh_table);
@@ -477,8 +480,10 @@ void PrefixStore::recover(std::vector<Record>&& records) {
     }
     std::unordered_map<SpaceTag, size_t> sizes;
     Named spaces(*this);
+    std::unordered_map<Block*, size_t> keys;
     for (const Entry& e : fresh) {
         if (sizes[tag_in(e.key)]++ == 0) spaces.tenant_of(tag_in(e.key));
+        if (persistent_) ++keys[e.block.get()];
     }
     std::lock_guard lock(mutex_);
     if (closed_) return;
@@ -487,13 +492,14 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         if (const auto space = spaces_.find(tag); space != spaces_.end())
             space->second->table.reserve(space->second->table.size() + n);
     }
+    for (const auto& [block, n] : keys) blocks_.reserve_keys(*block, n);
     spaces.keep();
     while (!fresh.empty()) {
         Entry& e = fresh.front();
         const auto found = spaces_.find(tag_in(e.key));
         if (found == spaces_.end()) {
             // Its record on disk would take room that nobody could make.
-            if (e.block->key() && *e.block->key() == e.key) e.block->set_published(false);
+            if (persistent_) blocks_.remove_key(*e.block, e.key);
             dropped.splice(dropped.end(), fresh, fresh.begin());
             continue;
         }
@@ -503,8 +509,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
             continue;
         }
         blocks_.keep_kind(*e.block);
-        if (persistent_) blocks_.set_key(*e.block, e.key);
-        if (e.block->key() && *e.block->key() == e.key) e.block->set_published(true);
+        if (persistent_) blocks_.add_key(*e.block, e.key);
         e.block->set_tenant(space.id);
         e.stamp = stamp_;
         e.block->add_entry();

@@ -52,7 +52,7 @@ class PrefixStore {
     // `first_id`: ids count up from here.
     PrefixStore(BlockStore& blocks, const Geometry& geometry, Tenant first_id)
         : blocks_(blocks), geometry_(geometry), last_id_(first_id) {}
-    // Blocks get their keys, for the disk.
+    // Blocks know the keys under which they are published, for the disk.
     void set_persistent() { persistent_ = true; }
     bool persistent() const { return persistent_; }
 
@@ -145,7 +145,7 @@ class PrefixStore {
     };
     // A block published under several keys has an entry for each.
     static bool is_unused(const Entry& e) { return e.block.use_count() == long{e.block->entries()}; }
-    static void forget(Entry& e);
+    void forget(Entry& e);
     Result<Space*> find(Tenant id) const;
     Space& space_of(SpaceTag tag);
     Tenant name(SpaceTag tag);

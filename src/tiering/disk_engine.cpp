@@ -199,8 +199,10 @@ Status DiskEngine::stage_write(Op& op) {
     std::memcpy(payload, op.request.memory, bytes);
     std::memset(payload + bytes, 0, record - kDiskPage - bytes);
     if (options_.check) TA_RETURN_IF_ERROR(options_.check(op.request.identity, op.request.slot.slot_class, payload));
-    seal_header(make_header(file_->context, op.request.identity, op.request.slot.slot_class, op.offset, op.generation, payload),
-                op.buffer);
+    RecordHeader header =
+        make_header(file_->context, op.request.identity, op.request.slot.slot_class, op.offset, op.generation, payload);
+    header.more_keys = std::min(op.request.more_keys.size(), kMostMoreKeys);
+    seal_header(header, op.request.more_keys, op.buffer);
     return {};
 }
 

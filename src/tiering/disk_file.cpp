@@ -532,8 +532,9 @@ Status DiskFile::scan(unsigned depth) {
         if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
         if (!wrong) {
             class_of[region] = int8_t(read.slot.slot_class);
-            recovered.push_back({read.slot, identity_of(h), h.generation});
-        } else if (h.magic == kRecordMagic || (is_blank(page + sizeof h, kDiskPage - sizeof h) && !is_blank(page, sizeof h))) {
+            recovered.push_back({read.slot, identity_of(h), h.generation, more_keys_of(page)});
+        } else if (h.magic == kRecordMagic ||
+                   (is_blank(page + kMostHeaderBytes, kDiskPage - kMostHeaderBytes) && !is_blank(page, kMostHeaderBytes))) {
             suspects.push_back({read.slot, wrong});
         }
     };

@@ -21,13 +21,6 @@ struct DiskFileOptions {
     unsigned queue_depth = 32;  // 0: no io_uring
 };
 
-// A block that a persistent file held when it was opened. Its slot is acquired.
-struct RecoveredBlock {
-    Slot slot;
-    BlockIdentity identity;
-    uint64_t generation = 0;
-};
-
 // Between the thread that opens a file and the one that waits for it.
 struct OpeningProgress {
     std::atomic<uint64_t> steps{0};      // grows with every operation that returned: slow is not stuck

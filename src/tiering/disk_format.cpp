@@ -1,5 +1,6 @@
 #include "src/tiering/disk_format.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/format/hash.h"
@@ -8,10 +9,11 @@ namespace ta {
 namespace {
 
 template <class Header>
-void seal(Header header, uint8_t* page) {
+void seal(Header header, uint8_t* page, std::span<const BlockKey> keys = {}) {
     header.hash = 0;
     std::memset(page, 0, kDiskPage);
     std::memcpy(page, &header, sizeof header);
+    if (!keys.empty()) std::memcpy(page + sizeof header, keys.data(), keys.size_bytes());
     header.hash = hash_bytes(page, kDiskPage);
     std::memcpy(page, &header, sizeof header);
 }
@@ -36,8 +38,8 @@ void seal_superblock(Superblock superblock, uint8_t* page) {
     seal(superblock, page);
 }
 
-void seal_header(RecordHeader header, uint8_t* page) {
-    seal(header, page);
+void seal_header(RecordHeader header, std::span<const BlockKey> more_keys, uint8_t* page) {
+    seal(header, page, more_keys.first(size_t(std::min<uint64_t>(header.more_keys, more_keys.size()))));
 }
 
 const char* check_superblock(const uint8_t* page, Superblock& s) {
@@ -65,6 +67,7 @@ const char* check_header(const uint8_t* page, const RecordContext& context, uint
     if (h.offset != offset) return "was written for another place";
     if (h.slot_class != slot_class || h.slot_bytes != context.slot_bytes[slot_class]) return "is of another class";
     if (h.tokens < 1 || h.tokens > 64) return "has a number of tokens that no block has";
+    if (h.more_keys > kMostMoreKeys) return "has more keys than a record has room for";
     return nullptr;
 }
 
@@ -94,6 +97,14 @@ BlockIdentity identity_of(const RecordHeader& h) {
     identity.tokens = h.tokens;
     std::memcpy(identity.key.data(), h.key, sizeof h.key);
     return identity;
+}
+
+std::vector<BlockKey> more_keys_of(const uint8_t* page) {
+    RecordHeader h;
+    std::memcpy(&h, page, sizeof h);
+    std::vector<BlockKey> keys(size_t(h.more_keys));
+    if (!keys.empty()) std::memcpy(keys.data(), page + sizeof h, keys.size() * sizeof(BlockKey));
+    return keys;
 }
 
 bool is_blank(const uint8_t* page, size_t bytes) {

@@ -1,10 +1,13 @@
 // What lies in the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
-// records. A record is a header of 4096 bytes and the slot, padded with zeros to 4096 bytes. A persistent file has a record's
-// header only while its slot is stored completely: writing it is the last step, erasing it the first one.
+// records. A record is a header page of 4096 bytes, RecordHeader and more keys, and the slot, padded with zeros to 4096 bytes. A
+// persistent file has a record's header only while its slot is stored completely: writing it is the last step, erasing it the
+// first one.
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "src/core/checked.h"
 #include "src/tiering/disk_request.h"
@@ -54,10 +57,12 @@ struct RecordHeader {
     uint32_t tokens;
     uint32_t reserved1;
     uint8_t key[32];
-    uint64_t reserved[2];
+    uint64_t more_keys;  // that follow, 32 bytes each. Who knows none of them finds the block by `key` alone
+    uint64_t reserved2;
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };
 static_assert(sizeof(RecordHeader) == 144);
+inline constexpr size_t kMostHeaderBytes = sizeof(RecordHeader) + kMostMoreKeys * sizeof(BlockKey);
 
 // Bytes of a record, and the shape of a file that takes at most `budget`.
 constexpr uint64_t record_bytes(uint64_t slot_bytes) {
@@ -75,9 +80,9 @@ struct RecordContext {
     size_t slot_bytes[kSlotClasses] = {};
 };
 
-// Writes a page: the header in front, zeros behind, and the hash.
+// Writes a page: the header in front, as many of the keys as it says, zeros behind, and the hash.
 void seal_superblock(Superblock superblock, uint8_t* page);
-void seal_header(RecordHeader header, uint8_t* page);
+void seal_header(RecordHeader header, std::span<const BlockKey> more_keys, uint8_t* page);
 // nullptr when the page holds what it should, else what is wrong with it. The content is in the out parameter either way.
 const char* check_superblock(const uint8_t* page, Superblock& superblock);
 // In place of a superblock that is not written yet.
@@ -87,6 +92,8 @@ const char* check_header(const uint8_t* page, const RecordContext& context, uint
 RecordHeader make_header(const RecordContext& context, const BlockIdentity& identity, uint8_t slot_class, uint64_t offset,
                          uint64_t generation, const uint8_t* slot);
 BlockIdentity identity_of(const RecordHeader& header);
+// Of a page whose header was checked.
+std::vector<BlockKey> more_keys_of(const uint8_t* page);
 // True for a page of zeros: no record.
 bool is_blank(const uint8_t* page, size_t bytes);
 

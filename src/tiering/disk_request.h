@@ -5,18 +5,24 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "src/core/status.h"
 #include "src/tiering/tier.h"
 
 namespace ta {
 
+// Names a published block in a persistent disk tier.
+using BlockKey = std::array<uint8_t, 32>;
+// A record has room for so many beside the one in the block's identity.
+inline constexpr size_t kMostMoreKeys = 15;
+
 // What a block says it is. Bound into what is stored, compared when it is read.
 struct BlockIdentity {
-    uint64_t block_index = 0;       // in its sequence
-    uint64_t content_id = 0;        // unique in the pool to what was written
-    uint32_t tokens = 0;            // valid ones, 1 ... 64
-    std::array<uint8_t, 32> key{};  // the caller's, to find the block again in a persistent tier; else zero
+    uint64_t block_index = 0;  // in its sequence
+    uint64_t content_id = 0;   // unique in the pool to what was written
+    uint32_t tokens = 0;       // valid ones, 1 ... 64
+    BlockKey key{};            // the caller's, to find the block again in a persistent tier; else zero
     bool operator==(const BlockIdentity&) const = default;
 };
 
@@ -33,7 +39,8 @@ struct DiskRequest {
     size_t bytes = 0;
     uint8_t* memory = nullptr;  // read: to here; write: from here. Left alone until, and not touched after, the completion
     BlockIdentity identity;     // of the block that is written, or expected
-    uint64_t tag = 0;           // comes back with the completion
+    std::vector<BlockKey> more_keys;  // write: beside the identity's; the first kMostMoreKeys
+    uint64_t tag = 0;                 // comes back with the completion
 };
 
 struct DiskCompletion {
@@ -52,5 +59,13 @@ class DiskClient {
 };
 
 using DiskBatch = uint64_t;  // never 0
+
+// A block that a persistent file held when it was opened. Its slot is acquired.
+struct RecoveredBlock {
+    Slot slot;
+    BlockIdentity identity;
+    uint64_t generation = 0;          // of two records of a block the later one has more
+    std::vector<BlockKey> more_keys;  // beside the identity's
+};
 
 }  // namespace ta

@@ -192,7 +192,7 @@ bool MovePart::take(const MoveItem& item) {
     const Pool& pool = sharing_.pool;
     const bool falls = to_ > from.tier && may_fall(pool.geometry(), pool.numerics(), block, item.index);
     const PageKind kind = falls ? kind_in_tier(from.kind, to_) : from.kind;
-    work_.push_back({&item, from, {to_, kind, nullptr, {}, false}, {}});
+    work_.push_back({&item, from, {to_, kind, nullptr, {}, {}}, {}});
     return true;
 }
 
@@ -291,10 +291,10 @@ void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind k
         r.slot = write ? w.to.slot : w.from.slot;
         r.bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
         r.memory = !write ? w.to.address : w.written ? w.written : w.from.address;
-        if (write) w.to.keyed = block.key() != nullptr;
-        r.identity = block.identity(w.item->index, write ? w.to.keyed : w.from.keyed);
+        if (write) w.to.keys = sharing_.pool.blocks().keys_of(block, r.more_keys);
+        r.identity = block.identity(w.item->index, write ? w.to.keys : w.from.keys);
         r.tag = i;
-        requests.push_back(r);
+        requests.push_back(std::move(r));
     }
     on_disk_.assign(list.begin(), list.end());
     auto latch = std::make_unique<DiskLatch>(list.size());

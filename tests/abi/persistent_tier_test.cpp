@@ -116,6 +116,97 @@ TEST_F(PersistentTier, FlushWritesWhatIsInMemory) {
     EXPECT_EQ(disk_stats(pool).blocks, 0u);
 }
 
+// The same blocks under the keys of two texts.
+TEST_F(PersistentTier, BlocksAreFoundUnderEveryKey) {
+    const KvPool plain = make_pool(context, options());
+    const ta_seq reference = write(plain, 4 * 64, 1);
+    const auto expect_both = [&](const KvPool& pool, ta_namespace space) {
+        for (const uint64_t text : {1, 11}) {
+            const auto [seq, n] = match(pool, space, text, 5);
+            EXPECT_EQ(n, 256) << "text " << text;
+            EXPECT_TRUE(same_values(pool, seq, plain, reference, n)) << "text " << text;
+            release(pool, seq);
+        }
+    };
+    enum class Written { kByMove, kByFlush, kBetween };
+    for (const Written how : {Written::kByMove, Written::kByFlush, Written::kBetween}) {
+        SCOPED_TRACE(int(how));
+        std::filesystem::remove(file);
+        {
+            const KvPool pool = open_pool();
+            const ta_namespace space = make_namespace(pool, 1);
+            const ta_seq seq = write(pool, 4 * 64, 1);
+            publish(pool, seq, space, 1, 4);
+            // Records that bear the first key alone: of blocks that stay on disk, and of some that come back.
+            if (how == Written::kBetween) {
+                move(pool, seq, 4, TA_TIER_DISK);
+                move_now(pool, seq, 0, 2, TA_TIER_DEVICE);
+            }
+            publish(pool, seq, space, 11, 4);
+            if (how == Written::kByMove) {
+                EXPECT_EQ(move(pool, seq, 4, TA_TIER_DISK).moved, 4u);
+                EXPECT_EQ(disk_stats(pool).blocks, 4u) << "one record for both";
+            } else {
+                ta_error err;
+                require(ta_namespace_flush(pool.get(), space, &err), err);
+                const uint64_t written = disk_stats(pool).bytes_used;
+                require(ta_namespace_flush(pool.get(), space, &err), err);
+                EXPECT_EQ(disk_stats(pool).bytes_used, written) << "nothing is written twice";
+            }
+            verify(pool, seq);
+            expect_both(pool, space);
+            EXPECT_EQ(move(pool, seq, 4, TA_TIER_DEVICE).failed, 0u);
+            verify(pool, seq);
+        }
+        for (int again = 0; again < 2; ++again) {  // nobody writes it again
+            const KvPool pool = open_pool();
+            const ta_namespace space = make_namespace(pool, 1);
+            EXPECT_EQ(space_stats(pool, space).entries, 8u);
+            EXPECT_EQ(disk_stats(pool).blocks, 4u) << "one record for both";
+            expect_both(pool, space);
+            const ta_seq seq = match(pool, space, 11, 4).first;
+            grow(pool, seq, 1, 1);
+            expect_both(pool, space);
+        }
+    }
+    const KvPool pool = open_pool();
+    const ta_namespace space = make_namespace(pool, 1);
+    ta_error err;
+    require(ta_namespace_destroy(pool.get(), space, &err), err);
+    for (int i = 0; i < 2000 && disk_stats(pool).blocks > 0; ++i) usleep(1000);
+    EXPECT_EQ(disk_stats(pool).blocks, 0u);
+}
+
+TEST_F(PersistentTier, BlocksAreFoundUnderTheKeysThatAreLeft) {
+    {
+        const KvPool pool = open_pool();
+        const ta_namespace sized = make_namespace(pool, 2);
+        const ta_seq probe = write(pool, 4 * 64, 1);
+        publish(pool, probe, sized, 1, 4);
+        const uint64_t bytes = space_stats(pool, sized).bytes;
+        const ta_namespace space = make_namespace(pool, 1, 2 * bytes);
+        const ta_seq seq = write(pool, 4 * 64, 1), other = write(pool, 4 * 64, 2);
+        publish(pool, seq, space, 1, 4);
+        publish(pool, seq, space, 11, 4);
+        ta_error err;
+        require(ta_namespace_flush(pool.get(), space, &err), err);
+        release(pool, seq);
+        publish(pool, other, space, 2, 4);  // the quota drops the entries that were not asked for longest
+        EXPECT_EQ(match(pool, space, 1, 4).second, 0);
+        EXPECT_EQ(match(pool, space, 11, 4).second, 256);
+        require(ta_namespace_flush(pool.get(), space, &err), err);
+    }
+    const KvPool plain = make_pool(context, options());
+    const ta_seq reference = write(plain, 4 * 64, 1);
+    const KvPool pool = open_pool();
+    const ta_namespace space = make_namespace(pool, 1);
+    EXPECT_EQ(match(pool, space, 1, 4).second, 0);
+    EXPECT_EQ(match(pool, space, 2, 4).second, 256);
+    const auto [seq, n] = match(pool, space, 11, 4);
+    EXPECT_EQ(n, 256);
+    EXPECT_TRUE(same_values(pool, seq, plain, reference, n));
+}
+
 TEST_F(PersistentTier, AnEndedNamespaceHasNoRecords) {
     const KvPool pool = open_pool();
     const ta_namespace space = make_namespace(pool, 1);

@@ -247,8 +247,8 @@ bool World::slots_match(std::string& why) {
     for (const PrefixStore::Record& r : published) blocks.insert(r.block.get());
     for (const Block* b : blocks) {
         ++expected[size_t(b->tier())];
-        // A block that came back from a persistent disk keeps its record there.
-        if (b->tier() != TierKind::kDisk && p.blocks().has_record(*b)) ++expected[size_t(TierKind::kDisk)];
+        // A block that came back from a persistent disk keeps its record there; a flush writes one beside it.
+        if (p.blocks().has_record(*b)) ++expected[size_t(TierKind::kDisk)];
     }
     const BlockStore::Usage usage = p.blocks().usage();
     found[0] = usage.token_blocks + usage.channel_blocks;

@@ -114,10 +114,13 @@ inline ::testing::AssertionResult is_ok(const Status& s) {
     return ::testing::AssertionFailure() << std::hex << s.code() << ": " << (s.detail() ? s.detail()->message : "");
 }
 
-inline ::testing::AssertionResult write_block(DiskTier& tier, Slot slot, const BlockIdentity& id) {
+inline ::testing::AssertionResult write_block(DiskTier& tier, Slot slot, const BlockIdentity& id,
+                                              std::vector<BlockKey> more_keys = {}) {
     std::vector<uint8_t> bytes = make_bytes(id, tier.slot_bytes(slot.slot_class));
+    DiskRequest request = write_request(slot, id, bytes);
+    request.more_keys = std::move(more_keys);
     Status why;
-    auto done = run(tier, {write_request(slot, id, bytes)}, &why);
+    auto done = run(tier, {request}, &why);
     return is_ok(done.empty() ? why : done[0].status);
 }
 inline Status read_status(DiskTier& tier, Slot slot, const BlockIdentity& id) {

@@ -104,6 +104,43 @@ TEST_F(DiskFiles, BlocksAndTheirIdentitySurviveAReopen) {
     }
 }
 
+TEST_F(DiskFiles, KeysOfABlockSurviveAReopen) {
+    std::vector<BlockKey> keys(20);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i].fill(uint8_t(i + 1));
+    {
+        auto tier = open();
+        ASSERT_TRUE(tier) << is_ok(why).message();
+        const std::vector<Slot> slots = tier->acquire(std::vector<uint8_t>{1, 1, 1}).value();
+        ASSERT_TRUE(write_block(*tier, slots[0], make_identity(0, 100)));
+        ASSERT_TRUE(write_block(*tier, slots[1], make_identity(1, 101), {keys[0], keys[1]}));
+        ASSERT_TRUE(write_block(*tier, slots[2], make_identity(2, 102), keys));
+        for (uint64_t i = 0; i < 3; ++i) EXPECT_TRUE(read_block(*tier, slots[i], make_identity(i, 100 + i)));
+    }
+    auto tier = open();
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    ASSERT_EQ(tier->recovered().size(), 3u);
+    for (const RecoveredBlock& b : tier->recovered()) {
+        const size_t most[] = {0, 2, kMostMoreKeys};
+        const auto n = std::ptrdiff_t(most[b.identity.block_index]);
+        EXPECT_EQ(b.more_keys, std::vector<BlockKey>(keys.begin(), keys.begin() + n)) << "block " << b.identity.block_index;
+        EXPECT_TRUE(read_block(*tier, b.slot, b.identity));
+    }
+}
+
+// A header page as the first version of this library wrote it, byte for byte, and read it: it looks at no byte behind the header
+// but for the hash of the page.
+TEST_F(DiskFiles, RecordsWithOneKeyAreAsTheyEverWere) {
+    make(1);
+    const std::vector<uint8_t> all = bytes();
+    RecordHeader h;
+    std::memcpy(&h, all.data() + kFirst, sizeof h);
+    EXPECT_EQ(h.version, 1u);
+    EXPECT_EQ(h.more_keys, 0u);
+    EXPECT_EQ(h.reserved2, 0u);
+    EXPECT_EQ(offsetof(RecordHeader, more_keys), 120u);
+    EXPECT_TRUE(is_blank(all.data() + kFirst + sizeof h, 4096 - sizeof h));
+}
+
 TEST_F(DiskFiles, ReleasedBlocksDoNotComeBack) {
     make(6);
     {
@@ -278,7 +315,7 @@ TEST_F(DiskFiles, HostileRecordsAreRefusedByName) {
         RecordHeader h;
         std::memcpy(&h, all.data() + kFirst, sizeof h);
         edit(h);
-        seal_header(h, all.data() + kFirst);
+        seal_header(h, {}, all.data() + kFirst);
         store(all);
         auto tier = open();
         if (!tier) return "not opened";
@@ -296,6 +333,8 @@ TEST_F(DiskFiles, HostileRecordsAreRefusedByName) {
     says("another class", [](RecordHeader& h) { h.slot_class = 0; });
     says("another class", [](RecordHeader& h) { h.slot_bytes = UINT64_MAX; });
     says("tokens", [](RecordHeader& h) { h.tokens = 65; });
+    for (const uint64_t n : {uint64_t{kMostMoreKeys + 1}, UINT64_MAX})
+        says("more keys", [n](RecordHeader& h) { h.more_keys = n; });
     says("version", [](RecordHeader& h) { h.version = 9; });
     says("generation", [](RecordHeader& h) { h.generation = UINT64_MAX; });
     // With a right header and a wrong hash of the payload the record is found, and refused when it is read.
@@ -303,7 +342,7 @@ TEST_F(DiskFiles, HostileRecordsAreRefusedByName) {
     RecordHeader h;
     std::memcpy(&h, all.data() + kFirst, sizeof h);
     h.payload_hash ^= 1;
-    seal_header(h, all.data() + kFirst);
+    seal_header(h, {}, all.data() + kFirst);
     store(all);
     auto tier = open();
     ASSERT_EQ(tier->recovered().size(), 2u);

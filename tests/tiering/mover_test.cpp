@@ -285,7 +285,7 @@ TEST_F(MoverTest, WhatIsPinnedMeanwhileStays) {
     const Slot slot = slots.value()[0];
     ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, true).ok());
     EXPECT_FALSE(
-        pool->blocks().move(*block, {TierKind::kHost, block->kind(), pool->tier(TierKind::kHost)->address(slot), slot, false}));
+        pool->blocks().move(*block, {TierKind::kHost, block->kind(), pool->tier(TierKind::kHost)->address(slot), slot, {}}));
     EXPECT_EQ(block->tier(), TierKind::kDevice);
     pool->tier(TierKind::kHost)->release({&slot, 1});
     ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, false).ok());
