@@ -466,8 +466,9 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape of the one that saved it, and what says how
  * stored bytes are read: bits, rotation and its seed, sink blocks, K offset, falling precision. Every byte is checked against
  * hashes: damage is found, forgery by somebody who can compute them is not. The sequence belongs to the namespace of the same
- * salt as the one that it was saved from. Room is made for it while it is read, as a begin makes it: where the load fails
- * later, other blocks may lie in slower tiers.
+ * salt as the one that it was saved from. Where room has to be made, as a begin makes it, all of the file is checked before, so
+ * that one that is bad or cannot fit changes nothing. Where the load fails later (a disk, other calls that take the room, the
+ * callback), other blocks may lie in slower tiers.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (another
  * version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
  * created and something in the pool is of), TA_E_MEMORY. */

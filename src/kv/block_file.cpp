@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -52,6 +53,108 @@ bool has_good_scales(const Geometry& g, PageKind kind, uint32_t tokens, const ui
     }
     return true;
 }
+
+// Reads blocks one after the other, and the rest of them ahead where that must be known to be good.
+class BlockLoader {
+  public:
+    BlockLoader(Pool& pool, File& file, const StoredBlocks& blocks, const Progress& progress)
+        : pool_(pool), file_(file), blocks_(blocks), progress_(progress) {}
+
+    Result<std::vector<BlockPtr>> load() {
+        std::vector<BlockPtr> loaded;
+        std::vector<MoveItem> mine;  // the same with their indices
+        std::vector<uint8_t> slot;
+        for (uint64_t i = 0; i < blocks_.count; ++i) {
+            TA_RETURN_IF_ERROR(go_on(file_.at()));
+            BlockHeader header;
+            TA_RETURN_IF_ERROR(read(i, header, slot));
+            Result<BlockPtr> block = take(i, mine);
+            if (!block.ok()) return std::move(block).status().block(int64_t(header.index));
+            blocks_.claim(i, *block.value());
+            TA_RETURN_IF_ERROR(fill(*block.value(), header, slot));
+            loaded.push_back(block.value());
+            mine.push_back({block.take(), header.index});
+        }
+        TA_RETURN_IF_ERROR(check_all());
+        TA_RETURN_IF_ERROR(go_on(file_.at()));
+        return loaded;
+    }
+
+  private:
+    Status go_on(uint64_t done) const { return progress_ && !progress_(done, blocks_.file_bytes) ? stopped(file_) : Status(); }
+
+    // Block i, which is next in the file, into host memory, and what there is to be known of it without the others.
+    Status read(uint64_t i, BlockHeader& b, std::vector<uint8_t>& slot) {
+        const Geometry& g = pool_.geometry();
+        TA_RETURN_IF_ERROR(file_.read(&b, sizeof b));
+        const auto kind = PageKind(b.kind);
+        if (b.magic != kBlockMagic || b.hash != header_hash(b) || (blocks_.in_order && b.index != i) || b.kind >= kPageKinds ||
+            g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
+            (b.tokens < uint32_t(kPageTokens) && kind != PageKind::kToken)) {
+            Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file_.name());
+            return blocks_.in_order ? std::move(s).block(int64_t(i)) : std::move(s);
+        }
+        slot.resize(g.slot_bytes(kind));
+        TA_RETURN_IF_ERROR(file_.read(slot.data(), slot.size()));
+        if (hash_bytes(slot.data(), slot.size()) != b.slot_hash || !has_good_scales(g, kind, b.tokens, slot.data()))
+            return fail(TA_E_CORRUPT, "a block in %s is damaged", file_.name()).block(int64_t(b.index));
+        TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool_.fingerprint(), b.index, b.content_id, b.tokens));
+        seen_.resize(std::max(seen_.size(), size_t(i) + 1));
+        seen_[size_t(i)] = {kind, b.tokens, b.index};
+        return {};
+    }
+
+    Status check_all() const {
+        if (file_.at() != blocks_.file_bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", file_.name());
+        return blocks_.check(seen_);
+    }
+
+    // A block for the one that was read, number i.
+    Result<BlockPtr> take(uint64_t i, std::span<const MoveItem> mine) {
+        const PageKind kind = seen_[size_t(i)].kind;
+        Result<std::vector<BlockPtr>> taken = pool_.blocks().acquire({&kind, 1});
+        if (taken.ok()) return std::move(taken.value()[0]);
+        if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) return s;
+        if (!may_make_room_) TA_RETURN_IF_ERROR(look_ahead(i));
+        may_make_room_ = true;
+        return pool_.new_block(kind, mine);
+    }
+
+    // Checks what lies behind block i, and comes back.
+    Status look_ahead(uint64_t i) {
+        const uint64_t here = file_.at();
+        BlockHeader header;
+        std::vector<uint8_t> slot;
+        for (uint64_t next = i + 1; next < blocks_.count; ++next) {
+            TA_RETURN_IF_ERROR(go_on(here));
+            TA_RETURN_IF_ERROR(read(next, header, slot));
+        }
+        TA_RETURN_IF_ERROR(check_all());
+        uint64_t bytes = 0;
+        for (size_t next = size_t(i); next < seen_.size(); ++next) bytes += pool_.geometry().slot_bytes(seen_[next].kind);
+        file_.go_to(here);
+        return pool_.check_may_take_in(bytes);
+    }
+
+    // The block's bytes, which are new content here.
+    Status fill(Block& block, const BlockHeader& b, std::vector<uint8_t>& slot) {
+        block.write_trailer(pool_.geometry(), pool_.fingerprint(), b.index, b.tokens, slot.data());
+        if (Device* device = pool_.context().device()) {
+            TA_RETURN_IF_ERROR(device->write(block.slot(), slot.data(), slot.size()));
+        } else {
+            std::memcpy(block.slot(), slot.data(), slot.size());
+        }
+        if (b.tokens == uint32_t(kPageTokens)) block.mark_sealed();
+        return {};
+    }
+
+    Pool& pool_;
+    File& file_;
+    const StoredBlocks& blocks_;
+    const Progress& progress_;
+    std::vector<StoredBlock> seen_;  // by their number in the file
+    bool may_make_room_ = false;     // all of the file is good
+};
 
 }  // namespace
 
@@ -155,37 +258,8 @@ Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, u
     return file.write(slot.data(), slot.size());
 }
 
-Result<BlockPtr> read_block(Pool& pool, File& file, Tenant tenant, uint64_t& index, uint32_t& tokens,
-                            std::span<const MoveItem> mine, std::vector<uint8_t>& slot) {
-    const Geometry& g = pool.geometry();
-    BlockHeader b;
-    TA_RETURN_IF_ERROR(file.read(&b, sizeof b));
-    const auto kind = PageKind(b.kind);
-    if (b.magic != kBlockMagic || b.hash != header_hash(b) || (index != kAnyIndex && b.index != index) ||
-        b.kind >= kPageKinds || g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
-        (b.tokens < uint32_t(kPageTokens) && kind != PageKind::kToken)) {
-        Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file.name());
-        return index == kAnyIndex ? std::move(s) : std::move(s).block(int64_t(index));
-    }
-    index = b.index;
-    tokens = b.tokens;
-    slot.resize(g.slot_bytes(kind));
-    TA_RETURN_IF_ERROR(file.read(slot.data(), slot.size()));
-    if (hash_bytes(slot.data(), slot.size()) != b.slot_hash || !has_good_scales(g, kind, b.tokens, slot.data()))
-        return fail(TA_E_CORRUPT, "a block in %s is damaged", file.name()).block(int64_t(index));
-    TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool.fingerprint(), index, b.content_id, b.tokens));
-    Result<BlockPtr> block = pool.new_block(kind, mine);
-    if (!block.ok()) return std::move(block).status().block(int64_t(index));
-    if (tenant != 0) block.value()->set_tenant(tenant);
-    // The same bytes are new content here.
-    block.value()->write_trailer(g, pool.fingerprint(), index, b.tokens, slot.data());
-    if (Device* device = pool.context().device()) {
-        TA_RETURN_IF_ERROR(device->write(block.value()->slot(), slot.data(), slot.size()));
-    } else {
-        std::memcpy(block.value()->slot(), slot.data(), slot.size());
-    }
-    if (b.tokens == uint32_t(kPageTokens)) block.value()->mark_sealed();
-    return block;
+Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, const StoredBlocks& blocks, const Progress& progress) {
+    return BlockLoader(pool, file, blocks, progress).load();
 }
 
 }  // namespace ta

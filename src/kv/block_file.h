@@ -58,6 +58,7 @@ class File {
     // For texts of errors.
     const char* name() const { return name_.c_str(); }
     uint64_t at() const { return at_; }
+    void go_to(uint64_t at) { at_ = at; }
     Status write(const void* data, size_t bytes) { return transfer(static_cast<const uint8_t*>(data), nullptr, bytes); }
     Status read(void* data, size_t bytes) { return transfer(nullptr, static_cast<uint8_t*>(data), bytes); }
     Status sync();
@@ -81,12 +82,27 @@ Status write_new_file(FileSystem& files, const std::string& path, const std::fun
 
 // Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use.
 Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
-// Reads the block at the file's position into a new block of the pool; `mine` may be moved out of the device for it. `tokens`
-// gets how many it has; the index must be this one where it is not kAnyIndex, and comes back. The block is `tenant`'s before its
-// bytes are in the pool's memory. TA_E_CORRUPT.
-inline constexpr uint64_t kAnyIndex = UINT64_MAX;
-Result<BlockPtr> read_block(Pool& pool, File& file, Tenant tenant, uint64_t& index, uint32_t& tokens,
-                            std::span<const MoveItem> mine, std::vector<uint8_t>& slot);
+
+// What the header of a block says of it.
+struct StoredBlock {
+    PageKind kind;
+    uint32_t tokens;
+    uint64_t index;  // in its sequences
+};
+
+// The blocks of a file, behind all else that it holds.
+struct StoredBlocks {
+    uint64_t count = 0;
+    uint64_t file_bytes = 0;
+    bool in_order = false;  // block i of the file has index i
+    // Whether they are what the rest of the file says, beside what their own bytes say of them.
+    std::function<Status(std::span<const StoredBlock>)> check;
+    // Block i of the file is this one, before its bytes are in the pool's memory.
+    std::function<void(uint64_t i, Block& block)> claim;
+};
+// Reads them into new blocks of the pool. Where it has no room for some, the rest of the file is checked before any room is made,
+// and whether there can be enough: who loads a bad file, or too large a one, has changed nothing. TA_E_CORRUPT, TA_E_TIER_FULL.
+Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, const StoredBlocks& blocks, const Progress& progress);
 
 // The block's slot in host memory, with a trailer, checked, and of which kind it is.
 Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);

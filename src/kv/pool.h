@@ -218,6 +218,8 @@ class Pool {
     // Moves blocks that were not used for long out of `tier` until the wanted ones fit. False when nothing could be moved.
     // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
     bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false, Deadline until = kNoDeadline);
+    // TA_E_TIER_FULL: so many bytes of new blocks do not fit, whatever else moves or is dropped that nobody uses.
+    Status check_may_take_in(uint64_t bytes) const;
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
     // Where the blocks of a step lie as it looks for them. Sequences are in the caller's plan.

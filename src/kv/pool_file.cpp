@@ -175,6 +175,30 @@ Status read_index(Pool& pool, File& file, FileSystem& files, FileHeader& h, Inde
     return good ? Status() : fail(TA_E_CORRUPT, "the index of %s says what no pool has", file.name());
 }
 
+// Whether the blocks are those that the index speaks of, and no others.
+Status check_blocks(const File& file, const Index& index, bool has_states, std::span<const StoredBlock> all) {
+    std::vector<bool> used(all.size());
+    size_t reference = 0;
+    for (const SequenceRecord& r : index.sequences) {
+        for (uint64_t b = 0; b < blocks_for(r.length); ++b) {
+            const auto i = size_t(index.references[reference++]);
+            if (all[i].index != b ||
+                int64_t(all[i].tokens) < std::min<int64_t>(kPageTokens, r.length - int64_t(b) * kPageTokens))
+                return fail(TA_E_CORRUPT, "a sequence in %s has a block of another place", file.name()).block(int64_t(b));
+            used[i] = true;
+        }
+    }
+    for (const EntryRecord& e : index.entries) {
+        const StoredBlock& block = all[size_t(e.block)];
+        if (block.index != e.index || block.tokens != uint32_t(kPageTokens) || has_states != (e.state != kNoState))
+            return fail(TA_E_CORRUPT, "a published block in %s is another one", file.name()).block(int64_t(e.index));
+        used[size_t(e.block)] = true;
+    }
+    if (std::find(used.begin(), used.end(), false) != used.end())
+        return fail(TA_E_CORRUPT, "%s has a block that belongs to nothing", file.name());
+    return {};
+}
+
 }  // namespace
 
 Status save_pool(Pool& pool, const std::string& path, bool published, const Progress& progress, FileSystem& files) {
@@ -294,22 +318,19 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         }
     }
     TA_RETURN_IF_ERROR(spaces.complete());
-    std::vector<MoveItem> blocks;  // with their indices in sequences
-    std::vector<uint32_t> tokens;
-    std::vector<uint8_t> slot;
-    for (uint64_t i = 0; i < h.blocks; ++i) {
-        if (progress && !progress(file.at(), bytes)) return stopped(file);
-        uint64_t place = kAnyIndex;
-        uint32_t n = 0;
-        Result<BlockPtr> block = read_block(pool, file, tenants[size_t(i)], place, n, blocks, slot);
-        if (!block.ok()) return std::move(block).status();
-        if (published[size_t(i)]) pool.blocks().keep_kind(*block.value());
-        blocks.push_back({block.take(), place});
-        tokens.push_back(n);
-    }
-    if (file.at() != bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", file.name());
-
     const size_t record = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
+    StoredBlocks stored;
+    stored.count = h.blocks;
+    stored.file_bytes = bytes;
+    stored.check = [&](std::span<const StoredBlock> all) { return check_blocks(file, index, record > 0, all); };
+    stored.claim = [&](uint64_t i, Block& block) {
+        if (tenants[size_t(i)] != 0) block.set_tenant(tenants[size_t(i)]);
+        if (published[size_t(i)]) pool.blocks().keep_kind(block);
+    };
+    Result<std::vector<BlockPtr>> read = load_blocks(pool, file, stored, progress);
+    if (!read.ok()) return std::move(read).status();
+    std::vector<BlockPtr> blocks = read.take();
+
     const auto state_of = [&](uint64_t s) {
         if (s == kNoState) return std::vector<float>();
         const auto first = index.states.begin() + std::ptrdiff_t(size_t(s) * record);
@@ -317,40 +338,25 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     };
     std::vector<Pool::Snapshot> sequences;
     std::vector<LoadedSequence> loaded;
-    std::vector<bool> used(blocks.size());
     size_t reference = 0;
     for (const SequenceRecord& r : index.sequences) {
         Pool::Snapshot s;
         s.length = r.length;
         s.open_amax = state_of(r.state);
         s.tenant = spaces.tenant_of(r.space);
-        for (uint64_t b = 0; b < blocks_for(r.length); ++b) {
-            const size_t i = size_t(index.references[reference++]);
-            if (blocks[i].index != b ||
-                int64_t(tokens[i]) < std::min<int64_t>(kPageTokens, r.length - int64_t(b) * kPageTokens))
-                return fail(TA_E_CORRUPT, "a sequence in %s has a block of another place", file.name()).block(int64_t(b));
-            used[i] = true;
-            s.blocks.push_back(blocks[i].block);
-        }
+        for (uint64_t b = 0; b < blocks_for(r.length); ++b) s.blocks.push_back(blocks[size_t(index.references[reference++])]);
         sequences.push_back(std::move(s));
         loaded.push_back({r.id, 0});
     }
     std::vector<PrefixStore::Record> entries;
     std::unordered_map<uint64_t, PrefixStore::OpenAmax> states;
     for (const EntryRecord& e : index.entries) {
-        if (blocks[size_t(e.block)].index != e.index || tokens[size_t(e.block)] != uint32_t(kPageTokens) ||
-            (record > 0) != (e.state != kNoState))
-            return fail(TA_E_CORRUPT, "a published block in %s is another one", file.name()).block(int64_t(e.index));
-        used[size_t(e.block)] = true;
         PrefixStore::OpenAmax& state = states[e.state];
         if (record > 0 && !state) state = std::make_shared<const std::vector<float>>(state_of(e.state));
-        PrefixStore::Record r{{}, e.index, blocks[size_t(e.block)].block, state};
+        PrefixStore::Record r{{}, e.index, blocks[size_t(e.block)], state};
         std::copy(std::begin(e.key), std::end(e.key), r.key.begin());
         entries.push_back(std::move(r));
     }
-    if (std::find(used.begin(), used.end(), false) != used.end())
-        return fail(TA_E_CORRUPT, "%s has a block that belongs to nothing", file.name());
-    if (progress && !progress(bytes, bytes)) return stopped(file);
     blocks.clear();
     Result<std::vector<ta_seq>> ids = pool.adopt_all(std::move(sequences));
     if (!ids.ok()) return std::move(ids).status();

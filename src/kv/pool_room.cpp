@@ -46,6 +46,23 @@ uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
     return bytes;
 }
 
+// Moves change where bytes are, not how many. An estimate that errs towards OK.
+Status Pool::check_may_take_in(uint64_t bytes) const {
+    if (mover_ && mover_->busy()) return {};  // what moves has two places for a moment
+    const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
+    double room = double(blocks_->free_bytes() + blocks_->left_bytes(TierKind::kDevice) + unused[0]);
+    // Of what falls a byte below takes in more than one.
+    const double times = geometry_.falls ? double(geometry_.token_slot_bytes) / double(geometry_.low_slot_bytes) : 1.0;
+    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+        const Tier* there = tier(kind);
+        if (!there || there->health().state != TierState::kOk) continue;
+        room += times * double(there->stats().free + blocks_->left_bytes(kind) + unused[size_t(kind)]);
+    }
+    if (double(bytes) <= room) return {};
+    return fail(TA_E_TIER_FULL, "%llu more bytes of blocks do not fit: all tiers together have room for %.0f",
+                (unsigned long long)bytes, room);
+}
+
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
 bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const {
     const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();

@@ -100,23 +100,26 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     bool good = hash_bytes(s.open_amax.data(), amax * sizeof(float)) == h.amax_hash;
     for (float x : s.open_amax) good = good && is_good_amax(x);
     if (!good) return fail(TA_E_CORRUPT, "the universal scales in %s are damaged", file.name());
-    std::vector<MoveItem> blocks;  // the same with their indices
-    std::vector<uint8_t> slot;
-    for (uint64_t i = 0; i < h.blocks; ++i) {
-        if (progress && !progress(file.at(), info.bytes)) return stopped(file);
-        uint64_t index = i;
-        uint32_t tokens = 0;
-        Result<BlockPtr> block = read_block(pool, file, s.tenant, index, tokens, blocks, slot);
-        if (!block.ok()) return std::move(block).status();
-        if (tokens < uint32_t(kPageTokens) && (i + 1 != h.blocks || h.length != int64_t(i) * kPageTokens + int64_t(tokens))) {
-            return fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file.name()).block(int64_t(i));
+    TA_RETURN_IF_ERROR(pool.check_room_for(1));
+    StoredBlocks stored;
+    stored.count = h.blocks;
+    stored.file_bytes = info.bytes;
+    stored.in_order = true;
+    stored.check = [&](std::span<const StoredBlock> all) -> Status {
+        for (size_t i = 0; i < all.size(); ++i) {
+            const uint32_t tokens = all[i].tokens;
+            const bool is_end = i + 1 == all.size() && h.length == int64_t(i) * kPageTokens + int64_t(tokens);
+            if (tokens < uint32_t(kPageTokens) && !is_end)
+                return fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file.name()).block(int64_t(i));
         }
-        blocks.push_back({block.take(), i});
-        s.blocks.push_back(blocks.back().block);
-    }
-    if (file.at() != info.bytes) return fail(TA_E_CORRUPT, "%s goes on behind its last block", file.name());
-    if (progress && !progress(info.bytes, info.bytes)) return stopped(file);
-    blocks.clear();
+        return {};
+    };
+    stored.claim = [&](uint64_t, Block& block) {
+        if (s.tenant != 0) block.set_tenant(s.tenant);
+    };
+    Result<std::vector<BlockPtr>> blocks = load_blocks(pool, file, stored, progress);
+    if (!blocks.ok()) return std::move(blocks).status();
+    s.blocks = blocks.take();
     Result<ta_seq> seq = pool.adopt(std::move(s));
     if (seq.ok()) spaces.keep();
     return seq;

@@ -447,6 +447,38 @@ TEST_F(PoolFile, AcrossTiers) {
 }
 
 // What a load brought and does not keep, or moved down to make room, is of the namespace that the file names.
+// Of a pool without tiers what is published and nobody uses makes room, for files that are good and fit.
+TEST_F(PoolFile, AFailedLoadDropsNothingThatIsPublished) {
+    const KvPool from = make_pool(context, options());
+    std::vector<ta_seq> seqs = {write(from, 6 * 64 + 3, 1), write(from, 5 * 64, 2)};
+    save(from, path("good"));
+    seqs.push_back(write(from, 24 * 64, 3));
+    save(from, path("large"));
+    Bytes bad = read_file(path("good"));
+    bad[bad.size() - 100] ^= 1;
+    write_file(path("bad"), bad);
+
+    const KvPool to = make_pool(context, small_options(6));
+    const ta_namespace space = make_namespace(to, 1);
+    const ta_seq gone = write(to, 10 * 64, 9);
+    publish(to, gone, space, 9, 10);
+    release(to, gone);
+    const auto refuse = [&](const char* name, ta_status why) {
+        ta_loaded_seq loaded[4];
+        uint64_t n = 0;
+        ta_error err;
+        EXPECT_EQ(ta_kv_pool_load(to.get(), path(name).c_str(), nullptr, nullptr, loaded, 4, &n, &err), why) << err.message;
+        EXPECT_EQ(stats(to).sequences, 0u);
+        EXPECT_EQ(space_stats(to, space).entries, 10u) << name;
+    };
+    refuse("bad", TA_E_CORRUPT);
+    refuse("large", TA_E_TIER_FULL);
+    const std::vector<ta_loaded_seq> all = load(to, path("good"));
+    for (const ta_loaded_seq& s : all) verify(to, s.loaded);
+    EXPECT_TRUE(same_values(from, seqs[0], to, loaded_as(all, seqs[0]), 6 * 64 + 3));
+    EXPECT_LT(space_stats(to, space).entries, 10u);
+}
+
 TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
     const KvPool from = make_pool(context, options());
     const ta_seq seq = write(from, 40 * 64, 1);

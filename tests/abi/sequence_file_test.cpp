@@ -304,5 +304,60 @@ TEST_F(SequenceFile, AcrossTiers) {
     EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0);
 }
 
+// Where room has to be made for a load, nothing moves before all of the file was found to be good and to fit.
+TEST_F(SequenceFile, AFailedLoadLeavesOthersWhereTheyAre) {
+    const auto plain = pool_options(kLayers, kHeads, kDim);
+    const ta_kv_pool_stats sizes = stats(make_pool(context, plain));
+    auto options = plain;
+    options.budget_bytes = 8 * sizes.token_block_bytes + 20 * sizes.channel_block_bytes;
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = uint64_t{4} << 20;
+    tiers.high_percent = 100;
+    tiers.low_percent = 99;
+    options.tiers = &tiers;
+    options.max_sequences = 2;
+    const KvPool pool = make_pool(context, options), large = make_pool(context, plain);
+    const ta_seq other = make_sequence(pool), saved = make_sequence(large), huge = make_sequence(large);
+    grow(pool, other, 15 * 64);
+    grow(large, saved, 20 * 64 + 5);
+    grow(large, huge, 40000);
+    save(large, saved, path("good"));
+    save(large, huge, path("huge"));
+    const Bytes good = read_file(path("good"));
+    const uint64_t used = stats(pool).bytes_used;
+    const auto refuse = [&](const std::string& file, ta_status why, ta_progress_fn progress = nullptr, void* user = nullptr) {
+        ta_seq out = 77;
+        ta_error err;
+        EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), progress, user, &out, &err), why) << err.message;
+        EXPECT_EQ(out, 77u);
+        EXPECT_EQ(residency(pool, other).device_blocks, 15u);
+        EXPECT_EQ(stats(pool).bytes_used, used);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).evicted_blocks, 0u);
+    };
+    Bytes bad = good;
+    bad[bad.size() - 100] ^= 1;
+    write_file(path("bad"), bad);
+    refuse(path("bad"), TA_E_CORRUPT);
+    write_file(path("bad"), Bytes(good.begin(), good.end() - 1));
+    refuse(path("bad"), TA_E_CORRUPT);
+    bad = good;
+    bad.push_back(0);
+    write_file(path("bad"), bad);
+    refuse(path("bad"), TA_E_CORRUPT);
+    refuse(path("huge"), TA_E_TIER_FULL);
+    const auto stop = [](void* user, uint64_t, uint64_t) -> int32_t { return --*static_cast<int*>(user) == 0; };
+    int left = 18;  // while the rest of the file is checked
+    refuse(path("good"), TA_E_CANCELLED, stop, &left);
+    const ta_seq more = make_sequence(pool);
+    refuse(path("good"), TA_E_LIMIT);
+    ta_error err;
+    require(ta_seq_release(pool.get(), more, &err), err);
+
+    const ta_seq copy = load(pool, path("good"));
+    verify(pool, copy);
+    EXPECT_GT(residency(pool, other).host_blocks + residency(pool, copy).host_blocks, 0u);
+    EXPECT_TRUE(dequantize(large, saved, 1, 0, 20 * 64 + 5, kRow) == dequantize(pool, copy, 1, 0, 20 * 64 + 5, kRow));
+}
+
 }  // namespace
 }  // namespace ta::testing
