@@ -60,7 +60,7 @@ class StepRoom {
     bool moving_ = false;         // somebody was when this last began to look
     bool may_drop_below_ = true;  // false where room that was made below does not come up to the device
     bool dropped_below_ = false;
-    Pool::RoomQueue queue_;
+    RoomQueue::Turn turn_;
     std::optional<uint64_t> readers_;  // when blocks were to be dropped first
     bool waited_for_blocks_ = false, waited_for_room_ = false;
 };
@@ -76,7 +76,7 @@ StepRoom::StepRoom(Pool& pool, std::span<Sequence* const> sequences, std::span<c
       patience_ends_(start_ + plans_patience_),
       looks_(pool.mover() ? pool.tier_settings().moves_patience : plans_patience_),
       brief_looks_(std::min(pool.tier_settings().moves_patience, kBriefly)),
-      queue_(pool, sequences) {}
+      turn_(pool.room_queue(), [this](bool waits) { pool_.set_waiting(sequences_, waits); }) {}
 
 StepRoom::~StepRoom() {
     if (!waited_for_blocks_ && !waited_for_room_) return;
@@ -88,7 +88,7 @@ StepRoom::~StepRoom() {
 
 Status StepRoom::find(std::optional<uint64_t>& reading) {
     if (!pool_.mover()) return find_on_device();
-    queue_.give_way();
+    turn_.give_way();
     for (;;) {
         const bool beside_others = others_hold_room();
         std::optional<Status> s = bring_blocks();
@@ -122,7 +122,7 @@ bool StepRoom::others_hold_room() const {
 bool StepRoom::await_others(bool before) {
     if (!may_wait() || (!before && !others_hold_room())) return false;
     waited_for_room_ = true;
-    queue_.wait(patience_ends_);
+    turn_.wait(patience_ends_, [this] { pool_.await_readers(); });
     made_ = turns_ = 0;
     return true;
 }

@@ -19,6 +19,7 @@
 #include "src/kv/numerics.h"
 #include "src/kv/prefix.h"
 #include "src/tiering/disk.h"
+#include "src/kv/room_queue.h"
 #include "src/tiering/mover.h"
 #include "src/tiering/policy/policy.h"
 
@@ -179,33 +180,11 @@ class Pool {
       private:
         const Pool& pool_;
     };
-    // Begins that lack room which others have take turns, in the order in which they came. While one waits, others may send
-    // its blocks, of `mine`, to the disk.
-    class RoomQueue {
-        using Clock = std::chrono::steady_clock;
-
-      public:
-        RoomQueue(Pool& pool, std::span<Sequence* const> mine) : pool_(pool), mine_(mine) {}
-        ~RoomQueue();
-        RoomQueue(const RoomQueue&) = delete;
-        RoomQueue& operator=(const RoomQueue&) = delete;
-        // Waits for a moment at least: until a plan has ended or released what it reads, and it is this one's turn.
-        void wait(Clock::time_point most);
-        // Lets one go first that has waited for long: without this it would find a sequence that takes step after step in no
-        // plan hardly ever. A few times only, since it may wait for what it cannot have.
-        void give_way();
-
-      private:
-        bool is_first() const;
-        void set_waiting(bool waits);
-
-        Pool& pool_;
-        const std::span<Sequence* const> mine_;
-        // Guarded by the pool's mutex.
-        bool queued_ = false;
-        Clock::time_point since_;
-        int ways_given_ = 0;  // to this one
-    };
+    RoomQueue& room_queue() { return room_queue_; }
+    // Whether the begin of a plan with these sequences waits for room, and others may send their blocks to the disk.
+    void set_waiting(std::span<Sequence* const> mine, bool waits);
+    // Until those are done who are reading, or for a moment.
+    void await_readers() const;
     // Whether other plans have sequences than the one that holds `mine`.
     bool others_in_plans(std::span<Sequence* const> mine) const { return in_plans_.load() > mine.size(); }
     // Whether a move or a call holds blocks that it lets go of soon.
@@ -395,8 +374,8 @@ class Pool {
     mutable std::mutex mutex_;
     std::atomic<bool> closed_{false};                   // written under mutex_
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
+    RoomQueue room_queue_;
     std::vector<uint32_t> free_slots_;
-    std::vector<RoomQueue*> room_queue_;
     uint64_t uses_ = 0;                        // of sequences by plans
     std::atomic<size_t> in_plans_{0};          // sequences
     mutable std::atomic<int> holders_{0};      // calls of BlockHold

@@ -200,59 +200,16 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
     }
 }
 
-Pool::RoomQueue::~RoomQueue() {
-    if (!queued_) return;
-    std::lock_guard lock(pool_.mutex_);
-    std::erase(pool_.room_queue_, this);
+void Pool::set_waiting(std::span<Sequence* const> mine, bool waits) {
+    std::lock_guard lock(mutex_);
+    for (Sequence* s : mine) s->waits = waits;
 }
 
-bool Pool::RoomQueue::is_first() const {
-    std::lock_guard lock(pool_.mutex_);
-    return pool_.room_queue_.front() == this;
-}
-
-void Pool::RoomQueue::set_waiting(bool waits) {
-    std::lock_guard lock(pool_.mutex_);
-    if (waits && !queued_) {
-        pool_.room_queue_.push_back(this);
-        queued_ = true;
-        since_ = Clock::now();
-    }
-    for (Sequence* s : mine_) s->waits = waits;
-}
-
-void Pool::RoomQueue::wait(Clock::time_point most) {
+void Pool::await_readers() const {
     constexpr std::chrono::milliseconds kPause{2};
-    set_waiting(true);
-    const BlockStore& store = pool_.blocks();
-    do {
-        const auto start = Clock::now();
-        // Plans of a pool without tiers do not say that they read.
-        if (!store.still_reading(store.last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
-    } while (Clock::now() < most && !is_first());
-    set_waiting(false);
-}
-
-void Pool::RoomQueue::give_way() {
-    constexpr std::chrono::milliseconds kLong{20}, kWay{50}, kPause{1};
-    constexpr int kMostWays = 8;
-    const auto start = Clock::now();
-    const RoomQueue* first = nullptr;
-    {
-        std::lock_guard lock(pool_.mutex_);
-        if (pool_.room_queue_.empty()) return;
-        RoomQueue& front = *pool_.room_queue_.front();
-        if (start - front.since_ < kLong || ++front.ways_given_ > kMostWays) return;
-        first = &front;
-        for (Sequence* s : mine_) s->waits = true;
-    }
-    const auto still_first = [&] {
-        std::lock_guard lock(pool_.mutex_);
-        return !pool_.room_queue_.empty() && pool_.room_queue_.front() == first;
-    };
-    while (still_first() && Clock::now() - start < kWay) std::this_thread::sleep_for(kPause);
-    std::lock_guard lock(pool_.mutex_);
-    for (Sequence* s : mine_) s->waits = false;
+    const auto start = std::chrono::steady_clock::now();
+    // Plans of a pool without tiers do not say that they read.
+    if (!blocks_->still_reading(blocks_->last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
 }
 
 void Pool::drop(std::span<const MoveItem> items) {
