@@ -17,27 +17,13 @@ constexpr int kMostFailedWrites = 3;  // in a row, other than for lack of space,
 // Slots --------------------------------------------------------------------------------------------------------------------------
 
 Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
-    std::vector<Slot> slots;
-    slots.reserve(wanted.size());
     std::lock_guard lock(mutex_);
     if (stopping_) return fail(TA_E_CLOSED, "the disk tier is closed");
     if (!not_erased_.empty() && Clock::now() >= erase_again_at_) erase_again();
     if (read_only_ && Clock::now() < retry_at_) return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
-    for (const uint8_t slot_class : wanted) {
-        Slot slot;
-        if (slot_class < kSlotClasses && map_.acquire(slot_class, slot)) {
-            slots.push_back(slot);
-            continue;
-        }
-        for (const Slot s : slots) map_.give(s);
-        if (slot_class >= kSlotClasses || map_.shape().stride[slot_class] == 0)
-            return fail(TA_E_INVALID, "the disk tier has no slots of class %u", slot_class);
-        TierStats now;
-        map_.describe(now);
-        return fail(TA_E_TIER_FULL, "the disk tier has no room for %zu more blocks: %llu of %llu bytes are in use",
-                    wanted.size(), (unsigned long long)now.used, (unsigned long long)map_.shape().bytes());
-    }
-    for (const Slot s : slots) {
+    Result<std::vector<Slot>> slots = map_.acquire_all(wanted, "disk");
+    if (!slots.ok()) return slots;
+    for (const Slot s : slots.value()) {
         slots_[s.index] = SlotInfo{};
         slots_[s.index].slot_class = s.slot_class;
         slots_[s.index].acquired = true;

@@ -41,24 +41,8 @@ Result<std::unique_ptr<HostTier>> HostTier::create(std::shared_ptr<MemorySystem>
 }
 
 Result<std::vector<Slot>> HostTier::acquire(std::span<const uint8_t> wanted) {
-    std::vector<Slot> slots;
-    slots.reserve(wanted.size());
     std::lock_guard lock(mutex_);
-    for (const uint8_t slot_class : wanted) {
-        Slot slot;
-        if (slot_class < kSlotClasses && map_.acquire(slot_class, slot)) {
-            slots.push_back(slot);
-            continue;
-        }
-        for (const Slot s : slots) map_.give(s);
-        if (slot_class >= kSlotClasses || map_.shape().stride[slot_class] == 0)
-            return fail(TA_E_INVALID, "the host tier has no slots of class %u", slot_class);
-        TierStats now;
-        map_.describe(now);
-        return fail(TA_E_TIER_FULL, "the host tier has no room for %zu more blocks: %llu of %llu bytes are in use",
-                    wanted.size(), (unsigned long long)now.used, (unsigned long long)map_.shape().bytes());
-    }
-    return slots;
+    return map_.acquire_all(wanted, "host");
 }
 
 void HostTier::release(std::span<const Slot> slots) {

@@ -77,6 +77,26 @@ bool SlotMap::acquire(uint8_t slot_class, Slot& slot) {
     return true;
 }
 
+Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, const char* tier) {
+    std::vector<Slot> slots;
+    slots.reserve(wanted.size());
+    for (const uint8_t slot_class : wanted) {
+        Slot slot;
+        if (slot_class < kSlotClasses && acquire(slot_class, slot)) {
+            slots.push_back(slot);
+            continue;
+        }
+        for (const Slot s : slots) give(s);
+        if (slot_class >= kSlotClasses || shape_.stride[slot_class] == 0)
+            return fail(TA_E_INVALID, "the %s tier has no slots of class %u", tier, slot_class);
+        TierStats now;
+        describe(now);
+        return fail(TA_E_TIER_FULL, "the %s tier has no room for %zu more blocks: %llu of %llu bytes are in use", tier,
+                    wanted.size(), (unsigned long long)now.used, (unsigned long long)shape_.bytes());
+    }
+    return slots;
+}
+
 bool SlotMap::take(Slot slot) {
     Region& region = regions_[slot.index / kIndicesPerRegion];
     const uint64_t bit = uint64_t{1} << slot.index % kIndicesPerRegion;

@@ -5,6 +5,9 @@
 
 #include <map>
 #include <random>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace ta {
 namespace {
@@ -126,6 +129,33 @@ TEST(SlotMap, FragmentationIsWhatTheOtherClassCannotHave) {
     map.describe(s);
     EXPECT_EQ(s.slots_free[1], 0u);
     EXPECT_EQ(s.fragmentation, s.free > 0 ? 1 : 0);
+}
+
+TEST(SlotMap, AllOrNone) {
+    SlotMap map(SlotMap::fit(8 * 8192, {4096, 8192}));
+    const auto used = [&] {
+        TierStats s;
+        map.describe(s);
+        return s.used;
+    };
+    const std::vector<uint8_t> some = {1, 0, 1}, none = {}, unknown = {0, 7}, absent = {1, 2}, many(100, 0);
+    Result<std::vector<Slot>> slots = map.acquire_all(some, "test");
+    ASSERT_TRUE(slots.ok());
+    ASSERT_EQ(slots.value().size(), 3u);
+    for (size_t i = 0; i < 3; ++i) {
+        EXPECT_EQ(slots.value()[i].slot_class, some[i]);
+        EXPECT_TRUE(map.taken(slots.value()[i]));
+    }
+    const uint64_t before = used();
+    EXPECT_EQ(before, 2 * 8192u + 4096u);
+    EXPECT_TRUE(map.acquire_all(none, "test").ok());
+    for (const auto& [wanted, why] : {std::pair(&unknown, TA_E_INVALID), {&absent, TA_E_INVALID}, {&many, TA_E_TIER_FULL}}) {
+        const Status s = map.acquire_all(*wanted, "test").status();
+        EXPECT_EQ(s.code(), why);
+        ASSERT_NE(s.detail(), nullptr);
+        EXPECT_NE(std::string(s.detail()->message).find("the test tier has no "), std::string::npos) << s.detail()->message;
+        EXPECT_EQ(used(), before);
+    }
 }
 
 }  // namespace
