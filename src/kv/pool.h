@@ -1,6 +1,7 @@
 // A pool: geometry, settings, blocks and the table of sequences. Internally synchronised.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -18,8 +19,8 @@
 #include "src/kv/geometry.h"
 #include "src/kv/numerics.h"
 #include "src/kv/prefix.h"
-#include "src/tiering/disk.h"
 #include "src/kv/room_queue.h"
+#include "src/tiering/disk.h"
 #include "src/tiering/mover.h"
 #include "src/tiering/policy/policy.h"
 
@@ -306,6 +307,9 @@ class Pool {
     Result<Sequence*> find(ta_seq seq) const;
     Result<Sequence*> find_idle(ta_seq seq) const;
     Status take_nonfinite_mark(Sequence& sequence);
+    Status check_tiers(const TierSettings& settings) const;
+    Status make_host_tier(const TierSettings& settings);
+    Status open_disk_tier(const TierSettings& settings);
     Status attach_tiers(const TierSettings& settings);
     void recover_published();
     Status write_record(Block& block, uint64_t index);
@@ -316,6 +320,11 @@ class Pool {
     bool evict(TierKind from, TierKind to, uint64_t bytes, Deadline until);
     bool pass_to_disk(uint64_t bytes, Deadline until);
     bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);
+    struct Census;
+    std::array<uint64_t, 3> count_room() const;
+    Census take_census(std::span<Sequence* const> mine) const;
+    double gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const;
+    double times_on_disk(PageKind above) const;
     uint64_t bytes_of(std::span<const PageKind> kinds) const;
     uint64_t bytes_on_disk(std::span<Sequence* const> seqs) const;
     void drop(std::span<const MoveItem> items);
@@ -365,6 +374,7 @@ class Pool {
     mutable std::mutex failed_evictions_mutex_;
     uint64_t failed_evictions_ = 0;
     Status failed_eviction_;  // the last one's
+    RoomQueue room_queue_;
 
     // Locks are taken in this order: sources_mutex_, an AttentionSource's, mutex_, PrefixStore's, BlockStore's, a tier's or the
     // device's. Nobody holds one of them while the mover is called.
@@ -374,7 +384,6 @@ class Pool {
     mutable std::mutex mutex_;
     std::atomic<bool> closed_{false};                   // written under mutex_
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
-    RoomQueue room_queue_;
     std::vector<uint32_t> free_slots_;
     uint64_t uses_ = 0;                        // of sequences by plans
     std::atomic<size_t> in_plans_{0};          // sequences

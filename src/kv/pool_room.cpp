@@ -46,103 +46,119 @@ uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
     return bytes;
 }
 
+// Bytes that are free in each tier, or are when those have ended who are reading, or are of what is published and nobody uses.
+std::array<uint64_t, 3> Pool::count_room() const {
+    std::array<uint64_t, 3> room = prefixes_.unused_bytes();
+    room[0] += blocks_->free_bytes();
+    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+        const Tier* there = tier(kind);
+        if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().free;
+    }
+    for (size_t t = 0; t < 3; ++t) room[t] += blocks_->left_bytes(TierKind(t));
+    return room;
+}
+
+// How many bytes of blocks like `above` take the room of one when they lie on disk.
+double Pool::times_on_disk(PageKind above) const {
+    return geometry_.falls ? double(geometry_.slot_bytes(above)) / double(geometry_.low_slot_bytes) : 1.0;
+}
+
 // Moves change where bytes are, not how many. An estimate that errs towards OK.
 Status Pool::check_may_take_in(uint64_t bytes) const {
     if (mover_ && mover_->busy()) return {};  // what moves has two places for a moment
-    const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
-    double room = double(blocks_->free_bytes() + blocks_->left_bytes(TierKind::kDevice) + unused[0]);
-    // Of what falls a byte below takes in more than one.
-    const double times = geometry_.falls ? double(geometry_.token_slot_bytes) / double(geometry_.low_slot_bytes) : 1.0;
-    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
-        const Tier* there = tier(kind);
-        if (!there || there->health().state != TierState::kOk) continue;
-        room += times * double(there->stats().free + blocks_->left_bytes(kind) + unused[size_t(kind)]);
-    }
-    if (double(bytes) <= room) return {};
+    const std::array<uint64_t, 3> room = count_room();
+    const double all = double(room[0]) + double(room[1] + room[2]) * times_on_disk(PageKind::kToken);
+    if (double(bytes) <= all) return {};
     return fail(TA_E_TIER_FULL, "%llu more bytes of blocks do not fit: all tiers together have room for %.0f",
-                (unsigned long long)bytes, room);
+                (unsigned long long)bytes, all);
 }
 
-// An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
-bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const {
-    const std::array<uint64_t, 3> unused = prefixes_.unused_bytes();
-    // Blocks that leave for nothing come back; not so bits that they lose on the way.
-    if (!geometry_.falls && unused == std::array<uint64_t, 3>{}) return true;
-    uint64_t room[3] = {blocks_->free_bytes()};  // that there is, and that is made of what nobody uses
-    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
-        const Tier* there = tier(kind);
-        if (there && there->health().state == TierState::kOk) room[size_t(kind)] = there->stats().free;
-    }
-    for (size_t t = 0; t < 3; ++t) room[t] += blocks_->left_bytes(TierKind(t)) + unused[t];
-    // What falls is of these bytes here and of those there: by kind, what keeps its bytes last.
+// What can happen to the blocks that there are, in bytes.
+struct Pool::Census {
+    // That may leave the device, here and in the next tier: by kind of what falls on the way, what keeps its bytes last.
     struct Leaves {
         uint64_t bytes = 0, below = 0;
     } leaves[kPageKinds + 1];
+    uint64_t shrinks = 0;        // those that become fewer in the host tier
+    uint64_t others = 0;         // above the disk, and not of the step's sequences
+    uint64_t droppable[3] = {};  // by TierKind, for this step
+    uint64_t moving = 0;         // of blocks that leave their place soon
+};
+
+Pool::Census Pool::take_census(std::span<Sequence* const> mine) const {
+    Census c;
     const TierKind next = below(TierKind::kDevice);
-    uint64_t others = 0, shrinks = 0, droppable[3] = {};
-    {
-        std::lock_guard lock(mutex_);
-        std::unordered_set<const Block*> seen, shared_with_mine;
-        for (const Sequence* s : mine) {
-            for (const BlockPtr& block : s->blocks) {
-                if (block.use_count() > 1) shared_with_mine.insert(block.get());
-            }
-        }
-        for (const auto& s : sequences_) {
-            if (!s->alive) continue;
-            const bool of_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
-            const bool may_lose = tier_settings_.drop_coldest && may_lose_blocks(*s, mine);
-            for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
-                const Block& block = *s->blocks[b];
-                if (!block.sealed() || block.pins() > 0 || block.stuck()) continue;
-                const bool alone = s->blocks[b].use_count() == 1;
-                if (!alone && !seen.insert(&block).second) continue;
-                const TierKind tier = block.tier();
-                const PageKind kind = block.kind();
-                const uint64_t bytes = geometry_.slot_bytes(kind);
-                if (alone && may_lose && b < count_full(*s)) {
-                    droppable[size_t(tier)] += bytes;
-                    continue;
-                }
-                if (block.moving()) {  // it has its new place, and leaves the old one soon
-                    room[0] += bytes;
-                    continue;
-                }
-                const bool is_mine = of_mine || (!alone && shared_with_mine.contains(&block));
-                if (tier != TierKind::kDisk && !is_mine) others += bytes;
-                if (tier != TierKind::kDevice) continue;
-                const bool falls = may_fall(geometry_, numerics_, block, b);
-                const uint64_t there = falls ? geometry_.slot_bytes(kind_in_tier(kind, next)) : bytes;
-                Leaves& l = leaves[falls ? size_t(kind) : size_t(kPageKinds)];
-                l.bytes += bytes;
-                l.below += there;
-                if (host_) shrinks += bytes - there;
-            }
+    std::lock_guard lock(mutex_);
+    std::unordered_set<const Block*> seen, shared_with_mine;
+    for (const Sequence* s : mine) {
+        for (const BlockPtr& block : s->blocks) {
+            if (block.use_count() > 1) shared_with_mine.insert(block.get());
         }
     }
-    // A byte of the disk takes what needs more of them in the tiers above.
-    const auto times_on_disk = [&](PageKind above) {
-        return geometry_.falls ? double(geometry_.slot_bytes(above)) / double(geometry_.low_slot_bytes) : 1.0;
-    };
-    const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
-    const uint64_t dropped_below = droppable[1] + droppable[2];
+    for (const auto& s : sequences_) {
+        if (!s->alive) continue;
+        const bool of_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
+        const bool may_lose = tier_settings_.drop_coldest && may_lose_blocks(*s, mine);
+        for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
+            const Block& block = *s->blocks[b];
+            if (!block.sealed() || block.pins() > 0 || block.stuck()) continue;
+            const bool alone = s->blocks[b].use_count() == 1;
+            if (!alone && !seen.insert(&block).second) continue;
+            const TierKind tier = block.tier();
+            const PageKind kind = block.kind();
+            const uint64_t bytes = geometry_.slot_bytes(kind);
+            if (alone && may_lose && b < count_full(*s)) {
+                c.droppable[size_t(tier)] += bytes;
+                continue;
+            }
+            if (block.moving()) {
+                c.moving += bytes;
+                continue;
+            }
+            const bool is_mine = of_mine || (!alone && shared_with_mine.contains(&block));
+            if (tier != TierKind::kDisk && !is_mine) c.others += bytes;
+            if (tier != TierKind::kDevice) continue;
+            const bool falls = may_fall(geometry_, numerics_, block, b);
+            const uint64_t there = falls ? geometry_.slot_bytes(kind_in_tier(kind, next)) : bytes;
+            Census::Leaves& l = c.leaves[falls ? size_t(kind) : size_t(kPageKinds)];
+            l.bytes += bytes;
+            l.below += there;
+            if (host_) c.shrinks += bytes - there;
+        }
+    }
+    return c;
+}
+
+// Bytes of the device that become free when as much leaves as the tiers below have room for.
+double Pool::gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const {
     double below_bytes = double(room[2]);
     if (host_) below_bytes = double(room[1]) + double(room[2]) * times_on_disk(kind_in_tier(largest, TierKind::kHost));
-    below_bytes += double(dropped_below);
+    below_bytes += double(census.droppable[1] + census.droppable[2]);
     double gained = 0;
-    for (const Leaves& l : leaves) {
+    for (const Census::Leaves& l : census.leaves) {
         if (l.below == 0) continue;
         const double part = std::min(1.0, below_bytes / double(l.below));
         gained += part * double(l.bytes);
         below_bytes -= part * double(l.below);
     }
-    const uint64_t bytes = bytes_of(wanted), here = room[0] + droppable[0];
-    if (double(bytes) > double(here) + gained) return false;
-    // All of the step's blocks lie in these two tiers.
+    return gained;
+}
+
+// An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
+bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const {
+    // Blocks that leave for nothing come back; not so bits that they lose on the way.
+    if (!geometry_.falls && prefixes_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
+    std::array<uint64_t, 3> room = count_room();
+    const Census census = take_census(mine);
+    room[0] += census.moving;
+    const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
+    const uint64_t bytes = bytes_of(wanted), here = room[0] + census.droppable[0];
+    if (double(bytes) > double(here) + gained_on_device(census, room, largest)) return false;
+    // All of the step's blocks lie in the device and the host tier.
     const uint64_t comes_up = bytes_on_disk(mine);
-    const double to_disk = std::min(double(others), double(room[2] + comes_up) * times_on_disk(largest));
-    const double dropped = double(droppable[1]) + double(droppable[2]) * times_on_disk(largest);
-    return double(bytes + comes_up) <= double(here + room[1] + shrinks) + dropped + to_disk;
+    const double to_disk = std::min(double(census.others), double(room[2] + comes_up) * times_on_disk(largest));
+    const double dropped = double(census.droppable[1]) + double(census.droppable[2]) * times_on_disk(largest);
+    return double(bytes + comes_up) <= double(here + room[1] + census.shrinks) + dropped + to_disk;
 }
 
 // Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many

@@ -38,10 +38,9 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
 
 }  // namespace
 
-Status Pool::attach_tiers(const TierSettings& settings) {
-    tier_settings_ = settings;
-    if (settings.staging_bytes == 0) tier_settings_.staging_bytes = blocks_->budget() / 8;
-    policy_ = make_policy(settings);
+// Whether this pool can have such tiers, as far as that is known before they are made.
+Status Pool::check_tiers(const TierSettings& settings) const {
+    const bool on_gpu = context_->device() != nullptr;
     if (geometry_.falls && settings.host_budget == 0 && settings.disk_budget == 0)
         return fail(TA_E_INVALID, "falling_precision asks for a host or a disk tier");
     if (geometry_.falls && settings.drop_coldest) {
@@ -49,13 +48,10 @@ Status Pool::attach_tiers(const TierSettings& settings) {
                     "falling_precision and drop_coldest: how much must be dropped is not known where blocks become "
                     "smaller as they go down");
     }
-    if (geometry_.falls && context_->device()) {
-        encoder_ = context_->device()->make_encoder(*this);
-        if (!encoder_) return fail(TA_E_UNSUPPORTED, "the device does not encode blocks: precision cannot fall there");
-    }
-    if (settings.disk_budget > 0 && settings.host_budget == 0 && context_->device()) {
+    if (geometry_.falls && on_gpu && !encoder_)
+        return fail(TA_E_UNSUPPORTED, "the device does not encode blocks: precision cannot fall there");
+    if (settings.disk_budget > 0 && settings.host_budget == 0 && on_gpu)
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
-    }
     if (!settings.disk_path.empty() && numerics_.universal_open_scale) {
         return fail(TA_E_UNSUPPORTED,
                     "a pool with universal open scales cannot have a persistent disk tier: the scales' state is of "
@@ -66,44 +62,57 @@ Status Pool::attach_tiers(const TierSettings& settings) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
                     (unsigned long long)settings.host_budget, (unsigned long long)memory);
     }
-    const size_t slot_bytes[kSlotClasses] = {geometry_.token_slot_bytes, geometry_.channel_slot_bytes,
-                                             geometry_.low_slot_bytes};
-    if (settings.host_budget > 0) {
-        HostTierOptions o;
-        o.budget = settings.host_budget;
-        std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
-        o.memory.node = settings.numa_node;
-        if (Device* device = context_->device()) {
-            if (o.memory.node < 0) o.memory.node = device->numa_node();
-            o.memory.needs_registration = true;
-            o.memory.register_chunk = [device](void* data, size_t bytes) {
-                return device->register_host(static_cast<uint8_t*>(data), bytes);
-            };
-            o.memory.unregister_chunk = [device](void* data, size_t) { device->unregister_host(static_cast<uint8_t*>(data)); };
-        }
-        Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_->threads(), o);
-        if (!host.ok()) return std::move(host).status();
-        host_ = settings.wrap_host ? settings.wrap_host(host.take()) : host.take();
+    return {};
+}
+
+Status Pool::make_host_tier(const TierSettings& settings) {
+    HostTierOptions o;
+    o.budget = settings.host_budget;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
+    o.memory.node = settings.numa_node;
+    if (Device* device = context_->device()) {
+        if (o.memory.node < 0) o.memory.node = device->numa_node();
+        o.memory.needs_registration = true;
+        o.memory.register_chunk = [device](void* data, size_t bytes) {
+            return device->register_host(static_cast<uint8_t*>(data), bytes);
+        };
+        o.memory.unregister_chunk = [device](void* data, size_t) { device->unregister_host(static_cast<uint8_t*>(data)); };
     }
-    if (settings.disk_budget > 0) {
-        DiskTierOptions o;
-        o.persistent = !settings.disk_path.empty();
-        o.path = o.persistent ? settings.disk_path : settings.disk_folder;
-        o.budget = settings.disk_budget;
-        std::copy_n(slot_bytes, kSlotClasses, o.slot_bytes);
-        o.fingerprint = fingerprint_;
-        o.check = make_block_check(geometry_, fingerprint_);
-        const Seams& seams = context_->seams();
-        o.deadline = seams.io_deadline;
-        o.retry_after = seams.io_retry_after;
-        Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
-        if (!disk.ok()) return std::move(disk).status();
-        blocks_->attach(host_.get(), disk.value().get());
-        disk_ = disk.take();
-        // A creation that fails loses nothing of what the file brought along.
-        blocks_->keep_records();
-        if (o.persistent) recover_published();
-    }
+    Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_->threads(), o);
+    if (!host.ok()) return std::move(host).status();
+    host_ = settings.wrap_host ? settings.wrap_host(host.take()) : host.take();
+    return {};
+}
+
+// With the published blocks that a persistent file brings along. They stay there until the pool is complete.
+Status Pool::open_disk_tier(const TierSettings& settings) {
+    DiskTierOptions o;
+    o.persistent = !settings.disk_path.empty();
+    o.path = o.persistent ? settings.disk_path : settings.disk_folder;
+    o.budget = settings.disk_budget;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
+    o.fingerprint = fingerprint_;
+    o.check = make_block_check(geometry_, fingerprint_);
+    const Seams& seams = context_->seams();
+    o.deadline = seams.io_deadline;
+    o.retry_after = seams.io_retry_after;
+    Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
+    if (!disk.ok()) return std::move(disk).status();
+    blocks_->attach(host_.get(), disk.value().get());
+    disk_ = disk.take();
+    blocks_->keep_records();
+    if (o.persistent) recover_published();
+    return {};
+}
+
+Status Pool::attach_tiers(const TierSettings& settings) {
+    tier_settings_ = settings;
+    if (settings.staging_bytes == 0) tier_settings_.staging_bytes = blocks_->budget() / 8;
+    policy_ = make_policy(settings);
+    if (geometry_.falls && context_->device()) encoder_ = context_->device()->make_encoder(*this);
+    TA_RETURN_IF_ERROR(check_tiers(settings));
+    if (settings.host_budget > 0) TA_RETURN_IF_ERROR(make_host_tier(settings));
+    if (settings.disk_budget > 0) TA_RETURN_IF_ERROR(open_disk_tier(settings));
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
     mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
