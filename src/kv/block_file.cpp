@@ -163,6 +163,15 @@ Status File::open(int flags) {
     return fd_ < 0 ? failed(fd_, "opening") : Status();
 }
 
+Status File::open_regular(uint64_t& bytes) {
+    TA_RETURN_IF_ERROR(open(O_RDONLY | O_NONBLOCK));
+    FileInfo info;
+    if (const int e = files_.fstat(fd_, info); e < 0) return failed(e, "looking at");
+    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", name());
+    bytes = info.bytes;
+    return {};
+}
+
 Status File::sync() {
     const int e = files_.fsync(fd_);
     return e < 0 ? failed(e, "writing") : Status();

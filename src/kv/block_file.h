@@ -54,6 +54,8 @@ class File {
 
     // With O_CLOEXEC and O_NOFOLLOW; mode 0600.
     Status open(int flags);
+    // For reading, whatever the path names: it does not wait, and takes regular files only.
+    Status open_regular(uint64_t& bytes);
     int fd() const { return fd_; }
     // For texts of errors.
     const char* name() const { return name_.c_str(); }
@@ -72,6 +74,33 @@ class File {
     int fd_ = -1;
     uint64_t at_ = 0;
 };
+
+// What a file is of, for its first bytes and for texts.
+struct FileFormat {
+    const char* of;
+    uint32_t magic;
+    uint16_t version;
+};
+
+// Opens a file, and reads its header as far as files of sequences and of pools are alike. `bytes` gets its size.
+// TA_E_CORRUPT, TA_E_UNSUPPORTED: another version; TA_E_INVALID: no regular file, or of another pool.
+template <class Header>
+Status open_with_header(const Pool& pool, const FileFormat& format, File& file, Header& h, uint64_t& bytes) {
+    TA_RETURN_IF_ERROR(pool.check_open());
+    TA_RETURN_IF_ERROR(file.open_regular(bytes));
+    if (bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a %s", file.name(), format.of);
+    TA_RETURN_IF_ERROR(file.read(&h, sizeof h));
+    if (h.magic != format.magic || h.hash != header_hash(h))
+        return fail(TA_E_CORRUPT, "%s is no file of a %s, or damaged", file.name(), format.of);
+    if (h.version != format.version) {
+        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads %u", file.name(), unsigned(h.version),
+                    unsigned(format.version));
+    }
+    const Geometry& g = pool.geometry();
+    if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes || h.slot_bytes[1] != g.channel_slot_bytes)
+        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", file.name());
+    return {};
+}
 
 // TA_E_CANCELLED: the progress callback asked to stop.
 Status stopped(const File& file);

@@ -1,7 +1,5 @@
 #include "src/kv/pool_file.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
@@ -11,8 +9,7 @@
 namespace ta {
 namespace {
 
-constexpr uint32_t kFileMagic = 0x4C4F5054;  // "TPOL" in little endian
-constexpr uint16_t kFileVersion = 2;
+constexpr FileFormat kFormat{"pool", 0x4C4F5054, 2};  // "TPOL" in little endian
 constexpr uint64_t kMostIndexBytes = uint64_t{1} << 32;
 constexpr uint64_t kNoState = UINT64_MAX;
 
@@ -101,28 +98,13 @@ Status name_owner(Status s, ta_seq owner) {
 }
 
 // Everything but the blocks, checked as far as that goes without them.
-Status read_index(Pool& pool, File& file, FileSystem& files, FileHeader& h, Index& index, uint64_t& file_bytes) {
+Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t& file_bytes) {
     const Geometry& g = pool.geometry();
-    TA_RETURN_IF_ERROR(pool.check_open());
-    TA_RETURN_IF_ERROR(file.open(O_RDONLY | O_NONBLOCK));
-    FileInfo info;
-    if (const int e = files.fstat(file.fd(), info); e < 0) return file.failed(e, "looking at");
-    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", file.name());
-    file_bytes = info.bytes;
-    if (info.bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a pool", file.name());
-    TA_RETURN_IF_ERROR(file.read(&h, sizeof h));
-    if (h.magic != kFileMagic || h.hash != header_hash(h))
-        return fail(TA_E_CORRUPT, "%s is no file of a pool, or damaged", file.name());
-    if (h.version != kFileVersion)
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", file.name(), h.version);
-    if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes ||
-        h.slot_bytes[1] != g.channel_slot_bytes) {
-        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", file.name());
-    }
+    TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, file_bytes));
     const bool has_states = pool.numerics().universal_open_scale;
     if (h.sequences + h.entries > 0 && (h.states > 0) != has_states)
         return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), has_states ? "out" : "");
-    const uint64_t state = has_states ? pool.open_amax_record() * sizeof(float) : 0, rest = info.bytes - sizeof h;
+    const uint64_t state = has_states ? pool.open_amax_record() * sizeof(float) : 0, rest = file_bytes - sizeof h;
     uint64_t bytes = 0;
     const std::pair<uint64_t, uint64_t> parts[] = {{h.sequences, sizeof(SequenceRecord)},
                                                    {h.references, sizeof(uint64_t)},
@@ -251,8 +233,8 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
 
     return write_new_file(files, path, [&](File& file) -> Status {
         FileHeader h{};
-        h.magic = kFileMagic;
-        h.version = kFileVersion;
+        h.magic = kFormat.magic;
+        h.version = kFormat.version;
         h.fingerprint = pool.fingerprint();
         h.sequences = index.sequences.size();
         h.references = index.references.size();
@@ -284,7 +266,7 @@ Result<uint64_t> count_sequences(Pool& pool, const std::string& path, FileSystem
     FileHeader h;
     Index index;
     uint64_t bytes = 0;
-    TA_RETURN_IF_ERROR(read_index(pool, file, files, h, index, bytes));
+    TA_RETURN_IF_ERROR(read_index(pool, file, h, index, bytes));
     return h.sequences;
 }
 
@@ -294,7 +276,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     FileHeader h;
     Index index;
     uint64_t bytes = 0;
-    TA_RETURN_IF_ERROR(read_index(pool, file, files, h, index, bytes));
+    TA_RETURN_IF_ERROR(read_index(pool, file, h, index, bytes));
     if (h.sequences > most) {
         return fail(TA_E_INVALID, "%s has %llu sequences; there is room for the ids of %llu", file.name(),
                     (unsigned long long)h.sequences, (unsigned long long)most);

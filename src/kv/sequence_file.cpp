@@ -1,12 +1,9 @@
 #include "src/kv/sequence_file.h"
 
-#include <fcntl.h>
-
 namespace ta {
 namespace {
 
-constexpr uint32_t kFileMagic = 0x51455354;  // "TSEQ" in little endian
-constexpr uint16_t kFileVersion = 2;
+constexpr FileFormat kFormat{"sequence", 0x51455354, 2};  // "TSEQ" in little endian
 
 struct FileHeader {
     uint32_t magic;
@@ -34,8 +31,8 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
     const Pool::Snapshot s = taken.take();
     return write_new_file(files, path, [&](File& file) -> Status {
         FileHeader h{};
-        h.magic = kFileMagic;
-        h.version = kFileVersion;
+        h.magic = kFormat.magic;
+        h.version = kFormat.version;
         h.fingerprint = pool.fingerprint();
         h.length = s.length;
         h.blocks = s.blocks.size();
@@ -62,25 +59,11 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
 }
 
 Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress& progress, FileSystem& files) {
-    const Geometry& g = pool.geometry();
-    TA_RETURN_IF_ERROR(pool.check_open());
     File file(files, path);
-    TA_RETURN_IF_ERROR(file.open(O_RDONLY | O_NONBLOCK));
-    FileInfo info;
-    if (const int e = files.fstat(file.fd(), info); e < 0) return file.failed(e, "looking at");
-    if (!info.regular) return fail(TA_E_INVALID, "%s is no regular file", file.name());
     FileHeader h;
-    if (info.bytes < sizeof h) return fail(TA_E_CORRUPT, "%s is too short for a sequence", file.name());
-    TA_RETURN_IF_ERROR(file.read(&h, sizeof h));
-    if (h.magic != kFileMagic || h.hash != header_hash(h))
-        return fail(TA_E_CORRUPT, "%s is no sequence, or damaged", file.name());
-    if (h.version != kFileVersion)
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads 2", file.name(), h.version);
-    if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes ||
-        h.slot_bytes[1] != g.channel_slot_bytes) {
-        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", file.name());
-    }
-    const uint64_t most_blocks = info.bytes / sizeof(BlockHeader),
+    uint64_t bytes = 0;
+    TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, bytes));
+    const uint64_t most_blocks = bytes / sizeof(BlockHeader),
                    amax = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
     if (h.open_amax != amax)
         return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), amax ? "out" : "");
@@ -103,7 +86,7 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     TA_RETURN_IF_ERROR(pool.check_room_for(1));
     StoredBlocks stored;
     stored.count = h.blocks;
-    stored.file_bytes = info.bytes;
+    stored.file_bytes = bytes;
     stored.in_order = true;
     stored.check = [&](std::span<const StoredBlock> all) -> Status {
         for (size_t i = 0; i < all.size(); ++i) {
