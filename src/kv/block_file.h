@@ -129,8 +129,9 @@ struct StoredBlocks {
     // Block i of the file is this one, before its bytes are in the pool's memory.
     std::function<void(uint64_t i, Block& block)> claim;
 };
-// Reads them into new blocks of the pool. Where it has no room for some, the rest of the file is checked before any room is made,
-// and whether there can be enough: who loads a bad file, or too large a one, has changed nothing. TA_E_CORRUPT, TA_E_TIER_FULL.
+// Reads them into new blocks of the pool. Where it has no room for some, the rest of the file is checked before any room is
+// made, and whether there can be enough: who loads a bad file, or too large a one, has changed nothing. TA_E_CORRUPT,
+// TA_E_TIER_FULL.
 Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, const StoredBlocks& blocks, const Progress& progress);
 
 // The block's slot in host memory, with a trailer, checked, and of which kind it is.

@@ -144,7 +144,7 @@ class Block {
     uint64_t content_id_;
     Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of stored_, kind_ and tier_ are
     RecordKeys tier_keys_;
-    // Beside the block on a persistent disk: from where it came back, or written for the keys that it has. Newer than tier_slot_.
+    // Beside the block on a persistent disk: from where it came back, or written by a flush, after tier_slot_.
     Slot record_;
     uint64_t record_state_ = 0;   // of keys_, when the record was written
     std::vector<BlockKey> keys_;  // under which it is published; guarded by the store
@@ -224,8 +224,8 @@ class BlockStore {
     void attach(Tier* host, Tier* disk);
     Place place_of(const Block& block) const;
     // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
-    // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it lies
-    // further down, and the block is pinned.
+    // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it
+    // lies further down, and the block is pinned.
     bool move(Block& block, const Place& to);
     // From now on they go no further down.
     void pin(std::span<const BlockPtr> blocks);

@@ -170,7 +170,7 @@ class Pool {
         return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
     }
     Mover* mover() const { return mover_.get(); }
-    // For as long as a call holds blocks that are in no sequence: others wait for them, which cannot leave or be dropped before.
+    // For as long as a call holds blocks that are in no sequence: these cannot leave or be dropped before, and others wait.
     class BlockHold {
       public:
         explicit BlockHold(const Pool& pool) : pool_(pool) { pool_.holders_.fetch_add(1); }

@@ -97,8 +97,8 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for
 
 // ------------------------------------------------------------------------------------------------------------ persistent disk
 
-// Every key of a full block becomes an entry, for the namespace that the key names. Blocks without keys are of sequences that are
-// no more.
+// Every key of a full block becomes an entry, for the namespace that the key names. Blocks without keys are of sequences that
+// are no more.
 void Pool::recover_published() {
     constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
     prefixes_.set_persistent();

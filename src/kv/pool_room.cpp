@@ -161,8 +161,8 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     return double(bytes + comes_up) <= double(here + room[1] + census.shrinks) + dropped + to_disk;
 }
 
-// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so many
-// bytes are free. False: they are not.
+// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so
+// many bytes are free. False: they are not.
 bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
     const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
     for (;;) {
@@ -174,8 +174,9 @@ bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
     }
 }
 
-// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step, else
-// others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing went up.
+// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step,
+// else others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing
+// went up.
 bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until) {
     const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
     if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
@@ -187,7 +188,7 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
                 if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
             }
         }
-        // Where the device is full, too, one block of the step goes back, and what others have on the device passes through there.
+        // Where the device is full, too, one block of the step goes back: what others have on the device passes through there.
         const auto fits = [&](const MoveItem& i) { return size_of(i) <= blocks_->free_bytes(); };
         if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
             const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {

@@ -467,7 +467,7 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     return freed;
 }
 
-// ------------------------------------------------------------------------------------------------------------ files, statistics
+// ----------------------------------------------------------------------------------------------------------- files, statistics
 
 void PrefixStore::recover(std::vector<Record>&& records) {
     // The end of a prefix first, as touch() would have it.

@@ -94,8 +94,8 @@ class PrefixStore {
     // Counts a match of which a sequence was made, as the latest use of its entries.
     void count_match(Tenant id, const Match& match);
 
-    // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of at
-    // least so many bytes or all there are. Of a prefix the end comes before the beginning.
+    // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of
+    // at least so many bytes or all there are. Of a prefix the end comes before the beginning.
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
     // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
     std::array<uint64_t, 3> unused_bytes() const;

@@ -9,7 +9,7 @@ namespace ta {
 // For what ends soon if it ends at all.
 inline constexpr std::chrono::milliseconds kBriefly{200};
 
-// Who finds no room while others move blocks looks again: a few times in any pool, then for as long as its steps wait for moves.
+// Who finds no room while others move blocks looks again: a few times at least, then for as long as the pool's steps wait.
 class RoomRetry {
   public:
     explicit RoomRetry(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}

@@ -131,7 +131,7 @@ void DiskEngine::wake_workers() {
     for (const auto& queue : queues_) queue->wake();
 }
 
-// The threads --------------------------------------------------------------------------------------------------------------------
+// The threads -----------------------------------------------------------------------------------------------------------------
 
 void DiskEngine::work(unsigned worker) {
     IoQueue& queue = *queues_[worker];

@@ -14,7 +14,7 @@ constexpr int kMostFailedWrites = 3;  // in a row, other than for lack of space,
 
 }  // namespace
 
-// Slots --------------------------------------------------------------------------------------------------------------------------
+// Slots -----------------------------------------------------------------------------------------------------------------------
 
 Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
     std::lock_guard lock(mutex_);
@@ -55,7 +55,7 @@ void DiskEngine::free_slot(uint32_t index) {
     slot = SlotInfo{};
 }
 
-// Requests -----------------------------------------------------------------------------------------------------------------------
+// Requests --------------------------------------------------------------------------------------------------------------------
 
 Result<DiskBatch> DiskEngine::submit(std::span<const DiskRequest> requests, DiskClient& client) {
     Ops ops;
@@ -215,7 +215,7 @@ Status DiskEngine::flush() {
     return batch.ok() ? std::move(latch.wait()[0].status) : std::move(batch).status();
 }
 
-// The supervisor -----------------------------------------------------------------------------------------------------------------
+// The supervisor --------------------------------------------------------------------------------------------------------------
 
 void DiskEngine::supervise() {
     Lock lock(mutex_);
@@ -274,7 +274,7 @@ Status DiskEngine::overdue() const {
     return fail(TA_E_IO, "the disk tier's file did not answer within %lld ms", (long long)options_.deadline.count());
 }
 
-// What is told -------------------------------------------------------------------------------------------------------------------
+// What is told ----------------------------------------------------------------------------------------------------------------
 
 TierHealth DiskEngine::health() const {
     std::lock_guard lock(mutex_);

@@ -1,6 +1,6 @@
 // What lies in the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
-// records. A record is a header page of 4096 bytes, RecordHeader and more keys, and the slot, padded with zeros to 4096 bytes. A
-// persistent file has a record's header only while its slot is stored completely: writing it is the last step, erasing it the
+// records. A record is a header page of 4096 bytes, RecordHeader and more keys, and the slot, padded with zeros to 4096 bytes.
+// A persistent file has a record's header only while its slot is stored completely: writing it is the last step, erasing it the
 // first one.
 #pragma once
 

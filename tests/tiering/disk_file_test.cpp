@@ -127,8 +127,8 @@ TEST_F(DiskFiles, KeysOfABlockSurviveAReopen) {
     }
 }
 
-// A header page as the first version of this library wrote it, byte for byte, and read it: it looks at no byte behind the header
-// but for the hash of the page.
+// A header page as the first version of this library wrote it, byte for byte, and read it: it looks at no byte behind the
+// header but for the hash of the page.
 TEST_F(DiskFiles, RecordsWithOneKeyAreAsTheyEverWere) {
     make(1);
     const std::vector<uint8_t> all = bytes();
