@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -632,8 +633,12 @@ TEST_F(DiskFiles, OfTwoMakersOneIsBusy) {
                     whys[i] = std::move(r).status();
                 }
             };
-            std::thread thread([&] { open_one(0, slow); });
-            for (int i = 0; i < 1000 && slow->operations() <= at && !tiers[0]; ++i) usleep(200);
+            std::atomic<bool> opened{false};
+            std::thread thread([&] {
+                open_one(0, slow);
+                opened = true;
+            });
+            for (int i = 0; i < 1000 && slow->operations() <= at && !opened; ++i) usleep(200);
             open_one(1, fast);
             slow->heal();
             thread.join();
