@@ -558,9 +558,10 @@ BlockBytes::BlockBytes(World& world, size_t s, size_t b) {
     if (fd_ >= 0 && fstat(fd_, &info) == 0) file.resize(size_t(info.st_size));
     if (file.empty() || pread(fd_, file.data(), file.size(), 0) != ssize_t(file.size()))
         throw std::runtime_error("the disk tier's file cannot be read");
-    const auto found = std::search(file.begin(), file.end(), bytes.begin(), bytes.end());
-    if (found == file.end()) throw std::runtime_error("the block is not in the disk tier's file");
-    offset_ = found - file.begin();
+    // A write that was given up may have left the same bytes in another slot.
+    for (auto at = file.begin(); (at = std::search(at, file.end(), bytes.begin(), bytes.end())) != file.end(); ++at)
+        offsets_.push_back(at - file.begin());
+    if (offsets_.empty()) throw std::runtime_error("the block is not in the disk tier's file");
 }
 
 BlockBytes::~BlockBytes() {
@@ -572,12 +573,14 @@ void BlockBytes::flip(size_t at, int bit) {
         memory_[at] ^= uint8_t(1 << bit);
         return;
     }
-    uint8_t byte = 0;
-    const off_t where = offset_ + off_t(at);
-    bool done = pread(fd_, &byte, 1, where) == 1;
-    byte ^= uint8_t(1 << bit);
-    done = done && pwrite(fd_, &byte, 1, where) == 1;
-    if (!done) throw std::runtime_error("the disk tier's file cannot be written");
+    for (const off_t offset : offsets_) {
+        uint8_t byte = 0;
+        const off_t where = offset + off_t(at);
+        bool done = pread(fd_, &byte, 1, where) == 1;
+        byte ^= uint8_t(1 << bit);
+        done = done && pwrite(fd_, &byte, 1, where) == 1;
+        if (!done) throw std::runtime_error("the disk tier's file cannot be written");
+    }
 }
 
 void World::refuse_step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new) {

@@ -244,7 +244,7 @@ class BlockBytes {
   private:
     uint8_t* memory_ = nullptr;
     int fd_ = -1;
-    off_t offset_ = 0;
+    std::vector<off_t> offsets_;  // in the file
 };
 
 }  // namespace ta::testing
