@@ -9,8 +9,6 @@
 
 namespace ta::cpu {
 
-using ta::ExpMode;  // part of this interface, under its name too
-
 // One page of the kv head that the task works on.
 struct PageRef {
     const uint8_t* piece;  // the head's piece, 128-byte aligned; nullptr: a page that is gone, whose keys nobody sees

@@ -12,8 +12,6 @@
 namespace ta::cpu {
 
 // Part of this interface, under its name too.
-using ta::DType;
-using ta::dtype_bytes;
 
 // Stage-1 codes and scales of one head for the tokens of one page, tokens and channels in natural order.
 struct HeadStage1 {

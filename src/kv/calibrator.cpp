@@ -39,7 +39,7 @@ namespace {
 
 // Turns `x` into a view of a copy in host memory, which is returned.
 Result<std::vector<uint8_t>> copy_to_host(Device& device, TensorView& x) {
-    const int64_t element = int64_t(cpu::dtype_bytes(x.dtype));
+    const int64_t element = int64_t(dtype_bytes(x.dtype));
     const bool backwards = x.stride_token < 0, one_token = x.tokens == 1;
     const bool whole_tokens =
         x.heads == 1 ||

@@ -20,16 +20,16 @@ bool pick(ta_switch given, bool by_profile) {
 
 }  // namespace
 
-Result<cpu::ExpMode> resolve_exp(ta_exp exp, cpu::ExpMode fallback) {
+Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback) {
     switch (exp) {
         case TA_EXP_DEFAULT:
             return fallback;
         case TA_EXP_POLY:
-            return cpu::ExpMode::kPoly;
+            return ExpMode::kPoly;
         case TA_EXP_EXACT:
-            return cpu::ExpMode::kExact;
+            return ExpMode::kExact;
         case TA_EXP_SAS:
-            return cpu::ExpMode::kSas;
+            return ExpMode::kSas;
         default:
             return fail(TA_E_INVALID, "exp is %d; it takes a ta_exp", exp);
     }
@@ -92,7 +92,7 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
     r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
     r.p = n.p != TA_P_DEFAULT ? n.p : accurate ? TA_P_AUTO : TA_P_S8_119;
-    Result<cpu::ExpMode> exp = resolve_exp(n.exp, accurate ? cpu::ExpMode::kPoly : cpu::ExpMode::kSas);
+    Result<ExpMode> exp = resolve_exp(n.exp, accurate ? ExpMode::kPoly : ExpMode::kSas);
     if (!exp.ok()) return std::move(exp).status();
     r.exp = exp.value();
     if (n.k_offset) {

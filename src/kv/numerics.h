@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "include/turboattention.h"
-#include "kernels/cpu/attend.h"
+#include "kernels/format/types.h"
 #include "src/core/status.h"
 
 namespace ta {
@@ -23,7 +23,7 @@ struct Numerics {
     bool saturate = false;
     uint64_t hadamard_seed = 0;
     uint32_t sink_blocks = 1;
-    cpu::ExpMode exp = cpu::ExpMode::kPoly;
+    ExpMode exp = ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
     std::vector<float> k_offset;  // [layers, kv_heads, head_dim] or empty
 };
@@ -31,7 +31,7 @@ struct Numerics {
 // `n` may be nullptr: profile accurate. Layers x heads x head_dim is the shape of k_offset.
 Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t head_dim);
 
-Result<cpu::ExpMode> resolve_exp(ta_exp exp, cpu::ExpMode fallback);
+Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback);
 Status check_p(ta_p p);
 
 // Rows of one kv head up to which TA_P_AUTO takes 16 bits.

@@ -26,7 +26,7 @@ std::optional<Extent> extent_of(const TensorView& v) {
         (*reach < 0 ? e.low : e.high) = *moved;
     }
     if (e.low < -kMaxElements || e.high > kMaxElements) return std::nullopt;
-    const int64_t size = int64_t(cpu::dtype_bytes(v.dtype));
+    const int64_t size = int64_t(dtype_bytes(v.dtype));
     return Extent{e.low * size, e.high * size};
 }
 
@@ -42,7 +42,7 @@ Result<TensorView> view_tensor(const ta_tensor& t, const char* name) {
     }
     TensorView v;
     v.data = static_cast<uint8_t*>(t.data);
-    v.dtype = cpu::DType(t.dtype);
+    v.dtype = DType(t.dtype);
     v.tokens = t.tokens;
     v.heads = t.heads;
     v.head_dim = t.head_dim;
@@ -60,8 +60,8 @@ Result<TensorView> view_tensor(const ta_tensor& t, const char* name) {
     }
     if (v.tokens == 0) return v;
     if (!v.data) return fail(TA_E_INVALID, "%s.data is null", name);
-    if (reinterpret_cast<uintptr_t>(v.data) % cpu::dtype_bytes(v.dtype) != 0) {
-        return fail(TA_E_ALIGNMENT, "%s.data is not aligned to its %zu-byte elements", name, cpu::dtype_bytes(v.dtype));
+    if (reinterpret_cast<uintptr_t>(v.data) % dtype_bytes(v.dtype) != 0) {
+        return fail(TA_E_ALIGNMENT, "%s.data is not aligned to its %zu-byte elements", name, dtype_bytes(v.dtype));
     }
     return v;
 }

@@ -7,18 +7,19 @@
 
 #include "include/turboattention.h"
 #include "kernels/cpu/page_codec.h"
+#include "kernels/format/types.h"
 #include "src/core/status.h"
 
 namespace ta {
 
 struct TensorView {
     uint8_t* data = nullptr;
-    cpu::DType dtype = cpu::DType::kF32;
+    DType dtype = DType::kF32;
     int64_t tokens = 0, heads = 0, head_dim = 0;
     int64_t stride_token = 0, stride_head = 0;  // in elements
 
     uint8_t* at(int64_t token, int64_t head) const {
-        return data + (token * stride_token + head * stride_head) * int64_t(cpu::dtype_bytes(dtype));
+        return data + (token * stride_token + head * stride_head) * int64_t(dtype_bytes(dtype));
     }
     // All elements without gaps, token by token.
     bool contiguous() const { return stride_head == head_dim && stride_token == heads * head_dim; }
