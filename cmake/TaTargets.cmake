@@ -40,6 +40,16 @@ function(ta_target_defaults target)
     target_compile_options(${target} PRIVATE "$<${host}:${options}>")
 endfunction()
 
+# ta_precompile(<target> <header>...)
+# Headers of others that the target's C++ includes anyway are compiled once. Not with ccache, which would then cache nothing: so
+# those who build with it notice what a file forgets to include.
+function(ta_precompile target)
+    if(NOT CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+        list(TRANSFORM ARGN REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:<\\1$<ANGLE-R>>")
+        target_precompile_headers(${target} PRIVATE ${ARGN})
+    endif()
+endfunction()
+
 # ta_add_library(<target> STATIC|SHARED)
 # libturboattention.a or .so from turboattention_objects, with the alias TurboAttention::<target>.
 function(ta_add_library target kind)
@@ -103,4 +113,5 @@ function(ta_kernel_sources isa)
     set_property(SOURCE ${files} TARGET_DIRECTORY turboattention_objects
         APPEND PROPERTY COMPILE_OPTIONS ${warnings} ${TA_FLAGS_${isa}}
     )
+    set_property(SOURCE ${files} TARGET_DIRECTORY turboattention_objects PROPERTY SKIP_PRECOMPILE_HEADERS ON)
 endfunction()
