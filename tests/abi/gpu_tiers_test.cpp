@@ -165,7 +165,8 @@ TEST_F(GpuTiers, MovesBesideACaptureInGlobalMode) {
     verify();
 }
 
-// A load makes room while kernels of a step read what it might take: the results of a step that nobody has waited for.
+// A load makes room while kernels read what it might take: those of a step that has ended, which nobody has waited for, or that
+// another thread has open.
 TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
     constexpr int32_t kLoaded = 12 * 64 + 5, kCalls = 20;
     make_pools(20, uint64_t{64} << 20, uint64_t{64} << 20);
@@ -178,14 +179,14 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
     uint64_t evicted = 0;
     for (int round = 0; round < 6; ++round) {
         SCOPED_TRACE("round " + std::to_string(round));
-        begin(plan, {seqs[a]}, {1});
         begin(plain_plan, {plain_seqs[a]}, {1});
         const std::vector<float> kv = random.normals(kHeads * kDim), qv = random.normals(kQHeads * kDim);
         const DeviceTensor k(1, kHeads, kDim, &kv), q(1, kQHeads, kDim, &qv), plain_out(1, kQHeads, kDim);
         std::vector<DeviceTensor> outs;
         for (int n = 0; n < kCalls * int(kLayers); ++n) outs.emplace_back(1, kQHeads, kDim);
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        const auto attend_all = [&] {
+        const auto enqueue_step = [&] {
+            begin(plan, {seqs[a]}, {1});
             for (uint32_t layer = 0; layer < kLayers; ++layer) {
                 require(ta_append(plan.get(), layer, k.view(), k.view(), &err), err);
                 for (int n = 0; n < kCalls; ++n) {
@@ -193,6 +194,7 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
                     require(ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
                 }
             }
+            end(plan);
         };
         ta_seq loaded = 0;
         ta_error load_err;
@@ -201,10 +203,10 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
         const uint64_t before = tier_stats(pool, TA_TIER_DEVICE).evicted_blocks;
         if (round % 2) {
             std::thread loader(load);
-            attend_all();
+            enqueue_step();
             loader.join();
         } else {
-            attend_all();
+            enqueue_step();
             load();
         }
         ASSERT_EQ(status, TA_OK) << load_err.message;
@@ -220,7 +222,6 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
                 ASSERT_EQ(std::memcmp(x.data(), expected.data(), x.size() * 4), 0) << "layer " << layer << " call " << n;
             }
         }
-        end(plan);
         end(plain_plan);
         ta::testing::verify(pool, loaded);
         constexpr int64_t kRow = kHeads * kDim;
