@@ -34,6 +34,7 @@ if(TA_CUDA_FOUND)
     set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
     set(CMAKE_CUDA_ARCHITECTURES OFF) # ta_cuda_architectures says it
     enable_language(CUDA)
+    add_custom_target(gpu_programs) # what runs on a GPU: tests, benchmarks, the ta command
 endif()
 
 # ta_cuda_gencode(<result> <architectures>)
