@@ -6,6 +6,13 @@ if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT _ta_multi_config)
 endif()
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 
+# Headers that many files include anyway are compiled once. Not with ccache, which would then cache nothing: so those who build
+# with it notice what a file forgets to include.
+set(TA_PRECOMPILE ON)
+if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+    set(TA_PRECOMPILE OFF)
+endif()
+
 # ta_target_defaults(<target> [RELAXED])
 # Language, numerics, warnings and sanitizers of everything compiled here. RELAXED leaves out -Wconversion.
 function(ta_target_defaults target)
@@ -38,16 +45,6 @@ function(ta_target_defaults target)
         target_link_options(${target} PRIVATE -fsanitize=${TA_SANITIZE})
     endif()
     target_compile_options(${target} PRIVATE "$<${host}:${options}>")
-endfunction()
-
-# ta_precompile(<target> <header>...)
-# Headers of others that the target's C++ includes anyway are compiled once. Not with ccache, which would then cache nothing: so
-# those who build with it notice what a file forgets to include.
-function(ta_precompile target)
-    if(NOT CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
-        list(TRANSFORM ARGN REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:<\\1$<ANGLE-R>>")
-        target_precompile_headers(${target} PRIVATE ${ARGN})
-    endif()
 endfunction()
 
 # ta_add_library(<target> STATIC|SHARED)

@@ -1,7 +1,7 @@
 # Compiling the tests costs more than running them. So they are not optimised much, except those that compute a lot by themselves,
 # and GoogleTest with what tests include anyway is compiled once.
 function(ta_precompile_for target kind)
-    if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+    if(NOT TA_PRECOMPILE)
         return()
     endif()
     set(headers ta_test_headers_${kind})
@@ -10,8 +10,8 @@ function(ta_precompile_for target kind)
         ta_target_defaults(${headers} RELAXED)
         ta_optimise_test(${headers} ${kind})
         target_link_libraries(${headers} PRIVATE GTest::gtest_main Threads::Threads)
-        ta_precompile(${headers} gtest/gtest.h algorithm atomic chrono cstring filesystem functional map memory random set span
-            string thread vector
+        target_precompile_headers(${headers} PRIVATE <gtest/gtest.h> <algorithm> <atomic> <chrono> <cstring> <filesystem>
+            <functional> <map> <memory> <random> <set> <span> <string> <thread> <vector>
         )
     endif()
     target_precompile_headers(${target} REUSE_FROM ${headers})

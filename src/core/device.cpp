@@ -1,9 +1,6 @@
 #include "src/core/device.h"
 
 #include <cstring>
-#include <vector>
-
-#include "src/kv/blocks.h"
 
 namespace ta {
 namespace {
@@ -12,17 +9,6 @@ class FinishedTransfer final : public DeviceTransfer {
   public:
     Status wait() override { return {}; }
     MoveRoute route() const override { return MoveRoute::kCopyEngine; }
-};
-
-class CheckWhenWaited final : public ArrivalCheck {
-  public:
-    CheckWhenWaited(BlockVerifier& verifier, std::span<const PlacedBlock> blocks)
-        : verifier_(verifier), blocks_(blocks.begin(), blocks.end()) {}
-    Status wait(std::span<Status> statuses) override { return verifier_.verify(blocks_, statuses); }
-
-  private:
-    BlockVerifier& verifier_;
-    const std::vector<PlacedBlock> blocks_;
 };
 
 }  // namespace
@@ -41,10 +27,6 @@ Status Device::zero(std::span<const DeviceRange> ranges) {
 
 std::unique_ptr<BlockEncoder> Device::make_encoder(const Pool&) {
     return nullptr;
-}
-
-Result<std::unique_ptr<ArrivalCheck>> BlockVerifier::start(std::span<const PlacedBlock> blocks, const DeviceTransfer&) {
-    return std::unique_ptr<ArrivalCheck>(std::make_unique<CheckWhenWaited>(*this, blocks));
 }
 
 }  // namespace ta

@@ -418,7 +418,8 @@ BlockPtr BlockStore::recover(const RecoveredBlock& found) {
 
 void BlockStore::reserve_keys(Block& block, size_t more) {
     std::lock_guard lock(mutex_);
-    block.keys_.reserve(block.keys_.size() + more);
+    const size_t wanted = block.keys_.size() + more;
+    if (wanted > block.keys_.capacity()) block.keys_.reserve(std::max(wanted, 2 * block.keys_.capacity()));
 }
 
 void BlockStore::add_key(Block& block, const BlockKey& key) noexcept {

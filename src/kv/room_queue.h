@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace ta {
