@@ -495,8 +495,63 @@ void bench_falling(Machine& machine, const BenchTiersOptions& options, const std
     }
 }
 
-// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it. An attend
-// counts for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any case.
+// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it. What
+// decodes counts for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any
+// case. `decode` returns its seconds.
+void bench_busy_while(const char* what, Cache& cache, ta_seq moving, uint64_t moved, int repeats, json r,
+                      const std::function<double()>& decode, const std::function<void(const json&)>& row) {
+    std::vector<double> idle, busy[2];
+    const auto measure_idle = [&] {
+        for (int i = 0; i < repeats; ++i) idle.push_back(decode());
+    };
+    measure_idle();
+    std::atomic<uint64_t> moves{0};  // begun and ended; those down are even ones
+    double seconds[2] = {0, 0};
+    uint64_t times[2] = {0, 0};
+    std::string failure;
+    std::atomic<bool> failed{false};
+    std::jthread mover([&](const std::stop_token& stop) {
+        try {
+            while (!stop.stop_requested()) {
+                for (const size_t up : {0, 1}) {
+                    const auto start = Clock::now();
+                    ++moves;
+                    cache.move(moving, 1, moved, up ? TA_TIER_DEVICE : TA_TIER_HOST);
+                    ++moves;
+                    seconds[up] += seconds_since(start);
+                    ++times[up];
+                }
+            }
+        } catch (const Failure& e) {
+            failure = e.what();
+            failed = true;
+        }
+    });
+    const auto last = Clock::now() + std::chrono::seconds(10);
+    const auto enough = [&] { return std::min(busy[0].size(), busy[1].size()) >= size_t(repeats); };
+    while (!enough() && !failed && Clock::now() < last) {
+        const uint64_t before = moves;
+        const double s = decode();
+        if (before % 2 == 1 && moves == before) busy[before / 2 % 2].push_back(s);
+    }
+    mover.request_stop();
+    mover.join();
+    if (!failure.empty()) throw Failure(failure);
+    measure_idle();
+    for (const size_t up : {0, 1}) {
+        if (busy[up].empty()) continue;  // a move takes less time
+        const std::string beside = std::string(what) + (up ? " while blocks come up" : " while blocks go down");
+        json result = times_row("busy", beside.c_str(), r["bytes"], busy[up], 0);
+        result.update(r);
+        result["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
+        result["slower_percent"] = 100 * (quantile(busy[up], 0.5) / quantile(idle, 0.5) - 1);
+        result["moved_gb_s"] = double(times[up] * moved * r["block_bytes"].get<uint64_t>()) / seconds[up] * 1e-9;
+        row(result);
+    }
+}
+
+// One attend, for which the caller waits: the bus's latency counts, twice. And a step of all layers, enqueued at once, as an
+// engine decodes.
 void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);
@@ -507,55 +562,15 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
             const ta_seq decoding = cache.add(n), moving = cache.add(moved);
             const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
             Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
-            const int repeats = 20 * options.repeats;
-            std::vector<double> idle, busy[2];
-            const auto measure_idle = [&] {
-                for (int i = 0; i < repeats; ++i) idle.push_back(cache.attend_once(decoding, q, out));
-            };
-            measure_idle();
-            std::atomic<uint64_t> moves{0};  // begun and ended; those down are even ones
-            double seconds[2] = {0, 0};
-            uint64_t times[2] = {0, 0};
-            std::string failure;
-            std::atomic<bool> failed{false};
-            std::jthread mover([&](const std::stop_token& stop) {
-                try {
-                    while (!stop.stop_requested()) {
-                        for (const size_t up : {0, 1}) {
-                            const auto start = Clock::now();
-                            ++moves;
-                            cache.move(moving, 1, moved, up ? TA_TIER_DEVICE : TA_TIER_HOST);
-                            ++moves;
-                            seconds[up] += seconds_since(start);
-                            ++times[up];
-                        }
-                    }
-                } catch (const Failure& e) {
-                    failure = e.what();
-                    failed = true;
-                }
-            });
-            const auto last = Clock::now() + std::chrono::seconds(10);
-            const auto enough = [&] { return std::min(busy[0].size(), busy[1].size()) >= size_t(repeats); };
-            while (!enough() && !failed && Clock::now() < last) {
-                const uint64_t before = moves;
-                const double s = cache.attend_once(decoding, q, out);
-                if (before % 2 == 1 && moves == before) busy[before / 2 % 2].push_back(s);
-            }
-            mover.request_stop();
-            mover.join();
-            if (!failure.empty()) throw Failure(failure);
-            measure_idle();
-            for (const size_t up : {0, 1}) {
-                if (busy[up].empty()) continue;  // a move takes less than an attend
-                json r = times_row("busy", up ? "attend while blocks come up" : "attend while blocks go down",
-                                   n * size / g.layers, busy[up], 0);
-                r["block_bytes"] = size;
-                r["route"] = route.name;
-                r["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
-                r["slower_percent"] = 100 * (quantile(busy[up], 0.5) / quantile(idle, 0.5) - 1);
-                r["moved_gb_s"] = double(times[up] * moved * size) / seconds[up] * 1e-9;
-                row(r);
+            json r = {{"block_bytes", size}, {"route", route.name}, {"tokens", n * 64}, {"bytes", n * size / g.layers}};
+            bench_busy_while(
+                "attend", cache, moving, moved, 20 * options.repeats, r, [&] { return cache.attend_once(decoding, q, out); },
+                row);
+            if (g.layers > 1) {
+                r["bytes"] = n * size;
+                bench_busy_while(
+                    "decode step", cache, moving, moved, 5 * options.repeats, r,
+                    [&] { return g.layers * cache.attend_layers(decoding, 1, q, out); }, row);
             }
             cache.verify(moving);
         }
