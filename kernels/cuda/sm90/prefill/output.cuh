@@ -24,16 +24,15 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 }
 
 // 16-bit rows that lie on 16 bytes, eight of a warp, by way of shared memory: whole lines go out instead of 16 bytes of each of
-// 16. x: channels of a lane's row, [e][j]; `exists`: bit 4 r is row r's; `offset` is that of the lane's row. `staging` has room
-// for eight rows.
+// 16. x: channels of a lane's row, [e][j]; `to` is that row's place in global memory, 0: it has none. `staging` has room for
+// eight rows.
 template <int D, typename T>
-TA_DEVICE void store_eight_rows(T* out, int64_t offset, uint32_t exists, const float (&x)[2][D / 8], uint8_t* staging,
-                                int lane) {
+TA_DEVICE void store_eight_rows(uint64_t to, const float (&x)[2][D / 8], uint8_t* staging, int lane) {
     constexpr int kChunks = D / 8, kAtOnce = 32 / kChunks;  // of a row; rows
     // Where no two of eight lanes use a bank: neither when four lanes write a row, nor when a row is read.
-    const auto place = [&](int row, int chunk) {
-        return reinterpret_cast<uint4*>(staging) + row * kChunks + (chunk ^ row ^ (chunk >> 3) * 2);
-    };
+    const auto place = [](int row, int chunk) { return chunk ^ row ^ (chunk >> 3) * 2; };
+    const int row = lane / 4, first = place(row, out_octant(lane & 3, 0) * (D / 64));
+    uint8_t* const mine = staging + row * kChunks * 16;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
@@ -42,15 +41,21 @@ TA_DEVICE void store_eight_rows(T* out, int64_t offset, uint32_t exists, const f
             T* values = reinterpret_cast<T*>(&raw);
 #pragma unroll
             for (int c = 0; c < 8; ++c) values[c] = T(x[e][8 * n + c]);
-            *place(lane / 4, out_octant(lane & 3, e) * (D / 64) + n) = raw;
+            *reinterpret_cast<uint4*>(mine + 16 * (first ^ (e * (D / 64) + n))) = raw;
         }
     }
     __syncwarp();
+    const int behind = lane / kChunks, chunk = lane % kChunks, at = place(behind, chunk);
+    const uint8_t* const from = staging + behind * kChunks * 16;
 #pragma unroll
     for (int n = 0; n < 8; n += kAtOnce) {
-        const int row = n + lane / kChunks, chunk = lane % kChunks;
-        const int64_t to = __shfl_sync(~0u, offset, 4 * row);
-        if (exists >> (4 * row) & 1) *reinterpret_cast<uint4*>(out + to + 8 * chunk) = *place(row, chunk);
+        const uint64_t line = __shfl_sync(~0u, to, 4 * (n + behind));
+        const uint4 raw = *reinterpret_cast<const uint4*>(from + n * kChunks * 16 + 16 * (at ^ n));
+        if (line != 0) {
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(line + 16 * uint32_t(chunk)), "r"(raw.x), "r"(raw.y),
+                         "r"(raw.z), "r"(raw.w)
+                         : "memory");
+        }
     }
     __syncwarp();
 }
@@ -65,15 +70,14 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
                              (args.out.stride_row | args.out.stride_head) % 8 == 0;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
-        const int row = tile.rows.first_row + row_in_tile + 8 * which;
+        const RowPlace at(args, tile, row_in_tile + 8 * which);
+        const bool exists = at.token < tile.rows.n_query;
         float l = quad_sum(rows.sums.l[which]);  // times kUnit / 2^m
-        const int head = tile.head * args.group + row % args.group;
-        const bool exists = row < tile.rows.n_query * args.group;
         // Score of the row = what P carries + shift; with softcap the offset is in the scores already.
         const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
         float m = rows.reference[which], factor = kSumUnit;
         if (args.sink && exists) {
-            const float sink = args.sink[head] * kLog2e - shift, larger = fmaxf(m, sink), down = exp2_approx(m - larger);
+            const float sink = args.sink[at.head] * kLog2e - shift, larger = fmaxf(m, sink), down = exp2_approx(m - larger);
             l = l * down + kUnit * exp2_approx(sink - larger);
             factor *= down;
             m = larger;
@@ -82,12 +86,14 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
         float x[2][D / 8];
 #pragma unroll
         for (int n = 0; n < D / 4; ++n) x[n % 2][n / 2] = o[n / 2 * 4 + 2 * which + n % 2] * norm;
-        const int64_t offset = row_offset(args, args.out, tile, row);
-        const uint32_t rows_there = __ballot_sync(~0u, exists);
-        if (whole_lines && args.out.dtype == DType::kF16) {
-            store_eight_rows<D>(static_cast<__half*>(args.out.data), offset, rows_there, x, staging, lane);
-        } else if (whole_lines) {
-            store_eight_rows<D>(static_cast<__nv_bfloat16*>(args.out.data), offset, rows_there, x, staging, lane);
+        const int64_t offset = at.offset(args.out, tile);
+        if (whole_lines) {
+            const uint64_t to = exists ? __cvta_generic_to_global(args.out.data) + 2 * uint64_t(offset) : 0;
+            if (args.out.dtype == DType::kF16) {
+                store_eight_rows<D, __half>(to, x, staging, lane);
+            } else {
+                store_eight_rows<D, __nv_bfloat16>(to, x, staging, lane);
+            }
         }
         if (!exists) continue;
 #pragma unroll
@@ -103,8 +109,7 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
         }
         if (args.lse && i == 0) {
             const float lse = (m + log2f(l) - log2f(kUnit) + shift) * kLn2;
-            args.lse[int64_t(tile.rows.row + row / args.group) * (args.kv_heads * args.group) + head] =
-                l > 0.0f ? lse : -INFINITY;
+            args.lse[int64_t(tile.rows.row + at.token) * (args.kv_heads * args.group) + at.head] = l > 0.0f ? lse : -INFINITY;
         }
     }
 }

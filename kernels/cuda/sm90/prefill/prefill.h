@@ -21,13 +21,12 @@ inline constexpr int kPrefillWarps = kPrefillRows / 16;
 
 // The same rows of each kv head.
 struct alignas(16) PrefillTile {
-    int32_t first_row;                          // of the sequence's n_query * group
+    int32_t first_row, first_token;             // of the sequence's n_query * group; its query token
     int32_t page_begin, page_end;               // pages that at least one row sees; none: page_begin == page_end
     int32_t n_keys, n_query, row, first_entry;  // of the sequence, as in SequenceArgs
     int32_t sequence;
     int32_t part, parts;  // which part of these pages this is, of how many
     int32_t first_slot;   // of several parts: that of kv head 0, part 0; a head's parts follow each other
-    int32_t unused;
 };
 static_assert(sizeof(PrefillTile) == 48);
 

@@ -1,9 +1,10 @@
 // Stage 1 of queries: rotation, INT8 codes and their place in Q's tile. A warp does 16 rows. Lane 4 g + i has, of rows g and g
 // + 8, channels 32 n + 8 i + c for each n and c = 0 ... 7: of 16-bit elements, 16 bytes of a row at a time.
 //
-// The rotation is a product with the Hadamard matrix. Its levels between channels whose numbers differ in bits 0, 1, 3 and 4
-// are a product with a 16 x 16 matrix of +-1 on the tensor cores, exact but for the rounding of the sum; those of the other
-// bits are additions of a lane's own values. A code may differ by one from a CPU's where the value is half way between two.
+// The rotation is a product with the Hadamard matrix. Its levels between channels whose numbers differ in bits 0 to 4 are
+// products with a 16 x 16 matrix of +-1 on the tensor cores, for both values of bit 2, exact but for the rounding of the sum;
+// those of the other bits are additions of a lane's own values. A code may differ by one from a CPU's where the value is half
+// way between two.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -88,17 +89,19 @@ TA_DEVICE void make_signs(uint32_t (&b)[2][2], int g, int i) {
     }
 }
 
-// The levels of the bits 0, 1, 3, 4 of group n of 32 channels; w[row][p] is the pair c = 2 p, 2 p + 1. Adds to x.
-template <typename T>
+// The levels of the bits 0 to 4 of group n of 32 channels; w[row][p] is the pair c = 2 p, 2 p + 1. kAdd: adds to x.
+template <typename T, bool kAdd>
 TA_DEVICE void rotate_group(const uint32_t (&w)[2][4], const uint32_t (&b)[2][2], float (&x0)[8], float (&x1)[8]) {
+    const uint32_t low[4] = {w[0][0], w[1][0], w[0][1], w[1][1]}, high[4] = {w[0][2], w[1][2], w[0][3], w[1][3]};
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-        const uint32_t a[4] = {w[0][2 * step], w[1][2 * step], w[0][2 * step + 1], w[1][2 * step + 1]};
+    for (int tile = 0; tile < 2; ++tile) {
+        const uint32_t minus[2] = {b[tile][0] ^ 0x80008000u, b[tile][1] ^ 0x80008000u};
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const int c = 4 * step + 2 * tile;
-            float d[4] = {x0[c], x0[c + 1], x1[c], x1[c + 1]};
-            Element<T>::multiply(d, a, b[tile]);
+        for (int c = 2 * tile; c < 8; c += 4) {
+            float d[4] = {};
+            if (kAdd) d[0] = x0[c], d[1] = x0[c + 1], d[2] = x1[c], d[3] = x1[c + 1];
+            Element<T>::multiply(d, low, b[tile]);
+            Element<T>::multiply(d, high, c < 4 ? b[tile] : minus);
             x0[c] = d[0], x0[c + 1] = d[1], x1[c] = d[2], x1[c + 1] = d[3];
         }
     }
@@ -121,24 +124,37 @@ TA_DEVICE float times_offset(const float (&x)[8], const float* mu) {
     return sum;
 }
 
+// Two rows of queries. One that does not exist is another's place: something finite, which nobody writes or counts.
+struct RowPair {
+    RowPlace at[2];
+    bool exists[2];
+    TA_DEVICE RowPair(const AttendArgs& args, const Tile& tile, int row_in_tile)
+        : at{{args, tile, row_in_tile}, {args, tile, row_in_tile + 8}} {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            exists[r] = at[r].token < tile.rows.n_query;
+            at[r].token = min(at[r].token, tile.rows.n_query - 1);
+        }
+    }
+};
+
 // A lane's part of two rows, rotated but for the levels of the other bits. bias[row]: its part of the product with K's offset.
 template <int D, typename T>
-TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const int (&row)[2], int lane, const uint4* masks,
+TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const RowPair& rows, int lane, const uint4* masks,
                          float (&x)[2][D / 32][8], float (&bias)[2]) {
     using Two = typename Element<T>::Two;
-    const int i = lane & 3, rows = tile.rows.n_query * args.group;
+    const int i = lane & 3;
     uint32_t w[D / 32][2][4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const T* from = static_cast<const T*>(args.q.data) + row_offset(args, args.q, tile, row[r]) + 8 * i;
-        const bool exists = row[r] < rows, aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+        const T* from = static_cast<const T*>(args.q.data) + rows.at[r].offset(args.q, tile) + 8 * i;
+        if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
 #pragma unroll
-        for (int n = 0; n < D / 32; ++n) {
-            uint4 raw = make_uint4(0, 0, 0, 0);
-            if (exists && aligned) raw = __ldg(reinterpret_cast<const uint4*>(from + 32 * n));
-            w[n][r][0] = raw.x, w[n][r][1] = raw.y, w[n][r][2] = raw.z, w[n][r][3] = raw.w;
-        }
-        if (exists && !aligned) {
+            for (int n = 0; n < D / 32; ++n) {
+                const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from + 32 * n));
+                w[n][r][0] = raw.x, w[n][r][1] = raw.y, w[n][r][2] = raw.z, w[n][r][3] = raw.w;
+            }
+        } else {
 #pragma unroll
             for (int n = 0; n < D / 32; ++n) {
 #pragma unroll
@@ -165,7 +181,7 @@ TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const int (&r
             const float b = finite(v.y, Element<T>::kLargest, Element<T>::kLargest, args.saturate, replaced);
             w[n / 4][r][n % 4] = bits_of(Element<T>::two(a, b));
         }
-        count_replaced(args, tile, replaced);
+        if (rows.exists[r]) count_replaced(args, tile, replaced);
     }
     if (args.k_offset) {
 #pragma unroll
@@ -187,10 +203,8 @@ TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const int (&r
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 w[n][r][0] ^= mask.x, w[n][r][1] ^= mask.y, w[n][r][2] ^= mask.z, w[n][r][3] ^= mask.w;
-#pragma unroll
-                for (int c = 0; c < 8; ++c) x[r][n][c] = 0.0f;
             }
-            rotate_group<T>(w[n], b, x[0][n], x[1][n]);
+            rotate_group<T, false>(w[n], b, x[0][n], x[1][n]);
         }
     } else {
 #pragma unroll
@@ -206,10 +220,10 @@ TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const int (&r
 
 // fp32 values: as sums of three bf16, which hold all of their bits.
 template <int D>
-TA_DEVICE void load_float_rows(const AttendArgs& args, const Tile& tile, const int (&row)[2], int lane, const uint4* masks,
+TA_DEVICE void load_float_rows(const AttendArgs& args, const Tile& tile, const RowPair& rows, int lane, const uint4* masks,
                                float (&x)[2][D / 32][8], float (&bias)[2]) {
     using E = Element<__nv_bfloat16>;
-    const int i = lane & 3, rows = tile.rows.n_query * args.group;
+    const int i = lane & 3;
     int replaced = 0;
     uint32_t b[2][2];
     if (args.signs) make_signs<__nv_bfloat16>(b, lane >> 2, i);
@@ -217,13 +231,12 @@ TA_DEVICE void load_float_rows(const AttendArgs& args, const Tile& tile, const i
     for (int n = 0; n < D / 32; ++n) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float* from =
-                static_cast<const float*>(args.q.data) + row_offset(args, args.q, tile, row[r]) + 32 * n + 8 * i;
+            const float* from = static_cast<const float*>(args.q.data) + rows.at[r].offset(args.q, tile) + 32 * n + 8 * i;
+            int of_row = 0;
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                x[r][n][c] = row[r] < rows ? __ldg(from + c) : 0.0f;
-                x[r][n][c] = finite(x[r][n][c], kMaxMagnitude, kMaxMagnitude, args.saturate, replaced);
-            }
+            for (int c = 0; c < 8; ++c)
+                x[r][n][c] = finite(__ldg(from + c), kMaxMagnitude, kMaxMagnitude, args.saturate, of_row);
+            if (rows.exists[r]) replaced += of_row;
             if (args.k_offset) bias[r] += times_offset(x[r][n], args.k_offset + tile.head * D + 32 * n + 8 * i);
         }
         if (!args.signs) continue;
@@ -252,23 +265,15 @@ TA_DEVICE void load_float_rows(const AttendArgs& args, const Tile& tile, const i
                     w[r][p] = bits_of(high);
                 }
             }
-            rotate_group<__nv_bfloat16>(w, b, x[0][n], x[1][n]);
+            rotate_group<__nv_bfloat16, true>(w, b, x[0][n], x[1][n]);
         }
     }
     count_replaced(args, tile, replaced);
 }
 
-// The levels of bit 2 and of bits 5 and up.
+// The levels of the bits 5 and up.
 template <int N>
 TA_DEVICE void finish_rotation(float (&x)[N][8]) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const float a = x[n][c], b = x[n][c + 4];
-            x[n][c] = a + b, x[n][c + 4] = a - b;
-        }
-    }
 #pragma unroll
     for (int h = 1; h < N; h *= 2) {
 #pragma unroll
@@ -283,18 +288,21 @@ TA_DEVICE void finish_rotation(float (&x)[N][8]) {
     }
 }
 
-// Rows row_in_tile and row_in_tile + 8 of the tile; rows that do not exist are zero. `info` is that of the first.
+// Rows row_in_tile and row_in_tile + 8 of the tile. `info` is that of the first.
 template <int D>
 TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int lane, const uint4* masks, uint8_t* q,
                           RowInfo* info) {
-    const int i = lane & 3, row[2] = {tile.rows.first_row + row_in_tile, tile.rows.first_row + row_in_tile + 8};
+    const int i = lane & 3;
     float x[2][D / 32][8], bias[2] = {};
-    if (args.q.dtype == DType::kF16) {
-        load_rows<D, __half>(args, tile, row, lane, masks, x, bias);
-    } else if (args.q.dtype == DType::kBf16) {
-        load_rows<D, __nv_bfloat16>(args, tile, row, lane, masks, x, bias);
-    } else {
-        load_float_rows<D>(args, tile, row, lane, masks, x, bias);
+    {
+        const RowPair rows(args, tile, row_in_tile);
+        if (args.q.dtype == DType::kF16) {
+            load_rows<D, __half>(args, tile, rows, lane, masks, x, bias);
+        } else if (args.q.dtype == DType::kBf16) {
+            load_rows<D, __nv_bfloat16>(args, tile, rows, lane, masks, x, bias);
+        } else {
+            load_float_rows<D>(args, tile, rows, lane, masks, x, bias);
+        }
     }
     const float unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
 #pragma unroll
@@ -354,16 +362,15 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
     // The rest is a lane's for a row.
     if (lane < 16) {
         RowInfo& to = info[lane - (lane >> 2)];
-        const int at = tile.rows.first_row + row_in_tile - (lane >> 2) + lane, token = at / args.group;
-        const bool exists = token < tile.rows.n_query;
-        to.position = tile.rows.n_keys - tile.rows.n_query + token;
+        const RowPlace at(args, tile, row_in_tile - (lane >> 2) + lane);
+        const bool exists = at.token < tile.rows.n_query;
+        to.position = tile.rows.n_keys - tile.rows.n_query + at.token;
         const KeyRange seen = visible_keys(args.causal, args.window, tile.rows.n_keys, to.position);
         // A row that does not exist sees all keys, so that no block takes a slower path because of it.
         to.key_begin = exists ? seen.begin : 0;
         to.key_end = exists ? seen.end : tile.rows.n_keys;
         to.slope = 0.0f;
-        if (args.alibi_slope && exists)
-            to.slope = args.alibi_slope[tile.head * args.group + at - token * args.group] * 1.44269504f;
+        if (args.alibi_slope && exists) to.slope = args.alibi_slope[at.head] * 1.44269504f;
         to.natural = kNever;
     }
     __syncwarp();

@@ -136,6 +136,7 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
             const KeyRange high = visible_keys(causal, window, s.n_keys, position + int(last / group));
             PrefillTile t{};
             t.first_row = int32_t(row);
+            t.first_token = int32_t(row / group);
             t.page_begin = low.begin / kPageTokens;
             t.page_end = std::max(t.page_begin, (high.end + kPageTokens - 1) / kPageTokens);
             t.n_keys = s.n_keys, t.n_query = s.n_query, t.row = s.row, t.first_entry = s.first_entry;

@@ -39,22 +39,38 @@ struct Ring {
 // What all warps learn of a tile of rows.
 struct Tile {
     PrefillTile rows;
-    int32_t head;  // kv head; -1: there are no more tiles
-    int32_t unused[3];
+    int32_t head;            // kv head; -1: there are no more tiles
+    uint32_t head_of_first;  // of first_row, within the group
+    uint32_t per_group;      // kReciprocal / group, a little more
+    int32_t unused;
 };
 
-// Where row `row` of the sequence's n_query * group begins in q or out.
-TA_DEVICE int64_t row_offset(const AttendArgs& args, const TensorArgs& t, const Tile& tile, int row) {
-    const int token = row / args.group, head = tile.head * args.group + row - token * args.group;
-    return int64_t(tile.rows.row + token) * t.stride_row + int64_t(head) * t.stride_head;
-}
+// A division by the group takes 30 instructions. The product with this is exact for rows of a tile.
+inline constexpr uint32_t kReciprocal = 1u << 20;
+static_assert((kPrefillRows + 16) * 16 < kReciprocal);
+
+// Row `row_in_tile` of a tile: its query token and query head.
+struct RowPlace {
+    int token, head;
+    TA_DEVICE RowPlace(const AttendArgs& args, const Tile& tile, int row_in_tile) {
+        const uint32_t row = tile.head_of_first + uint32_t(row_in_tile), tokens = row * tile.per_group / kReciprocal;
+        token = tile.rows.first_token + int(tokens);
+        head = tile.head * args.group + int(row - tokens * uint32_t(args.group));
+    }
+    // Where it begins in q or out.
+    TA_DEVICE int64_t offset(const TensorArgs& t, const Tile& tile) const {
+        return int64_t(uint64_t(uint32_t(tile.rows.row + token)) * uint64_t(t.stride_row) +
+                       uint64_t(uint32_t(head)) * uint64_t(t.stride_head));
+    }
+};
 
 // Has the row on its way to the L2 cache: queries are read once, at a moment when nothing else is left to do.
 template <int D>
-TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row) {
-    if (row >= tile.rows.n_query * args.group) return;
+TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row_in_tile) {
+    const RowPlace at(args, tile, row_in_tile);
+    if (at.token >= tile.rows.n_query) return;
     const uint32_t bytes = args.q.dtype == DType::kF32 ? 4 : 2;
-    const uint64_t from = reinterpret_cast<uint64_t>(args.q.data) + uint64_t(row_offset(args, args.q, tile, row)) * bytes;
+    const uint64_t from = reinterpret_cast<uint64_t>(args.q.data) + uint64_t(at.offset(args.q, tile)) * bytes;
     for (uint32_t n = 0; n < D * bytes; n += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + n));
 }
 
@@ -170,6 +186,8 @@ class PageStream {
 #pragma unroll
                     for (int n = 0; n < kWords; ++n) words[n] = __ldg(from + n);
                     t.head = item % heads;
+                    t.head_of_first = uint32_t(t.rows.first_row - t.rows.first_token * args.group);
+                    t.per_group = kReciprocal / uint32_t(args.group) + 1;
                     next_ = t;
                 }
                 sm90::barrier_arrive(&shared.tile_full[at.slot]);
@@ -179,8 +197,7 @@ class PageStream {
                 if (end && atomicAdd(&schedule->finished, 1) == int(gridDim.x) - 1) schedule->taken = schedule->finished = 0;
             }
             __syncwarp();
-            for (int row = lane; row < kPrefillRows && !end; row += 32)
-                prefetch_query<D>(args, next_, next_.rows.first_row + row);
+            for (int row = lane; row < kPrefillRows && !end; row += 32) prefetch_query<D>(args, next_, row);
         } else {
             next_entry_[lane] = load_entry(args, next_.rows.first_entry, next_.rows.page_begin, next_.rows.page_end, lane);
             known_ = kEntries;
