@@ -282,22 +282,34 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             if (plain) {
                 if (kChannels) factors = find_factors(rows, scales);  // only now, for registers
-                fast_scores(s, factors, info, scales, sas, masked, key, i, scores);
+                fast_scores<false>(s, factors, info, rows, scales, sas, masked, key, i, scores);
                 if (exact) find_exact_sums(scales, i, scores, rows.exact);
                 if (!fits) raise_lowest(scores);
                 make_p<Ex2::kQuarter>(scores, p);
-            } else if (!sas && takes_tokens(limits, block, scales)) {
-                token_scores(s, info, scales, masked, key, i, scores);
-                if (exact) find_exact_sums(scales, i, scores, rows.exact);
-                make_p(scores, p);
             } else {
-                // The compiler would rather keep parts of O in memory over the whole loop.
-                alignas(16) float saved[D / 2];
-                save_registers(saved, o);
-                general_scores<kOptions>(s, info, scales, score_options(args), masked, key, i, scores, rows.exact);
-                make_p(scores, p);
-                restore_registers(o, saved);
-                exact = true;
+                // The first block of a tile comes here, and all of them if the rounding of factors shows in it.
+                const bool sees = bound_of(limits.largest, scales, block.v_size) < kHighest * 65536.0f;
+                if (sees && can_be_mended(rows, scales) && (!sas || pages_have_scales(scales))) {
+                    factors = find_factors(rows, scales);
+                    decide(limits, fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, i, scores), lane);
+                    if (exact) find_exact_sums(scales, i, scores, rows.exact);
+                    make_p<Ex2::kQuarter>(scores, p);
+                } else {
+                    if (can_be_mended(rows, scales)) decide(limits, false, lane);
+                    if (!sas && takes_tokens(limits, block, scales)) {
+                        token_scores(s, info, scales, masked, key, i, scores);
+                        if (exact) find_exact_sums(scales, i, scores, rows.exact);
+                        make_p(scores, p);
+                    } else {
+                        // The compiler would rather keep parts of O in memory over the whole loop.
+                        alignas(16) float saved[D / 2];
+                        save_registers(saved, o);
+                        general_scores<kOptions>(s, info, scales, score_options(args), masked, key, i, scores, rows.exact);
+                        make_p(scores, p);
+                        restore_registers(o, saved);
+                        exact = true;
+                    }
+                }
             }
             add_block(p, scores.m, channel, exact, std::false_type());
         }

@@ -77,7 +77,8 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
         const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
         float m = rows.reference[which], factor = kSumUnit;
         if (args.sink && exists) {
-            const float sink = args.sink[at.head] * kLog2e - shift, larger = fmaxf(m, sink), down = exp2_approx(m - larger);
+            const float sink = fminf(fmaxf(args.sink[at.head] * kLog2e - shift, kNever), -kNever);
+            const float larger = fmaxf(m, sink), down = exp2_approx(m - larger);
             l = l * down + kUnit * exp2_approx(sink - larger);
             factor *= down;
             m = larger;

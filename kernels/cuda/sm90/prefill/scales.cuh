@@ -147,6 +147,7 @@ struct Scales {
         if (lane > 0) return;
         out.k_page[half] = fine;
         out.k_largest[half] = largest;
+        out.k_coarse[half] = fine > 0.0f ? largest * kCoarse : INFINITY;
         out.channel[half] = is_channel;
     }
     // Token n of the lane: log2 of its scale in steps and in fine ones, and the scale's inverse.

@@ -69,7 +69,7 @@ TA_HD constexpr int v_fraction_byte(int row, int stage, int page) {
 }
 
 inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
-inline constexpr float kNever = -1e30f;      // log2 of what no key has added to yet
+inline constexpr float kNever = -3e38f;      // log2 of what no key has added to yet; scores reach 2^120
 inline constexpr float kNoLog = 1e30f;       // larger than any log2
 inline constexpr int32_t kNoAddend = INT32_MIN;
 
@@ -77,6 +77,10 @@ inline constexpr int kSettleKeys = 8192;         // O is settled (softmax.cuh) w
 inline constexpr int kHighest = 16256;           // up to here a maximum can be taken off any score without leaving 16 bits
 inline constexpr int kGrid = 112;                // steps of an octave in which scores come to the exponential
 inline constexpr float kFine = kGrid * 0x1p16f;  // those of their multiply-add, whose high half counts
+
+// The multiply-add's factor is an integer, so a score of the codes that is as large as this may be a step off. Factors below
+// kFewest are too coarse to be mended.
+inline constexpr float kCoarse = 0x1p17f, kFewest = 32.0f;
 
 // Scores of tokens with scales of their own come to the exponential out of a float near kTokenZero: its middle bytes are the
 // integer, less 16384. The half rounds to nearest.
@@ -97,6 +101,7 @@ struct alignas(16) BlockScales {
     int32_t v_page[2];                // as v_token, of all tokens; kNoAddend: they differ
     float digit[4];                   // what sums of P with digit i of 1 / V's scale count for in l: sum_row()
     float k_largest[2];               // of K's scales
+    float k_coarse[2];                // K's scale * kCoarse; infinite: it is 0, or the page's tokens differ
     uint32_t channel[2];              // is the page a channel page?
     TokenScales token[16][4];         // [n][i]: word n
     int32_t v_token[8][4][2][2];      // [n][i][e]: log2 of V's, columns j = 2 n and 2 n + 1, in 1 / kFine; plus 1/2 of the
@@ -139,7 +144,7 @@ struct alignas(16) LaneRows {
 struct alignas(16) WarpLimits {
     int begin, end;  // keys that every row sees
     float largest;   // no score, times K's scale, is larger
-    int unused;
+    float trusted;   // the same; infinite until one has looked whether the factors' rounding shows, no number if it does
 };
 
 template <int D, bool kChannels>

@@ -139,14 +139,33 @@ TA_DEVICE Factors find_factors(const LaneRows& rows, const BlockScales& scales) 
 
 // What is known of a block before its scores are.
 struct Block {
-    float bound;      // of |y| in the 16-bit path; infinite, or no number, where K's tokens differ
+    float bound;      // of |y| in the 16-bit path; infinite, or no number, where that cannot take the block
     float v_size;     // of log2 of V's scales
     float v_octaves;  // between V's scales
 };
+// `largest`: of WarpLimits.
+TA_DEVICE float bound_of(float largest, const BlockScales& scales, float v_size) {
+    return fmaf(largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine);
+}
 TA_DEVICE Block look_at(const WarpLimits& limits, const BlockScales& scales) {
     const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
                 lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]), v_size = fmaxf(highest, -lowest);
-    return {fmaf(limits.largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine), v_size, highest - lowest};
+    return {bound_of(limits.trusted, scales, v_size), v_size, highest - lowest};
+}
+// Of blocks at which one has to look: are the factors fine enough to be mended?
+TA_DEVICE bool can_be_mended(const LaneRows& rows, const BlockScales& scales) {
+    constexpr float kFinest = kFewest / kFine;
+    const float k = fminf(scales.k_coarse[0], scales.k_coarse[1]) * (1.0f / kCoarse);
+    const auto fine = [&](float scale) { return scale * k >= kFinest || scale == 0.0f; };
+    return __all_sync(~0u, fine(rows.scale[0]) && fine(rows.scale[1]));
+}
+
+// Once in a tile: whether the factors' rounding shows.
+TA_DEVICE void decide(WarpLimits& limits, bool shows, int lane) {
+    const bool undecided = limits.trusted == INFINITY;
+    __syncwarp();
+    if (undecided && lane == 0) limits.trusted = shows ? NAN : limits.largest;
+    __syncwarp();
 }
 
 // Can token_scores take the block?
@@ -171,7 +190,7 @@ TA_DEVICE void find_limits(const AttendArgs& args, const RowInfo* info, WarpLimi
     const float largest = fmaxf(info[0].magnitude * info[0].scale, info[8].magnitude * info[8].scale) * kFractionsToo;
     const uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(largest));  // in order, being no less than 0
     const bool general = args.softcap > 0.0f || args.alibi_slope;
-    if (lane == 0) limits = {begin, end, general ? INFINITY : __uint_as_float(bits), 0};
+    if (lane == 0) limits = {begin, end, general ? INFINITY : __uint_as_float(bits), INFINITY};
     __syncwarp();
 }
 
@@ -288,6 +307,53 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const
     }
 }
 
+// Does the rounding of the factors show in the maxima, by more than a step? Scores are the maxima less V's part.
+TA_DEVICE bool shows_rounding(const Scores& scores, const LaneRows& rows, const BlockScales& block) {
+    const float k = fminf(block.k_coarse[0], block.k_coarse[1]), v = fmaxf(block.v_highest[0], block.v_highest[1]);
+    const auto shows = [&](int row) {
+        return fabsf(scores.m[row] - v) > rows.scale[row] * k && rows.scale[row] > 0.0f && scores.m[row] != kNever;
+    };
+    return __any_sync(~0u, shows(0) || shows(1));
+}
+// By what share a factor is too small.
+TA_DEVICE float rounding_of(float scale, float k_page) {
+    const float rounded = fmaf(scale, k_page, kInteger) - kInteger;
+    return __fdividef(scale * k_page - rounded, fmaxf(rounded, 1.0f));
+}
+
+// Then, takes the factors' rounding out of the scores.
+TA_DEVICE void mend_rounding(const LaneRows& rows, const BlockScales& block, bool masked, int i, Scores& scores) {
+    constexpr float kMostOff = 16.0f;  // steps: what half of the last bit makes of the largest score of codes, and more
+    float off[2][2];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const bool none = masked && scores.m[n / 2] == kNever;
+        off[n / 2][n % 2] = none ? 0.0f : rounding_of(rows.scale[n / 2], block.k_page[n % 2]);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const int4 four = *reinterpret_cast<const int4*>(block.v_token[n][i]);
+        const int addend[2][2] = {{four.x, four.y}, {four.z, four.w}};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                uint32_t& both = scores.y[row][score_word(2 * n, e)];
+                int y[2] = {int16_t(both), int(both) >> 16};
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float score = float(y[h]) - float(addend[e][h]) * 0x1p-16f;
+                    // What is masked stays far below.
+                    const float steps = fminf(fmaxf(score * off[row][n / 4], -kMostOff), kMostOff);
+                    y[h] = max(y[h] + __float2int_rn(steps), SHRT_MIN);
+                }
+                both = __byte_perm(uint32_t(y[0]), uint32_t(y[1]), 0x5410);
+            }
+        }
+    }
+    find_maxima<SHRT_MIN>(0, masked, scores);
+}
+
 // SAS: what lies more than 6 below the row's maximum so far has no weight. (Its table and cubic differ from 2^x by a sixth of a
 // step at most.) V's scales are one for a page.
 TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) {
@@ -346,9 +412,11 @@ TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, co
     find_maxima<SHRT_MIN, true>(0, false, out, shifts);
 }
 
-// The 16-bit path over the block of scores from `key` on.
-TA_DEVICE void fast_scores(const int32_t (&s)[64], const Factors& factors, RowInfo* info, const BlockScales& scales, bool sas,
-                           bool masked, int key, int i, Scores& out) {
+// The 16-bit path over the block of scores from `key` on. kLooks: whether the factors' rounding shows in the scores, which is
+// returned, and mended. (Always to look takes 6% longer.)
+template <bool kLooks>
+TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowInfo* info, const LaneRows& rows,
+                           const BlockScales& scales, bool sas, bool masked, int key, int i, Scores& out) {
     if (masked) {
         pack_scores<true, true>(s, factors, scales, info, key, i, out);
     } else if (factors.equal()) {
@@ -357,7 +425,10 @@ TA_DEVICE void fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
         pack_scores<true, false>(s, factors, scales, info, key, i, out);
     }
     find_maxima<SHRT_MIN>(0, masked, out);
+    const bool shows = kLooks && shows_rounding(out, rows, scales);
+    if (shows) mend_rounding(rows, scales, masked, i, out);
     if (sas) cut_off(scales, info, out);
+    return shows;
 }
 
 // The sum with the offset must not leave 16 bits below: what is too small for P goes to the lowest value that counts.
@@ -477,6 +548,7 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
                               bool masked, int key, int i, Scores& out, float (&sums)[2]) {
+    constexpr float kFar = 1000.0f;  // octaves
     const RowInfo info[2] = {row_info[0], row_info[8]};
     const int first_key = key + lane_token(i);
 #pragma unroll
@@ -504,7 +576,15 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
             }
         }
     }
-    float top[2] = {-INFINITY, -INFINITY}, natural[2] = {-INFINITY, -INFINITY};
+    // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
+    float top[2] = {kNever, kNever}, above[2] = {-kFar, -kFar}, natural[2];
+#pragma unroll
+    for (int n = 0; n < 64; ++n) top[n / 2 % 2] = fmaxf(top[n / 2 % 2], __int_as_float(s[n]));
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        top[row] = quad_max(top[row]);
+        if (kOptions) natural[row] = fmaxf(info[row].natural, top[row]);
+    }
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
@@ -512,17 +592,18 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2;
-            const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
-            if (kOptions) natural[row] = fmaxf(natural[row], x);
-            top[row] = fmaxf(top[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
+            const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
+            s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
+            above[row] = fmaxf(above[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
         }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        out.m[row] = fmaxf(quad_max(top[row]), kNever);
-        if (kOptions) natural[row] = fmaxf(info[row].natural, quad_max(natural[row]));
+        above[row] = quad_max(above[row]);
+        out.m[row] = top[row] == kNever ? kNever : top[row] + above[row];
         out.offset[row][0] = out.offset[row][1] = twice(kLowestOne + 1023);
     }
+    const float gap[2] = {kOptions ? natural[0] - top[0] : 0.0f, kOptions ? natural[1] - top[1] : 0.0f};
     float l[2] = {};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -534,8 +615,8 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
-                if (kOptions && options.sas && x != -INFINITY) x = natural[row] + log2_sas(natural[row] - x);
-                x -= out.m[row];
+                if (kOptions && options.sas && x != -INFINITY) x = gap[row] + log2_sas(gap[row] - x);
+                x -= above[row];
                 l[row] += exp2_approx(x - 32.0f);
                 const float steps = fmaf(x, float(kGrid), token.v[h] - kTokenZero) + kInteger;
                 y[h] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0
