@@ -35,6 +35,13 @@ Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const Cud
     if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
     schedule.rows = ManyRows(key, prompts);
     const size_t bytes = schedule.rows.bytes;
+    if (schedule.captured && schedule.table != tables.moves_of_entries()) {
+        uint8_t* const before = schedule.buffer.data();
+        const size_t size = schedule.buffer.bytes();
+        TA_RETURN_IF_ERROR(schedule.buffer.renew("a prefill's schedule"));
+        TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(before, 0, size, stream), "emptying a prefill's schedule"));
+    }
+    schedule.table = tables.moves_of_entries();
     TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
     TA_RETURN_IF_ERROR(schedule.pinned.take(device_, bytes));
     auto* staged = static_cast<uint8_t*>(schedule.pinned.part(bytes));

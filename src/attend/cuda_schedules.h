@@ -28,6 +28,7 @@ class CudaSchedules {
         DeviceBuffer buffer;
         PinnedBuffer pinned;
         uint64_t step = 0;      // that it was made for
+        uint64_t table = 0;     // CudaTables::moves_of_entries() then
         int unread = 0;         // times it was made since a call read it
         bool captured = false;  // a captured call reads it
         ManyRows rows;

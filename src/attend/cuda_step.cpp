@@ -129,7 +129,7 @@ Status CudaStep::begin(Step& step) {
         }
     }
     // With what the last steps attended with, so that their captured calls find this step's tables.
-    TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), stream_));
+    TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), schedules_.any_captured(), stream_));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     tables_are_last_ = true;
     step_ = &step;

@@ -1,5 +1,6 @@
 #include "src/attend/cuda_tables.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -32,7 +33,7 @@ Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
     return device_.check(cudaMemsetAsync(before, 0, bytes_of_tasks(0), stream), "emptying the table of new pages");
 }
 
-Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
+Status CudaTables::begin(const Step& step, int group, bool captured, cudaStream_t stream) {
     moves_ = pool_.blocks().moves();
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
@@ -44,7 +45,7 @@ Status CudaTables::begin(const Step& step, int group, cudaStream_t stream) {
         TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + 16, "a step's sequences"));
         sequence_capacity_ = capacity;
     }
-    TA_RETURN_IF_ERROR(place_rows(step));
+    TA_RETURN_IF_ERROR(place_rows(step, captured, stream));
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     TA_RETURN_IF_ERROR(
@@ -92,9 +93,29 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 
+// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. A graph that reads
+// the old table finds no sequences, and its step is refused when it ends.
+Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stream) {
+    const Geometry& g = pool_.geometry();
+    size_t slot = g.token_slot_bytes;
+    for (const PageKind kind : {PageKind::kChannel, PageKind::kLow}) {
+        if (g.slot_bytes(kind) > 0) slot = std::min(slot, g.slot_bytes(kind));
+    }
+    const uint64_t blocks = (pool_.blocks().budget() + pool_.tier_settings().host_budget) / slot;
+    const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, size_t{1} << 24));
+    if (captured && entries_.bytes() > 0) {
+        uint8_t* const before = sequences_.data();
+        const size_t bytes = sequences_.bytes();
+        TA_RETURN_IF_ERROR(sequences_.renew("a step's sequences"));
+        ++moves_of_entries_;
+        TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(before, 0, bytes, stream), "emptying a step's sequences"));
+    }
+    return entries_.reserve(std::max<size_t>(wanted * sizeof(uint64_t), 1 << 19), "a block table");
+}
+
 // A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given
 // up.
-Status CudaTables::place_rows(const Step& step) {
+Status CudaTables::place_rows(const Step& step, bool captured, cudaStream_t stream) {
     const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
     const size_t have = capacity();
     size_t pages = 0, all = 0, missing = 0;
@@ -114,8 +135,7 @@ Status CudaTables::place_rows(const Step& step) {
                     pool_.geometry().kv_heads, most);
     if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
     if (used_entries_ + missing > have) {
-        if (all > have)
-            TA_RETURN_IF_ERROR(entries_.reserve(std::max<size_t>(2 * all * sizeof(uint64_t), 1 << 19), "a block table"));
+        if (all > have) TA_RETURN_IF_ERROR(grow_entries(all, captured, stream));
         std::fill(rows_.begin(), rows_.end(), Row{});
         used_entries_ = 0;
     }

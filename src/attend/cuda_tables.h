@@ -18,8 +18,9 @@ class CudaTables {
     CudaTables(const Pool& pool, CudaDevice& device)
         : pool_(pool), device_(device), tasks_(device), sequences_(device), entries_(device), workspace_(device) {}
 
-    // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does.
-    Status begin(const Step& step, int group, cudaStream_t stream);
+    // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does. `captured`: there are
+    // graphs that read the tables.
+    Status begin(const Step& step, int group, bool captured, cudaStream_t stream);
     // The step's sequences, for calls with `group` query heads per kv head.
     Status send_sequences(const Step& step, int group, cudaStream_t stream);
     // The step became part of its sequences.
@@ -43,8 +44,11 @@ class CudaTables {
     static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
     size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
-    bool lacks_blocks() const { return lacks_blocks_; }                            // some of the step's were dropped
-    bool may_have_channel_blocks() const { return channel_blocks_; }               // of the step's
+    // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
+    // graph finds it that reads the old one.
+    uint64_t moves_of_entries() const { return moves_of_entries_; }
+    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
+    bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
     // What captured launches point at. The workspace's pages are in the tables.
     void addresses(std::vector<uint64_t>& out) const;
@@ -63,7 +67,8 @@ class CudaTables {
     struct Upload;
 
     Status place_tasks(const Step& step, cudaStream_t stream);
-    Status place_rows(const Step& step);
+    Status place_rows(const Step& step, bool captured, cudaStream_t stream);
+    Status grow_entries(size_t entries, bool captured, cudaStream_t stream);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     static size_t sequence_bytes(size_t batch);
@@ -84,6 +89,7 @@ class CudaTables {
     size_t sequence_capacity_ = 0;
     std::vector<Row> rows_;  // by slot of the sequence
     size_t used_entries_ = 0;
+    uint64_t moves_of_entries_ = 0;
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     int group_ = 0, max_rows_ = 0;
     bool any_prefill_ = false, lacks_blocks_ = false, channel_blocks_ = false;
