@@ -31,6 +31,8 @@ bool ends_device(cudaError_t error) {
         case cudaErrorExternalDevice:
         case cudaErrorContained:
         case cudaErrorTensorMemoryLeak:
+        case cudaErrorMpsClientTerminated:
+        case cudaErrorContextIsDestroyed:
             return true;
         default:
             return false;
@@ -143,7 +145,7 @@ CudaDevice::~CudaDevice() {
 uint8_t* CudaDevice::allocate(size_t bytes) {
     const CudaScope scope(ordinal_);
     void* ptr = nullptr;
-    if (cudaMalloc(&ptr, taken_for(bytes)) != cudaSuccess) return nullptr;
+    if (!check(cudaMalloc(&ptr, taken_for(bytes)), "allocating GPU memory").ok()) return nullptr;  // remembers a device's end
     count_bytes(int64_t(taken_for(bytes)));
     return static_cast<uint8_t*>(ptr);
 }
@@ -165,7 +167,8 @@ void CudaDevice::deallocate(uint8_t* ptr, size_t bytes) {
 uint32_t* CudaDevice::allocate_counters(size_t n) {
     const CudaScope scope(ordinal_);
     void* ptr = nullptr;
-    if (cudaHostAlloc(&ptr, n * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) return nullptr;
+    const cudaError_t error = cudaHostAlloc(&ptr, n * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable);
+    if (!check(error, "allocating pinned host memory").ok()) return nullptr;
     std::memset(ptr, 0, n * sizeof(uint32_t));
     return static_cast<uint32_t*>(ptr);
 }

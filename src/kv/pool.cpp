@@ -60,6 +60,7 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
                                            uint64_t budget, uint32_t max_sequences, const TierSettings& tiers) {
     std::shared_ptr<Pool> pool(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
     if (Device* device = pool->context().device()) {
+        TA_RETURN_IF_ERROR(device->health());
         TA_RETURN_IF_ERROR(pool->blocks_->take_slab());
         if (pool->numerics_.universal_open_scale) {
             const std::vector<uint8_t> progress(size_t(max_sequences) * pool->geometry_.kv_heads * kAppendProgressBytes);
