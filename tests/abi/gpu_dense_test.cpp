@@ -16,43 +16,6 @@
 namespace ta::testing {
 namespace {
 
-using DeviceMemory = std::unique_ptr<void, FreeDevice>;
-
-DeviceMemory to_device(const void* from, size_t bytes) {
-    void* p = nullptr;
-    EXPECT_EQ(cudaMalloc(&p, std::max<size_t>(bytes, 16)), cudaSuccess);
-    DeviceMemory memory(p);
-    EXPECT_EQ(cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
-    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // cudaMemcpy from pageable memory returns earlier
-    return memory;
-}
-
-// The bytes of a host tensor, gaps included, in device memory.
-class DeviceCopy {
-  public:
-    explicit DeviceCopy(Tensor& host) : view_(*host.view()), host_(static_cast<uint8_t*>(view_.data)) {
-        const int64_t size = int64_t(dtype_bytes(view_.dtype));
-        const auto stride = [&](int64_t given, int64_t usual) { return (given ? given : usual) * size; };
-        const int64_t reach[] = {(view_.tokens - 1) * stride(view_.stride_token, view_.heads * view_.head_dim),
-                                 (view_.heads - 1) * stride(view_.stride_head, view_.head_dim)};
-        int64_t high = view_.head_dim * size;
-        for (int64_t r : reach) (r < 0 ? low_ : high) += r;
-        bytes_ = view_.tokens > 0 ? size_t(high - low_) : 0;
-        if (bytes_ == 0) return;  // of no tokens: any pointer will do
-        memory_ = to_device(host_ + low_, bytes_);
-        view_.data = static_cast<uint8_t*>(memory_.get()) - low_;
-    }
-    const ta_tensor* view() const { return &view_; }
-    void fetch() const { EXPECT_EQ(cudaMemcpy(host_ + low_, memory_.get(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess); }
-
-  private:
-    ta_tensor view_;
-    uint8_t* host_;
-    int64_t low_ = 0;
-    size_t bytes_ = 0;
-    DeviceMemory memory_;
-};
-
 // Both are judged by the CPU's result with 16-bit P: with the P that is asked for, the GPU may be off by kTimesCpu times as
 // much as the CPU is, whose units of P are smaller, and by what rounding differs. LSE beside 8-bit P is summed from scores on a
 // grid of 1/112 octave. SAS cuts off at a distance from the maximum so far, which depends on where the work was cut.
@@ -296,6 +259,76 @@ TEST_F(GpuDense, ManyRowsOfTheRunningMaximum) {
         p.head_dim = d;
         p.attend.p = TA_P_U8_RUNNING;
         compare(p);
+    }
+}
+
+// All magnitudes are alike, as those of ones() are and those of a rotated vector of one channel: dot products are as large as
+// codes allow, and what a factor of theirs is rounded to shows. Half of the keys point away from the queries and have other
+// values.
+TEST_F(GpuDense, RowsOfOneMagnitude) {
+    for (const int64_t d : {64, 96, 128, 256}) {
+        for (const ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH}) {
+            for (const float x : {0.125f, 0.1875f, 0.2265625f, 0.28125f, 0.375f, 0.5f, 1.0f}) {
+                for (const bool opposed : {false, true}) {
+                    SCOPED_TRACE("d " + std::to_string(d) + ", variant " + std::to_string(variant) + ", magnitude " +
+                                 std::to_string(x) + (opposed ? ", opposed keys" : ""));
+                    Problem p;
+                    p.items = {{40, 256}, {1, 1}, {40, 1}};
+                    p.head_dim = d;
+                    p.variant = variant;
+                    p.attend.mask = TA_MASK_FULL;
+                    p.attend.p = TA_P_U8;
+                    Twin twin(p);
+                    const auto fill = [&](Tensor& t, int64_t rows, int64_t heads, float even, float odd) {
+                        for (int64_t row = 0; row < rows; ++row) {
+                            for (int64_t head = 0; head < heads; ++head) {
+                                for (int64_t c = 0; c < d; ++c) t.set(row, head, c, row % 2 ? odd : even);
+                            }
+                        }
+                    };
+                    fill(twin.q(), 81, p.kv_heads * p.group, x, x);
+                    fill(twin.k(), 258, p.kv_heads, x, opposed ? -x : x);
+                    fill(twin.v(), 258, p.kv_heads, 1.0f, opposed ? -1.0f : 1.0f);
+                    twin.run_cpu(cpu);
+                    ta_error err;
+                    ASSERT_EQ(twin.enqueue(gpu, stream, &err), TA_OK) << err.message;
+                    twin.check(stream, 1.5e-2);  // half a step of P and of its scores, of rows in which V all but cancels
+                    if (HasFatalFailure()) return;
+                }
+            }
+        }
+    }
+}
+
+// As far below zero as inputs allow: a row still is the mean of what it sees, by any kernel.
+TEST_F(GpuDense, ScoresFarBelowZero) {
+    for (const int64_t n_query : {1, 40}) {
+        for (const float x : {0x1p10f, 0x1p40f, 0x1p52f, 0x1p56f}) {
+            SCOPED_TRACE(std::to_string(n_query) + " queries, magnitude " + std::to_string(x));
+            constexpr int64_t kHeads = 2, kGroup = 4, kDim = 128, kKeys = 70;
+            const std::vector<float> qv(size_t(n_query * kHeads * kGroup * kDim), x), kv(size_t(kKeys * kHeads * kDim), -x),
+                vv(kv.size(), 3.0f);
+            Tensor q(qv, n_query, kHeads * kGroup, kDim), k(kv, kKeys, kHeads, kDim), v(vv, kKeys, kHeads, kDim),
+                out(n_query, kHeads * kGroup, kDim);
+            const DeviceCopy gq(q), gk(k), gv(v), gout(out);
+            std::vector<float> lse(size_t(n_query * kHeads * kGroup));
+            const DeviceMemory glse = to_device(lse.data(), lse.size() * sizeof(float));
+            auto attend = sized<ta_attend_options>();
+            attend.mask = TA_MASK_FULL;
+            auto options = sized<ta_dense_options>();
+            options.attend = &attend;
+            options.stream = stream;
+            ta_error err;
+            require(ta_attend_dense(gpu.get(), gq.view(), gk.view(), gv.view(), gout.view(), static_cast<float*>(glse.get()),
+                                    &options, &err),
+                    err);
+            ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            gout.fetch();
+            ASSERT_EQ(cudaMemcpy(lse.data(), glse.get(), lse.size() * sizeof(float), cudaMemcpyDeviceToHost), cudaSuccess);
+            const double score = -double(x) * double(x) * std::sqrt(double(kDim)), want = score + std::log(double(kKeys));
+            for (const float o : out.values()) ASSERT_NEAR(o, 3.0f, 0.03f);
+            for (const float l : lse) ASSERT_NEAR(double(l), want, 1e-3 * std::fabs(want));
+        }
     }
 }
 

@@ -322,9 +322,12 @@ TEST_F(Gpu, PrefillInUnitsOfTheRunningMaximum) {
 // replayed.
 class Graph {
   public:
-    Graph(Twins& twins, cudaStream_t stream, const Shape& shape, std::span<const size_t> members, int32_t n)
+    Graph(Twins& twins, cudaStream_t stream, const Shape& shape, std::span<const size_t> members, int32_t n,
+          const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr)
         : twins_(twins),
           stream_(stream),
+          options_(options),
+          gpu_options_(gpu_options ? gpu_options : options),
           heads_(shape.kv_heads),
           q_heads_(heads_ * shape.group),
           d_(shape.head_dim),
@@ -359,7 +362,7 @@ class Graph {
         Tensor k(kv, rows_, heads_, d_, TA_DTYPE_F16), q(qv, rows_, q_heads_, d_, TA_DTYPE_F16), out(rows_, q_heads_, d_);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             append(twins_.cpu_plan, layer, k, k);
-            attend(twins_.cpu_plan, layer, q, out);
+            attend(twins_.cpu_plan, layer, q, out, nullptr, options_);
         }
         end(twins_.cpu_plan);
         const std::vector<float> got = out_.get(), expected = out.values();
@@ -385,7 +388,7 @@ class Graph {
         ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
-            require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, nullptr, &err), err);
+            require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, gpu_options_, &err), err);
         }
         cudaGraph_t graph = nullptr;
         ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
@@ -395,6 +398,7 @@ class Graph {
 
     Twins& twins_;
     const cudaStream_t stream_;
+    const ta_attend_options *const options_, *const gpu_options_;
     const int64_t heads_, q_heads_, d_, rows_;
     const std::vector<int32_t> added_;
     std::vector<ta_seq> on_gpu_, on_cpu_;
@@ -479,6 +483,190 @@ TEST_F(Gpu, AGraphOfPromptsAfterNewSequencesAlone) {
     const size_t a = twins.add(), b = twins.add();
     twins.step({a, b}, {300, 130}, {300, 130}, kPrefillError);
     replay_a_graph(twins, stream, shape, 50, 20, kPrefillError);
+}
+
+// Every kernel that a captured call may become: bits, head sizes, and prompts that the decode kernel takes in chunks.
+TEST_F(Gpu, GraphsOfEveryShape) {
+    for (const Shape& shape : kShapes) {
+        for (const int32_t n : {1, 40}) {
+            SCOPED_TRACE(std::to_string(shape.bits) + " bits, d " + std::to_string(shape.head_dim) + ", group " +
+                         std::to_string(shape.group) + ", " + std::to_string(n) + " tokens");
+            Twins twins(gpu, cpu, shape, stream, 37);
+            const size_t a = twins.add(), b = twins.add(), c = twins.add();
+            twins.step({a, b, c}, {130, 60, 700}, {1, 1, 1}, kDecodeError);
+            twins.step({a, b, c}, {n, n, n}, {n, n, n}, kPrefillError);  // of the kind that is captured
+            replay_a_graph(twins, stream, shape, n, 12, kPrefillError);
+            if (HasFatalFailure()) return;
+        }
+    }
+}
+
+TEST_F(Gpu, GraphsOfCallsWithOptions) {
+    const Shape& shape = kShapes[0];
+    const std::vector<float> slopes(8, 0.01f), sinks(8, 2.0f);
+    float* arrays = nullptr;
+    ASSERT_EQ(cudaMalloc(reinterpret_cast<void**>(&arrays), 64), cudaSuccess);
+    const std::unique_ptr<void, FreeDevice> owner(arrays);
+    ASSERT_EQ(cudaMemcpy(arrays, slopes.data(), 32, cudaMemcpyHostToDevice), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(arrays + 8, sinks.data(), 32, cudaMemcpyHostToDevice), cudaSuccess);
+    for (const int32_t n : {1, 3, 40}) {
+        for (int which = 0; which < 5; ++which) {
+            SCOPED_TRACE(std::to_string(n) + " tokens, options " + std::to_string(which));
+            auto options = sized<ta_attend_options>();
+            if (which == 0 || which == 4) options.window = 150;
+            if (which == 1 || which == 4) options.softcap = 5.0f;
+            if (which == 2) options.mask = TA_MASK_FULL, options.window = 70;
+            if (which == 3) options.p = TA_P_U16;
+            auto on_gpu = options;
+            if (which >= 2) {
+                options.alibi_slopes = slopes.data();
+                options.sinks = sinks.data();
+                on_gpu.alibi_slopes = arrays;
+                on_gpu.sinks = arrays + 8;
+            }
+            Twins twins(gpu, cpu, shape, stream, 41);
+            const size_t a = twins.add(), b = twins.add();
+            const std::vector<size_t> both{a, b};
+            twins.step(both, {100, 330}, {1, 1}, kDecodeError);
+            twins.step(both, {n, n}, {n, n}, kPrefillError, &options, &on_gpu);
+            Graph graph(twins, stream, shape, both, n, &options, &on_gpu);
+            Random random(8);
+            for (int i = 0; i < 15; ++i) {
+                SCOPED_TRACE("replay " + std::to_string(i));
+                graph.run(random, kPrefillError);
+                if (HasFatalFailure()) return;
+            }
+            twins.compare_pages();
+        }
+    }
+}
+
+// What replays find was moved, shared, cut, opened again or reserved in vain since the one before.
+TEST_F(Gpu, AGraphBesideForksTruncationsAndAborts) {
+    const Shape& shape = kShapes[0];
+    Twins twins(gpu, cpu, shape, stream, 43);
+    const size_t a = twins.add(), b = twins.add();
+    const std::vector<size_t> both{a, b};
+    twins.step(both, {300, 190}, {1, 1}, kDecodeError);
+    twins.step(both, {1, 1}, {1, 1}, kDecodeError);
+    Graph graph(twins, stream, shape, both, 1);
+    Random random(9);
+    for (int i = 0; i < 24; ++i) {
+        SCOPED_TRACE("replay " + std::to_string(i));
+        graph.run(random, kDecodeError);
+        if (HasFatalFailure()) return;
+        if (i % 4 == 0) {
+            const size_t c = twins.fork(a);
+            twins.step({c, b}, {70, 1}, {1, 1}, kDecodeError);
+        } else if (i % 4 == 1) {
+            twins.truncate(a, 100 + i);  // into a closed block, which later ones of the fork still have
+            twins.truncate(b, 64);
+        } else if (i % 4 == 2) {
+            begin(twins.gpu_plan, {twins.sequences[b].gpu, twins.sequences[a].gpu}, {200, 3});
+            EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
+        } else {
+            Plan other = make_plan(twins.gpu_pool);  // which changes a sequence of the graph's
+            ta_error err;
+            require(ta_plan_set_stream(other.get(), stream, &err), err);
+            twins.gpu_plan.swap(other);
+            twins.step({a}, {65}, {1}, kDecodeError);
+            twins.gpu_plan.swap(other);
+        }
+        if (HasFatalFailure()) return;
+    }
+    twins.compare_pages();
+}
+
+// A prompt that takes a longer schedule than plans begin with, between two replays.
+TEST_F(Gpu, AGraphOfPromptsBesideALongPrompt) {
+    constexpr int32_t kLong = 20000;
+    const Shape& shape = kShapes[7];
+    Twins twins(gpu, cpu, shape, stream, 47);
+    const size_t a = twins.add(), b = twins.add();
+    const std::vector<size_t> both{a, b};
+    twins.step(both, {100, 70}, {100, 70}, kPrefillError);
+    Graph graph(twins, stream, shape, both, 50);
+    Random random(10);
+    for (int i = 0; i < 2; ++i) graph.run(random, kPrefillError);
+    if (HasFatalFailure()) return;
+    const ta_seq s = make_sequence(twins.gpu_pool);
+    const int64_t d = shape.head_dim;
+    const DeviceTensor k(kLong, 1, d), q(kLong, shape.group, d), out(kLong, shape.group, d);
+    ASSERT_EQ(cudaMemset(k.view()->data, 0, size_t(2 * kLong * d)), cudaSuccess);
+    ASSERT_EQ(cudaMemset(q.view()->data, 0, size_t(2 * kLong * shape.group * d)), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+    begin(twins.gpu_plan, {s}, {kLong});
+    ta_error err;
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        require(ta_append(twins.gpu_plan.get(), layer, k.view(), k.view(), &err), err);
+        require(ta_attend(twins.gpu_plan.get(), layer, q.view(), out.view(), nullptr, nullptr, &err), err);
+    }
+    end(twins.gpu_plan);
+    for (int i = 0; i < 3; ++i) {
+        SCOPED_TRACE("replay " + std::to_string(i) + " after the long prompt");
+        graph.run(random, kPrefillError);
+        if (HasFatalFailure()) return;
+    }
+    twins.compare_pages();
+}
+
+// A block table begins with room for 65536 blocks. Sequences that a graph was captured with outgrow it: only lengths differ.
+TEST_F(Gpu, AGraphWhoseSequencesOutgrowTheBlockTable) {
+    constexpr int32_t kAdded = 1 << 17;
+    constexpr int64_t kDim = 64;
+    auto options = pool_options(1, 1, uint32_t(kDim), 2);
+    options.budget_bytes = uint64_t{1} << 30;
+    const KvPool pool = make_pool(gpu, options);
+    const Plan plan = make_plan(pool);
+    ta_error err;
+    require(ta_plan_set_stream(plan.get(), stream, &err), err);
+    const std::vector<ta_seq> seqs{make_sequence(pool), make_sequence(pool)};
+    Random random(11);
+    const std::vector<float> few = random.normals(4096 * kDim);
+    std::vector<float> many;
+    while (many.size() < size_t(2 * kAdded * kDim)) many.insert(many.end(), few.begin(), few.end());
+    const DeviceTensor more(2 * kAdded, 1, kDim, &many);
+    const std::vector<float> kv = random.normals(2 * kDim), qv = random.normals(2 * kDim);
+    const DeviceTensor one(2, 1, kDim, &kv), q(2, 1, kDim, &qv), out(2, 1, kDim);
+    const auto calls = [&] {
+        require(ta_append(plan.get(), 0, one.view(), one.view(), &err), err);
+        require(ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, nullptr, &err), err);
+    };
+    for (int step = 0; step < 70; ++step) {
+        begin(plan, seqs, {1, 1});
+        calls();
+        end(plan);
+    }
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    begin(plan, seqs, {1, 1});
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    calls();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    cudaGraphDestroy(graph);
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    end(plan);
+    for (int step = 0; step < 16; ++step) {
+        begin(plan, seqs, {kAdded, kAdded}, {0, 0});
+        require(ta_append(plan.get(), 0, more.view(), more.view(), &err), err);
+        end(plan);
+        if (step % 5 != 0 && step != 15) continue;
+        SCOPED_TRACE(std::to_string(length(pool, seqs[0])) + " tokens each");
+        begin(plan, seqs, {1, 1});
+        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        ASSERT_EQ(ta_plan_end(plan.get(), &err), TA_OK) << err.message;
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess) << "the graph read what is not its own";
+        const std::vector<float> by_graph = out.get();
+        // The same queries over the same tokens, by hand.
+        begin(plan, seqs, {0, 0}, {1, 1});
+        require(ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, nullptr, &err), err);
+        end(plan);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        EXPECT_TRUE(by_graph == out.get());
+    }
+    cudaGraphExecDestroy(exec);
 }
 
 // The natural way out of a captured call that is refused.

@@ -80,4 +80,41 @@ class DeviceTensor {
     ta_tensor view_;
 };
 
+using DeviceMemory = std::unique_ptr<void, FreeDevice>;
+
+inline DeviceMemory to_device(const void* from, size_t bytes) {
+    void* p = nullptr;
+    EXPECT_EQ(cudaMalloc(&p, std::max<size_t>(bytes, 16)), cudaSuccess);
+    DeviceMemory memory(p);
+    EXPECT_EQ(cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // cudaMemcpy from pageable memory returns earlier
+    return memory;
+}
+
+// The bytes of a host tensor, gaps included, in device memory.
+class DeviceCopy {
+  public:
+    explicit DeviceCopy(Tensor& host) : view_(*host.view()), host_(static_cast<uint8_t*>(view_.data)) {
+        const int64_t size = int64_t(dtype_bytes(view_.dtype));
+        const auto stride = [&](int64_t given, int64_t usual) { return (given ? given : usual) * size; };
+        const int64_t reach[] = {(view_.tokens - 1) * stride(view_.stride_token, view_.heads * view_.head_dim),
+                                 (view_.heads - 1) * stride(view_.stride_head, view_.head_dim)};
+        int64_t high = view_.head_dim * size;
+        for (int64_t r : reach) (r < 0 ? low_ : high) += r;
+        bytes_ = view_.tokens > 0 ? size_t(high - low_) : 0;
+        if (bytes_ == 0) return;  // of no tokens: any pointer will do
+        memory_ = to_device(host_ + low_, bytes_);
+        view_.data = static_cast<uint8_t*>(memory_.get()) - low_;
+    }
+    const ta_tensor* view() const { return &view_; }
+    void fetch() const { EXPECT_EQ(cudaMemcpy(host_ + low_, memory_.get(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess); }
+
+  private:
+    ta_tensor view_;
+    uint8_t* host_;
+    int64_t low_ = 0;
+    size_t bytes_ = 0;
+    DeviceMemory memory_;
+};
+
 }  // namespace ta::testing
