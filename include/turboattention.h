@@ -38,8 +38,8 @@
  *    TA_E_FORKED, TA_E_MEMORY (for its own bookkeeping), TA_E_INTERNAL and, where it needs the GPU, TA_E_DEVICE and
  *    TA_E_DEVICE_LOST.
  *  - Structs. The caller sets `struct_size = sizeof(the struct)` and zeroes the rest; a zero field means its default. A
- *    shorter struct of an older header is accepted; a longer one is accepted when the unknown tail is zero.
- *    Structs that the library fills in are filled in up to their struct_size.
+ *    shorter struct of an older header is accepted, but no part of a field; a longer one is accepted when the unknown tail is
+ *    zero. Structs that the library fills in are filled in up to their struct_size.
  *  - Ownership. Create gives the caller a handle that it passes to the matching destroy once. Handles may be destroyed in any
  *    order, children keep their parents alive; destroy(NULL) does nothing. Strings and arrays passed in are copied.
  *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
@@ -77,7 +77,7 @@ enum {
     TA_OK = 0,
     /* 0x01xx: the arguments are wrong; the same call will fail again */
     TA_E_INVALID = 0x0101,     /* a null pointer, a value outside its range, an unknown enum value */
-    TA_E_STRUCT = 0x0102,      /* struct_size is zero or too small, or an unknown tail is not zero */
+    TA_E_STRUCT = 0x0102,      /* struct_size is that of no header's struct, or an unknown tail is not zero */
     TA_E_SHAPE = 0x0103,       /* a tensor's shape or strides do not fit the call */
     TA_E_DTYPE = 0x0104,       /* a tensor's element type is not accepted here */
     TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its element */

@@ -1,6 +1,7 @@
 // What every ABI function shares: handles, the exception barrier, structs of unknown age, status to ta_error.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -69,9 +70,26 @@ inline Status check_process(const Context& context) {
 
 inline constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-// The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.
+// Where a field lies that is longer than its struct's alignment: an array.
+struct ArrayField {
+    size_t offset, bytes;
+};
 template <class T>
-Result<T> read_struct(const T* given, const char* name, int argument) {
+inline constexpr std::array<ArrayField, 0> kArrayFields{};
+template <>
+inline constexpr std::array<ArrayField, 2> kArrayFields<ta_context_info>{
+    {{offsetof(ta_context_info, device_name), sizeof(ta_context_info::device_name)},
+     {offsetof(ta_context_info, degraded), sizeof(ta_context_info::degraded)}}};
+template <>
+inline constexpr std::array<ArrayField, 1> kArrayFields<ta_namespace_options>{
+    {{offsetof(ta_namespace_options, salt), sizeof(ta_namespace_options::salt)}}};
+template <>
+inline constexpr std::array<ArrayField, 1> kArrayFields<ta_tier_stats>{
+    {{offsetof(ta_tier_stats, reason), sizeof(ta_tier_stats::reason)}}};
+
+// The struct_size of a struct that a call reads or writes: that of some header, older or younger than this one.
+template <class T>
+Result<uint32_t> read_struct_size(const T* given, const char* name, int argument) {
     uint32_t size;
     std::memcpy(&size, given, sizeof size);
     if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
@@ -79,6 +97,21 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
             .argument(argument);
     }
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+    // A sizeof is a multiple of the alignment, and no field but an array is longer than that: what is one cuts no other field.
+    bool cuts = size < sizeof(T) && size % alignof(T) != 0;
+    for (const ArrayField& f : kArrayFields<T>) cuts = cuts || (size > f.offset && size < f.offset + f.bytes);
+    if (!cuts) return size;
+    return fail(TA_E_STRUCT, "%s.struct_size is %u, the size of no header's struct; set it to sizeof, which is %zu here", name,
+                size, sizeof(T))
+        .argument(argument);
+}
+
+// The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.
+template <class T>
+Result<T> read_struct(const T* given, const char* name, int argument) {
+    Result<uint32_t> read = read_struct_size(given, name, argument);
+    if (!read.ok()) return std::move(read).status();
+    const uint32_t size = read.value();
     for (size_t i = sizeof(T); i < size; ++i) {
         if (bytes[i] == 0) continue;
         return fail(TA_E_STRUCT, "%s has a field at byte %zu that this version (%u bytes) does not know; it must be zero", name,
@@ -93,19 +126,15 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
 // The struct_size of what a call will write.
 template <class T>
 Status check_struct_size(const T* out, const char* name, int argument) {
-    uint32_t size;
-    std::memcpy(&size, out, sizeof size);
-    if (size >= 2 * sizeof(uint32_t) && size <= kMaxStructBytes) return {};
-    return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
-        .argument(argument);
+    return read_struct_size(out, name, argument).status();
 }
 
 // Writes a filled-in struct to the caller, as much of it as fits its struct_size, and zeros beyond.
 template <class T>
 Status write_struct(const T& filled, T* out, const char* name, int argument) {
-    TA_RETURN_IF_ERROR(check_struct_size(out, name, argument));
-    uint32_t size;
-    std::memcpy(&size, out, sizeof size);
+    Result<uint32_t> read = read_struct_size(out, name, argument);
+    if (!read.ok()) return std::move(read).status();
+    const uint32_t size = read.value();
     auto* bytes = reinterpret_cast<unsigned char*>(out);
     const size_t known = size < sizeof(T) ? size : sizeof(T);
     std::memcpy(bytes + sizeof size, reinterpret_cast<const unsigned char*>(&filled) + sizeof size, known - sizeof size);

@@ -49,6 +49,11 @@ class BadStructs : public WrongCalls {
             const auto with_size = [&, impossible](ta_error* e) { return pass(size, 0, impossible, e); };
             expect_failures({{"impossible size", with_size, TA_E_STRUCT, argument, "struct_size is"}});
         }
+        for (uint32_t cut = shortest + 1; cut < size; ++cut) {
+            if (cut % 8 == 0) continue;
+            const auto with_size = [&, cut](ta_error* e) { return pass(cut, 0, cut, e); };
+            expect_failures({{"cut field", with_size, TA_E_STRUCT, argument, "the size of no header's struct"}});
+        }
     }
 
     template <class T, class Call>
@@ -59,7 +64,7 @@ class BadStructs : public WrongCalls {
         whole.struct_size = size;
         ASSERT_EQ(call(&whole, nullptr), TA_OK);
         const auto* expected = reinterpret_cast<const uint8_t*>(&whole);
-        for (size_t shorter : {size_t{8}, size_t{17}, sizeof(T) - 8}) {
+        for (size_t shorter : {size_t{8}, size_t{16}, sizeof(T) - 8}) {
             const Resized<T> given(empty, shorter, 0, uint32_t(shorter));
             ASSERT_EQ(call(given.get(), nullptr), TA_OK);
             EXPECT_EQ(std::memcmp(given.bytes() + 4, expected + 4, shorter - 4), 0);
@@ -76,13 +81,20 @@ class BadStructs : public WrongCalls {
             expect_failures({{"impossible size", with_size, TA_E_STRUCT, argument, "struct_size is"}});
             EXPECT_EQ(was, std::vector<uint8_t>(given.bytes(), given.bytes() + size));
         }
+        for (const uint32_t cut : {9u, 12u, 17u, size - 4, size - 1}) check_cut_output<T>(cut, argument, call);
+    }
+    template <class T, class Call>
+    void check_cut_output(uint32_t cut, int argument, Call call) {
+        const Resized<T> given(T{}, cut, 0x77, cut);
+        const auto with_size = [&](ta_error* e) { return call(given.get(), e); };
+        expect_failures({{"cut field", with_size, TA_E_STRUCT, argument, "the size of no header's struct"}});
     }
 };
 
 TEST_F(BadStructs, ContextOptions) {
     auto good = sized<ta_context_options>();
     good.threads = 1;
-    check_input(good, offsetof(ta_context_options, cpu_isa), 0, [](const ta_context_options* o, ta_error* err) {
+    check_input(good, offsetof(ta_context_options, allocator), 0, [](const ta_context_options* o, ta_error* err) {
         ta_context* out = nullptr;
         const ta_status status = ta_context_create(o, &out, err);
         ta_context_destroy(out);
@@ -183,6 +195,26 @@ TEST_F(BadStructs, DenseOptions) {
     });
 }
 
+TEST_F(BadStructs, NamespaceOptions) {
+    auto good = sized<ta_namespace_options>();
+    good.salt[31] = 1;
+    const auto create = [&](const ta_namespace_options* o, ta_error* err) {
+        ta_namespace space = 0;
+        const ta_status status = ta_namespace_create(pool.get(), o, &space, err);
+        if (status == TA_OK) {
+            EXPECT_EQ(ta_namespace_destroy(pool.get(), space, nullptr), TA_OK);
+        }
+        return status;
+    };
+    check_input(good, sizeof good, 1, create);
+    good.salt[0] = 1;
+    for (const uint32_t cut : {24u, 32u, 40u}) {  // a salt of fewer bytes would be easier to guess
+        const Resized<ta_namespace_options> given(good, cut, 0, cut);
+        const auto with_size = [&](ta_error* e) { return create(given.get(), e); };
+        expect_failures({{"cut salt", with_size, TA_E_STRUCT, 1, "the size of no header's struct"}});
+    }
+}
+
 TEST_F(BadStructs, StructsThatTheLibraryFillsIn) {
     check_output<ta_context_info>(
         1, [&](ta_context_info* i, ta_error* err) { return ta_context_get_info(context.get(), i, err); });
@@ -190,6 +222,15 @@ TEST_F(BadStructs, StructsThatTheLibraryFillsIn) {
         1, [&](ta_kv_pool_stats* s, ta_error* err) { return ta_kv_pool_get_stats(pool.get(), s, err); });
     check_output<ta_x_block_info>(
         3, [&](ta_x_block_info* i, ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 1, i, nullptr, 0, err); });
+    // A text that is cut would not end.
+    const auto get_info = [&](ta_context_info* i, ta_error* err) { return ta_context_get_info(context.get(), i, err); };
+    const auto get_tier = [&](ta_tier_stats* s, ta_error* err) {
+        return ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, s, err);
+    };
+    check_output<ta_tier_stats>(2, get_tier);
+    check_cut_output<ta_context_info>(offsetof(ta_context_info, degraded) - 8, 1, get_info);
+    check_cut_output<ta_context_info>(offsetof(ta_context_info, degraded) + 8, 1, get_info);
+    check_cut_output<ta_tier_stats>(offsetof(ta_tier_stats, reason) + 64, 2, get_tier);
 }
 
 }  // namespace
