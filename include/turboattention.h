@@ -111,7 +111,7 @@ typedef struct ta_error {
     ta_status code;
     int32_t layer;     /* model layer */
     int32_t head;      /* kv head, or query head when the text says so */
-    int32_t argument;  /* position of the wrong argument of the call, from 0 */
+    int32_t argument;  /* position of the wrong argument of the call, from 0; that of a struct where a field is wrong */
     int64_t sequence;  /* index into the call's list of sequences */
     int64_t block;     /* index of the 64-token block within the sequence */
     int64_t token;     /* row of the tensor that has a bad value, from 0 */

@@ -148,6 +148,20 @@ Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int ar
 // ta_attend_options behind a pointer that may be null. `storage` keeps the copy.
 Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, int argument, ta_attend_options* storage);
 
+// A path, which is argument `argument`.
+inline Status check_path(const char* path, int argument) {
+    TA_RETURN_IF_ERROR(check_pointer(path, "path", argument));
+    if (*path) return {};
+    return fail(TA_E_INVALID, "path is empty").argument(argument);
+}
+
+// A failure that says that an argument is wrong, or that it names what is no more: that argument, if it names none yet.
+inline Status at_argument(Status s, int argument) {
+    constexpr ta_status kWrongArguments = 0x01;
+    const bool wrong = s.code() >> 8 == kWrongArguments || s.code() == TA_E_STALE;
+    return wrong && s.detail() && s.detail()->argument < 0 ? std::move(s).argument(argument) : std::move(s);
+}
+
 // A callback of the caller's; may be null.
 inline std::function<bool(uint64_t done, uint64_t total)> progress_of(ta_progress_fn progress, void* user) {
     if (!progress) return {};

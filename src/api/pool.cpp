@@ -19,6 +19,7 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     settings.numa_node = int(o.host_node) - 1;
     const char* temporary = std::getenv("TMPDIR");
     settings.disk_folder = o.disk_folder ? o.disk_folder : temporary && *temporary ? temporary : "/tmp";
+    if (settings.disk_folder.empty()) return fail(TA_E_INVALID, "options.tiers.disk_folder is empty");
     if (o.disk_path) settings.disk_path = o.disk_path;
     if (o.disk_path && (o.disk_bytes == 0 || settings.disk_path.empty()))
         return fail(TA_E_INVALID, "options.tiers.disk_path asks for a file and a budget in disk_bytes");

@@ -14,10 +14,6 @@ Status check_keys(const uint8_t* keys, uint64_t n, int argument) {
     return fail(TA_E_INVALID, "n is %llu; a sequence has up to 2^34 blocks", (unsigned long long)n).argument(argument + 1);
 }
 
-Status at_argument(Status s, int argument) {
-    return s.code() == TA_E_STALE ? std::move(s).argument(argument) : std::move(s);
-}
-
 }  // namespace
 
 extern "C" {
@@ -35,7 +31,7 @@ ta_status ta_namespace_create(ta_kv_pool* pool, const ta_namespace_options* opti
         std::copy(std::begin(o.salt), std::end(o.salt), salt.begin());
         if (salt == Salt{}) return fail(TA_E_INVALID, "options.salt is all zero; give 32 secret random bytes").argument(1);
         Result<Tenant> space = pool->impl->prefixes().create(salt, o.quota_bytes ? o.quota_bytes : UINT64_MAX);
-        if (!space.ok()) return std::move(space).status();
+        if (!space.ok()) return at_argument(std::move(space).status(), 1);
         *out = space.value();
         return {};
     });
@@ -80,7 +76,7 @@ ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space, const
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_keys(keys, n, 3));
-        return pool->impl->publish(seq, space, {keys, size_t(n) * kPrefixKeyBytes});
+        return at_argument(pool->impl->publish(seq, space, {keys, size_t(n) * kPrefixKeyBytes}), 2);
     });
 }
 

@@ -70,18 +70,19 @@ ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err) {
 ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        TA_RETURN_IF_ERROR(check_pointer(path, "path", 2));
-        return save_sequence(*pool->impl, seq, path, progress_of(progress, user), pool->impl->context().files());
+        TA_RETURN_IF_ERROR(check_path(path, 2));
+        return at_argument(save_sequence(*pool->impl, seq, path, progress_of(progress, user), pool->impl->context().files()),
+                           2);
     });
 }
 
 ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        TA_RETURN_IF_ERROR(check_pointer(path, "path", 1));
+        TA_RETURN_IF_ERROR(check_path(path, 1));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
         Result<ta_seq> seq = load_sequence(*pool->impl, path, progress_of(progress, user), pool->impl->context().files());
-        if (!seq.ok()) return std::move(seq).status();
+        if (!seq.ok()) return at_argument(std::move(seq).status(), 1);
         *out = seq.value();
         return {};
     });

@@ -97,8 +97,17 @@ Status open_with_header(const Pool& pool, const FileFormat& format, File& file, 
                     unsigned(format.version));
     }
     const Geometry& g = pool.geometry();
-    if (h.fingerprint != pool.fingerprint() || h.slot_bytes[0] != g.token_slot_bytes || h.slot_bytes[1] != g.channel_slot_bytes)
-        return fail(TA_E_INVALID, "%s is of a pool with another shape or other numeric settings", file.name());
+    if (h.slot_bytes[0] != g.token_slot_bytes || h.slot_bytes[1] != g.channel_slot_bytes) {
+        return fail(TA_E_INVALID,
+                    "%s is of a pool of another shape or other bits: its blocks have %llu and %llu bytes, here %zu and %zu",
+                    file.name(), (unsigned long long)h.slot_bytes[0], (unsigned long long)h.slot_bytes[1], g.token_slot_bytes,
+                    g.channel_slot_bytes);
+    }
+    if (h.fingerprint != pool.fingerprint()) {
+        return fail(TA_E_INVALID,
+                    "%s is of a pool with another rotation, sink blocks, K offset, falling precision, shape or bits",
+                    file.name());
+    }
     return {};
 }
 

@@ -111,7 +111,8 @@ Result<Sequence*> Pool::find(ta_seq seq) const {
     if (slot < sequences_.size() && sequences_[slot]->alive && sequences_[slot]->generation == generation) {
         return sequences_[slot].get();
     }
-    return fail(TA_E_STALE, "0x%llx is no living sequence of this pool", (unsigned long long)seq);
+    // Every call of one sequence has it there.
+    return fail(TA_E_STALE, "0x%llx is no living sequence of this pool", (unsigned long long)seq).argument(1);
 }
 
 // In an open pool, and in no plan.
@@ -417,7 +418,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
     for (size_t i = 0; i < seqs.size(); ++i) {
         Result<Sequence*> found = find(seqs[i]);
         if (!found.ok()) {
-            status = std::move(found).status().sequence(int64_t(i));
+            status = std::move(found).status().argument(2).sequence(int64_t(i));
             break;
         }
         if (found.value()->in_plan) {

@@ -279,7 +279,8 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     TA_RETURN_IF_ERROR(read_index(pool, file, h, index, bytes));
     if (h.sequences > most) {
         return fail(TA_E_INVALID, "%s has %llu sequences; there is room for the ids of %llu", file.name(),
-                    (unsigned long long)h.sequences, (unsigned long long)most);
+                    (unsigned long long)h.sequences, (unsigned long long)most)
+            .argument(5);
     }
     TA_RETURN_IF_ERROR(pool.check_room_for(h.sequences));
     PrefixStore::Named spaces(pool.prefixes());

@@ -152,7 +152,7 @@ void Pool::end_forgotten_namespaces() {
 Status Pool::flush_namespace(Tenant space) {
     TA_RETURN_IF_ERROR(check_open());
     TA_RETURN_IF_ERROR(prefixes_.check(space));
-    if (!prefixes_.persistent()) return fail(TA_E_UNSUPPORTED, "the pool has no persistent disk tier");
+    if (!prefixes_.persistent()) return fail(TA_E_UNSUPPORTED, "the pool has no persistent disk tier").argument(0);
     const BlockHold holds(*this);
     std::vector<PrefixStore::Record> records = prefixes_.records(space);
     std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });

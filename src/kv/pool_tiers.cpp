@@ -367,10 +367,10 @@ Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint
 
 Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
     if (to != TierKind::kDevice && !tier(to))
-        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk");
+        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk").argument(4);
     Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
     if (!items.ok()) return std::move(items).status();
-    if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device");
+    if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
     return mover_->submit(items.take(), to, reason);
 }
 

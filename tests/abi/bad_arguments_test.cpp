@@ -94,6 +94,9 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
     static const uint8_t threes[] = {4, 4, 3, 4}, eights[] = {8, 8, 8, 8}, mixed[] = {4, 8, 4, 2}, fours[] = {4, 4, 4, 4},
                          zeros[4] = {};
     static std::vector<float> nan_offset(kLayers * kRow, 0.0f), inf_offset = nan_offset, big_offset = nan_offset;
+    static auto no_folder = sized<ta_tier_options>();
+    no_folder.disk_bytes = 1 << 20;
+    no_folder.disk_folder = "";
     nan_offset[7] = kNan;
     inf_offset.back() = -kInf;
     big_offset[0] = 0x1.8p56f;
@@ -136,6 +139,8 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
          }),
          TA_E_UNSUPPORTED, 1, "both or none"},
         {"no budget", create([](O& o, N&) { o.budget_bytes = 0; }), TA_E_INVALID, 1, "budget_bytes is 0"},
+        {"tiers in a folder without a name", create([](O& o, N&) { o.tiers = &no_folder; }), TA_E_INVALID, 1,
+         "options.tiers.disk_folder is empty"},
         {"budget below one block", create([](O& o, N&) { o.budget_bytes = 4096; }), TA_E_INVALID, 1,
          "a single block of this pool takes"},
         {"profile", create([](O&, N& n) { n.profile = 2; }), TA_E_INVALID, 1, "numerics.profile is 2"},
@@ -312,7 +317,7 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
         {"more queries than tokens", try_begin({long_seq, short_seq}, {1, 1}, {131, 12}), TA_E_INVALID, 4, "n_query[1] is 12"},
         {"INT32_MAX queries", try_begin({long_seq}, {}, {INT32_MAX}), TA_E_INVALID, 4, "will have 130 tokens"},
         {"twice the same", try_begin({short_seq, long_seq, short_seq}, {1, 1, 1}), TA_E_INVALID, 2, "twice"},
-        {"sequence 0", try_begin({short_seq, 0}, {1, 1}), TA_E_STALE, -1, "no living sequence"},
+        {"sequence 0", try_begin({short_seq, 0}, {1, 1}), TA_E_STALE, 2, "no living sequence"},
         {"beyond the budget", try_begin({short_seq, long_seq}, {1, 1 << 20}), TA_E_TIER_FULL, -1, "device tier"},
         {"far beyond the budget", try_begin({long_seq}, {INT32_MAX}), TA_E_TIER_FULL, -1, "device tier"},
         {"misaligned list",

@@ -207,6 +207,10 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
                                  uint32_t(long_seq)};
     Random random(23);
     for (int i = 0; i < 200; ++i) stale.push_back(random.bits());
+    auto options = sized<ta_namespace_options>();
+    options.salt[0] = 1;
+    ta_namespace space = 0;
+    ASSERT_EQ(ta_namespace_create(pool.get(), &options, &space, nullptr), TA_OK);
     before = snapshot();
     for (const ta_seq seq : stale) {
         SCOPED_TRACE(::testing::Message() << std::hex << seq);
@@ -214,19 +218,35 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
         int64_t n = -7;
         auto block = sized<ta_x_block_info>();
         float value[kRow];
+        auto residency = sized<ta_residency>();
+        ta_ticket ticket = 0;
+        const uint8_t key[32] = {1};
         const ta_seq list[] = {long_seq, seq};
         const char* text = "no living sequence";
         const Wrong calls[] = {
-            {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), seq, &fork, err); }, TA_E_STALE, -1, text},
-            {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), seq, 0, err); }, TA_E_STALE, -1, text},
-            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), seq, err); }, TA_E_STALE, -1, text},
-            {"length", [&](ta_error* err) { return ta_seq_length(pool.get(), seq, &n, err); }, TA_E_STALE, -1, text},
-            {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), seq, err); }, TA_E_STALE, -1, text},
-            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), seq, 0, &block, nullptr, 0, err); }, TA_E_STALE,
-             -1, text},
+            {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), seq, &fork, err); }, TA_E_STALE, 1, text},
+            {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), seq, 0, err); }, TA_E_STALE, 1, text},
+            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), seq, err); }, TA_E_STALE, 1, text},
+            {"length", [&](ta_error* err) { return ta_seq_length(pool.get(), seq, &n, err); }, TA_E_STALE, 1, text},
+            {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), seq, err); }, TA_E_STALE, 1, text},
+            {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), seq, 0, &block, nullptr, 0, err); }, TA_E_STALE, 1,
+             text},
             {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), seq, 0, 0, 0, value, value, err); },
-             TA_E_STALE, -1, text},
-            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, -1,
+             TA_E_STALE, 1, text},
+            {"priority", [&](ta_error* err) { return ta_seq_set_priority(pool.get(), seq, 1, err); }, TA_E_STALE, 1, text},
+            {"residency", [&](ta_error* err) { return ta_seq_residency(pool.get(), seq, &residency, err); }, TA_E_STALE, 1,
+             text},
+            {"move", [&](ta_error* err) { return ta_seq_move(pool.get(), seq, 0, 1, TA_TIER_DEVICE, &ticket, err); },
+             TA_E_STALE, 1, text},
+            {"prefetch", [&](ta_error* err) { return ta_seq_prefetch(pool.get(), seq, 0, 1, &ticket, err); }, TA_E_STALE, 1,
+             text},
+            {"pin", [&](ta_error* err) { return ta_seq_pin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
+            {"unpin", [&](ta_error* err) { return ta_seq_unpin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
+            {"publish", [&](ta_error* err) { return ta_seq_publish(pool.get(), seq, space, key, 1, err); }, TA_E_STALE, 1,
+             text},
+            {"save", [&](ta_error* err) { return ta_seq_save(pool.get(), seq, "nowhere", nullptr, nullptr, err); }, TA_E_STALE,
+             1, text},
+            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, 2,
              text},
         };
         for (const Wrong& wrong : calls) expect_failure(wrong);

@@ -580,6 +580,7 @@ TEST_F(Prefix, WrongCalls) {
     EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_INVALID) << err.message;
     o = namespace_options(1);
     EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(err.argument, 1);
     o.struct_size = 4;
     EXPECT_EQ(ta_namespace_create(pool.get(), &o, &none, &err), TA_E_STRUCT);
     EXPECT_EQ(ta_namespace_create(pool.get(), nullptr, &none, &err), TA_E_INVALID);
@@ -589,7 +590,9 @@ TEST_F(Prefix, WrongCalls) {
     EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, nullptr, 3, &err), TA_E_INVALID);
     EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, k.data(), UINT64_MAX, &err), TA_E_INVALID);
     EXPECT_EQ(ta_seq_publish(pool.get(), seq, space + 1, k.data(), 3, &err), TA_E_STALE);
+    EXPECT_EQ(err.argument, 2);
     EXPECT_EQ(ta_seq_publish(pool.get(), seq + 1, space, k.data(), 3, &err), TA_E_STALE);
+    EXPECT_EQ(err.argument, 1);
     ta_seq out = 77;
     int64_t n = 77;
     EXPECT_EQ(ta_seq_match_prefix(pool.get(), 0, k.data(), 3, &out, &n, &err), TA_E_STALE);
@@ -597,6 +600,7 @@ TEST_F(Prefix, WrongCalls) {
     EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, k.data(), 3, nullptr, &n, &err), TA_E_INVALID);
     EXPECT_EQ(ta_seq_match_prefix(pool.get(), space, k.data(), 3, &out, nullptr, &err), TA_E_INVALID);
     EXPECT_EQ(ta_namespace_flush(pool.get(), space, &err), TA_E_UNSUPPORTED) << err.message;
+    EXPECT_EQ(err.argument, 0);
     const Plan plan = make_plan(pool);
     begin(plan, {seq}, {1});
     EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, k.data(), 3, &err), TA_E_BUSY);

@@ -211,20 +211,41 @@ TEST_F(SequenceFile, ErrorsOfLongAndOddNames) {
 }
 
 TEST_F(SequenceFile, WrongFilesAndCallbacks) {
+    auto other_seed = sized<ta_numerics>();
+    other_seed.hadamard_seed = 12;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim)),
-                 other = make_pool(context, pool_options(kLayers, kHeads, kDim, 2));
+                 other = make_pool(context, pool_options(kLayers, kHeads, kDim, 2)),
+                 turned = make_pool(context, pool_options(kLayers, kHeads, kDim, 4, &other_seed));
     const ta_seq seq = make_sequence(pool);
     grow(pool, seq, 300);
     save(pool, seq, path("file"));
     ta_error err;
     ta_seq out = 0;
-    EXPECT_EQ(ta_seq_save(pool.get(), seq, path("file").c_str(), nullptr, nullptr, &err), TA_E_INVALID) << err.message;
-    EXPECT_EQ(ta_seq_save(pool.get(), seq, path("none/file").c_str(), nullptr, nullptr, &err), TA_E_IO) << err.message;
-    EXPECT_EQ(ta_seq_load(other.get(), path("file").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
-    EXPECT_EQ(ta_seq_load(pool.get(), path("absent").c_str(), nullptr, nullptr, &out, &err), TA_E_IO) << err.message;
-    EXPECT_EQ(ta_seq_load(pool.get(), folder.path().c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
-    EXPECT_EQ(ta_seq_load(pool.get(), nullptr, nullptr, nullptr, &out, &err), TA_E_INVALID);
+    const auto save_to = [&](const char* to) { return ta_seq_save(pool.get(), seq, to, nullptr, nullptr, &err); };
+    const auto load_from = [&](const KvPool& into, const char* from) {
+        return ta_seq_load(into.get(), from, nullptr, nullptr, &out, &err);
+    };
+    const auto expect_argument = [&](int argument, const char* text) {
+        EXPECT_EQ(err.argument, argument) << err.message;
+        EXPECT_NE(std::string(err.message).find(text), std::string::npos) << err.message;
+    };
+    EXPECT_EQ(save_to(path("file").c_str()), TA_E_INVALID);
+    expect_argument(2, "exists");
+    EXPECT_EQ(save_to(path("none/file").c_str()), TA_E_IO) << err.message;
+    EXPECT_EQ(save_to(""), TA_E_INVALID);
+    expect_argument(2, "path is empty");
+    EXPECT_EQ(load_from(other, path("file").c_str()), TA_E_INVALID);
+    expect_argument(1, "of another shape or other bits: its blocks have ");
+    EXPECT_EQ(load_from(turned, path("file").c_str()), TA_E_INVALID);
+    expect_argument(1, "with another rotation");
+    EXPECT_EQ(load_from(pool, path("absent").c_str()), TA_E_IO) << err.message;
+    EXPECT_EQ(load_from(pool, folder.path().c_str()), TA_E_INVALID);
+    expect_argument(1, "no regular file");
+    EXPECT_EQ(load_from(pool, nullptr), TA_E_INVALID);
+    EXPECT_EQ(load_from(pool, ""), TA_E_INVALID);
+    expect_argument(1, "path is empty");
     EXPECT_EQ(ta_seq_save(pool.get(), seq + 1, path("x").c_str(), nullptr, nullptr, &err), TA_E_STALE);
+    expect_argument(1, "no living sequence");
     std::filesystem::create_symlink(path("file"), path("link"));
     EXPECT_EQ(ta_seq_load(pool.get(), path("link").c_str(), nullptr, nullptr, &out, &err), TA_E_IO) << err.message;
 

@@ -168,6 +168,12 @@ TEST(Tiers, TicketsAndArguments) {
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, 3, &ticket, &err), TA_E_INVALID);
     EXPECT_EQ(err.argument, 4);
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_DISK, &ticket, &err), TA_E_UNSUPPORTED) << err.message;
+    EXPECT_EQ(err.argument, 4);
+    const ta_seq plain = make_sequence(twins.plain_pool);
+    EXPECT_EQ(ta_seq_move(twins.plain_pool.get(), plain, 0, 0, TA_TIER_HOST, &ticket, &err), TA_E_UNSUPPORTED);
+    EXPECT_EQ(err.argument, 4);
+    EXPECT_EQ(ta_seq_move(twins.plain_pool.get(), plain, 0, 0, TA_TIER_DEVICE, &ticket, &err), TA_E_UNSUPPORTED);
+    EXPECT_EQ(err.argument, 0) << "as of the calls on tickets";
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a] + (uint64_t{1} << 40), 0, 1, TA_TIER_HOST, &ticket, &err),
               TA_E_STALE);
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_HOST, nullptr, &err), TA_E_INVALID);
