@@ -22,12 +22,13 @@ Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int ar
     return view;
 }
 
-Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, int argument, ta_attend_options* storage) {
+Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, const char* name, int argument,
+                                                     ta_attend_options* storage) {
     if (!given) return static_cast<const ta_attend_options*>(nullptr);
-    Result<ta_attend_options> known = read_struct(given, "options", argument);
+    Result<ta_attend_options> known = read_struct(given, name, argument);
     if (!known.ok()) return std::move(known).status();
-    TA_RETURN_IF_ERROR(check_aligned(known.value().alibi_slopes, "options.alibi_slopes", argument));
-    TA_RETURN_IF_ERROR(check_aligned(known.value().sinks, "options.sinks", argument));
+    TA_RETURN_IF_ERROR(check_aligned(known.value().alibi_slopes, "alibi_slopes", argument, name));
+    TA_RETURN_IF_ERROR(check_aligned(known.value().sinks, "sinks", argument, name));
     *storage = known.value();
     return static_cast<const ta_attend_options*>(storage);
 }

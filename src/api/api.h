@@ -43,7 +43,7 @@ ta_status guard(ta_error* err, Body&& body) noexcept {
     try {
         return report(body(), err);
     } catch (const std::bad_alloc&) {
-        return report(fail(TA_E_MEMORY, "the C++ library has no memory"), err);
+        return report(fail(TA_E_MEMORY, "no memory: the C++ operator new failed"), err);
     } catch (const std::exception& e) {
         return report(fail(TA_E_INTERNAL, "unexpected exception: %s", e.what()), err);
     } catch (...) {
@@ -56,11 +56,12 @@ inline Status check_pointer(const void* p, const char* name, int argument) {
     return fail(TA_E_INVALID, "%s is null", name).argument(argument);
 }
 
-// An array of the caller's; may be null.
+// An array of the caller's; may be null. `in`: of which struct, if it is a field.
 template <class T>
-Status check_aligned(const T* array, const char* name, int argument) {
+Status check_aligned(const T* array, const char* name, int argument, const char* in = nullptr) {
     if (reinterpret_cast<uintptr_t>(array) % alignof(T) == 0) return {};
-    return fail(TA_E_ALIGNMENT, "%s is not aligned to its %zu-byte elements", name, alignof(T)).argument(argument);
+    return fail(TA_E_ALIGNMENT, "%s%s%s is not aligned to its %zu-byte elements", in ? in : "", in ? "." : "", name, alignof(T))
+        .argument(argument);
 }
 
 inline Status check_process(const Context& context) {
@@ -96,7 +97,6 @@ Result<uint32_t> read_struct_size(const T* given, const char* name, int argument
         return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
             .argument(argument);
     }
-    const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     // A sizeof is a multiple of the alignment, and no field but an array is longer than that: what is one cuts no other field.
     bool cuts = size < sizeof(T) && size % alignof(T) != 0;
     for (const ArrayField& f : kArrayFields<T>) cuts = cuts || (size > f.offset && size < f.offset + f.bytes);
@@ -112,6 +112,7 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
     Result<uint32_t> read = read_struct_size(given, name, argument);
     if (!read.ok()) return std::move(read).status();
     const uint32_t size = read.value();
+    const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     for (size_t i = sizeof(T); i < size; ++i) {
         if (bytes[i] == 0) continue;
         return fail(TA_E_STRUCT, "%s has a field at byte %zu that this version (%u bytes) does not know; it must be zero", name,
@@ -145,8 +146,9 @@ Status write_struct(const T& filled, T* out, const char* name, int argument) {
 // A tensor argument: pointer, struct, then the checks of view_tensor.
 Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int argument);
 
-// ta_attend_options behind a pointer that may be null. `storage` keeps the copy.
-Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, int argument, ta_attend_options* storage);
+// ta_attend_options behind a pointer that may be null, `name` for texts. `storage` keeps the copy.
+Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, const char* name, int argument,
+                                                     ta_attend_options* storage);
 
 // A path, which is argument `argument`.
 inline Status check_path(const char* path, int argument) {

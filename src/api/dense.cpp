@@ -33,9 +33,12 @@ Result<std::vector<int64_t>> read_offsets(const int64_t* given, uint32_t batch, 
 }
 
 Status check_dense_shapes(const DenseCall& c) {
-    const int64_t d = c.k.head_dim, kv_heads = c.k.heads;
+    // The channels of q, but of k where those of q may be the wrong ones.
+    const bool from_k = c.k.head_dim == c.v.head_dim && c.out.head_dim != c.q.head_dim;
+    const int64_t d = from_k ? c.k.head_dim : c.q.head_dim, kv_heads = c.k.heads;
     if (!is_supported_head_dim(int(std::min<int64_t>(d, 1 << 20)))) {
-        return fail(TA_E_UNSUPPORTED, "head_dim is %lld; it takes 64, 96, 128 or 256", (long long)d).argument(2);
+        return fail(TA_E_UNSUPPORTED, "%s.head_dim is %lld; it takes 64, 96, 128 or 256", from_k ? "k" : "q", (long long)d)
+            .argument(from_k ? 2 : 1);
     }
     if (kv_heads > kMaxKvHeads) {
         return fail(TA_E_SHAPE, "k has %lld heads; it takes 1..%u", (long long)kv_heads, kMaxKvHeads).argument(2);
@@ -46,6 +49,7 @@ Status check_dense_shapes(const DenseCall& c) {
             .argument(1);
     }
     if (Status s = check_tensor_shape(c.q, "q", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(1);
+    if (Status s = check_tensor_shape(c.k, "k", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_tensor_shape(c.v, "v", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(3);
     if (Status s = check_tensor_shape(c.out, "out", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(4);
     return check_outputs({{"q", c.q}, {"k", c.k}, {"v", c.v}}, c.out, c.lse, 4);
@@ -100,7 +104,7 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         Result<std::vector<int64_t>> k_offsets = read_offsets(o.k_offsets, batch, call.k.tokens, "k_offsets");
         if (!k_offsets.ok()) return std::move(k_offsets).status().argument(6);
         ta_attend_options storage;
-        Result<const ta_attend_options*> attend = read_attend_options(o.attend, 6, &storage);
+        Result<const ta_attend_options*> attend = read_attend_options(o.attend, "options.attend", 6, &storage);
         if (!attend.ok()) return std::move(attend).status();
         const bool on_cpu = !context->impl->device();
         if (on_cpu && o.stream) {
@@ -109,7 +113,7 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         const bool page = o.variant == TA_DENSE_INT8_PAGE;
         Result<AttendSettings> settings =
             resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? ExpMode::kPoly : ExpMode::kExact,
-                           page ? TA_P_U8 : TA_P_S8_127, on_cpu);
+                           page ? TA_P_U8 : TA_P_S8_127, on_cpu, "options.attend");
         if (!settings.ok()) return std::move(settings).status().argument(6);
         call.lse = lse;
         call.q_offsets = q_offsets.value();

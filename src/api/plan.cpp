@@ -71,7 +71,7 @@ ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_
         if (!out_view.ok()) return std::move(out_view).status();
         TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 4));
         ta_attend_options storage;
-        Result<const ta_attend_options*> known = read_attend_options(options, 5, &storage);
+        Result<const ta_attend_options*> known = read_attend_options(options, "options", 5, &storage);
         if (!known.ok()) return std::move(known).status();
         return plan->impl->attend(layer, q_view.value(), out_view.value(), lse, known.value());
     });

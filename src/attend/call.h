@@ -42,9 +42,9 @@ struct AttendSettings {
     ExpMode exp = ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
 };
-// `readable`: the arrays of the options can be looked at from here.
+// `readable`: the arrays of the options can be looked at from here. `name`: what texts call the options.
 Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, ExpMode exp, ta_p p,
-                                      bool readable = true);
+                                      bool readable = true, const char* name = "options");
 
 struct AttendCall {
     int head_dim = 0, kv_heads = 0, group = 0;

@@ -24,22 +24,22 @@ Status check_bits(const std::vector<uint8_t>& bits, const char* name, uint32_t k
 
 }  // namespace
 
-Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
+Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const char* in) {
     if (layers < 1 || layers > kMaxLayers)
-        return fail(TA_E_INVALID, "layers is %u; it takes 1..%u", layers, kMaxLayers).argument(1);
+        return fail(TA_E_INVALID, "%slayers is %u; it takes 1..%u", in, layers, kMaxLayers).argument(1);
     if (kv_heads < 1 || kv_heads > kMaxKvHeads)
-        return fail(TA_E_INVALID, "kv_heads is %u; it takes 1..%u", kv_heads, kMaxKvHeads).argument(2);
+        return fail(TA_E_INVALID, "%skv_heads is %u; it takes 1..%u", in, kv_heads, kMaxKvHeads).argument(2);
     if (!is_supported_head_dim(int(head_dim)))
-        return fail(TA_E_UNSUPPORTED, "head_dim is %u; it takes 64, 96, 128 or 256", head_dim).argument(3);
+        return fail(TA_E_UNSUPPORTED, "%shead_dim is %u; it takes 64, 96, 128 or 256", in, head_dim).argument(3);
     return {};
 }
 
 Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
                                 const uint8_t* v_bits, bool falls) {
-    TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim));
+    TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim, "options."));
     const bool uses_bits = !k_bits || !v_bits;
     if (uses_bits && bits != 0 && bits != 8 && bits != 4 && bits != 2)
-        return fail(TA_E_INVALID, "bits is %u; it takes 8, 4 or 2", bits);
+        return fail(TA_E_INVALID, "options.bits is %u; it takes 8, 4 or 2", bits);
     Geometry g;
     g.layers = layers;
     g.kv_heads = kv_heads;
@@ -51,16 +51,18 @@ Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t hea
     g.k_bits = map_of(k_bits);
     g.v_bits = map_of(v_bits);
     bool k_8 = false, v_8 = false;
-    TA_RETURN_IF_ERROR(check_bits(g.k_bits, "k_bits", kv_heads, &k_8));
-    TA_RETURN_IF_ERROR(check_bits(g.v_bits, "v_bits", kv_heads, &v_8));
+    TA_RETURN_IF_ERROR(check_bits(g.k_bits, "options.k_bits", kv_heads, &k_8));
+    TA_RETURN_IF_ERROR(check_bits(g.v_bits, "options.v_bits", kv_heads, &v_8));
     if (k_8 != v_8)
-        return fail(TA_E_UNSUPPORTED, "one of k_bits and v_bits is 8 and the other is not; 8 bits are for both or none");
+        return fail(TA_E_UNSUPPORTED,
+                    "one of options.k_bits and v_bits is 8 and the other is not; 8 bits are for both or none");
     g.all_8_bits = k_8;
     g.falls = falls;
     for (const auto* map : {&g.k_bits, &g.v_bits}) {
         for (const uint8_t b : *map) {
             if (falls && b != 8 && b != 4)
-                return fail(TA_E_UNSUPPORTED, "precision falls in pools of 8 or of 4 bits, the same for all heads");
+                return fail(TA_E_UNSUPPORTED,
+                            "options.tiers.falling_precision is for pools of 8 or of 4 bits, the same for all heads");
         }
     }
 

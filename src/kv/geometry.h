@@ -26,7 +26,7 @@ struct Geometry {
     size_t low_payload_bytes = 0;
     size_t token_slot_bytes = 0, channel_slot_bytes = 0, low_slot_bytes = 0;  // with trailer; 0: there is no such kind
 
-    // Checks the shape and lays everything out; empty bit maps mean `bits` everywhere.
+    // Checks the shape and lays everything out; empty bit maps mean `bits` everywhere. Texts speak of ta_kv_pool_options.
     static Result<Geometry> make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
                                  const uint8_t* v_bits, bool falls = false);
 
@@ -62,7 +62,8 @@ struct Geometry {
     double bits_per_element(PageKind kind) const;
 };
 
-// Layers, heads and head_dim that a pool or calibrator accepts; a failure names their places in ta_calibrator_create.
-Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim);
+// Layers, heads and head_dim that a pool or calibrator accepts; a failure names their places in ta_calibrator_create. `in`:
+// what texts call the struct that they are fields of, with a dot.
+Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const char* in = "");
 
 }  // namespace ta

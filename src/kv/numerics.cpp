@@ -8,9 +8,11 @@
 namespace ta {
 namespace {
 
+constexpr char kName[] = "options.numerics";
+
 Status check_range(const char* field, int64_t value, int64_t low, int64_t high) {
     if (value >= low && value <= high) return {};
-    return fail(TA_E_INVALID, "numerics.%s is %lld; it takes %lld..%lld", field, (long long)value, (long long)low,
+    return fail(TA_E_INVALID, "%s.%s is %lld; it takes %lld..%lld", kName, field, (long long)value, (long long)low,
                 (long long)high);
 }
 
@@ -20,7 +22,7 @@ bool pick(ta_switch given, bool by_profile) {
 
 }  // namespace
 
-Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback) {
+Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback, const char* in) {
     switch (exp) {
         case TA_EXP_DEFAULT:
             return fallback;
@@ -31,13 +33,13 @@ Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback) {
         case TA_EXP_SAS:
             return ExpMode::kSas;
         default:
-            return fail(TA_E_INVALID, "exp is %d; it takes a ta_exp", exp);
+            return fail(TA_E_INVALID, "%s.exp is %d; it takes a ta_exp", in, exp);
     }
 }
 
-Status check_p(ta_p p) {
+Status check_p(ta_p p, const char* in) {
     if (p >= TA_P_DEFAULT && p <= TA_P_U8_RUNNING) return {};
-    return fail(TA_E_INVALID, "p is %d; it takes a ta_p", p);
+    return fail(TA_E_INVALID, "%s.p is %d; it takes a ta_p", in, p);
 }
 
 PFormat p_format(ta_p p, int64_t rows) {
@@ -71,12 +73,12 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     TA_RETURN_IF_ERROR(check_range("hadamard", n.hadamard, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("sink_blocks", n.sink_blocks, -1, 1 << 20));
     TA_RETURN_IF_ERROR(check_range("nonfinite", n.nonfinite, TA_NONFINITE_DEFAULT, TA_NONFINITE_SATURATE));
-    TA_RETURN_IF_ERROR(check_p(n.p));
+    TA_RETURN_IF_ERROR(check_p(n.p, kName));
 
     const bool accurate = n.profile == TA_PROFILE_ACCURATE;
     const bool rotatable = can_rotate(int(head_dim));
     if (n.hadamard == TA_ON && !rotatable) {
-        return fail(TA_E_UNSUPPORTED, "numerics.hadamard is on, but head_dim %zu is not a power of two", head_dim);
+        return fail(TA_E_UNSUPPORTED, "options.numerics.hadamard is on, but head_dim %zu is not a power of two", head_dim);
     }
     Numerics r;
     r.k_page_scale = n.k_granularity != TA_GRANULARITY_TOKEN;
@@ -92,14 +94,14 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
     r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
     r.p = n.p != TA_P_DEFAULT ? n.p : accurate ? TA_P_AUTO : TA_P_S8_119;
-    Result<ExpMode> exp = resolve_exp(n.exp, accurate ? ExpMode::kPoly : ExpMode::kSas);
+    Result<ExpMode> exp = resolve_exp(n.exp, accurate ? ExpMode::kPoly : ExpMode::kSas, kName);
     if (!exp.ok()) return std::move(exp).status();
     r.exp = exp.value();
     if (n.k_offset) {
         r.k_offset.assign(n.k_offset, n.k_offset + layers * kv_heads * head_dim);
         for (size_t i = 0; i < r.k_offset.size(); ++i) {
             if (std::fabs(r.k_offset[i]) <= kMaxMagnitude) continue;
-            return fail(TA_E_INVALID, "numerics.k_offset[%zu] is not finite or above 2^56", i);
+            return fail(TA_E_INVALID, "options.numerics.k_offset[%zu] is not finite or above 2^56", i);
         }
     }
     return r;

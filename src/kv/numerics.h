@@ -31,8 +31,9 @@ struct Numerics {
 // `n` may be nullptr: profile accurate. Layers x heads x head_dim is the shape of k_offset.
 Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t head_dim);
 
-Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback);
-Status check_p(ta_p p);
+// `in`: what texts call the struct that has the field.
+Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback, const char* in);
+Status check_p(ta_p p, const char* in);
 
 // Rows of one kv head up to which TA_P_AUTO takes 16 bits.
 inline constexpr int kP16Rows = 16;

@@ -150,17 +150,22 @@ TEST_F(BadTensors, TokenAndChannelCountsMustBeThoseOfTheCall) {
         }
         ta_tensor t = *place.good;
         t.head_dim = 32;
-        if (place.name == std::string_view("dense k")) continue;
         expect_failures({{"channels", [&](ta_error* err) { return place.call(&t, err); }, TA_E_SHAPE, place.argument, "64]"}},
                         true);
     }
-    ta_tensor narrow = *k.view();
-    narrow.head_dim = 32;
-    expect_failures({{"dense head_dim 32",
-                      [&](ta_error* err) {
-                          return ta_attend_dense(context.get(), q.view(), &narrow, v.view(), out.view(), nullptr, nullptr, err);
-                      },
-                      TA_E_UNSUPPORTED, 2, "64, 96, 128 or 256"}},
+    // The channels of several tensors of a dense call.
+    const auto dense = [&](int64_t of_q, int64_t of_k, int64_t of_v, int64_t of_out) {
+        return [=, this](ta_error* err) {
+            ta_tensor tensors[] = {*q.view(), *k.view(), *v.view(), *out.view()};
+            const int64_t channels[] = {of_q, of_k, of_v, of_out};
+            for (int i = 0; i < 4; ++i) tensors[i].head_dim = channels[i];
+            return ta_attend_dense(context.get(), &tensors[0], &tensors[1], &tensors[2], &tensors[3], nullptr, nullptr, err);
+        };
+    };
+    expect_failures({{"all 32", dense(32, 32, 32, 32), TA_E_UNSUPPORTED, 1, "q.head_dim is 32; it takes 64, 96, 128 or 256"},
+                     {"all but q", dense(64, 32, 32, 32), TA_E_UNSUPPORTED, 2, "k.head_dim is 32"},
+                     {"k and v", dense(64, 32, 32, 64), TA_E_SHAPE, 2, "k is [3, 2, 32]; this call takes [3, 2, 64]"},
+                     {"q and out", dense(32, 64, 64, 32), TA_E_UNSUPPORTED, 1, "q.head_dim is 32"}},
                     true);
     EXPECT_TRUE(out.all_poison());
     ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
