@@ -130,6 +130,45 @@ TEST(Golden, ChannelPieces) {
     }
 }
 
+// The worked example of docs/FORMAT.md, byte for byte.
+TEST(Golden, WorkedExample) {
+    constexpr int kToken = 37, kChannel = 77;
+    std::ifstream in(std::filesystem::path(TA_TEST_DIR) / "data" / "golden" / "d128_k4v2_accurate.bin", std::ios::binary);
+    const std::vector<char> bytes(std::istreambuf_iterator<char>(in), {});
+    const ChannelLayout layout(128, 4, 2);
+    ASSERT_EQ(bytes.size(), layout.bytes());
+    const auto at = [&](size_t offset) { return uint8_t(bytes[offset]); };
+    const auto scale_at = [&](size_t offset) {
+        float x;
+        std::memcpy(&x, bytes.data() + offset, sizeof x);
+        return x;
+    };
+    const CodePlace k = k_place(128, 4, kToken, kChannel), v = v_place(128, 2, kToken, kChannel);
+    EXPECT_EQ(layout.k_codes() + k.byte, 2921u);
+    EXPECT_EQ(k.shift, 0u);
+    EXPECT_EQ(at(2921), 0x54);
+    EXPECT_EQ(layout.k_step(), 6144u);
+    EXPECT_EQ(at(6144 + kChannel), 0xe3);
+    EXPECT_EQ(layout.k_zero(), 6272u);
+    EXPECT_EQ(at(6272 + kChannel), 0xf0);
+    EXPECT_EQ(layout.k_scale(), 6688u);
+    EXPECT_EQ(scale_at(6688), 0.356845379f);
+    EXPECT_FLOAT_EQ(0.356845379f * (4 * 3 - 16 + 7 / 8.0f), -1.1151418f);
+    EXPECT_EQ(layout.v_codes() + v.byte, 5932u);
+    EXPECT_EQ(v.shift, 4u);
+    EXPECT_EQ(at(5932), 0x2f);
+    EXPECT_EQ(at(5932) >> v.shift & 3, 2);
+    EXPECT_EQ(layout.v_step(), 6400u);
+    EXPECT_EQ(at(6400 + kChannel), 0x05);
+    EXPECT_EQ(layout.v_zero(), 6528u);
+    EXPECT_EQ(at(6528 + kChannel), 0xf9);
+    EXPECT_EQ(layout.v_exponents(), 6656u);
+    EXPECT_EQ(at(6656 + kToken / 2) >> 4, 3);
+    EXPECT_EQ(layout.v_scale(), 6692u);
+    EXPECT_EQ(scale_at(6692), 1.25420165f);
+    EXPECT_FLOAT_EQ(1.25420165f / 8 * (2 * 5 - 7), 0.47032562f);
+}
+
 // A slot of 2 layers with 2 kv heads, trailer and hashes: pins identity and hash.
 TEST(Golden, Slot) {
     constexpr uint32_t kLayers = 2, kHeads = 2;
