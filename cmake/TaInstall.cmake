@@ -1,4 +1,4 @@
-# cmake --install: libraries, headers, the CMake package TurboAttention and turboattention.pc.
+# cmake --install: libraries, headers, their documents, the CMake package TurboAttention and turboattention.pc.
 include(CMakePackageConfigHelpers)
 
 set(_ta_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/TurboAttention")
@@ -13,6 +13,10 @@ install(TARGETS ${_ta_libraries} EXPORT TurboAttentionTargets
 )
 install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+# What users need and the headers name, with what these link to.
+install(FILES docs/FORMAT.md docs/errors.md docs/gpu.md docs/kernels.md docs/numerics.md docs/threading.md docs/tiers.md
+    DESTINATION "${CMAKE_INSTALL_DOCDIR}/docs"
+)
 install(EXPORT TurboAttentionTargets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"

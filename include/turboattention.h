@@ -1,6 +1,8 @@
 /* TurboAttention: attention over very long, compressed KV caches.
  * SPDX-License-Identifier: Apache-2.0
  *
+ * The folder docs/ that comments here speak of is installed under share/doc/TurboAttention.
+ *
  * Keys and values are kept as INT8/INT4/INT2 pages and attention runs on the integer codes. One decode step:
  *
  *     ta_context* ctx = NULL;  ta_kv_pool* pool = NULL;  ta_plan* plan = NULL;  ta_seq seq = 0;
