@@ -86,18 +86,20 @@ enum {
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
     TA_E_STATE = 0x0201,     /* wrong order of calls: the text says which call belongs first */
-    TA_E_BUSY = 0x0202,      /* an open plan uses the sequence or pool, or another pool the file */
-    TA_E_STALE = 0x0203,     /* the id was released, or was never given out */
+    TA_E_BUSY = 0x0202,      /* an open plan uses the sequence or pool, another pool the file, or moves a step's blocks */
+    TA_E_STALE = 0x0203,     /* the id (sequence, namespace, ticket) was released, or was never given out */
     TA_E_CLOSED = 0x0204,    /* the pool is closed */
     TA_E_FORKED = 0x0205,    /* the handle was made by the parent process */
     TA_E_CANCELLED = 0x0206, /* a callback of the caller asked to stop */
     /* 0x03xx: something ran out */
     TA_E_MEMORY = 0x0301,    /* the allocator returned NULL */
-    TA_E_TIER_FULL = 0x0302, /* the pool's byte budget does not hold the new blocks */
-    TA_E_LIMIT = 0x0303,     /* a documented maximum: sequences, tokens, id space */
+    TA_E_TIER_FULL = 0x0302, /* the pool's byte budget does not hold the new blocks, or the disk not the file */
+    /* A maximum: ta_kv_pool_options.max_sequences, 65536 namespaces, a namespace's quota, 2^40 tokens of a sequence; on a GPU
+     * 2^30 tokens of a sequence, of a step and of a dense call. Or no thread could be started. The text says which. */
+    TA_E_LIMIT = 0x0303,
     /* 0x04xx: the data is wrong */
     TA_E_NONFINITE = 0x0401, /* NaN, Inf or a magnitude above 2^56 in q, k or v */
-    TA_E_CORRUPT = 0x0402,   /* a page does not match its hash */
+    TA_E_CORRUPT = 0x0402,   /* a page does not match its hash; a file is damaged, or of something else */
     /* 0x05xx: the GPU */
     TA_E_DEVICE = 0x0501,      /* a CUDA call failed; the text has CUDA's reason */
     TA_E_DEVICE_LOST = 0x0502, /* an earlier error ended the GPU for this process; every call that needs it returns this */
@@ -720,8 +722,8 @@ typedef struct ta_attend_options {
     float softcap;             /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
     int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
     const float* alibi_slopes; /* [q_heads], up to 2^56: adds slope * (j - p) for key j and query position p; NULL: none */
-    /* [q_heads] learned sink logits: exp(sink) joins the denominator; NULL: none. Like the slopes in the memory of the tensors,
-     * on a GPU in use until the work is done. */
+    /* [q_heads] learned sink logits, finite: exp(sink) joins the denominator; NULL: none. Like the slopes in the memory of the
+     * tensors, on a GPU in use until the work is done. */
     const float* sinks;
     ta_exp exp; /* default: the pool's */
     ta_p p;     /* default: the pool's */
@@ -734,8 +736,9 @@ typedef struct ta_attend_options {
  *            that the shorter one reaches); F16 beyond 65504 becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
- * New tokens are read at 8 bits (stage 1), earlier closed pages at their stored bits. After an append with new tokens the plan
- * attends to that layer only, until the next layer's append. A row that sees no key: out = 0, lse = sink or -inf.
+ * Pages that get new tokens in this step are read at 8 bits, old tokens too, also where the step fills them; other full pages
+ * at their stored bits. After an append with new tokens the plan attends to that layer only, until the next layer's
+ * append. A row that sees no key: out = 0, lse = sink or -inf.
  * Errors: TA_E_INVALID (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot
  * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a CPU), TA_E_STATE, TA_E_MEMORY, on a GPU TA_E_LIMIT (too many rows and
  * pages). */

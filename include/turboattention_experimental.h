@@ -12,7 +12,9 @@ extern "C" {
 /* What one block of a sequence is. */
 typedef struct ta_x_block_info {
     uint32_t struct_size;
-    uint32_t bits;       /* 8: token block; 4 or, if no head has 4, 2: channel block; 2: low block */
+    /* 8: token block; 4 or, if no head has 4, 2: channel block; 2: low block. A pool that has low blocks has no channel blocks
+     * of 2 bits: falling_precision is for pools of 8 and of 4. The trailer in the slot says which kind it is, too. */
+    uint32_t bits;
     uint32_t tokens;     /* 1..64 that belong to the sequence */
     uint32_t owners;     /* sequences that share it */
     uint64_t bytes;      /* of the slot, trailer included */
