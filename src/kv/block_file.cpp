@@ -62,7 +62,7 @@ class BlockLoader {
 
     Result<std::vector<BlockPtr>> load() {
         std::vector<BlockPtr> loaded;
-        std::vector<MoveItem> mine;  // the same with their indices
+        Pool::Loading mine;  // the same with their indices
         std::vector<uint8_t> slot;
         for (uint64_t i = 0; i < blocks_.count; ++i) {
             TA_RETURN_IF_ERROR(go_on(file_.at()));
@@ -73,7 +73,7 @@ class BlockLoader {
             blocks_.claim(i, *block.value());
             TA_RETURN_IF_ERROR(fill(*block.value(), header, slot));
             loaded.push_back(block.value());
-            mine.push_back({block.take(), header.index});
+            mine.blocks.push_back({block.take(), header.index});
         }
         TA_RETURN_IF_ERROR(check_all());
         TA_RETURN_IF_ERROR(go_on(file_.at()));
@@ -110,7 +110,7 @@ class BlockLoader {
     }
 
     // A block for the one that was read, number i.
-    Result<BlockPtr> take(uint64_t i, std::span<const MoveItem> mine) {
+    Result<BlockPtr> take(uint64_t i, Pool::Loading& mine) {
         const PageKind kind = seen_[size_t(i)].kind;
         Result<std::vector<BlockPtr>> taken = pool_.blocks().acquire({&kind, 1});
         if (taken.ok()) return std::move(taken.value()[0]);

@@ -284,8 +284,13 @@ class Pool {
     Result<std::vector<std::pair<ta_seq, Snapshot>>> snapshot_all() const;
     // All or none of them.
     Result<std::vector<ta_seq>> adopt_all(std::vector<Snapshot>&& all);
-    // A block in the device tier. Makes room by moving others out, those of `mine` too, which no sequence has yet.
-    Result<BlockPtr> new_block(PageKind kind, std::span<const MoveItem> mine);
+    // What a load has read so far, which no sequence has yet, from the first one on.
+    struct Loading {
+        std::vector<MoveItem> blocks;
+        size_t above[2] = {0, 0};  // those before have left the device tier, the host tier, or stay there
+    };
+    // A block in the device tier. Makes room by moving others out, those of `mine` too.
+    Result<BlockPtr> new_block(PageKind kind, Loading& mine);
 
     struct SequenceStats {
         uint32_t sequences = 0;
@@ -318,6 +323,12 @@ class Pool {
     TierKind below(TierKind tier) const;
     Status read_place(const Block& block, uint64_t index, const Place& place, uint8_t* slot) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes, Deadline until);
+    bool make_way(TierKind tier, uint64_t bytes, Deadline until);
+    bool send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
+    bool send_down(Loading& mine, uint64_t bytes);
+    void note_failed(const MoveProgress& eviction);
+    Status nothing_leaves(Status full, uint64_t failed_before) const;
+    uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
     bool pass_to_disk(uint64_t bytes, Deadline until);
     bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);
     struct Census;

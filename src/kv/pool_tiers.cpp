@@ -186,14 +186,20 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
 }
 
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
-    if (tier == TierKind::kDisk) return drop_unused(tier, wanted, for_all);
-    take_in_attention(false);
+    if (tier != TierKind::kDisk && make_way(tier, evicted_at_once(tier, wanted), until)) return true;
+    return drop_unused(tier, wanted, for_all);
+}
+
+uint64_t Pool::evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const {
     const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
-    const uint64_t bytes = std::max(bytes_of(wanted), budget / kEvictedPart);
+    return std::max(bytes_of(wanted), budget / kEvictedPart);
+}
+
+bool Pool::make_way(TierKind tier, uint64_t bytes, Deadline until) {
+    take_in_attention(false);
     if (evict(tier, below(tier), bytes, until)) return true;
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
-    if (tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes, until)) return true;
-    return drop_unused(tier, wanted, for_all);
+    return tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes, until);
 }
 
 bool Pool::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
@@ -205,14 +211,17 @@ bool Pool::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
         const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction, until);
         if (progress.moved > 0) return true;
         if (progress.status.code() == TA_E_CORRUPT) continue;
-        if (!progress.status.ok() && progress.status.code() != TA_E_TIER_FULL) {
-            std::lock_guard lock(failed_evictions_mutex_);
-            ++failed_evictions_;
-            failed_eviction_ = progress.status.clone();
-        }
+        note_failed(progress);
         return false;
     }
     return false;
+}
+
+void Pool::note_failed(const MoveProgress& eviction) {
+    if (eviction.status.ok() || eviction.status.code() == TA_E_TIER_FULL) return;
+    std::lock_guard lock(failed_evictions_mutex_);
+    ++failed_evictions_;
+    failed_eviction_ = eviction.status.clone();
 }
 
 uint64_t Pool::failed_evictions() const {
@@ -326,9 +335,48 @@ Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const Page
     return {};
 }
 
-Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) {
+// Full blocks of so many bytes, those first that were read first. False: none went.
+bool Pool::send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes) {
+    size_t& first = mine.above[size_t(from)];
+    const auto stays = [](const Block& b) { return !b.sealed() || b.stuck(); };
+    while (first < mine.blocks.size() && (stays(*mine.blocks[first].block) || mine.blocks[first].block->tier() > from)) ++first;
+    std::vector<MoveItem> items;
+    for (size_t i = first; i < mine.blocks.size() && bytes > 0; ++i) {
+        const Block& block = *mine.blocks[i].block;
+        if (stays(block) || block.tier() != from) continue;
+        items.push_back(mine.blocks[i]);
+        bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(block.kind()));
+    }
+    if (items.empty()) return false;
+    const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction);
+    note_failed(progress);
+    return progress.moved > 0;
+}
+
+// The host tier may be full of nothing but these blocks, and coldest() does not find what no sequence has.
+bool Pool::send_down(Loading& mine, uint64_t bytes) {
+    if (send_down(mine, TierKind::kDevice, below(TierKind::kDevice), bytes)) return true;
+    if (!host_ || !disk_) return false;
+    return send_down(mine, TierKind::kHost, TierKind::kDisk, bytes) ||
+           send_down(mine, TierKind::kDevice, TierKind::kDisk, bytes);
+}
+
+// Of a load, with what the tiers below hold.
+Status Pool::nothing_leaves(Status full, uint64_t failed_before) const {
+    const auto held = [&](TierKind kind) {
+        const TierStats t = tier(kind)->stats();
+        return std::to_string(t.used) + " of " + std::to_string(t.budget) + " bytes";
+    };
+    std::string why = "nothing leaves it:";
+    if (host_) why += " the host tier holds " + held(TierKind::kHost);
+    if (disk_) why += std::string(host_ ? "," : "") + " the disk tier " + (host_ ? "" : "holds ") + held(TierKind::kDisk);
+    return with_cause(std::move(full).because(why.c_str()), failed_before);
+}
+
+Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
+    const uint64_t failed_before = failed_evictions();
     RoomRetry looks(tier_settings_.moves_patience);
     for (int attempts = 0;;) {
         const bool moving = blocks_are_held();
@@ -337,15 +385,17 @@ Result<BlockPtr> Pool::new_block(PageKind kind, std::span<const MoveItem> mine) 
         if (taken.ok()) return std::move(taken.value()[0]);
         Status s = std::move(taken).status();
         if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
-        if (s.code() != TA_E_TIER_FULL || !mover_ || ++attempts == kAttempts) return s;
-        if (make_room(TierKind::kDevice, wanted)) continue;
-        std::vector<MoveItem> items;
-        for (const MoveItem& item : mine) {
-            if (item.block->sealed() && item.block->tier() == TierKind::kDevice) items.push_back(item);
+        if (s.code() != TA_E_TIER_FULL || !mover_) return s;
+        const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
+        if (++attempts == kAttempts) return nothing_leaves(std::move(s), failed_before);
+        if (make_way(TierKind::kDevice, bytes, kNoDeadline)) continue;
+        if (send_down(mine, bytes)) {
+            --attempts;  // they do not come back, so this ends
+            continue;
         }
-        if (!items.empty() && mover_->run(items, below(TierKind::kDevice), MoveReason::kEviction).moved > 0) continue;
+        if (drop_unused(TierKind::kDevice, wanted, false)) continue;
         // What others move now, or made room of while this was looking for some.
-        if ((!moving && blocks_->changes() == seen) || !looks.again()) return s;
+        if ((!moving && blocks_->changes() == seen) || !looks.again()) return nothing_leaves(std::move(s), failed_before);
         --attempts;
     }
 }

@@ -458,6 +458,63 @@ TEST_F(PoolFile, AcrossTiers) {
     }
 }
 
+// What is loaded goes on from a host tier that it fills, and past one that is pinned. What others have published stays.
+TEST_F(PoolFile, ALoadUsesTheDiskBelowAHostTier) {
+    const KvPool from = make_pool(context, options());
+    std::vector<ta_seq> seqs;
+    for (uint64_t text = 0; text < 6; ++text) seqs.push_back(write(from, 700, text));
+    save(from, path("all"));
+    ta_error err;
+    require(ta_seq_save(from.get(), write(from, 6 * 700, 7), path("long").c_str(), nullptr, nullptr, &err), err);
+    for (const bool pinned : {false, true}) {
+        SCOPED_TRACE(pinned ? "others pinned" : "others published");
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = uint64_t{256} << 10;
+        tiers.disk_bytes = uint64_t{8} << 20;
+        const KvPool pool = make_pool(context, small_options(20, &tiers));
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq there = write(pool, 6 * 64, 8);
+        publish(pool, there, space, 8, 6);
+        if (pinned) {
+            const ta_seq fills = write(pool, 20 * 64, 9);
+            move(pool, fills, 20, TA_TIER_HOST);
+            ASSERT_GT(residency(pool, fills).host_blocks, 5u);
+            require(ta_seq_pin(pool.get(), fills, 0, 20, &err), err);
+        } else {
+            release(pool, there);
+        }
+        const std::vector<ta_loaded_seq> all = load(pool, path("all"));
+        ta_seq alone = 0;
+        require(ta_seq_load(pool.get(), path("long").c_str(), nullptr, nullptr, &alone, &err), err);
+        EXPECT_GT(tier_stats(pool, TA_TIER_DISK).blocks, 60u);
+        EXPECT_EQ(space_stats(pool, space).entries, 6u);
+        verify(pool, alone);
+        for (ta_seq s : seqs) EXPECT_TRUE(same_values(from, s, pool, loaded_as(all, s), 700));
+        // Then the disk is too small.
+        tiers.disk_bytes = uint64_t{256} << 10;
+        const KvPool small = make_pool(context, small_options(20, &tiers));
+        EXPECT_EQ(ta_seq_load(small.get(), path("long").c_str(), nullptr, nullptr, &alone, &err), TA_E_TIER_FULL);
+        EXPECT_EQ(stats(small).bytes_used + tier_stats(small, TA_TIER_DISK).blocks, 0u);
+    }
+}
+
+// Nor is more of it moved down, where it loses bits, than there is room wanted.
+TEST_F(PoolFile, ALoadTakesNoBitsFromWhatFits) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = uint64_t{4} << 20;
+    tiers.falling_precision = TA_ON;
+    auto o = options(8);
+    o.tiers = &tiers;
+    const KvPool from = make_pool(context, o);
+    const ta_seq seq = write(from, 30 * 64, 1);
+    save(from, path("file"));
+    o.budget_bytes = 27 * stats(from).token_block_bytes;
+    const KvPool pool = make_pool(context, o);
+    const ta_residency r = residency(pool, loaded_as(load(pool, path("file")), seq));
+    EXPECT_EQ(r.device_blocks, 27u);
+    EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).fallen_blocks, 2u) << "three went, of which one is a sink";
+}
+
 // What a load brought and does not keep, or moved down to make room, is of the namespace that the file names.
 // Of a pool without tiers what is published and nobody uses makes room, for files that are good and fit.
 TEST_F(PoolFile, AFailedLoadDropsNothingThatIsPublished) {
@@ -492,7 +549,8 @@ TEST_F(PoolFile, AFailedLoadDropsNothingThatIsPublished) {
 }
 
 TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
-    const KvPool from = make_pool(context, options());
+    const auto all_alike = options(8);  // any slot can be the next block's
+    const KvPool from = make_pool(context, all_alike);
     const ta_seq seq = write(from, 40 * 64, 1);
     publish(from, seq, make_namespace(from, 1), 1, 40);
     save(from, path("good"), TA_SAVE_PUBLISHED);
@@ -513,7 +571,10 @@ TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
         const Context own = slots.make_context();
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = uint64_t{8} << 20;
-        const KvPool pool = make_pool(own, c.tiered ? small_options(10, &tiers) : options());
+        auto o = all_alike;
+        if (c.tiered) o.budget_bytes = 12 * stats(from).token_block_bytes;
+        if (c.tiered) o.tiers = &tiers;
+        const KvPool pool = make_pool(own, o);
         ta_loaded_seq out[1];
         uint64_t n = 0;
         ta_error err;
