@@ -34,8 +34,12 @@ class StepRoom {
     std::optional<Status> take_new_blocks(std::optional<uint64_t>& reading);
     bool make_or_await_room(uint64_t seen);
     bool drop();
-    bool others_hold_room() const;
-    bool await_others(bool before);
+    struct Others {
+        bool hold_room;
+        uint64_t changes;  // of plans, before
+    };
+    Others look_at_others() const;
+    bool await_others(const Others& before);
     bool may_wait() const { return Clock::now() < patience_ends_; }
     struct BlockOfStep {
         size_t sequence, block;
@@ -76,7 +80,7 @@ StepRoom::StepRoom(Pool& pool, std::span<Sequence* const> sequences, std::span<c
       patience_ends_(start_ + plans_patience_),
       looks_(pool.mover() ? pool.tier_settings().moves_patience : plans_patience_),
       brief_looks_(std::min(pool.tier_settings().moves_patience, kBriefly)),
-      turn_(pool.room_queue(), [this](bool waits) { pool_.set_waiting(sequences_, waits); }) {}
+      turn_(pool.room_queue(), [this](RoomQueue::Waits waits) { pool_.set_waiting(sequences_, waits); }) {}
 
 StepRoom::~StepRoom() {
     if (!waited_for_blocks_ && !waited_for_room_) return;
@@ -90,17 +94,17 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
     if (!pool_.mover()) return find_on_device();
     turn_.give_way();
     for (;;) {
-        const bool beside_others = others_hold_room();
+        const Others others = look_at_others();
         std::optional<Status> s = bring_blocks();
         if (s && s->ok()) s = take_new_blocks(reading);
-        if (s && (s->code() != TA_E_TIER_FULL || !await_others(beside_others))) return *std::move(s);
+        if (s && (s->code() != TA_E_TIER_FULL || !await_others(others))) return *std::move(s);
     }
 }
 
 // Without tiers below.
 Status StepRoom::find_on_device() {
     for (;;) {
-        const bool beside_others = others_hold_room();
+        const Others others = look_at_others();
         Status s = reserve_();
         if (s.code() != TA_E_TIER_FULL || ++made_ > kMostAttempts) return s;
         if (pool_.drop_unused(TierKind::kDevice, wanted_, true)) continue;
@@ -108,19 +112,26 @@ Status StepRoom::find_on_device() {
             --made_;
             continue;
         }
-        if (pool_.drop_coldest(wanted_, sequences_, {}) == Pool::Drop::kNothing && !await_others(beside_others)) return s;
+        if (pool_.drop_coldest(wanted_, sequences_, {}) == Pool::Drop::kNothing && !await_others(others)) return s;
     }
 }
 
-// Whether there are blocks that may be room later: when other plans end, or calls let go of them.
-bool StepRoom::others_hold_room() const {
-    if (!pool_.mover() && !pool_.may_drop()) return false;  // none that this step could have
-    return pool_.blocks_are_held() || pool_.others_in_plans(sequences_);
+// Whether there are blocks that may be room later: when other plans end, or calls let go of them. Begins that are queued behind
+// this one wait for it: they end when it does.
+StepRoom::Others StepRoom::look_at_others() const {
+    Others o{false, pool_.plan_changes()};
+    if (!pool_.mover() && !pool_.may_drop()) return o;  // none that this step could have
+    o.hold_room = pool_.blocks_are_held() ||
+                  (pool_.others_in_plans(sequences_) && (!turn_.is_first() || pool_.others_make_room(sequences_)));
+    return o;
 }
 
-// False: there are none, nor were there when this last began to look (`before`), or it is too late.
-bool StepRoom::await_others(bool before) {
-    if (!may_wait() || (!before && !others_hold_room())) return false;
+// False: there are none, nor were there since this last began to look (`before`), or it is too late.
+bool StepRoom::await_others(const Others& before) {
+    if (!may_wait()) return false;
+    const Others now = look_at_others();
+    const bool changed = (pool_.mover() || pool_.may_drop()) && pool_.plan_changes() != before.changes;
+    if (!before.hold_room && !now.hold_room && !changed) return false;
     waited_for_room_ = true;
     turn_.wait(patience_ends_, [this] { pool_.await_readers(); });
     made_ = turns_ = 0;

@@ -445,6 +445,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
     }
     if (!status.ok()) return status;
     in_plans_ += taken.size();
+    ++plan_changes_;
     return taken;
 }
 
@@ -460,6 +461,7 @@ void Pool::unlock_for_plan(std::span<Sequence* const> seqs) {
     std::lock_guard lock(mutex_);
     for (Sequence* s : seqs) s->in_plan = false;
     in_plans_ -= seqs.size();
+    ++plan_changes_;
 }
 
 Pool::SequenceStats Pool::sequence_stats() const {

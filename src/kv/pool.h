@@ -34,8 +34,8 @@ struct Sequence {
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
-    bool waits = false;  // its plan's begin waits for room, and reads nothing: its blocks may go to the disk
-    bool may_be_read() const { return in_plan && !waits; }
+    RoomQueue::Waits waits = RoomQueue::Waits::kNot;  // for room, its plan's begin
+    bool may_be_read() const { return in_plan && waits == RoomQueue::Waits::kNot; }
     uint64_t last_used = 0;  // by a plan: the pool's count of uses then
     std::chrono::steady_clock::time_point last_used_at;
     // Before the begin that goes on, which may fail.
@@ -182,12 +182,16 @@ class Pool {
         const Pool& pool_;
     };
     RoomQueue& room_queue() { return room_queue_; }
-    // Whether the begin of a plan with these sequences waits for room, and others may send their blocks to the disk.
-    void set_waiting(std::span<Sequence* const> mine, bool waits);
+    // What the begin of a plan with these sequences does from now on.
+    void set_waiting(std::span<Sequence* const> mine, RoomQueue::Waits waits);
     // Until those are done who are reading, or for a moment.
     void await_readers() const;
     // Whether other plans have sequences than the one that holds `mine`.
     bool others_in_plans(std::span<Sequence* const> mine) const { return in_plans_.load() > mine.size(); }
+    // Likewise, but for begins that are queued for room.
+    bool others_make_room(std::span<Sequence* const> mine) const;
+    // Grows when a plan takes or gives back sequences, and when its begin starts or ends to wait.
+    uint64_t plan_changes() const { return plan_changes_.load(); }
     // Whether a move or a call holds blocks that it lets go of soon.
     bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
     StagingMode staging() const { return tier_settings_.staging; }
@@ -396,8 +400,10 @@ class Pool {
     std::atomic<bool> closed_{false};                   // written under mutex_
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
-    uint64_t uses_ = 0;                        // of sequences by plans
-    std::atomic<size_t> in_plans_{0};          // sequences
+    uint64_t uses_ = 0;                // of sequences by plans
+    std::atomic<size_t> in_plans_{0};  // sequences; written under mutex_, as the next two
+    size_t queued_ = 0;                // of them, by begins that are queued for room
+    std::atomic<uint64_t> plan_changes_{0};
     mutable std::atomic<int> holders_{0};      // calls of BlockHold
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing

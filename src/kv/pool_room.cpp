@@ -217,9 +217,19 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
     }
 }
 
-void Pool::set_waiting(std::span<Sequence* const> mine, bool waits) {
+void Pool::set_waiting(std::span<Sequence* const> mine, RoomQueue::Waits waits) {
     std::lock_guard lock(mutex_);
-    for (Sequence* s : mine) s->waits = waits;
+    for (Sequence* s : mine) {
+        queued_ -= s->waits == RoomQueue::Waits::kQueued;
+        s->waits = waits;
+        queued_ += s->waits == RoomQueue::Waits::kQueued;
+    }
+    ++plan_changes_;
+}
+
+bool Pool::others_make_room(std::span<Sequence* const> mine) const {
+    std::lock_guard lock(mutex_);
+    return in_plans_ > mine.size() + queued_;
 }
 
 void Pool::await_readers() const {

@@ -36,11 +36,11 @@ RoomQueue::Turn::~Turn() {
 
 void RoomQueue::Turn::wait(Clock::time_point most, const std::function<void()>& pause) {
     queue_.join(*this);
-    set_waiting_(true);
+    set_waiting_(Waits::kQueued);
     do {
         pause();
     } while (Clock::now() < most && !queue_.is_first(this));
-    set_waiting_(false);
+    set_waiting_(Waits::kNot);
 }
 
 void RoomQueue::Turn::give_way() {
@@ -48,9 +48,9 @@ void RoomQueue::Turn::give_way() {
     const auto start = Clock::now();
     const Turn* const first = queue_.take_way();
     if (!first) return;
-    set_waiting_(true);
+    set_waiting_(Waits::kGivesWay);
     while (queue_.is_first(first) && Clock::now() - start < kWay) std::this_thread::sleep_for(kPause);
-    set_waiting_(false);
+    set_waiting_(Waits::kNot);
 }
 
 }  // namespace ta

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <utility>
@@ -13,12 +14,15 @@ namespace ta {
 class RoomQueue {
   public:
     using Clock = std::chrono::steady_clock;
+    // While a begin waits it reads nothing, and others may send its blocks to the disk. One that gives way goes on by itself
+    // soon; one that is queued has no room and makes none until it is its turn.
+    enum class Waits : uint8_t { kNot, kGivesWay, kQueued };
 
     // One begin. Used by one thread.
     class Turn {
       public:
-        // `set_waiting(true)`: the begin reads nothing, and others may send its blocks to the disk, until set_waiting(false).
-        Turn(RoomQueue& queue, std::function<void(bool)> set_waiting) : queue_(queue), set_waiting_(std::move(set_waiting)) {}
+        // `set_waiting` is called with what the begin does from then on.
+        Turn(RoomQueue& queue, std::function<void(Waits)> set_waiting) : queue_(queue), set_waiting_(std::move(set_waiting)) {}
         ~Turn();
         Turn(const Turn&) = delete;
         Turn& operator=(const Turn&) = delete;
@@ -28,11 +32,13 @@ class RoomQueue {
         // Lets one go first that has waited for long: without this it would find a sequence that takes step after step in no
         // plan hardly ever. A few times only, since it may wait for what it cannot have. Before the first wait().
         void give_way();
+        // Once it is, it stays so.
+        bool is_first() const { return queue_.is_first(this); }
 
       private:
         friend RoomQueue;
         RoomQueue& queue_;
-        const std::function<void(bool)> set_waiting_;
+        const std::function<void(Waits)> set_waiting_;
         // Guarded by the queue's mutex.
         bool queued_ = false;
         Clock::time_point since_;

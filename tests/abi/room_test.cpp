@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <thread>
+#include <vector>
 
 #include "abi/tier_twins.h"
 
@@ -73,6 +74,57 @@ TEST_P(Room, ABeginThatWaitsInVainEndsInTime) {
     EXPECT_GE(Clock::now() - start, 290ms);
     EXPECT_LT(Clock::now() - start, 5s);
     EXPECT_EQ(length(pool, fresh), 0);
+}
+
+// All wait for a plan. When it has ended nobody is left who would make room.
+TEST_P(Room, BeginsThatDoNotFitDoNotWaitForEachOther) {
+    make(20000);
+    constexpr int32_t kTooMany = 18 * 64;  // beside a sink of each sequence
+    std::vector<ta_seq> seqs;
+    for (int i = 0; i < 4; ++i) grow(seqs.emplace_back(make_sequence(pool)), 3);
+    const Plan open = make_plan(pool);
+    ASSERT_EQ(begin_on(open, make_sequence(pool), 0), TA_OK);
+    const auto start = Clock::now();
+    std::vector<std::jthread> threads;
+    for (const ta_seq seq : seqs) {
+        threads.emplace_back([&, seq] {
+            const Plan plan = make_plan(pool);
+            EXPECT_EQ(begin_on(plan, seq, kTooMany), TA_E_TIER_FULL);
+            EXPECT_EQ(begin_on(plan, seq, 1), TA_OK);
+            EXPECT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+        });
+    }
+    std::this_thread::sleep_for(200ms);
+    EXPECT_EQ(ta_plan_abort(open.get(), nullptr), TA_OK);
+    threads.clear();
+    EXPECT_LT(Clock::now() - start, 15s);
+}
+
+// While a plan is open they do.
+TEST_P(Room, BeginsThatWaitBesideEachOtherForAnOpenPlan) {
+    make(20000);
+    const ta_seq held = make_sequence(pool);
+    grow(held, 18);
+    const Plan open = make_plan(pool);
+    ASSERT_EQ(begin_on(open, held, 0), TA_OK);
+    const auto start = Clock::now();
+    std::atomic<int> begun{0};
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < 3; ++i) {
+        threads.emplace_back([&] {
+            const Plan plan = make_plan(pool);
+            ta_error err;
+            EXPECT_EQ(begin_on(plan, make_sequence(pool), 5 * 64, &err), TA_OK) << err.message;
+            ++begun;
+            EXPECT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+        });
+    }
+    std::this_thread::sleep_for(200ms);
+    EXPECT_EQ(begun.load(), 0);
+    EXPECT_EQ(ta_plan_abort(open.get(), nullptr), TA_OK);
+    threads.clear();
+    EXPECT_EQ(begun.load(), 3);
+    EXPECT_LT(Clock::now() - start, 15s);
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, Room,

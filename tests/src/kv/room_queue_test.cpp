@@ -11,27 +11,30 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = RoomQueue::Clock;
 
+using Waits = RoomQueue::Waits;
+
 class Rooms : public ::testing::Test {
   protected:
     // A begin that notes whether others may take its blocks, and how often it paused.
     struct Begin {
         explicit Begin(RoomQueue& queue) {
-            turn.emplace(queue, [this](bool waits) {
-                EXPECT_NE(waits, waiting);
+            turn.emplace(queue, [this](Waits waits) {
+                EXPECT_NE(waits == Waits::kNot, waiting == Waits::kNot);
                 waiting = waits;
-                changes += waits;
+                changes += waits != Waits::kNot;
+                ways_given += waits == Waits::kGivesWay;
             });
         }
         void wait(Clock::duration most) {
             turn->wait(Clock::now() + most, [this] {
-                EXPECT_TRUE(waiting);
+                EXPECT_EQ(waiting, Waits::kQueued);
                 ++pauses;
                 std::this_thread::sleep_for(1ms);
             });
-            EXPECT_FALSE(waiting);
+            EXPECT_EQ(waiting, Waits::kNot);
         }
-        bool waiting = false;
-        int changes = 0, pauses = 0;
+        Waits waiting = Waits::kNot;
+        int changes = 0, ways_given = 0, pauses = 0;
         std::optional<RoomQueue::Turn> turn;
     };
     static Clock::duration time_of(const std::function<void()>& work) {
@@ -46,9 +49,12 @@ class Rooms : public ::testing::Test {
 TEST_F(Rooms, WhoCameFirstGoesFirst) {
     std::optional<Begin> a(queue);
     Begin b(queue);
+    EXPECT_FALSE(a->turn->is_first());
     a->wait(10s);
     EXPECT_EQ(a->pauses, 1) << "nobody is before it";
     b.wait(20ms);
+    EXPECT_TRUE(a->turn->is_first());
+    EXPECT_FALSE(b.turn->is_first());
     EXPECT_GT(b.pauses, 1) << "it is not its turn until the first one is through";
     a->wait(10s);
     EXPECT_EQ(a->pauses, 2) << "its place is its own until then";
@@ -59,6 +65,7 @@ TEST_F(Rooms, WhoCameFirstGoesFirst) {
     EXPECT_LT(time_of([&] { b.wait(10s); }), 5s);
     ends.join();
     EXPECT_EQ(b.changes, 2);
+    EXPECT_TRUE(b.turn->is_first());
 }
 
 TEST_F(Rooms, NobodyWaitsLongerThanItMay) {
@@ -79,7 +86,8 @@ TEST_F(Rooms, WhoHasWaitedForLongIsLetGoFirst) {
     std::this_thread::sleep_for(25ms);
     EXPECT_GE(time_of([&] { fresh.turn->give_way(); }), 50ms);
     EXPECT_EQ(fresh.changes, 1);
-    EXPECT_FALSE(fresh.waiting);
+    EXPECT_EQ(fresh.ways_given, 1);
+    EXPECT_EQ(fresh.waiting, Waits::kNot);
     std::thread ends([&] {
         std::this_thread::sleep_for(5ms);
         a.reset();
