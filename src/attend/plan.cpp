@@ -296,7 +296,10 @@ Status Plan::end() {
     TA_RETURN_IF_ERROR(backend_->may_end());
     TA_RETURN_IF_ERROR(backend_->seal());
     Pool::Counters& counters = pool_->counters();
+    bool filled = false;
     for (StepMember& m : step_.members) {
+        const auto first = std::max<int64_t>(m.length / kPageTokens, pool_->numerics().sink_blocks);
+        filled = filled || (m.length + m.n_new) / kPageTokens > first;
         for (const StepBlock& t : m.touched) counters.closed_pages += t.channel ? g.layers : 0;
         counters.copied_blocks += m.copied;
         counters.reopened_blocks += m.reopened;
@@ -321,7 +324,7 @@ Status Plan::end() {
     });
     clear();
     try {
-        pool_->keep_room();
+        pool_->keep_room(filled);
     } catch (const std::bad_alloc&) {
         // The step is committed; the next one makes room.
     }

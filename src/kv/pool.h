@@ -244,8 +244,9 @@ class Pool {
     // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of
     // `mine`, which need not come any more. False: nothing was dropped.
     bool drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine);
-    // After a step: lets blocks leave in the background when the device tier is nearly full.
-    void keep_room();
+    // After a step: lets blocks leave in the background when the device tier is nearly full. `filled`: the step made blocks
+    // full that may leave.
+    void keep_room(bool filled);
     // Moves of full blocks [first, first + n) of a sequence that is in no plan.
     Result<uint64_t> move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason);
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
@@ -407,7 +408,7 @@ class Pool {
     mutable std::atomic<int> holders_{0};      // calls of BlockHold
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
-    std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction
+    std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction; 0: nothing might leave
     std::unique_ptr<Mover> mover_;             // last: its threads use the rest
 };
 

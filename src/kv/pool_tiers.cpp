@@ -239,25 +239,31 @@ Status Pool::with_cause(Status s, uint64_t before) const {
     return std::move(s).because(failed_eviction_.detail()->message);
 }
 
-void Pool::keep_room() {
+void Pool::keep_room(bool filled) {
     if (!mover_) return;
-    constexpr std::chrono::seconds kPause{1};  // after an eviction that moved nothing
+    constexpr std::chrono::seconds kPause{1};  // after an eviction that moved nothing, or where nothing might leave
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const TierKind to = below(TierKind::kDevice);
     const uint64_t used = blocks_->usage().used, budget = blocks_->budget();
     const auto part = [&](int percent) { return budget / 100 * uint64_t(percent) + budget % 100 * uint64_t(percent) / 100; };
     if (used <= part(tier_settings_.high_percent)) return;
-    if (const uint64_t last = keeping_room_.load(); last != 0) {
+    uint64_t last = keeping_room_.load();
+    bool in_vain = last == 0 && !filled;
+    if (last != 0) {
         Result<MoveProgress> progress = mover_->query(last);
         if (progress.ok() && progress.value().state <= TA_MOVE_RUNNING) return;
-        if (progress.ok() && progress.value().moved == 0 && now.count() < keep_room_after_.load()) return;
+        in_vain = progress.ok() && progress.value().moved == 0;
     }
+    if (in_vain && now.count() < keep_room_after_.load()) return;
     take_in_attention(false);
     std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(tier_settings_.low_percent), to == TierKind::kDisk);
-    if (items.empty()) return;
+    keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
+    if (items.empty()) {
+        keeping_room_.compare_exchange_strong(last, 0);  // another step's that found some stays
+        return;
+    }
     if (Result<uint64_t> ticket = mover_->submit(std::move(items), to, MoveReason::kEviction); ticket.ok())
         keeping_room_ = ticket.value();
-    keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
 }
 
 Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {

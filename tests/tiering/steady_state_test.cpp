@@ -102,6 +102,64 @@ TEST(SteadyState, WithoutWatermarksItWaits) {
     EXPECT_GE(run.longest, kPerSlot);
 }
 
+// Notes how often blocks that leave are chosen.
+class Choices final : public AttentionSource {
+  public:
+    explicit Choices(Pool& pool) : pool_(pool) { pool_.add_attention_source(this); }
+    ~Choices() override { pool_.remove_attention_source(this); }
+    void take_in(bool) override { ++n; }
+    int n = 0;
+
+  private:
+    Pool& pool_;
+};
+
+// A step does not look at all blocks again and again where none may leave; it does when one may.
+TEST(SteadyState, StepsDoNotLookInVainForWhatMayLeave) {
+    Context::Options context_options;
+    context_options.threads = 1;
+    Result<std::shared_ptr<Context>> context = Context::create(context_options);
+    Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+    ta_numerics settings{};
+    settings.sink_blocks = 1;
+    Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+    TierSettings tiers;
+    tiers.host_budget = uint64_t{16} << 20;
+    tiers.high_percent = 5;
+    tiers.low_percent = 1;
+    const uint64_t budget = 10 * g.value().token_slot_bytes;
+    Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);
+    const std::shared_ptr<Pool> pool = made.take();
+    const ta_seq seq = pool->create_sequence().value();
+    Plan plan(pool);
+    const auto step = [&](int32_t tokens) {
+        std::vector<float> x(size_t(tokens) * 64, 1.0f);
+        ta_tensor t{};
+        t.struct_size = sizeof t;
+        t.dtype = TA_DTYPE_F32;
+        t.data = x.data();
+        t.tokens = tokens;
+        t.heads = 1;
+        t.head_dim = 64;
+        ASSERT_TRUE(plan.begin({&seq, 1}, &tokens, nullptr).ok());
+        if (tokens > 0) {
+            Result<TensorView> view = view_tensor(t, "x");
+            ASSERT_TRUE(plan.append(0, view.value(), view.value()).ok());
+        }
+        ASSERT_TRUE(plan.end().ok());
+    };
+    Choices choices(*pool);
+    const auto start = std::chrono::steady_clock::now();
+    step(70);  // a sink and an open block
+    for (int i = 0; i < 100; ++i) step(0);
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() - start).count();
+    EXPECT_GE(choices.n, 1);
+    EXPECT_LE(choices.n, 1 + seconds);
+    step(64);
+    for (int i = 0; i < 10000 && pool->mover()->busy(); ++i) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_EQ(pool->mover()->counters().blocks_in[size_t(TierKind::kHost)], 1u) << "the second block is full";
+}
+
 // Room that other steps stage in is waited for where no blocks may leave, as long as the pool says.
 TEST(SteadyState, BeginWaitsForScratch) {
     for (const milliseconds patience : {milliseconds(60000), milliseconds(0)}) {
