@@ -593,7 +593,8 @@ typedef struct ta_move_info {
 TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
                              ta_error* err);
 TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err);
-/* Pinned blocks do not leave their tier for a slower one. Pins are counted; a block has them in all sequences that share it.
+/* Pinned blocks do not leave their tier for a slower one. Pins are counted; a block has them in all sequences that share it. A
+ * published block keeps them when the last of these is released: unpin it before, or through ta_seq_match_prefix.
  * Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_STATE (a block is not full or, for unpin, not
  * pinned; nothing was changed). */
 TA_API ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
