@@ -579,7 +579,7 @@ typedef struct ta_move_info {
     uint64_t blocks;     /* asked for */
     uint64_t moved;
     uint64_t present; /* were there already */
-    uint64_t skipped; /* not full, pinned, or on another move; of a prefetch also: no room */
+    uint64_t skipped; /* not full, pinned, released, or on another move; of a prefetch also: no room */
     uint64_t failed;
     ta_status status; /* of the first block that failed */
     int32_t reserved;

@@ -344,7 +344,7 @@ class Pool {
     uint64_t bytes_of(std::span<const PageKind> kinds) const;
     uint64_t bytes_on_disk(std::span<Sequence* const> seqs) const;
     void drop(std::span<const MoveItem> items);
-    Result<std::vector<MoveItem>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
+    Result<std::vector<MoveRequest>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
     void give_slot(const Sequence& s);
     static Status busy(ta_seq seq);

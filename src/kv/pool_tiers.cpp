@@ -406,14 +406,14 @@ Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
     }
 }
 
-Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
-    std::vector<MoveItem> items;
+Result<std::vector<MoveRequest>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
+    std::vector<MoveRequest> items;
     Status found = inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
         items.reserve(n);
         for (uint64_t b = first; b < first + n; ++b) {
             const BlockPtr& block = s.blocks[size_t(b)];
-            items.push_back({block->sealed() ? block : nullptr, b});
+            items.push_back(block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
         }
         return {};
     });
@@ -424,7 +424,7 @@ Result<std::vector<MoveItem>> Pool::full_blocks(ta_seq seq, uint64_t first, uint
 Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
     if (to != TierKind::kDevice && !tier(to))
         return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk").argument(4);
-    Result<std::vector<MoveItem>> items = full_blocks(seq, first, n);
+    Result<std::vector<MoveRequest>> items = full_blocks(seq, first, n);
     if (!items.ok()) return std::move(items).status();
     if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
     return mover_->submit(items.take(), to, reason);

@@ -23,6 +23,19 @@ constexpr std::chrono::milliseconds kAMoment{20};        // for readers, be it l
 constexpr size_t kHanded = 64;                           // parts that callers have started and no thread has taken over
 constexpr size_t kFinishedTickets = 4096;                // that can still be asked about
 
+bool is_full(const MoveItem& item) {
+    return item.block != nullptr;
+}
+bool is_full(const MoveRequest& request) {
+    return request.full;
+}
+PageKind kind_of(const MoveItem& item) {
+    return item.block->kind();
+}
+PageKind kind_of(const MoveRequest& request) {
+    return request.kind;
+}
+
 void add(MoveProgress& all, MoveProgress&& part) {
     all.moved += part.moved;
     all.present += part.present;
@@ -65,36 +78,50 @@ void Mover::stop() {
     {
         std::lock_guard lock(mutex_);
         stopping_ = true;
-        for (auto& [id, ticket] : known_) cancel(*ticket);
     }
+    cancel_all();
     for (std::condition_variable& threads : wake_) threads.notify_all();
     for (std::thread& t : threads_) t.join();
 }
 
 // ----------------------------------------------------------------------------------------------------------------- tickets
 
-Result<uint64_t> Mover::submit(std::vector<MoveItem> items, TierKind to, MoveReason reason) {
+Result<uint64_t> Mover::submit(std::span<const MoveItem> items, TierKind to, MoveReason reason) {
+    std::vector<MoveRequest> requests;
+    requests.reserve(items.size());
+    for (const MoveItem& item : items)
+        requests.push_back(item.block ? MoveRequest(item.block, item.index, item.last_used_at) : MoveRequest(item.index));
+    return submit(std::move(requests), to, reason);
+}
+
+Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, MoveReason reason) {
     auto ticket = std::make_shared<Ticket>();
-    ticket->items = std::move(items);
+    ticket->requests = std::move(requests);
     ticket->to = to;
     ticket->reason = reason;
-    ticket->progress.blocks = ticket->items.size();
+    ticket->progress.blocks = ticket->requests.size();
+    if (reason == MoveReason::kPrefetch) {
+        for (MoveRequest& request : ticket->requests) {
+            const BlockPtr block = request.block.lock();
+            request.prefetched = block && block->tier() != to;
+            if (request.prefetched) block->prefetch().ask();
+        }
+    }
     const int direction = to == TierKind::kDevice ? 0 : 1;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     // What goes to the device overtakes what is moved out for it.
     Queue& queue = queues_[direction];
-    queue.push_back(ticket);
     try {
         known_.emplace(ticket->id, ticket);
+        queue.push_back(ticket);
     } catch (...) {
-        queue.pop_back();
+        known_.erase(ticket->id);
+        lock.unlock();
+        end_prefetches(ticket->requests);
         throw;
     }
-    for (MoveItem& item : ticket->items) {
-        item.prefetched = reason == MoveReason::kPrefetch && item.block && item.block->tier() != to;
-        if (item.prefetched) item.block->prefetch().ask();
-    }
+    ticket->queued = true;
     // Somebody waits for what is asked for: the first parts are on their way before a thread is awake.
     if (copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk) start_here(*ticket, direction, lock);
     wake_[direction].notify_all();
@@ -128,10 +155,11 @@ void Mover::start_here(const Ticket& ticket, int direction, std::unique_lock<std
 // is left to check when the last has arrived; a device checks faster than it is waited for. Where copies run beside this,
 // little at first, too, so that the bus is busy before all is prepared. Otherwise few parts: between the copies of one the bus
 // is busy, between parts it stands still for 3 us.
-Mover::Cut Mover::cut_part(std::span<const MoveItem> items, TierKind to, uint64_t before) const {
+template <class Item>
+Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t before) const {
     const Geometry& g = sharing_.pool.geometry();
-    const auto bytes_of = [&](const MoveItem& item) { return item.block ? uint64_t{g.slot_bytes(item.block->kind())} : 0; };
-    const auto full = std::find_if(items.begin(), items.end(), [](const MoveItem& item) { return item.block != nullptr; });
+    const auto bytes_of = [&](const Item& item) { return is_full(item) ? uint64_t{g.slot_bytes(kind_of(item))} : 0; };
+    const auto full = std::find_if(items.begin(), items.end(), [](const Item& item) { return is_full(item); });
     const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
     const uint64_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
     const uint64_t soon = copies_beside_ && to != TierKind::kDisk ? std::max(2 * before, kFirstPartBytes) : most;
@@ -181,7 +209,7 @@ bool Mover::take_flight(int direction, Flight& flight) {
 
 // Who waits for the ticket is awake when it is finished. Under the lock.
 void Mover::look_ahead(Ticket& t) {
-    if (t.landing || t.next < t.items.size() || (t.parts > 1 && t.left > kSoonBytes)) return;
+    if (t.landing || t.next < t.requests.size() || (t.parts > 1 && t.left > kSoonBytes)) return;
     t.landing = true;
     finished_.notify_all();
 }
@@ -193,15 +221,17 @@ bool Mover::take_part(int direction, Flight& flight) {
     flight.ticket = queue.front();
     Ticket& t = *flight.ticket;
     t.progress.state = TA_MOVE_RUNNING;
-    if (t.cancelled) t.next = t.items.size();
-    const std::span rest(t.items.data() + t.next, t.items.size() - t.next);
+    const std::span<const MoveRequest> rest = std::span(t.requests).subspan(t.next);
     const Cut cut = cut_part(rest, t.to, t.taken);
-    flight.items = rest.first(cut.items);
+    flight.requests = rest.first(cut.items);
     flight.bytes = cut.bytes;
     t.next += cut.items;
     t.taken += cut.bytes;
     t.left += cut.bytes;
-    if (t.next == t.items.size()) queue.pop_front();
+    if (t.next == t.requests.size()) {
+        t.queued = false;
+        queue.pop_front();
+    }
     ++t.parts;
     return true;
 }
@@ -209,6 +239,8 @@ bool Mover::take_part(int direction, Flight& flight) {
 // As MovePart says it.
 bool Mover::prepare(Flight& flight) {
     try {
+        flight.items.reserve(flight.requests.size());
+        for (const MoveRequest& r : flight.requests) flight.items.push_back({r.block.lock(), r.index, r.last_used_at});
         flight.part = std::make_unique<MovePart>(sharing_, flight.items, flight.ticket->to, flight.ticket->reason,
                                                  kReadersPatience, &flight.ticket->disk_work);
         return flight.part->prepare();
@@ -244,23 +276,35 @@ void Mover::land(Flight& flight) {
         part = std::move(flight.part->progress());
     } catch (const std::bad_alloc&) {
         if (flight.part) part = std::move(flight.part->progress());
-        part.failed = flight.items.size() - part.moved - part.present - part.skipped;
+        part.failed = flight.requests.size() - part.moved - part.present - part.skipped;
         part.status = fail(TA_E_MEMORY, "no memory for the bookkeeping of a move");
     }
     flight.part.reset();
-    std::vector<MoveItem> dropped;  // after the lock: the last owner of a block may give it back here
+    end_prefetches(flight.requests);
+    flight.items.clear();            // not under the lock: the last owner of a block gives it back here
+    std::vector<MoveRequest> freed;  // likewise after it: that may take long
     std::lock_guard lock(mutex_);
     Ticket& t = *flight.ticket;
     add(t.progress, std::move(part));
     t.left -= flight.bytes;
-    if (--t.parts > 0 || t.next < t.items.size()) return;
+    end_part(t, freed);
+}
+
+// A ticket that asked for them is over for these. Not under the lock, as above.
+void Mover::end_prefetches(std::span<const MoveRequest> requests) {
+    for (const MoveRequest& request : requests) {
+        if (!request.prefetched) continue;
+        if (const BlockPtr block = request.block.lock()) block->prefetch().end();
+    }
+}
+
+// The last part of a ticket finishes it. Under the lock.
+void Mover::end_part(Ticket& t, std::vector<MoveRequest>& freed) {
+    if (--t.parts > 0 || t.queued) return;
     const uint64_t done = t.progress.moved + t.progress.present + t.progress.skipped + t.progress.failed;
     t.progress.state = t.progress.failed ? TA_MOVE_FAILED : done < t.progress.blocks ? TA_MOVE_CANCELLED : TA_MOVE_DONE;
     t.finished.store(true, std::memory_order_release);
-    dropped.swap(t.items);
-    for (const MoveItem& item : dropped) {
-        if (item.prefetched) item.block->prefetch().end();
-    }
+    freed.swap(t.requests);
     t.next = 0;
     try {
         done_.push_back(t.id);
@@ -338,23 +382,55 @@ Result<MoveProgress> Mover::wait(uint64_t ticket, int64_t nanoseconds) const {
 }
 
 Status Mover::cancel(uint64_t ticket) {
-    std::lock_guard lock(mutex_);
-    const auto found = known_.find(ticket);
-    if (found == known_.end())
+    std::shared_ptr<Ticket> found;
+    {
+        std::lock_guard lock(mutex_);
+        if (const auto known = known_.find(ticket); known != known_.end()) found = known->second;
+    }
+    if (!found)
         return fail(TA_E_STALE, "%llu is no ticket of this pool, or one that finished long ago", (unsigned long long)ticket);
-    cancel(*found->second);
+    cancel(found);
     return {};
 }
 
-// Under the lock.
-void Mover::cancel(Ticket& ticket) {
-    ticket.cancelled = true;
-    if (sharing_.disk) ticket.disk_work.cancel(*sharing_.disk);
+// What no thread has taken leaves the queue at once, as a part that moves nothing.
+void Mover::cancel(const std::shared_ptr<Ticket>& ticket) {
+    Ticket& t = *ticket;
+    std::vector<MoveRequest> freed;
+    std::unique_lock lock(mutex_);
+    if (sharing_.disk) t.disk_work.cancel(*sharing_.disk);
+    if (!t.queued) return;
+    Queue& queue = queues_[t.to == TierKind::kDevice ? 0 : 1];
+    queue.erase(std::find(queue.begin(), queue.end(), ticket));
+    t.queued = false;
+    const std::span<const MoveRequest> rest = std::span(t.requests).subspan(t.next);
+    t.next = t.requests.size();
+    ++t.parts;
+    if (t.reason == MoveReason::kPrefetch) {
+        lock.unlock();
+        end_prefetches(rest);
+        lock.lock();
+    }
+    end_part(t, freed);
 }
 
 void Mover::cancel_all() {
-    std::lock_guard lock(mutex_);
-    for (auto& [id, ticket] : known_) cancel(*ticket);
+    for (;;) {
+        std::shared_ptr<Ticket> next;
+        std::unique_lock lock(mutex_);
+        for (const Queue& queue : queues_) {
+            if (!queue.empty()) next = queue.front();
+        }
+        if (next) {
+            lock.unlock();
+            cancel(next);
+            continue;
+        }
+        for (auto& [id, ticket] : known_) {
+            if (sharing_.disk) ticket->disk_work.cancel(*sharing_.disk);
+        }
+        return;
+    }
 }
 
 MoveCounters Mover::counters() const {

@@ -19,6 +19,21 @@
 
 namespace ta {
 
+// A block that a ticket asks for. The ticket does not own it: a block that has no owner by the time its turn comes is skipped,
+// and its room has been free since it had none.
+struct MoveRequest {
+    explicit MoveRequest(uint64_t i) : index(i) {}  // of a block that is not full, which stays
+    MoveRequest(const BlockPtr& b, uint64_t i, std::chrono::steady_clock::time_point used = {})
+        : block(b), index(i), last_used_at(used), kind(b->kind()), full(true) {}
+
+    std::weak_ptr<Block> block;
+    uint64_t index;                                           // in its sequence
+    std::chrono::steady_clock::time_point last_used_at = {};  // as in MoveItem
+    PageKind kind = PageKind::kToken;                         // when it was asked for
+    bool full = false;
+    bool prefetched = false;  // the ticket asked the block's PrefetchMark
+};
+
 class Mover {
   public:
     // host and disk may be nullptr.
@@ -33,7 +48,8 @@ class Mover {
 
     // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls. Of what is
     // asked for the caller starts the first part, where that waits for nobody.
-    Result<uint64_t> submit(std::vector<MoveItem> items, TierKind to, MoveReason reason);
+    Result<uint64_t> submit(std::vector<MoveRequest> requests, TierKind to, MoveReason reason);
+    Result<uint64_t> submit(std::span<const MoveItem> items, TierKind to, MoveReason reason);
     // The same at once, for a step that waits until then. Where there is no room in `to`, others make room for needed blocks.
     MoveProgress run(std::span<const MoveItem> items, TierKind to, MoveReason reason, Deadline until = kNoDeadline);
 
@@ -41,7 +57,8 @@ class Mover {
     Result<MoveProgress> query(uint64_t ticket) const;
     // Until it is finished or `nanoseconds` have passed, < 0: for ever; then as query().
     Result<MoveProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
-    // Blocks that have not moved stay where they are, those that a disk works on included.
+    // Blocks that have not moved stay where they are, those that a disk works on included. A ticket of which nothing is on its
+    // way is finished then.
     Status cancel(uint64_t ticket);
 
     MoveCounters counters() const;
@@ -53,29 +70,33 @@ class Mover {
   private:
     struct Ticket {
         uint64_t id = 0;
-        std::vector<MoveItem> items;
+        std::vector<MoveRequest> requests;
         TierKind to = TierKind::kDevice;
         MoveReason reason = MoveReason::kAsked;
-        size_t next = 0;       // item that no thread has taken yet
-        uint64_t taken = 0;    // bytes of items before `next`
+        bool queued = false;
+        size_t next = 0;       // request that no thread has taken yet
+        uint64_t taken = 0;    // bytes of requests before `next`
         uint64_t left = 0;     // of them, in parts on their way
         int parts = 0;         // on their way
         bool landing = false;  // soon over
         MoveProgress progress;
-        std::atomic<bool> cancelled{false}, finished{false};
+        std::atomic<bool> finished{false};
         DiskWork disk_work;
     };
     struct Flight {  // a part of a ticket on its way
         std::shared_ptr<Ticket> ticket;
-        std::span<const MoveItem> items;
+        std::span<const MoveRequest> requests;
+        std::vector<MoveItem> items;     // the same with an owner of those that still have one
         std::unique_ptr<MovePart> part;  // nullptr: there was no memory for it
-        uint64_t bytes = 0;              // of the items
+        uint64_t bytes = 0;              // of the requests
         enum class Stage : uint8_t { kTaken, kPrepared, kStarted } stage = Stage::kTaken;
     };
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
-    void cancel(Ticket& ticket);
+    void cancel(const std::shared_ptr<Ticket>& ticket);
+    static void end_prefetches(std::span<const MoveRequest> requests);
+    void end_part(Ticket& ticket, std::vector<MoveRequest>& freed);
     void start_here(const Ticket& ticket, int direction, std::unique_lock<std::mutex>& lock);
     void serve(int direction, std::vector<Flight>& flights);
     bool take_part(int direction, Flight& flight);
@@ -89,7 +110,8 @@ class Mover {
         size_t items = 0;
         uint64_t bytes = 0;
     };
-    Cut cut_part(std::span<const MoveItem> items, TierKind to, uint64_t before) const;
+    template <class Item>
+    Cut cut_part(std::span<const Item> items, TierKind to, uint64_t before) const;
 
     mutable MoveSharing sharing_;
     const bool copies_beside_;  // the device copies while the caller goes on

@@ -177,11 +177,16 @@ void MovePart::finish() {
 
 // False when the block stays where it is; the progress says why.
 bool MovePart::take(const MoveItem& item) {
-    if (!item.block || !item.block->sealed() || !item.block->start_move()) {
+    if (!item.block || !item.block->start_move()) {
         ++progress_.skipped;
         return false;
     }
     Block& block = *item.block;
+    if (!block.sealed()) {  // or dropped since it was asked for: a ticket that waited was no owner
+        block.end_move();
+        ++progress_.skipped;
+        return false;
+    }
     const Place from = sharing_.pool.blocks().place_of(block);
     const bool pinned = block.pins() > 0 && to_ > from.tier;
     if (from.tier == to_ || pinned) {

@@ -31,10 +31,9 @@ struct MoveItem {
     BlockPtr block;                                           // nullptr: one that is not full, which stays
     uint64_t index;                                           // in its sequence
     std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
-    bool prefetched = false;                                  // its ticket asked the block's PrefetchMark
 };
 
-// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, moved by
+// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, released, moved by
 // others.
 struct MoveProgress {
     ta_move_state state = TA_MOVE_QUEUED;

@@ -143,7 +143,24 @@ class MoverTest : public ::testing::Test {
         return wrong == 0;
     }
 
+    // So many blocks that each have a ticket of their own keep the threads of a direction busy until the gate opens: what is
+    // asked for behind them waits in the queue, unless the caller is to start it.
+    static constexpr uint64_t kBusy = 8;
+    std::vector<uint64_t> keep_busy(uint64_t seq, TierKind to) {
+        device->enqueue_step([go_on = gate.get_future().share()] { go_on.wait(); });
+        std::vector<uint64_t> tickets;
+        for (uint64_t b = 0; b < kBusy; ++b)
+            tickets.push_back(pool->move_blocks(ids[seq], b, 1, to, MoveReason::kPrefetch).value());
+        return tickets;
+    }
+    // As who has asked for moves does.
+    void release(uint64_t seq) {
+        blocks_of.erase(seq);
+        EXPECT_TRUE(pool->release(ids[seq]).ok());
+    }
+
     LateDevice* device = nullptr;
+    std::promise<void> gate;
     std::shared_ptr<Pool> pool;
     std::map<uint64_t, std::vector<BlockPtr>> blocks_of;
     std::map<uint64_t, ta_seq> ids;
@@ -246,22 +263,17 @@ TEST_F(MoverTest, ManyCallersStartParts) {
 
 // Two prefetches ask for the same blocks, and the one that is first in the queue is cancelled there.
 TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
-    constexpr uint64_t kBusy = 8;  // parts that the threads of a direction have on their way
     make_pool(600, 600, {});
     const uint64_t a = add(12), busy = add(kBusy);
     EXPECT_TRUE(device->wait_for_steps().ok());
     EXPECT_EQ(move(a, TierKind::kHost).moved, 12u);
     EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
-    std::promise<void> gate;
-    device->enqueue_step([go_on = gate.get_future().share()] { go_on.wait(); });
-    const auto prefetch = [&](uint64_t seq, uint64_t first, uint64_t n) {
-        return pool->move_blocks(ids[seq], first, n, TierKind::kDevice, MoveReason::kPrefetch).value();
-    };
-    for (uint64_t b = 0; b < kBusy; ++b) prefetch(busy, b, 1);
-    const uint64_t cancelled = prefetch(a, 0, 12), other = prefetch(a, 0, 12);
+    keep_busy(busy, TierKind::kDevice);
+    const auto prefetch = [&] { return pool->move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value(); };
+    const uint64_t cancelled = prefetch(), other = prefetch();
     ASSERT_TRUE(pool->mover()->cancel(cancelled).ok());
+    EXPECT_EQ(pool->mover()->query(cancelled).value().state, TA_MOVE_CANCELLED);
     gate.set_value();
-    EXPECT_EQ(pool->mover()->wait(cancelled, -1).value().state, TA_MOVE_CANCELLED);
     EXPECT_EQ(pool->mover()->wait(other, -1).value().moved, 12u);
     Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
     ASSERT_TRUE(taken.ok());
@@ -273,6 +285,71 @@ TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
     EXPECT_EQ(counted.wasted, 0u);
     EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
     EXPECT_EQ(counted.wasted, kBusy);
+}
+
+// What a ticket has not begun with is over when it is cancelled, whatever is before it, and nothing of it is kept.
+TEST_F(MoverTest, ACancelledTicketIsOverWhereItWaits) {
+    make_pool(600, 600, {});
+    const uint64_t a = add(12), busy = add(kBusy);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    const uint64_t used = pool->blocks().usage().used;
+    const std::vector<uint64_t> before = keep_busy(busy, TierKind::kHost);
+    const uint64_t ticket = pool->move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
+    EXPECT_EQ(pool->mover()->queued(), kBusy + 1);
+    ASSERT_TRUE(pool->mover()->cancel(ticket).ok());
+    const MoveProgress progress = pool->mover()->query(ticket).take();
+    EXPECT_EQ(progress.state, TA_MOVE_CANCELLED);
+    EXPECT_EQ(progress.moved + progress.skipped + progress.failed, 0u);
+    EXPECT_EQ(pool->mover()->queued(), kBusy);
+    release(a);
+    EXPECT_EQ(pool->blocks().usage().used, used - 12 * pool->geometry().token_slot_bytes);
+    ASSERT_TRUE(pool->mover()->cancel(ticket).ok()) << "again";
+    gate.set_value();
+    for (const uint64_t t : before) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
+    EXPECT_EQ(pool->mover()->queued(), 0u);
+}
+
+// A ticket owns nothing that waits: who releases a sequence has its room at once, and its blocks are not moved for nobody.
+TEST_F(MoverTest, WhatIsReleasedMeanwhileIsNotMoved) {
+    make_pool(600, 600, {});
+    const uint64_t a = add(12), b = add(5), busy = add(kBusy);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    const uint64_t used = pool->blocks().usage().used;
+    const std::vector<uint64_t> before = keep_busy(busy, TierKind::kHost);
+    const uint64_t asked = pool->move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
+    std::vector<MoveItem> cold;
+    for (const BlockPtr& block : blocks_of[b]) cold.push_back({block, cold.size()});
+    const uint64_t evicted = pool->mover()->submit(cold, TierKind::kHost, MoveReason::kEviction).value();
+    cold.clear();
+    release(a);
+    release(b);
+    EXPECT_EQ(pool->blocks().usage().used, used - (12 + 5) * pool->geometry().token_slot_bytes);
+    gate.set_value();
+    for (const auto& [ticket, blocks] : {std::pair(asked, 12u), std::pair(evicted, 5u)}) {
+        const MoveProgress progress = pool->mover()->wait(ticket, -1).take();
+        EXPECT_EQ(progress.state, TA_MOVE_DONE);
+        EXPECT_EQ(progress.skipped, blocks);
+    }
+    for (const uint64_t t : before) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
+    EXPECT_EQ(pool->mover()->counters().blocks_in[size_t(TierKind::kHost)], kBusy);
+}
+
+// The mark of a prefetch that was cancelled asks for nothing.
+TEST_F(MoverTest, AStepDoesNotCountPrefetchesThatWereCancelledInTheQueue) {
+    make_pool(600, 600, {});
+    const uint64_t a = add(12), busy = add(kBusy);
+    EXPECT_TRUE(device->wait_for_steps().ok());
+    EXPECT_EQ(move(a, TierKind::kHost).moved, 12u);
+    EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
+    keep_busy(busy, TierKind::kDevice);
+    const uint64_t ticket = pool->move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
+    ASSERT_TRUE(pool->mover()->cancel(ticket).ok());
+    Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
+    ASSERT_TRUE(taken.ok());
+    pool->count_step(pool->look_up(taken.value()));
+    pool->unlock_for_plan(taken.value());
+    EXPECT_EQ(pool->blocks().prefetches().late, 0u);
+    gate.set_value();
 }
 
 // A move that was under way when a block was pinned leaves it where it is.
