@@ -16,7 +16,7 @@ constexpr size_t kPreparedBlocks = 8;      // as many are prepared while the fir
 constexpr int kPartsHere = 2;              // that are started by who asks for a move: a thread wakes up 50 us later
 constexpr uint64_t kSoonBytes = 16 << 20;  // so much before the end of a move those are woken who wait for it: 300 us
 constexpr size_t kFlights = 4;             // parts that a thread has on their way
-constexpr int kThreads = 2;                // of a direction: one starts copies while the other publishes blocks
+constexpr int kThreads = 2;                // of a lane: one starts copies while the other publishes blocks
 constexpr int kMostCheckers = 12;  // threads that hash what arrived in host memory: 5 GB/s each from DRAM, the bus has 55
 constexpr std::chrono::microseconds kCheckersPoll{100};  // longer than a part takes to arrive
 constexpr std::chrono::milliseconds kAMoment{20};        // for readers, be it late
@@ -57,10 +57,12 @@ Status Mover::start(MoveRoute route) {
     TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers), kCheckersPoll));
     try {
         for (std::vector<Flight>& handed : handed_) handed.reserve(kHanded);
-        for (int i = 0; i < 2 * kThreads; ++i) {
+        const size_t lanes = sharing_.disk ? kLanes : kFromDisk;
+        for (size_t i = 0; i < lanes * kThreads; ++i) {
             std::vector<Flight> flights;  // here, where it may run out of memory
             flights.reserve(kFlights);
-            threads_.emplace_back([this, i, flights = std::move(flights)]() mutable { serve(i % 2, flights); });
+            threads_.emplace_back(
+                [this, i, lanes, flights = std::move(flights)]() mutable { serve(Lane(i % lanes), flights); });
         }
     } catch (const std::system_error&) {
         return fail(TA_E_LIMIT, "the threads that move blocks could not be started");
@@ -107,36 +109,63 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
             if (request.prefetched) block->prefetch().ask();
         }
     }
-    const int direction = to == TierKind::kDevice ? 0 : 1;
+    const size_t n = ticket->requests.size();
+    size_t in_memory = n;  // so many come first
+    if (sharing_.disk && to != TierKind::kDisk) {
+        const auto rest = std::stable_partition(ticket->requests.begin(), ticket->requests.end(),
+                                                [](const MoveRequest& r) { return r.from != TierKind::kDisk; });
+        in_memory = size_t(rest - ticket->requests.begin());
+    }
+    const Lane lane = to == TierKind::kDevice ? kUp : to == TierKind::kHost ? kDown : kToDisk;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
-    // What goes to the device overtakes what is moved out for it.
-    Queue& queue = queues_[direction];
     try {
         known_.emplace(ticket->id, ticket);
-        queue.push_back(ticket);
+        if (in_memory > 0 || n == 0) enqueue(ticket, lane, 0, in_memory);
+        if (in_memory < n) enqueue(ticket, kFromDisk, in_memory, n);
     } catch (...) {
+        unqueue(ticket);
         known_.erase(ticket->id);
         lock.unlock();
         end_prefetches(ticket->requests);
         throw;
     }
-    ticket->queued = true;
+    if (in_memory < n) wake_[kFromDisk].notify_all();
+    if (in_memory == 0 && n > 0) return ticket->id;
     // Somebody waits for what is asked for: the first parts are on their way before a thread is awake.
-    if (copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk) start_here(*ticket, direction, lock);
-    wake_[direction].notify_all();
+    if (copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk) start_here(*ticket, lane, lock);
+    wake_[lane].notify_all();
     return ticket->id;
 }
 
+// Under the lock.
+void Mover::enqueue(const std::shared_ptr<Ticket>& ticket, Lane lane, size_t first, size_t end) {
+    queues_[lane].push_back(ticket);
+    ticket->legs[lane] = {first, end, 0, true};
+    ++ticket->queued;
+}
+
+// What no thread has taken leaves the queues. Under the lock.
+void Mover::unqueue(const std::shared_ptr<Ticket>& ticket) {
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+        Leg& leg = ticket->legs[lane];
+        if (!leg.queued) continue;
+        Queue& queue = queues_[lane];
+        queue.erase(std::find(queue.begin(), queue.end(), ticket));
+        leg.queued = false;
+    }
+    ticket->queued = 0;
+}
+
 // Starts parts of a ticket that nobody is before, for the threads to finish.
-void Mover::start_here(const Ticket& ticket, int direction, std::unique_lock<std::mutex>& lock) {
-    const Queue& queue = queues_[direction];
-    std::vector<Flight>& handed = handed_[direction];
+void Mover::start_here(const Ticket& ticket, Lane lane, std::unique_lock<std::mutex>& lock) {
+    const Queue& queue = queues_[lane];
+    std::vector<Flight>& handed = handed_[lane];
     for (int i = 0; i < kPartsHere && !queue.empty() && queue.front().get() == &ticket; ++i) {
-        if (handed.size() + handing_[direction] >= kHanded) return;
+        if (handed.size() + handing_[lane] >= kHanded) return;
         Flight flight;
-        take_part(direction, flight);
-        ++handing_[direction];
+        take_part(lane, flight);
+        ++handing_[lane];
         lock.unlock();
         flight.stage = Flight::Stage::kPrepared;
         const bool at_once = prepare(flight) && flight.part && flight.part->starts_at_once();
@@ -145,7 +174,7 @@ void Mover::start_here(const Ticket& ticket, int direction, std::unique_lock<std
             flight.stage = Flight::Stage::kStarted;
         }
         lock.lock();
-        --handing_[direction];
+        --handing_[lane];
         handed.push_back(std::move(flight));  // there is room for it
         if (!at_once) return;
     }
@@ -171,13 +200,13 @@ Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t be
 }
 
 // `flights`: of this thread, oldest first; has room for kFlights.
-void Mover::serve(int direction, std::vector<Flight>& flights) {
+void Mover::serve(Lane lane, std::vector<Flight>& flights) {
     std::unique_lock lock(mutex_);
-    const auto some = [&] { return stopping_ || !queues_[direction].empty() || !handed_[direction].empty(); };
+    const auto some = [&] { return stopping_ || !queues_[lane].empty() || !handed_[lane].empty(); };
     for (;;) {
-        if (flights.empty()) wake_[direction].wait(lock, some);
+        if (flights.empty()) wake_[lane].wait(lock, some);
         Flight next;
-        if (flights.size() < kFlights && take_flight(direction, next)) {
+        if (flights.size() < kFlights && take_flight(lane, next)) {
             lock.unlock();
             if (next.stage != Flight::Stage::kStarted) {
                 if (next.stage == Flight::Stage::kPrepared || !prepare(next)) land_all(flights);
@@ -200,36 +229,38 @@ void Mover::serve(int direction, std::vector<Flight>& flights) {
 }
 
 // One that a caller has started, or the next part. Under the lock.
-bool Mover::take_flight(int direction, Flight& flight) {
-    if (handed_[direction].empty()) return take_part(direction, flight);
-    flight = std::move(handed_[direction].front());
-    handed_[direction].erase(handed_[direction].begin());
+bool Mover::take_flight(Lane lane, Flight& flight) {
+    if (handed_[lane].empty()) return take_part(lane, flight);
+    flight = std::move(handed_[lane].front());
+    handed_[lane].erase(handed_[lane].begin());
     return true;
 }
 
 // Who waits for the ticket is awake when it is finished. Under the lock.
 void Mover::look_ahead(Ticket& t) {
-    if (t.landing || t.next < t.requests.size() || (t.parts > 1 && t.left > kSoonBytes)) return;
+    if (t.landing || t.queued > 0 || (t.parts > 1 && t.left > kSoonBytes)) return;
     t.landing = true;
     finished_.notify_all();
 }
 
 // The next part of the oldest ticket; false when there is none. Under the lock.
-bool Mover::take_part(int direction, Flight& flight) {
-    Queue& queue = queues_[direction];
+bool Mover::take_part(Lane lane, Flight& flight) {
+    Queue& queue = queues_[lane];
     if (queue.empty()) return false;
     flight.ticket = queue.front();
     Ticket& t = *flight.ticket;
+    Leg& leg = t.legs[lane];
     t.progress.state = TA_MOVE_RUNNING;
-    const std::span<const MoveRequest> rest = std::span(t.requests).subspan(t.next);
-    const Cut cut = cut_part(rest, t.to, t.taken);
+    const std::span<const MoveRequest> rest = std::span(t.requests).subspan(leg.next, leg.end - leg.next);
+    const Cut cut = cut_part(rest, t.to, leg.taken);
     flight.requests = rest.first(cut.items);
     flight.bytes = cut.bytes;
-    t.next += cut.items;
-    t.taken += cut.bytes;
+    leg.next += cut.items;
+    leg.taken += cut.bytes;
     t.left += cut.bytes;
-    if (t.next == t.requests.size()) {
-        t.queued = false;
+    if (leg.next == leg.end) {
+        leg.queued = false;
+        --t.queued;
         queue.pop_front();
     }
     ++t.parts;
@@ -300,12 +331,11 @@ void Mover::end_prefetches(std::span<const MoveRequest> requests) {
 
 // The last part of a ticket finishes it. Under the lock.
 void Mover::end_part(Ticket& t, std::vector<MoveRequest>& freed) {
-    if (--t.parts > 0 || t.queued) return;
+    if (--t.parts > 0 || t.queued > 0) return;
     const uint64_t done = t.progress.moved + t.progress.present + t.progress.skipped + t.progress.failed;
     t.progress.state = t.progress.failed ? TA_MOVE_FAILED : done < t.progress.blocks ? TA_MOVE_CANCELLED : TA_MOVE_DONE;
     t.finished.store(true, std::memory_order_release);
     freed.swap(t.requests);
-    t.next = 0;
     try {
         done_.push_back(t.id);
     } catch (const std::bad_alloc&) {
@@ -393,22 +423,18 @@ Status Mover::cancel(uint64_t ticket) {
     return {};
 }
 
-// What no thread has taken leaves the queue at once, as a part that moves nothing.
+// What no thread has taken is over at once, as a part that moves nothing.
 void Mover::cancel(const std::shared_ptr<Ticket>& ticket) {
     Ticket& t = *ticket;
     std::vector<MoveRequest> freed;
     std::unique_lock lock(mutex_);
     if (sharing_.disk) t.disk_work.cancel(*sharing_.disk);
-    if (!t.queued) return;
-    Queue& queue = queues_[t.to == TierKind::kDevice ? 0 : 1];
-    queue.erase(std::find(queue.begin(), queue.end(), ticket));
-    t.queued = false;
-    const std::span<const MoveRequest> rest = std::span(t.requests).subspan(t.next);
-    t.next = t.requests.size();
+    if (t.queued == 0) return;
+    unqueue(ticket);
     ++t.parts;
     if (t.reason == MoveReason::kPrefetch) {
         lock.unlock();
-        end_prefetches(rest);
+        for (const Leg& leg : t.legs) end_prefetches(std::span(t.requests).subspan(leg.next, leg.end - leg.next));
         lock.lock();
     }
     end_part(t, freed);

@@ -1,6 +1,6 @@
 // Moves full blocks between tiers: copies their bytes, checks them against their hashes where they arrive, and publishes the
-// new place. Moves are asked for with tickets and done in parts by threads of the mover, some for each direction, or at once by
-// the caller; each has several parts on their way.
+// new place. Moves are asked for with tickets and done in parts by threads of the mover, some for each lane, or at once by the
+// caller; each has several parts on their way.
 #pragma once
 
 #include <atomic>
@@ -24,12 +24,13 @@ namespace ta {
 struct MoveRequest {
     explicit MoveRequest(uint64_t i) : index(i) {}  // of a block that is not full, which stays
     MoveRequest(const BlockPtr& b, uint64_t i, std::chrono::steady_clock::time_point used = {})
-        : block(b), index(i), last_used_at(used), kind(b->kind()), full(true) {}
+        : block(b), index(i), last_used_at(used), from(b->tier()), kind(b->kind()), full(true) {}
 
     std::weak_ptr<Block> block;
     uint64_t index;                                           // in its sequence
     std::chrono::steady_clock::time_point last_used_at = {};  // as in MoveItem
-    PageKind kind = PageKind::kToken;                         // when it was asked for
+    TierKind from = TierKind::kDevice;                        // when it was asked for, as `kind`
+    PageKind kind = PageKind::kToken;
     bool full = false;
     bool prefetched = false;  // the ticket asked the block's PrefetchMark
 };
@@ -46,8 +47,8 @@ class Mover {
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
 
-    // A ticket, never 0. What goes to the device has a queue of its own; within one the order is that of the calls. Of what is
-    // asked for the caller starts the first part, where that waits for nobody.
+    // A ticket, never 0. Its blocks go by the lanes of the tiers between which they are to move; within a lane the order is that
+    // of the calls. Of what is asked for the caller starts the first part, where that waits for nobody.
     Result<uint64_t> submit(std::vector<MoveRequest> requests, TierKind to, MoveReason reason);
     Result<uint64_t> submit(std::span<const MoveItem> items, TierKind to, MoveReason reason);
     // The same at once, for a step that waits until then. Where there is no room in `to`, others make room for needed blocks.
@@ -68,15 +69,22 @@ class Mover {
     void cancel_all();
 
   private:
+    // Each has a queue and threads of its own: a disk holds up nothing that moves between the device and the host, and what goes
+    // to the device overtakes what is moved out for it. A block that has come to lie elsewhere stays in the lane of its request.
+    enum Lane : size_t { kUp, kDown, kFromDisk, kToDisk, kLanes };
+    struct Leg {                   // what of a ticket goes by a lane
+        size_t next = 0, end = 0;  // requests that no thread has taken yet
+        uint64_t taken = 0;        // bytes of those before
+        bool queued = false;
+    };
     struct Ticket {
         uint64_t id = 0;
-        std::vector<MoveRequest> requests;
+        std::vector<MoveRequest> requests;  // by their legs
         TierKind to = TierKind::kDevice;
         MoveReason reason = MoveReason::kAsked;
-        bool queued = false;
-        size_t next = 0;       // request that no thread has taken yet
-        uint64_t taken = 0;    // bytes of requests before `next`
-        uint64_t left = 0;     // of them, in parts on their way
+        Leg legs[kLanes];
+        int queued = 0;        // of its legs
+        uint64_t left = 0;     // bytes in parts on their way
         int parts = 0;         // on their way
         bool landing = false;  // soon over
         MoveProgress progress;
@@ -94,13 +102,15 @@ class Mover {
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
     void stop();
+    void enqueue(const std::shared_ptr<Ticket>& ticket, Lane lane, size_t first, size_t end);
+    void unqueue(const std::shared_ptr<Ticket>& ticket);
     void cancel(const std::shared_ptr<Ticket>& ticket);
     static void end_prefetches(std::span<const MoveRequest> requests);
     void end_part(Ticket& ticket, std::vector<MoveRequest>& freed);
-    void start_here(const Ticket& ticket, int direction, std::unique_lock<std::mutex>& lock);
-    void serve(int direction, std::vector<Flight>& flights);
-    bool take_part(int direction, Flight& flight);
-    bool take_flight(int direction, Flight& flight);
+    void start_here(const Ticket& ticket, Lane lane, std::unique_lock<std::mutex>& lock);
+    void serve(Lane lane, std::vector<Flight>& flights);
+    bool take_part(Lane lane, Flight& flight);
+    bool take_flight(Lane lane, Flight& flight);
     void look_ahead(Ticket& ticket);
     bool prepare(Flight& flight);
     void start(Flight& flight);
@@ -116,13 +126,13 @@ class Mover {
     mutable MoveSharing sharing_;
     const bool copies_beside_;  // the device copies while the caller goes on
     mutable std::mutex mutex_;
-    std::condition_variable wake_[2];           // the threads of a direction
+    std::condition_variable wake_[kLanes];      // the threads of a lane
     mutable std::condition_variable finished_;  // who waits
     bool stopping_ = false;
     uint64_t tickets_ = 0;
-    Queue queues_[2];                // up, down
-    std::vector<Flight> handed_[2];  // by who submitted them
-    size_t handing_[2] = {0, 0};     // of their places taken
+    Queue queues_[kLanes];
+    std::vector<Flight> handed_[kLanes];  // by who submitted them
+    size_t handing_[kLanes] = {};         // of their places taken
     std::unordered_map<uint64_t, std::shared_ptr<Ticket>> known_;
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
     std::vector<std::thread> threads_;

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <future>
 
+#include "tiering/disk_model.h"
+#include "tiering/faulty_files.h"
 #include "tiering/late_device.h"
 
 namespace ta::testing {
@@ -25,12 +27,13 @@ constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 64;
 
 class MoverTest : public ::testing::Test {
   protected:
-    void make_pool(uint64_t device_blocks, uint64_t host_blocks, Barriers barriers) {
+    void make_pool(uint64_t device_blocks, uint64_t host_blocks, Barriers barriers, uint64_t disk_blocks = 0) {
         auto late = std::make_unique<LateDevice>();
         device = late.get();
         Context::Options options;
         options.threads = 2;
-        Result<std::shared_ptr<Context>> context = Context::create(options, {.device = std::move(late)});
+        files->has_queues = false;
+        Result<std::shared_ptr<Context>> context = Context::create(options, {.files = files, .device = std::move(late)});
         ASSERT_TRUE(context.ok());
         Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr);
         const ta_numerics defaults{};
@@ -38,6 +41,8 @@ class MoverTest : public ::testing::Test {
         const uint64_t bytes = g.value().token_slot_bytes;
         TierSettings tiers;
         tiers.host_budget = host_blocks * ((bytes + 4095) / 4096 * 4096) + (16 << 10);
+        tiers.disk_budget = disk_blocks * (bytes + (8 << 10));
+        tiers.disk_folder = folder.path();
         Result<std::shared_ptr<Pool>> made =
             Pool::create(context.value(), g.take(), n.take(), device_blocks * bytes, 64, tiers);
         if (!made.ok()) FAIL() << std::move(made).status().detail()->message;
@@ -75,8 +80,9 @@ class MoverTest : public ::testing::Test {
         return next_++;
     }
     static uint8_t byte_of(uint64_t content_id, size_t i) { return uint8_t((content_id * 0x9E3779B97F4A7C15u + i * 31) >> 7); }
-    MoveProgress move(uint64_t seq, TierKind to) {
-        Result<uint64_t> ticket = pool->move_blocks(ids[seq], 0, blocks_of[seq].size(), to, MoveReason::kAsked);
+    MoveProgress move(uint64_t seq, TierKind to) { return move(seq, 0, blocks_of[seq].size(), to); }
+    MoveProgress move(uint64_t seq, uint64_t first, uint64_t n, TierKind to) {
+        Result<uint64_t> ticket = pool->move_blocks(ids[seq], first, n, to, MoveReason::kAsked);
         EXPECT_TRUE(ticket.ok());
         Result<MoveProgress> progress = pool->mover()->wait(ticket.value(), -1);
         EXPECT_TRUE(progress.ok());
@@ -153,12 +159,23 @@ class MoverTest : public ::testing::Test {
             tickets.push_back(pool->move_blocks(ids[seq], b, 1, to, MoveReason::kPrefetch).value());
         return tickets;
     }
+    // So many moves of a block each that a disk does not answer: the threads that serve it take no more.
+    static constexpr uint64_t kStalled = 9;
+    std::vector<uint64_t> stall_disk(uint64_t seq, TierKind to) {
+        files->break_now(Fault::kStall, true);
+        std::vector<uint64_t> tickets;
+        for (uint64_t b = 0; b < kStalled; ++b)
+            tickets.push_back(pool->move_blocks(ids[seq], b, 1, to, MoveReason::kAsked).value());
+        return tickets;
+    }
     // As who has asked for moves does.
     void release(uint64_t seq) {
         blocks_of.erase(seq);
         EXPECT_TRUE(pool->release(ids[seq]).ok());
     }
 
+    const Folder folder;
+    const std::shared_ptr<FaultyFiles> files = std::make_shared<FaultyFiles>();
     LateDevice* device = nullptr;
     std::promise<void> gate;
     std::shared_ptr<Pool> pool;
@@ -332,6 +349,53 @@ TEST_F(MoverTest, WhatIsReleasedMeanwhileIsNotMoved) {
     }
     for (const uint64_t t : before) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
     EXPECT_EQ(pool->mover()->counters().blocks_in[size_t(TierKind::kHost)], kBusy);
+}
+
+// Blocks that leave for the host do not wait for those that a disk is to take.
+TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheHost) {
+    make_pool(100, 100, {}, 100);
+    const uint64_t a = add(12), slow = add(kStalled);
+    EXPECT_EQ(move(slow, TierKind::kHost).moved, kStalled);
+    const std::vector<uint64_t> stalled = stall_disk(slow, TierKind::kDisk);
+    const uint64_t ticket = pool->move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
+    EXPECT_EQ(pool->mover()->wait(ticket, 2'000'000'000).value().moved, 12u);
+    EXPECT_EQ(pool->mover()->queued(), kStalled);
+    files->heal();
+    for (const uint64_t t : stalled) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
+    EXPECT_TRUE(pool->verify(ids[a]).ok());
+    EXPECT_TRUE(pool->verify(ids[slow]).ok());
+}
+
+// What comes from the host does not wait for what a disk is to read, be it of the same ticket.
+TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheDevice) {
+    make_pool(100, 100, {}, 100);
+    const uint64_t a = add(12), b = add(12), slow = add(kStalled);
+    for (const uint64_t seq : {a, b, slow}) EXPECT_EQ(move(seq, TierKind::kHost).failed, 0u);
+    EXPECT_EQ(move(a, 3, 6, TierKind::kDisk).moved, 6u);
+    EXPECT_EQ(move(b, 3, 6, TierKind::kDisk).moved, 6u);
+    EXPECT_EQ(move(slow, TierKind::kDisk).moved, kStalled);
+    const std::vector<uint64_t> stalled = stall_disk(slow, TierKind::kDevice);
+    const auto prefetch = [&](uint64_t seq) {
+        return pool->move_blocks(ids[seq], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
+    };
+    const uint64_t tickets[] = {prefetch(a), prefetch(b)};
+    for (const uint64_t ticket : tickets) {
+        MoveProgress progress = pool->mover()->query(ticket).take();
+        for (int i = 0; i < 2000 && progress.moved < 6; ++i) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            progress = pool->mover()->query(ticket).take();
+        }
+        EXPECT_EQ(progress.moved, 6u);
+        EXPECT_EQ(progress.state, TA_MOVE_RUNNING);
+    }
+    ASSERT_TRUE(pool->mover()->cancel(tickets[1]).ok());
+    EXPECT_EQ(pool->mover()->query(tickets[1]).value().state, TA_MOVE_CANCELLED) << "the rest is queued";
+    files->heal();
+    EXPECT_EQ(pool->mover()->wait(tickets[0], -1).value().moved, 12u);
+    for (const uint64_t t : stalled) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
+    EXPECT_EQ(pool->mover()->query(tickets[1]).value().moved, 6u);
+    EXPECT_EQ(blocks_of[b][5]->tier(), TierKind::kDisk);
+    for (const uint64_t seq : {a, b, slow}) EXPECT_TRUE(pool->verify(ids[seq]).ok());
 }
 
 // The mark of a prefetch that was cancelled asks for nothing.
