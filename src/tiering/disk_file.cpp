@@ -533,8 +533,9 @@ Status DiskFile::scan(unsigned depth) {
         if (!wrong) {
             class_of[region] = int8_t(read.slot.slot_class);
             recovered.push_back({read.slot, identity_of(h), h.generation, more_keys_of(page)});
-        } else if (h.magic == kRecordMagic ||
-                   (is_blank(page + kMostHeaderBytes, kDiskPage - kMostHeaderBytes) && !is_blank(page, kMostHeaderBytes))) {
+        } else if (h.magic == kRecordMagic || h.file == context.file || h.offset == read.offset) {
+            // Other pages that are no headers are the payload of records of another class, erased ones among them. The
+            // fingerprint says nothing: the trailer of a slot has it at the same place.
             suspects.push_back({read.slot, wrong});
         }
     };

@@ -62,7 +62,6 @@ struct RecordHeader {
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };
 static_assert(sizeof(RecordHeader) == 144);
-inline constexpr size_t kMostHeaderBytes = sizeof(RecordHeader) + kMostMoreKeys * sizeof(BlockKey);
 
 // Bytes of a record, and the shape of a file that takes at most `budget`.
 constexpr uint64_t record_bytes(uint64_t slot_bytes) {
