@@ -285,12 +285,13 @@ TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
     EXPECT_TRUE(device->wait_for_steps().ok());
     EXPECT_EQ(move(a, TierKind::kHost).moved, 12u);
     EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
-    keep_busy(busy, TierKind::kDevice);
+    const std::vector<uint64_t> before = keep_busy(busy, TierKind::kDevice);
     const auto prefetch = [&] { return pool->move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value(); };
     const uint64_t cancelled = prefetch(), other = prefetch();
     ASSERT_TRUE(pool->mover()->cancel(cancelled).ok());
     EXPECT_EQ(pool->mover()->query(cancelled).value().state, TA_MOVE_CANCELLED);
     gate.set_value();
+    for (const uint64_t t : before) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
     EXPECT_EQ(pool->mover()->wait(other, -1).value().moved, 12u);
     Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
     ASSERT_TRUE(taken.ok());
