@@ -218,7 +218,8 @@ class Pool {
     Lookups look_up(std::span<Sequence* const> seqs) const;
     // Evictions that failed for another reason than a tier that is full, since creation.
     uint64_t failed_evictions() const;
-    // TA_E_TIER_FULL with why blocks could not leave, where a tier fails or evictions failed since there were `before`.
+    // TA_E_TIER_FULL with why blocks could not leave: a tier that fails, evictions that failed since there were `before`, or a
+    // tier that is full.
     Status with_cause(Status s, uint64_t before) const;
     // Its blocks are there: attention fades by the steps.
     void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
@@ -338,6 +339,7 @@ class Pool {
     bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);
     struct Census;
     std::array<uint64_t, 3> count_room() const;
+    std::string full_below() const;
     Census take_census(std::span<Sequence* const> mine) const;
     double gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const;
     double times_on_disk(PageKind above) const;

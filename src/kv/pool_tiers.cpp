@@ -6,6 +6,7 @@
 #include <functional>
 #include <unordered_set>
 
+#include "src/kv/fall.h"
 #include "src/kv/leaving.h"
 #include "src/kv/pool.h"
 #include "src/kv/room_retry.h"
@@ -229,14 +230,35 @@ uint64_t Pool::failed_evictions() const {
     return failed_evictions_;
 }
 
+// What is in the way of blocks that would leave the device; empty where the tier below has room for one.
+std::string Pool::full_below() const {
+    std::string text;
+    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+        const Tier* there = tier(kind);
+        if (!there) continue;
+        PageKind leaves = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
+        if (geometry_.falls) leaves = kind_in_tier(leaves, kind);
+        const TierStats stats = there->stats();
+        if (stats.slots_free[size_t(leaves)] > 0) break;
+        text += text.empty() ? "nothing can leave for the " : ", nor for the ";
+        text += kind == TierKind::kHost ? "host" : "disk";
+        text += " tier, which is full (" + std::to_string(stats.used) + " of " + std::to_string(stats.budget) + " bytes)";
+    }
+    return text;
+}
+
 Status Pool::with_cause(Status s, uint64_t before) const {
     if (const TierHealth health = disk_ ? disk_->health() : TierHealth{}; health.state != TierState::kOk) {
         const char* state = health.state == TierState::kReadOnly ? "is read-only" : "does not answer";
         return std::move(s).because((std::string("the disk tier ") + state + ": " + health.reason).c_str());
     }
-    std::lock_guard lock(failed_evictions_mutex_);
-    if (failed_evictions_ == before || !failed_eviction_.detail()) return s;
-    return std::move(s).because(failed_eviction_.detail()->message);
+    {
+        std::lock_guard lock(failed_evictions_mutex_);
+        if (failed_evictions_ != before && failed_eviction_.detail())
+            return std::move(s).because(failed_eviction_.detail()->message);
+    }
+    const std::string full = full_below();
+    return full.empty() ? std::move(s) : std::move(s).because(full.c_str());
 }
 
 void Pool::keep_room(bool filled) {

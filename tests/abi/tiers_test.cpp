@@ -137,6 +137,26 @@ TEST(Tiers, FullTiersRefuseAndChangeNothing) {
     twins.verify();
 }
 
+// The step's blocks must lie where they can be attended to, so they do not go on to the disk.
+TEST(Tiers, AFullHostTierIsNamedBesideADiskWithRoom) {
+    Twins twins({.device_blocks = 12, .host_bytes = 160 << 10, .disk_bytes = kPlenty});
+    const size_t a = twins.add();
+    ta_error err;
+    ta_status s = TA_OK;
+    for (int i = 0; i < 100; ++i) {
+        const int32_t n = 64;
+        if ((s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, &err)) != TA_OK) break;
+        require(ta_plan_abort(twins.plan.get(), &err), err);
+        twins.step({a}, {n});
+    }
+    EXPECT_EQ(s, TA_E_TIER_FULL);
+    EXPECT_EQ(tier_stats(twins.pool, TA_TIER_DISK).blocks, 0u);
+    const std::string text = err.message;
+    EXPECT_NE(text.find("the device tier holds "), std::string::npos) << text;
+    EXPECT_NE(text.find("; nothing can leave for the host tier, which is full ("), std::string::npos) << text;
+    EXPECT_EQ(text.find("disk"), std::string::npos) << text;
+}
+
 // The host tier holds half of the step and must not pass it on to the disk while the other half comes from there.
 TEST(Tiers, AStepWhoseBlocksAnIdleForkHasToo) {
     Twins twins({.device_blocks = 16, .host_bytes = 512 << 10, .disk_bytes = kPlenty});
