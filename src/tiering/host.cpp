@@ -14,11 +14,16 @@ constexpr uint64_t kIndexOfRegion = 16;  // bytes of its entry in the map
 SlotMap::Shape shape_for(const HostTierOptions& o) {
     uint64_t strides[kSlotClasses];
     for (int c = 0; c < kSlotClasses; ++c) strides[c] = round_up(o.slot_bytes[c], kSlotAlignment);
-    SlotMap::Shape shape = SlotMap::fit(o.budget, strides);
-    const uint64_t index = shape.regions * kIndexOfRegion;
-    uint64_t rest = o.budget - std::min(o.budget, index);
-    if (o.memory.pages == HostMemoryOptions::Pages::kHugeTlb) rest = rest / kHugePage * kHugePage;
-    return SlotMap::fit(rest, strides);
+    const auto without = [&](uint64_t index) {
+        const uint64_t rest = o.budget - std::min(o.budget, index);
+        return o.memory.pages == HostMemoryOptions::Pages::kHugeTlb ? rest / kHugePage * kHugePage : rest;
+    };
+    for (uint64_t bytes = without(0);;) {
+        const SlotMap::Shape shape = SlotMap::fit(bytes, strides);
+        const uint64_t rest = without(shape.regions * kIndexOfRegion);
+        if (shape.bytes() <= rest) return shape;
+        bytes = rest;  // less than before: a shape of fewer bytes may have more regions, and a larger index
+    }
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 namespace ta {
 namespace {
 
-constexpr uint64_t kRegionsWanted = 64;  // fewer, and much is lost to rounding and to the other classes
+// Fewer only where the space is small, or less is lost to rounding: classes keep whole regions from one another.
+constexpr uint64_t kRegionsWanted = 64;
 
 }  // namespace
 
@@ -21,7 +22,7 @@ bool SlotMap::Shape::valid() const {
         if (slots < 1 || slots > kIndicesPerRegion) return false;
         most = std::max(most, slots);
     }
-    // fit() makes more than that only of regions that cannot be larger.
+    // fit() makes more than that only of regions that cannot be larger; it once made up to twice as many.
     return most == kIndicesPerRegion || (most > 0 && regions <= 2 * kRegionsWanted);
 }
 
@@ -36,8 +37,27 @@ SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClass
     if (largest == 0) return shape;
     const uint64_t most = smallest * kIndicesPerRegion;
     if (largest > most) return shape;
-    const uint64_t wanted = std::clamp(bytes / kRegionsWanted, largest, most);
-    shape.region_bytes = std::max(largest, wanted / smallest * smallest);
+    // Of the sizes that one class fills, the one that loses least: what slots of the class that fares worst cannot have, and a
+    // region for each other class, which may keep it for a single slot. For a large space there is only one size.
+    const uint64_t least = std::clamp(bytes / kRegionsWanted, largest, most);
+    const auto classes = uint64_t(std::ranges::count_if(strides, [](uint64_t stride) { return stride > 0; }));
+    uint64_t least_lost = UINT64_MAX;
+    for (const uint64_t filled_by : strides) {
+        for (uint64_t n = 1; n <= kIndicesPerRegion; ++n) {
+            const uint64_t region = n * filled_by;
+            if (region < least || region > most) continue;
+            const uint64_t regions = bytes / region;
+            if (regions < std::min(classes, bytes / largest)) continue;  // of which every class can have one
+            uint64_t used = bytes;                                       // of the worst class
+            for (const uint64_t stride : strides) {
+                if (stride > 0) used = std::min(used, regions * (region / stride) * stride);
+            }
+            const uint64_t lost = bytes - used + (classes - 1) * region;
+            if (lost > least_lost || (lost == least_lost && region >= shape.region_bytes)) continue;
+            least_lost = lost;
+            shape.region_bytes = region;
+        }
+    }
     shape.regions = std::min<uint64_t>(bytes / shape.region_bytes, UINT32_MAX / kIndicesPerRegion);
     return shape;
 }

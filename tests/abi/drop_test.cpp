@@ -374,7 +374,7 @@ TEST_F(Dropping, TiersAreFilledFirst) {
     std::vector<ta_seq> seqs;
     for (int i = 0; i < 3; ++i) seqs.push_back(make_sequence(pool));
     uint64_t most_on_disk = 0;
-    for (int i = 0; i < 66; ++i) {
+    for (int i = 0; i < 90; ++i) {
         step(seqs[size_t(i) % 3], 64 + i % 7);
         uint64_t on_disk = 0;
         for (const ta_seq s : seqs) on_disk += residency(pool, s).disk_blocks;

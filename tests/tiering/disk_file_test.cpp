@@ -747,6 +747,42 @@ TEST_F(DiskFiles, ShapesWithFewSlotsInManyRegionsAreRefused) {
     EXPECT_TRUE(opens(1, 100)) << is_ok(why).message();
 }
 
+// The shape is what the superblock says, not what this library would make: here a region for every block of the largest size.
+TEST_F(DiskFiles, FilesWithOtherRegionsAreServed) {
+    DiskTierOptions o = options();
+    o.slot_bytes[0] = 2 * 4096 + 1000;
+    make(0);
+    unlink(path.c_str());
+    ASSERT_TRUE(open(o)) << is_ok(why).message();
+    std::vector<uint8_t> all = bytes();
+    Superblock s;
+    std::memcpy(&s, all.data() + 4096, sizeof s);
+    ASSERT_NE(s.region_bytes, record_bytes(o.slot_bytes[0])) << "both shapes are the same";
+    s.region_bytes = record_bytes(o.slot_bytes[0]);
+    s.regions = (o.budget - kFirst) / s.region_bytes;
+    seal_superblock(s, all.data() + 4096);
+    std::fill_n(all.begin(), 4096, uint8_t(0));
+    all.resize(kFirst + s.regions * s.region_bytes);
+    store(all);
+    const std::vector<uint8_t> wanted = {1, 0, 1, 1, 0};
+    {
+        auto tier = open(o);
+        ASSERT_TRUE(tier) << is_ok(why).message();
+        EXPECT_EQ(tier->stats().taken, all.size());
+        EXPECT_EQ(tier->stats().slots_free[1], s.regions);
+        Result<std::vector<Slot>> slots = tier->acquire(wanted);
+        ASSERT_TRUE(slots.ok());
+        for (size_t i = 0; i < wanted.size(); ++i) ASSERT_TRUE(write_block(*tier, slots.value()[i], make_identity(i, 100 + i)));
+    }
+    auto tier = open(o);
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    ASSERT_EQ(tier->recovered().size(), wanted.size());
+    for (const RecoveredBlock& b : tier->recovered()) {
+        EXPECT_EQ(b.slot.slot_class, wanted[size_t(b.identity.block_index)]);
+        EXPECT_TRUE(read_block(*tier, b.slot, b.identity));
+    }
+}
+
 TEST_F(DiskFiles, NamesMayBeAsLongAsTheSystemAllows) {
     for (const bool nameless : {true, false}) {
         const auto files = std::make_shared<FaultyFiles>();

@@ -238,6 +238,20 @@ TEST_F(Host, TheBudgetCountsTheIndex) {
     EXPECT_EQ(HostTier::create(fake, threads, tier_options(20000)).ok(), false);
 }
 
+// Near the sizes at which the regions become others, too.
+TEST_F(Host, SmallBudgetsAreUsedAndNotExceeded) {
+    for (uint64_t budget = 5 * 20480; budget < 100 * 20480; budget += 4096 + budget % 4096 / 2 + 331) {
+        auto tier = make_tier(tier_options(budget));
+        ASSERT_TRUE(tier);
+        const TierStats s = tier->stats();
+        EXPECT_LE(s.taken, budget);
+        EXPECT_EQ(s.used + s.free + s.memory, s.taken);
+        if (budget < 20 * 20480) continue;
+        EXPECT_GE(s.slots_free[0] * 20480, (budget - 4096) * 8 / 10) << budget;
+        EXPECT_GE(s.slots_free[1] * 12288, (budget - 4096) * 8 / 10) << budget;
+    }
+}
+
 TEST_F(Host, SlotsLieApart) {
     auto tier = make_tier(tier_options(4 << 20));
     std::vector<uint8_t> wanted;

@@ -60,6 +60,55 @@ TEST(SlotMap, WhatFitsIsValid) {
     }
 }
 
+// What a space is cut into serves blocks of every size, whatever the largest is.
+TEST(SlotMap, SmallSpacesHoldMostOfEveryClass) {
+    constexpr uint64_t kPage = 4096;
+    struct Case {
+        uint64_t pages[kSlotClasses];  // token, channel, low blocks
+    };
+    // Of host and disk tiers: two heads of 128, 4 bits, without and with 2 bits below; an 8B model likewise.
+    for (const Case& c : {Case{{9, 5, 0}}, {{9, 5, 3}}, {{10, 6, 0}}, {{10, 6, 4}}, {{554, 287, 0}}, {{554, 287, 160}}}) {
+        const uint64_t strides[kSlotClasses] = {c.pages[0] * kPage, c.pages[1] * kPage, c.pages[2] * kPage};
+        for (uint64_t bytes = 2 * strides[0]; bytes < 3000 * strides[0]; bytes += bytes / 50 / kPage * kPage + kPage) {
+            const SlotMap::Shape shape = SlotMap::fit(bytes, strides);
+            const uint64_t largest = bytes / strides[0];
+            ASSERT_TRUE(shape.valid());
+            ASSERT_GE(shape.regions, std::min<uint64_t>(largest, strides[2] ? 3 : 2)) << "a region for each class";
+            for (int i = 0; i < kSlotClasses; ++i) {
+                if (strides[i] == 0) continue;
+                const double share = double(shape.slots(i)) / double(bytes / strides[i]);
+                const double least = largest >= 200 ? 0.9 : largest >= 20 ? 0.8 : largest >= 8 ? 0.7 : 0.5;
+                EXPECT_GE(share, least) << "class " << i << " of " << strides[0] << " and " << strides[1] << " in " << bytes;
+            }
+        }
+    }
+    EXPECT_EQ(SlotMap::fit(1000 << 10, {9 * kPage, 5 * kPage}).slots(1), 50u);
+    EXPECT_EQ(SlotMap::fit(1000 << 10, {9 * kPage, 5 * kPage}).slots(0), 25u);
+}
+
+// Regions of 64 of the smallest slots, where there are 64 of them: the index is as small as it can be.
+TEST(SlotMap, LargeSpacesHaveRegionsOf64Slots) {
+    for (const uint64_t other : {0, 2, 5, 9, 64}) {
+        const uint64_t strides[kSlotClasses] = {9 * 4096, other * 4096};
+        const uint64_t smallest = other ? std::min(strides[0], strides[1]) : strides[0];
+        for (const uint64_t bytes : {4096 * smallest, 4100 * smallest + 77, uint64_t{1} << 40}) {
+            const SlotMap::Shape shape = SlotMap::fit(bytes, strides);
+            EXPECT_EQ(shape.region_bytes, 64 * smallest);
+            EXPECT_EQ(shape.regions, bytes / shape.region_bytes);
+        }
+    }
+}
+
+// Regions once were as large as the largest slot, or whole slots of the smallest class.
+TEST(SlotMap, ShapesOfOlderFilesAreValid) {
+    for (const uint64_t pages : {10, 12, 18, 66, 384}) {
+        for (const uint64_t regions : {1, 24, 64, 127}) {
+            const SlotMap::Shape shape{{10 * 4096, 6 * 4096}, pages * 4096, regions};
+            EXPECT_TRUE(shape.valid());
+        }
+    }
+}
+
 TEST(SlotMap, ARandomWalkAgainstAModel) {
     std::mt19937_64 random(7);
     for (int round = 0; round < 20; ++round) {
