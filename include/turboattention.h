@@ -628,9 +628,9 @@ typedef struct ta_tier_stats {
     uint32_t struct_size;
     int32_t state; /* 0: ok; 1: read-only, tries again by itself; 2: failed */
     uint64_t bytes_budget;
-    uint64_t bytes_used; /* by blocks */
-    uint64_t bytes_free;
-    uint64_t largest_free; /* longest run of free bytes */
+    uint64_t bytes_used;   /* by blocks */
+    uint64_t bytes_free;   /* that no block has, whether one fits there or not */
+    uint64_t largest_free; /* longest run of them that blocks can have */
     uint64_t blocks;
     uint64_t blocks_in, blocks_out; /* moved here and away since creation, as the next ones */
     uint64_t bytes_in, bytes_out;

@@ -52,7 +52,7 @@ std::array<uint64_t, 3> Pool::count_room() const {
     room[0] += blocks_->free_bytes();
     for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
         const Tier* there = tier(kind);
-        if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().free;
+        if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().room;
     }
     for (size_t t = 0; t < 3; ++t) room[t] += blocks_->left_bytes(TierKind(t));
     return room;
@@ -168,7 +168,7 @@ bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
     for (;;) {
         const uint64_t free = blocks_->free_bytes();
         if (free >= bytes) return true;
-        const uint64_t below = std::min(host_->stats().free, disk_->stats().free);
+        const uint64_t below = std::min(host_->stats().room, disk_->stats().room);
         if (below <= overshoot) return false;
         if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot), until)) return false;
     }

@@ -141,7 +141,7 @@ bool SlotMap::taken(Slot slot) const {
 }
 
 void SlotMap::describe(TierStats& stats) const {
-    stats.used = stats.free = stats.largest_free = 0;
+    stats.used = stats.room = stats.largest_free = 0;
     uint64_t empty = 0, run = 0, longest = 0;  // regions
     for (int c = 0; c < kSlotClasses; ++c) stats.slots_used[c] = stats.slots_free[c] = 0;
     for (const Region& region : regions_) {
@@ -152,25 +152,23 @@ void SlotMap::describe(TierStats& stats) const {
         }
         run = 0;
         const int c = region.slot_class;
-        const auto used = uint64_t(std::popcount(region.taken)), room = shape_.per_region(c) - used;
+        const auto used = uint64_t(std::popcount(region.taken)), left = shape_.per_region(c) - used;
         stats.slots_used[c] += used;
-        stats.slots_free[c] += room;
+        stats.slots_free[c] += left;
         stats.used += used * shape_.stride[c];
-        stats.free += room * shape_.stride[c];
+        stats.room += left * shape_.stride[c];
         uint64_t free = ~region.taken & all(c), bits = 0;
         for (; free; free &= free << 1) ++bits;
         stats.largest_free = std::max(stats.largest_free, bits * shape_.stride[c]);
     }
-    stats.free += empty * shape_.region_bytes;
+    stats.room += empty * shape_.region_bytes;
+    stats.free = shape_.bytes() - stats.used;
     stats.largest_free = std::max(stats.largest_free, longest * shape_.region_bytes);
     uint64_t least = stats.free;
     for (int c = 0; c < kSlotClasses; ++c) {
         if (shape_.stride[c] == 0) continue;
         stats.slots_free[c] += empty * shape_.per_region(c);
-        // What a region loses because its size is no multiple of the slot is padding, not fragmentation.
-        const uint64_t room =
-            stats.slots_free[c] * shape_.stride[c] + empty * (shape_.region_bytes - shape_.per_region(c) * shape_.stride[c]);
-        least = std::min(least, room);
+        least = std::min(least, stats.slots_free[c] * shape_.stride[c]);
     }
     stats.fragmentation = stats.free ? 1.0 - double(least) / double(stats.free) : 0;
 }

@@ -51,7 +51,7 @@ class SlotMap {
     bool take(Slot slot);
     void give(Slot slot);
     bool taken(Slot slot) const;
-    // Fills in used, free, largest_free, fragmentation and the numbers of slots.
+    // Fills in used, free, room, largest_free, fragmentation and the numbers of slots.
     void describe(TierStats& stats) const;
     uint64_t index_bytes() const { return regions_.size() * sizeof(Region); }
 

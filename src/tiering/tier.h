@@ -39,8 +39,9 @@ struct TierStats {
     uint64_t taken = 0;         // bytes it takes, whether slots are in use or not: slots, headers, index
     uint64_t memory = 0;        // host memory beside the slots: index and buffers. Part of `taken` in the host tier
     uint64_t used = 0;          // bytes of acquired slots, padding and headers included
-    uint64_t free = 0;          // likewise of slots that nobody has
-    uint64_t largest_free = 0;  // longest run of free bytes
+    uint64_t free = 0;          // bytes of the space for slots that nobody has
+    uint64_t room = 0;          // those of them that slots can have: all but the rests of regions that are in use
+    uint64_t largest_free = 0;  // longest run of them
     double fragmentation = 0;   // share of the free bytes that the class that fares worse cannot have: 0 none
     uint64_t slots_used[kSlotClasses] = {};
     uint64_t slots_free[kSlotClasses] = {};  // if no slot of another class is acquired

@@ -137,6 +137,41 @@ TEST(Tiers, FullTiersRefuseAndChangeNothing) {
     twins.verify();
 }
 
+TEST(Tiers, ASmallTierHoldsWhatFitsAndSaysWhatIsLeft) {
+    constexpr uint64_t kBudget = 1000 << 10;
+    for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DISK}) {
+        SCOPED_TRACE(tier);
+        Budgets budgets{.device_blocks = 12};
+        (tier == TA_TIER_HOST ? budgets.host_bytes : budgets.disk_bytes) = kBudget;
+        Twins twins(budgets);
+        const uint64_t channel = stats(twins.pool).channel_block_bytes;
+        ta_error err;
+        for (;;) {
+            const size_t s = twins.add();
+            const int32_t n = 5 * 64;
+            if (ta_plan_begin(twins.plan.get(), 1, &twins.seqs[s], &n, nullptr, &err) != TA_OK) break;
+            require(ta_plan_abort(twins.plan.get(), &err), err);
+            twins.step({s}, {n});
+            ASSERT_LT(s, 100u);
+        }
+        EXPECT_EQ(err.code, TA_E_TIER_FULL);
+        const ta_tier_stats now = tier_stats(twins.pool, tier);
+        // To 4096 bytes, on disk with a header of as many.
+        const uint64_t slot = (channel + 4095) / 4096 * 4096 + (tier == TA_TIER_DISK ? 4096 : 0);
+        EXPECT_GE(now.channel_blocks * slot, (kBudget - 8192) * 9 / 10);
+        EXPECT_EQ(now.bytes_used, now.channel_blocks * slot);
+        EXPECT_LE(now.bytes_used + now.bytes_free, kBudget);
+        EXPECT_GT(now.bytes_used + now.bytes_free, kBudget - 8192 - 12 * 4096) << "more than a region is not counted";
+        EXPECT_EQ(now.largest_free, 0u);
+        const std::string text = err.message;
+        const std::string full = std::string("nothing can leave for the ") + (tier == TA_TIER_HOST ? "host" : "disk") +
+                                 " tier, which is full (" + std::to_string(now.bytes_used) + " of 1024000 bytes)";
+        EXPECT_NE(text.find("the device tier holds "), std::string::npos) << text;
+        EXPECT_NE(text.find(full), std::string::npos) << text;
+        twins.verify();
+    }
+}
+
 // The step's blocks must lie where they can be attended to, so they do not go on to the disk.
 TEST(Tiers, AFullHostTierIsNamedBesideADiskWithRoom) {
     Twins twins({.device_blocks = 12, .host_bytes = 160 << 10, .disk_bytes = kPlenty});

@@ -145,13 +145,19 @@ TEST(SlotMap, ARandomWalkAgainstAModel) {
             EXPECT_EQ(now.slots_used[0] + now.slots_used[1], taken.size());
             EXPECT_GE(now.fragmentation, 0);
             EXPECT_LE(now.fragmentation, 1);
-            EXPECT_LE(now.largest_free, now.free);
+            EXPECT_EQ(now.used + now.free, map.shape().bytes());
+            EXPECT_LE(now.room, now.free);
+            EXPECT_LE(now.largest_free, now.room);
+            uint64_t worst = now.free;
+            for (int c = 0; c < 2; ++c) worst = std::min(worst, strides[c] ? now.slots_free[c] * strides[c] : worst);
+            EXPECT_DOUBLE_EQ(now.fragmentation, now.free ? 1 - double(worst) / double(now.free) : 0);
         }
         for (const auto& [begin, entry] : taken) map.give(entry.second);
         TierStats empty;
         map.describe(empty);
         EXPECT_EQ(empty.used, 0u);
-        EXPECT_EQ(empty.fragmentation, 0);
+        EXPECT_EQ(empty.free, map.shape().bytes());
+        EXPECT_EQ(empty.room, map.shape().bytes());
         EXPECT_EQ(empty.largest_free, map.shape().bytes());
         for (int c = 0; c < kSlotClasses; ++c) EXPECT_EQ(empty.slots_free[c], map.shape().slots(c));
     }
@@ -178,6 +184,24 @@ TEST(SlotMap, FragmentationIsWhatTheOtherClassCannotHave) {
     map.describe(s);
     EXPECT_EQ(s.slots_free[1], 0u);
     EXPECT_EQ(s.fragmentation, s.free > 0 ? 1 : 0);
+}
+
+// Bytes behind the last slot of a region are free, and count as what nobody can have.
+TEST(SlotMap, RestsOfRegionsAreFreeAndOfNoUse) {
+    SlotMap map(SlotMap::fit(1000 << 10, {9 * 4096, 5 * 4096}));
+    ASSERT_EQ(map.shape().region_bytes, 10 * 4096u);
+    TierStats s;
+    map.describe(s);
+    EXPECT_DOUBLE_EQ(s.fragmentation, 0.1);  // what token blocks cannot have
+    EXPECT_EQ(s.room, s.free);
+    for (Slot slot; map.acquire(0, slot);) {
+    }
+    map.describe(s);
+    EXPECT_EQ(s.used, 25 * 9 * 4096u);
+    EXPECT_EQ(s.free, 25 * 4096u);
+    EXPECT_EQ(s.room, 0u);
+    EXPECT_EQ(s.largest_free, 0u);
+    EXPECT_EQ(s.fragmentation, 1);
 }
 
 TEST(SlotMap, AllOrNone) {
