@@ -55,7 +55,8 @@ class MoverTest : public ::testing::Test {
         Pool::Snapshot s;
         std::vector<std::pair<const Block*, uint8_t*>> list;
         for (uint64_t b = 0; b < blocks; ++b) {
-            Result<BlockPtr> block = pool->new_block(PageKind::kToken, {});
+            Pool::Loading alone;
+            Result<BlockPtr> block = pool->new_block(PageKind::kToken, alone);
             EXPECT_TRUE(block.ok());
             if (!block.ok()) return 0;
             const BlockPtr& p = block.value();
