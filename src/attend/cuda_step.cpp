@@ -275,7 +275,9 @@ Status CudaStep::check_tensors(const AttendCall& call) const {
     const AttendSettings& settings = call.settings;
     if (Status s = check_memory(call.q, "q"); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_memory(call.out, "out"); !s.ok()) return std::move(s).argument(3);
-    if (Status s = check_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
+    if (call.q.tokens > 0) {
+        if (Status s = check_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
+    }
     if (Status s = check_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
     if (Status s = check_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
     return {};
