@@ -25,21 +25,10 @@ class DeviceBuffer {
     bool holds(size_t bytes) const { return bytes <= this->bytes(); }
     Status reserve(size_t bytes, const char* what) {
         if (holds(bytes)) return {};
-        const size_t wanted = round_up(std::max(bytes, 2 * this->bytes()), 4096);
-        parts_.reserve(parts_.size() + 1);
-        uint8_t* data = device_.allocate(wanted);
-        if (!data) return no_memory(wanted, what);
-        parts_.emplace_back(data, wanted);
-        return {};
+        return add(round_up(std::max(bytes, 2 * this->bytes()), 4096), what);
     }
     // Memory of the same size in place of that which captured launches point at, which stays.
-    Status renew(const char* what) {
-        parts_.reserve(parts_.size() + 1);
-        uint8_t* data = device_.allocate(bytes());
-        if (!data) return no_memory(bytes(), what);
-        parts_.emplace_back(data, bytes());
-        return {};
-    }
+    Status renew(const char* what) { return add(bytes(), what); }
     // The first of its parts that holds `bytes`: who needs few gets what it got before the buffer grew for others, where
     // captured launches point.
     uint8_t* data_of(size_t bytes) const {
@@ -52,9 +41,15 @@ class DeviceBuffer {
     size_t bytes() const { return parts_.empty() ? 0 : parts_.back().second; }
 
   private:
-    Status no_memory(size_t bytes, const char* what) const {
-        TA_RETURN_IF_ERROR(device_.health());
-        return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), bytes, what);
+    Status add(size_t bytes, const char* what) {
+        parts_.reserve(parts_.size() + 1);
+        uint8_t* data = device_.allocate(bytes);
+        if (!data) {
+            TA_RETURN_IF_ERROR(device_.health());
+            return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), bytes, what);
+        }
+        parts_.emplace_back(data, bytes);
+        return {};
     }
 
     CudaDevice& device_;
