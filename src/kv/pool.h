@@ -333,7 +333,6 @@ class Pool {
     bool send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
     bool send_down(Loading& mine, uint64_t bytes);
     void note_failed(const MoveProgress& eviction);
-    Status nothing_leaves(Status full, uint64_t failed_before) const;
     uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
     bool pass_to_disk(uint64_t bytes, Deadline until);
     bool raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);

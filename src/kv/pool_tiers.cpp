@@ -389,18 +389,6 @@ bool Pool::send_down(Loading& mine, uint64_t bytes) {
            send_down(mine, TierKind::kDevice, TierKind::kDisk, bytes);
 }
 
-// Of a load, with what the tiers below hold.
-Status Pool::nothing_leaves(Status full, uint64_t failed_before) const {
-    const auto held = [&](TierKind kind) {
-        const TierStats t = tier(kind)->stats();
-        return std::to_string(t.used) + " of " + std::to_string(t.budget) + " bytes";
-    };
-    std::string why = "nothing leaves it:";
-    if (host_) why += " the host tier holds " + held(TierKind::kHost);
-    if (disk_) why += std::string(host_ ? "," : "") + " the disk tier " + (host_ ? "" : "holds ") + held(TierKind::kDisk);
-    return with_cause(std::move(full).because(why.c_str()), failed_before);
-}
-
 Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
@@ -415,7 +403,7 @@ Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
         if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
         if (s.code() != TA_E_TIER_FULL || !mover_) return s;
         const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
-        if (++attempts == kAttempts) return nothing_leaves(std::move(s), failed_before);
+        if (++attempts == kAttempts) return with_cause(std::move(s), failed_before);
         if (make_way(TierKind::kDevice, bytes, kNoDeadline)) continue;
         if (send_down(mine, bytes)) {
             --attempts;  // they do not come back, so this ends
@@ -423,7 +411,7 @@ Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
         }
         if (drop_unused(TierKind::kDevice, wanted, false)) continue;
         // What others move now, or made room of while this was looking for some.
-        if ((!moving && blocks_->changes() == seen) || !looks.again()) return nothing_leaves(std::move(s), failed_before);
+        if ((!moving && blocks_->changes() == seen) || !looks.again()) return with_cause(std::move(s), failed_before);
         --attempts;
     }
 }
