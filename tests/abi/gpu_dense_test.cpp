@@ -263,7 +263,7 @@ TEST_F(GpuDense, ManyRowsOfTheRunningMaximum) {
 }
 
 // All magnitudes are alike, as those of ones() are and those of a rotated vector of one channel: dot products are as large as
-// codes allow, and what a factor of theirs is rounded to shows. Half of the keys point away from the queries and have other
+// codes allow, and what a factor of theirs is rounded to shows. Half of the keys may point away from the queries, and have no
 // values.
 TEST_F(GpuDense, RowsOfOneMagnitude) {
     for (const int64_t d : {64, 96, 128, 256}) {
@@ -288,11 +288,12 @@ TEST_F(GpuDense, RowsOfOneMagnitude) {
                     };
                     fill(twin.q(), 81, p.kv_heads * p.group, x, x);
                     fill(twin.k(), 258, p.kv_heads, x, opposed ? -x : x);
-                    fill(twin.v(), 258, p.kv_heads, 1.0f, opposed ? -1.0f : 1.0f);
+                    fill(twin.v(), 258, p.kv_heads, 1.0f, opposed ? 0.0f : 1.0f);
                     twin.run_cpu(cpu);
                     ta_error err;
                     ASSERT_EQ(twin.enqueue(gpu, stream, &err), TA_OK) << err.message;
-                    twin.check(stream, 1.5e-2);  // half a step of P and of its scores, of rows in which V all but cancels
+                    // Half a step of P, 0.2%, and a step and a half of its scores, 0.9%: up to half of that in O.
+                    twin.check(stream, 6e-3);
                     if (HasFatalFailure()) return;
                 }
             }

@@ -130,6 +130,8 @@ const char* name_of(DataKind kind) {
             return "zeros";
         case DataKind::kConstantChannels:
             return "constant channels";
+        case DataKind::kOneMagnitude:
+            return "one magnitude";
         case DataKind::kOutliers:
             return "outliers 1e4";
         case DataKind::kDenormal:
@@ -170,6 +172,15 @@ AttentionData make_data(DataKind kind, const AttentionShape& shape, uint64_t see
             for (size_t i = row; i < data.k.size(); ++i) {
                 data.k[i] = data.k[i % row];
                 data.v[i] = data.v[i % row];
+            }
+            break;
+        }
+        case DataKind::kOneMagnitude: {
+            const auto d = size_t(shape.head_dim);
+            std::fill(data.q.begin(), data.q.end(), 0.7f);
+            for (size_t i = 0; i < data.k.size(); i += d) {
+                const auto x = float(random.uniform(-0.7, 0.7));
+                std::fill_n(data.k.begin() + int64_t(i), d, x);
             }
             break;
         }

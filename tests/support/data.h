@@ -15,6 +15,7 @@ enum class DataKind {
     kPeaky,             // as flat with scores of deviation 3: a few keys decide
     kZeros,             // all zero
     kConstantChannels,  // each channel of K and of V has one value
+    kOneMagnitude,      // all channels of a query are alike, and of a key: products of codes are the largest that there are
     kOutliers,          // N(0,1) with 1e4 here and there in K and V
     kDenormal,          // everything below 2^-126
     kHuge,              // finite values up to 2^50; queries so small that the scores are not

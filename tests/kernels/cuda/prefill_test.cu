@@ -514,6 +514,11 @@ std::vector<Case> all_cases(bool quick) {
             c.data = data;
         });
     }
+    for (const float factor : {0.25f, 1.0f, 4.0f}) {
+        add("one magnitude, queries times " + std::to_string(factor), [&](Case& c) {
+            c.sequences = {{800, 300}, {100, 100}}, c.data = DataKind::kOneMagnitude, c.rotate = false, c.q_factor = factor;
+        });
+    }
     add("logits of hundreds", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 100.0f; });
     add("logits of thousands", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 2000.0f, c.lse_tolerance = 1.0; });
     add("window", [](Case& c) { c.sequences = {{1500, 700}}, c.window = 200; });
