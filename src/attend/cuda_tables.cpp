@@ -93,8 +93,8 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 
-// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. A graph that reads
-// the old table finds no sequences, and its step is refused when it ends.
+// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. A graph that
+// reads the old table finds no sequences, and its step is refused when it ends.
 Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stream) {
     const Geometry& g = pool_.geometry();
     size_t slot = g.token_slot_bytes;

@@ -47,8 +47,8 @@ class Mover {
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
 
-    // A ticket, never 0. Its blocks go by the lanes of the tiers between which they are to move; within a lane the order is that
-    // of the calls. Of what is asked for the caller starts the first part, where that waits for nobody.
+    // A ticket, never 0. Its blocks go by the lanes of the tiers between which they are to move; within a lane the order is
+    // that of the calls. Of what is asked for the caller starts the first part, where that waits for nobody.
     Result<uint64_t> submit(std::vector<MoveRequest> requests, TierKind to, MoveReason reason);
     Result<uint64_t> submit(std::span<const MoveItem> items, TierKind to, MoveReason reason);
     // The same at once, for a step that waits until then. Where there is no room in `to`, others make room for needed blocks.
@@ -69,8 +69,9 @@ class Mover {
     void cancel_all();
 
   private:
-    // Each has a queue and threads of its own: a disk holds up nothing that moves between the device and the host, and what goes
-    // to the device overtakes what is moved out for it. A block that has come to lie elsewhere stays in the lane of its request.
+    // Each has a queue and threads of its own: a disk holds up nothing that moves between the device and the host, and what
+    // goes to the device overtakes what is moved out for it. A block that has come to lie elsewhere stays in the lane of its
+    // request.
     enum Lane : size_t { kUp, kDown, kFromDisk, kToDisk, kLanes };
     struct Leg {                   // what of a ticket goes by a lane
         size_t next = 0, end = 0;  // requests that no thread has taken yet

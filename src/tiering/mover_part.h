@@ -33,8 +33,8 @@ struct MoveItem {
     std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
 };
 
-// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, released, moved by
-// others.
+// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, released,
+// moved by others.
 struct MoveProgress {
     ta_move_state state = TA_MOVE_QUEUED;
     uint64_t blocks = 0, moved = 0, present = 0, skipped = 0, failed = 0;
