@@ -465,16 +465,18 @@ void Pool::unlock_for_plan(std::span<Sequence* const> seqs) {
 }
 
 Pool::SequenceStats Pool::sequence_stats() const {
-    std::lock_guard lock(mutex_);
     SequenceStats r;
-    std::vector<const Block*> shared;
-    for (const auto& s : sequences_) {
-        if (!s->alive) continue;
-        ++r.sequences;
-        r.tokens += uint64_t(s->length);
-        if (s->in_plan) continue;
-        for (const BlockPtr& b : s->blocks) {
-            if (b.use_count() > 1) shared.push_back(b.get());
+    std::vector<const Block*> shared;  // only to tell them apart: they may be gone when they are counted
+    {
+        std::lock_guard lock(mutex_);
+        for (const auto& s : sequences_) {
+            if (!s->alive) continue;
+            ++r.sequences;
+            r.tokens += uint64_t(s->length);
+            if (s->in_plan) continue;
+            for (const BlockPtr& b : s->blocks) {
+                if (b.use_count() > 1) shared.push_back(b.get());
+            }
         }
     }
     std::sort(shared.begin(), shared.end());
