@@ -90,7 +90,7 @@ class BlockLoader {
         const auto kind = PageKind(b.kind);
         if (b.magic != kBlockMagic || b.hash != header_hash(b) || (blocks_.in_order && b.index != i) || b.kind >= kPageKinds ||
             g.slot_bytes(kind) == 0 || b.tokens == 0 || b.tokens > uint32_t(kPageTokens) ||
-            (b.tokens < uint32_t(kPageTokens) && kind != PageKind::kToken)) {
+            (kind != PageKind::kToken && (b.tokens < uint32_t(kPageTokens) || b.index < pool_.numerics().sink_blocks))) {
             Status s = fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file_.name());
             return blocks_.in_order ? std::move(s).block(int64_t(i)) : std::move(s);
         }

@@ -118,7 +118,8 @@ void Pool::recover_published() {
         std::vector<BlockKey> keys = b.more_keys, older;
         keys.insert(keys.begin(), id.key);
         const bool good = id.key != BlockKey{} && id.tokens == uint32_t(kPageTokens) && id.content_id < kMostContents &&
-                          id.block_index < kMostBlocks;
+                          id.block_index < kMostBlocks &&
+                          (id.block_index >= numerics_.sink_blocks || PageKind(b.slot.slot_class) == PageKind::kToken);
         std::erase_if(keys, [&](const BlockKey& key) {
             if (good && seen.insert(key).second) return false;
             older.push_back(key);

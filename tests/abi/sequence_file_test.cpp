@@ -1,7 +1,9 @@
 // Sequences saved and loaded: the same stored values, the same results afterwards, and no file that is not what was saved.
+#define XXH_INLINE_ALL
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <xxhash.h>
 
 #include <cstring>
 #include <filesystem>
@@ -144,6 +146,56 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
     Bytes longer = good;
     longer.push_back(0);
     refuse(longer, "a byte more");
+}
+
+// A block whose bytes and hashes are right, of a kind that sequences do not have there: kernels rely on 8 bits in sink blocks.
+TEST_F(SequenceFile, AForgedSinkIsRefused) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 128);
+    save(pool, seq, path("good"));
+    const Bytes good = read_file(path("good"));
+    const auto record_of = [&](uint64_t block, size_t* trailer) {
+        auto info = sized<ta_x_block_info>();
+        ta_error err;
+        require(ta_x_seq_block(pool.get(), seq, block, &info, nullptr, 0, &err), err);
+        *trailer = 48 + info.trailer_offset;
+        return 48 + size_t(info.bytes);
+    };
+    // A file of one block, number `block`, that says of itself that it is the first.
+    const auto forge = [&](uint64_t block) {
+        size_t first_trailer, trailer;
+        const size_t first = record_of(0, &first_trailer), bytes = record_of(block, &trailer);
+        Bytes file(good.begin(), good.begin() + 80);
+        file.insert(file.end(), good.begin() + 80 + int64_t(block * first), good.begin() + 80 + int64_t(block * first + bytes));
+        const auto put = [&file](size_t at, uint64_t value) { std::memcpy(file.data() + at, &value, sizeof value); };
+        const auto hash = [&file](size_t at, size_t n) { return XXH3_64bits(file.data() + at, n); };
+        put(16, 64);  // tokens
+        put(24, 1);   // blocks
+        put(72, hash(0, 72));
+        char* const record = file.data() + 80;
+        const size_t page = (trailer - 48) / kLayers;
+        put(80 + 16, 0);            // the index in the record
+        put(80 + trailer + 16, 0);  // and in the trailer
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Bytes identity(48 + 8);
+            std::memcpy(identity.data(), record + trailer + 8, 24);           // fingerprint, index, content
+            std::memcpy(identity.data() + 24, &layer, 4), identity[28] = 64;  // tokens
+            std::memcpy(identity.data() + 32, record + trailer, 7);           // magic, version, kind
+            const uint64_t payload[] = {page, hash(80 + 48 + layer * page, page)};
+            std::memcpy(identity.data() + 40, payload, sizeof payload);
+            put(80 + trailer + 64 + 8 * layer, XXH3_64bits(identity.data(), identity.size()));
+        }
+        put(80 + 32, hash(80 + 48, bytes - 48));
+        put(80 + 40, hash(80, 40));
+        return file;
+    };
+    write_file(path("first"), forge(0));
+    EXPECT_EQ(length(pool, load(pool, path("first"))), 64);
+    write_file(path("second"), forge(1));
+    ta_seq out = 77;
+    EXPECT_EQ(ta_seq_load(pool.get(), path("second").c_str(), nullptr, nullptr, &out, nullptr), TA_E_CORRUPT);
+    EXPECT_EQ(out, 77u);
 }
 
 TEST_F(SequenceFile, OfAPoolWithOtherScales) {
