@@ -310,9 +310,9 @@ Status CudaDense::attend(const DenseCall& call) {
     TA_RETURN_IF_ERROR(check_memory(call.q.tokens > 0 ? call.lse : nullptr, "lse", 5));
     TA_RETURN_IF_ERROR(check_memory(settings.alibi_slopes, "options.attend.alibi_slopes", 6));
     TA_RETURN_IF_ERROR(check_memory(settings.sinks, "options.attend.sinks", 6));
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(call.stream, &capture), "asking whether the stream is captured"));
-    if (capture != cudaStreamCaptureStatusNone) {
+    bool captured = false;
+    if (Status s = is_captured(device_, call.stream, &captured); !s.ok()) return std::move(s).argument(6);
+    if (captured) {
         return fail(TA_E_STATE, "the stream is being captured; a dense call depends on lengths in host memory").argument(6);
     }
     DenseRun run(device_, call);

@@ -25,10 +25,10 @@ cuda::DecodeMass CudaMass::args() const {
 Status CudaMass::begin(const Step& step, const CudaTables& tables, cudaStream_t stream) {
     if (!on_) return {};
     const size_t bytes = kHeader + tables.capacity() * sizeof(uint64_t);
-    const bool grows = !sums_.holds(bytes);
+    unsent_ |= !sums_.holds(bytes);
     TA_RETURN_IF_ERROR(sums_.reserve(bytes, "the attention of blocks"));
     entries_ = tables.capacity();
-    if (grows || unsent_) {
+    if (unsent_) {
         TA_RETURN_IF_ERROR(
             device_.check(cudaMemsetAsync(sums_.data(), 0, sums_.bytes(), stream), "zeroing the attention of blocks"));
         counts_anew_ = true;

@@ -31,18 +31,23 @@ Status CudaSchedules::begin(const CudaTables& tables, cudaStream_t stream) {
 
 // For the step, unless that has no prompts for calls of its group: then nobody reads it.
 Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const CudaTables& tables, cudaStream_t stream) {
-    const std::vector<cuda::SequenceArgs> prompts = prompts_of(tables.members(), key.group);
+    std::vector<cuda::SequenceArgs> prompts = prompts_of(tables.members(), key.group);
     if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
+    // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
+    // finds nothing to do; its step is refused when it ends.
+    if (key.by_kernel && tables.lacks_blocks()) prompts.clear();
     schedule.rows = ManyRows(key, prompts);
     const size_t bytes = schedule.rows.bytes;
-    if (schedule.captured && schedule.table != tables.moves_of_entries()) {
-        uint8_t* const before = schedule.buffer.data();
-        const size_t size = schedule.buffer.bytes();
-        TA_RETURN_IF_ERROR(schedule.buffer.renew("a prefill's schedule"));
-        TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(before, 0, size, stream), "emptying a prefill's schedule"));
+    const size_t room = std::max<size_t>(bytes, 1 << 16);
+    const bool renews = schedule.captured && schedule.table != tables.moves_of_entries();
+    if (schedule.captured && (renews || !schedule.buffer.holds(room))) {
+        // Graphs that go on to read it here find nothing to do.
+        TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(schedule.buffer.data(), 0, schedule.buffer.bytes(), stream),
+                                         "emptying a prefill's schedule"));
     }
+    if (renews) TA_RETURN_IF_ERROR(schedule.buffer.renew("a prefill's schedule"));
     schedule.table = tables.moves_of_entries();
-    TA_RETURN_IF_ERROR(schedule.buffer.reserve(std::max<size_t>(bytes, 1 << 16), "a prefill's schedule"));
+    TA_RETURN_IF_ERROR(schedule.buffer.reserve(room, "a prefill's schedule"));
     TA_RETURN_IF_ERROR(schedule.pinned.take(device_, bytes));
     auto* staged = static_cast<uint8_t*>(schedule.pinned.part(bytes));
     schedule.rows.write(key, prompts, staged);

@@ -1,6 +1,7 @@
 #include "src/attend/cuda_staging.h"
 
 #include <algorithm>
+#include <new>
 
 #include "kernels/cuda/any/decode/decode.h"
 #include "src/core/cuda_moves.h"
@@ -190,6 +191,15 @@ Status CudaStaging::load(uint32_t layer) {
     return {};
 }
 
+// What does not start here is copied when its layer is attended to.
+void CudaStaging::load_ahead(uint32_t layer) {
+    try {
+        (void)load(layer);
+    } catch (const std::bad_alloc&) {
+        parts_[layer % uint32_t(ring_.parts)].layer = -1;
+    }
+}
+
 // The kernel is left to pages for which the engine takes twice as long: it keeps multiprocessors from the layers that the
 // copies are beside, and copies that end before those do are not waited for.
 MoveRoute CudaStaging::route(uint64_t bytes) const {
@@ -215,7 +225,7 @@ Result<const uint64_t*> CudaStaging::before_attend(uint32_t layer, const Call& c
     if (part_of(layer).layer != layer) TA_RETURN_IF_ERROR(load(layer));
     // The part of the layer before may be overwritten: its attend has been enqueued, and this is not a second one.
     if (ring_.parts == 2 && in_order && layer + 1 < pool_.geometry().layers && part_of(layer + 1).layer != layer + 1)
-        TA_RETURN_IF_ERROR(load(layer + 1));
+        load_ahead(layer + 1);
     staged_part_ = layer % ring_.parts;
     TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, parts_[staged_part_].arrived, 0), "waiting for staged pages"));
     last_layer_ = layer;
@@ -235,7 +245,8 @@ Status CudaStaging::after_attend(cudaStream_t stream) {
     // without new tokens may attend to a layer again.
     const int64_t next = last_layer_ + 1;
     if (ring_.parts == 2 || step_->total_new == 0 || next == pool_.geometry().layers) return {};
-    return load(uint32_t(next));
+    load_ahead(uint32_t(next));
+    return {};
 }
 
 void CudaStaging::finish(cudaStream_t stream) {

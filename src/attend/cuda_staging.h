@@ -67,6 +67,7 @@ class CudaStaging {
     Status open();
     Status send_tables(cudaStream_t stream);
     Status load(uint32_t layer);
+    void load_ahead(uint32_t layer);
     MoveRoute route(uint64_t bytes) const;
     void see(const Call& call);
     PageKind ring_kind() const { return pool_.geometry().all_8_bits ? PageKind::kToken : PageKind::kChannel; }  // of its slots

@@ -65,7 +65,6 @@ class CudaStep final : public StepBackend {
     Status stage(uint32_t layer, const AttendArgs& args, Launches& launches, bool* staged);
     Status launch(const Launches& launches);
     Status seal_blocks();
-    Status capturing(cudaStream_t stream, bool* yes) const;
     void see_call(bool captured);
     KindOfStep kind_of_step() const;
     template <class Data>
@@ -102,7 +101,7 @@ CudaStep::~CudaStep() {
 Status CudaStep::set_stream(ta_stream stream) {
     const CudaScope scope(device_.ordinal());
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(stream, &captured));
+    TA_RETURN_IF_ERROR(is_captured(device_, stream, &captured));
     if (captured && fence_ && stream != stream_)
         return fail(TA_E_STATE, "the stream is being captured; the plan's earlier steps cannot be part of a graph");
     // What ran on the old stream comes before what will run on the new one, which may have its address.
@@ -140,7 +139,7 @@ Status CudaStep::begin(Step& step) {
 Status CudaStep::prepare() {
     TA_RETURN_IF_ERROR(device_.health());
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(stream_, &captured));
+    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
     if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
     if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
     if (append_plan_.ctas == 0) {
@@ -154,13 +153,6 @@ Status CudaStep::prepare() {
     // Slots of this step may have been freed by other plans, whose kernels may still read them.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
     ran_ = true;
-    return {};
-}
-
-Status CudaStep::capturing(cudaStream_t stream, bool* yes) const {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    TA_RETURN_IF_ERROR(device_.check(cudaStreamIsCapturing(stream, &status), "asking whether the stream is captured"));
-    *yes = status != cudaStreamCaptureStatusNone;
     return {};
 }
 
@@ -200,7 +192,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (Status s = check_memory(k, "k"); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(stream_, &captured));
+    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
     schedules_.begin_call();
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
@@ -248,7 +240,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     TA_RETURN_IF_ERROR(device_.health());
     TA_RETURN_IF_ERROR(check_tensors(call));
     bool captured = false;
-    TA_RETURN_IF_ERROR(capturing(stream_, &captured));
+    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
     schedules_.begin_call();
     if (call.group != tables_.group()) {
         if (captured) return needs_a_run("this number of query heads");
@@ -350,6 +342,7 @@ Status CudaStep::reserve_mass(const AttendWork& work, bool captured) {
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
+    if (!key.by_kernel && captured) a.may_lack_pages = pool_.may_drop();  // when it is replayed
     // Prompts of new sequences take the kernel that knows no channel pages. A graph is replayed with other steps: what it
     // captures takes the other, which is loaded by then.
     if (key.by_kernel && a.heads && !captured && !tables_.may_have_channel_blocks()) {
@@ -396,9 +389,9 @@ Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bo
 Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
     if (decode_workspace_.holds(work.plan.workspace_bytes)) return {};
     if (captured) return needs_a_run("this shape of a batch");
-    TA_RETURN_IF_ERROR(decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention"));
-    return device_.check(cudaMemsetAsync(decode_workspace_.data(), 0, work.plan.zeroed_bytes, stream_),
-                         "zeroing the workspace of attention");
+    return decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention", [&](uint8_t* data) {
+        return device_.check(cudaMemsetAsync(data, 0, work.plan.zeroed_bytes, stream_), "zeroing the workspace of attention");
+    });
 }
 
 // Has the launches read pages where they are staged. `*staged`: some are.
@@ -425,7 +418,8 @@ Status CudaStep::launch(const Launches& l) {
 
 // What a graph was captured with is compared here, since its launch is not seen.
 Status CudaStep::seal() {
-    if (schedules_.left_to_graph() && !schedules_.serves(kind_of_step())) {
+    const bool has_calls = step_->total_new > 0 || step_->total_query > 0;
+    if (has_calls && schedules_.left_to_graph() && !schedules_.serves(kind_of_step())) {
         return fail(TA_E_STATE,
                     "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
                     "run it without the graph and capture again");
@@ -466,7 +460,8 @@ Status CudaStep::may_end() const {
     const CudaScope scope(device_.ordinal());
     bool captured = false;
     // A device that is lost is no reason to stay open.
-    if (!capturing(stream_, &captured).ok() || !captured) return {};
+    if (Status s = is_captured(device_, stream_, &captured); !s.ok()) return s.code() == TA_E_STATE ? std::move(s) : Status();
+    if (!captured) return {};
     return fail(TA_E_STATE, "the plan's stream is being captured: end the capture before the step");
 }
 

@@ -42,6 +42,7 @@ Status CudaTables::begin(const Step& step, int group, bool captured, cudaStream_
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
         const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
+        if (captured) TA_RETURN_IF_ERROR(empty_sequences(stream));
         TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + 16, "a step's sequences"));
         sequence_capacity_ = capacity;
     }
@@ -93,8 +94,14 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 
-// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. A graph that
-// reads the old table finds no sequences, and its step is refused when it ends.
+// Where they were so far. Graphs that go on to read them there find nothing to do.
+Status CudaTables::empty_sequences(cudaStream_t stream) {
+    return device_.check(cudaMemsetAsync(sequences_.data(), 0, sequences_.bytes(), stream), "emptying a step's sequences");
+}
+
+// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. Attention that is
+// observed has up to 64 bytes beside each entry and kv head, so its table is less foresighted. A graph that reads the old table
+// finds no sequences, and its step is refused when it ends.
 Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stream) {
     const Geometry& g = pool_.geometry();
     size_t slot = g.token_slot_bytes;
@@ -102,13 +109,12 @@ Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stre
         if (g.slot_bytes(kind) > 0) slot = std::min(slot, g.slot_bytes(kind));
     }
     const uint64_t blocks = (pool_.blocks().budget() + pool_.tier_settings().host_budget) / slot;
-    const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, size_t{1} << 24));
+    const size_t most = pool_.observes_attention() ? (size_t{1} << 20) / g.kv_heads : size_t{1} << 24;
+    const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, most));
     if (captured && entries_.bytes() > 0) {
-        uint8_t* const before = sequences_.data();
-        const size_t bytes = sequences_.bytes();
+        TA_RETURN_IF_ERROR(empty_sequences(stream));
         TA_RETURN_IF_ERROR(sequences_.renew("a step's sequences"));
         ++moves_of_entries_;
-        TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(before, 0, bytes, stream), "emptying a step's sequences"));
     }
     return entries_.reserve(std::max<size_t>(wanted * sizeof(uint64_t), 1 << 19), "a block table");
 }

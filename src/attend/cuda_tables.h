@@ -68,6 +68,7 @@ class CudaTables {
 
     Status place_tasks(const Step& step, cudaStream_t stream);
     Status place_rows(const Step& step, bool captured, cudaStream_t stream);
+    Status empty_sequences(cudaStream_t stream);
     Status grow_entries(size_t entries, bool captured, cudaStream_t stream);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);

@@ -25,7 +25,21 @@ class DeviceBuffer {
     bool holds(size_t bytes) const { return bytes <= this->bytes(); }
     Status reserve(size_t bytes, const char* what) {
         if (holds(bytes)) return {};
-        return add(round_up(std::max(bytes, 2 * this->bytes()), 4096), what);
+        const size_t needed = round_up(bytes, 4096), ahead = round_up(2 * this->bytes(), 4096);
+        if (ahead > needed && add(ahead, what).ok()) return {};
+        return add(needed, what);
+    }
+    // set_up(data) gives new memory its first content. Where it fails the buffer stays as it was.
+    template <typename SetUp>
+    Status reserve(size_t bytes, const char* what, SetUp&& set_up) {
+        if (holds(bytes)) return {};
+        TA_RETURN_IF_ERROR(reserve(bytes, what));
+        Status s = set_up(data());
+        if (!s.ok()) {
+            device_.deallocate(parts_.back().first, parts_.back().second);
+            parts_.pop_back();
+        }
+        return s;
     }
     // Memory of the same size in place of that which captured launches point at, which stays.
     Status renew(const char* what) { return add(bytes(), what); }

@@ -11,8 +11,9 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     const Geometry& g = pool_.geometry();
     if (!channel_offsets_.data() && g.has_channel_blocks()) {
         const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
-        TA_RETURN_IF_ERROR(channel_offsets_.reserve(offsets.size() * sizeof offsets[0], "the places of pages"));
-        TA_RETURN_IF_ERROR(device_.write(channel_offsets_.data(), offsets.data(), offsets.size() * sizeof offsets[0]));
+        const size_t bytes = offsets.size() * sizeof offsets[0];
+        TA_RETURN_IF_ERROR(channel_offsets_.reserve(bytes, "the places of pages",
+                                                    [&](uint8_t* data) { return device_.write(data, offsets.data(), bytes); }));
     }
     TA_RETURN_IF_ERROR(pinned.take(device_, blocks.size() * sizeof(cuda::HashTask) + extra_bytes));
     auto* tasks = static_cast<cuda::HashTask*>(pinned.part(blocks.size() * sizeof(cuda::HashTask)));

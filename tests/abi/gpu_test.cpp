@@ -1,7 +1,5 @@
 // A GPU context beside a CPU context through the same calls: the same bytes in the pages, the same results within rounding, and
 // what only a GPU has: streams, graphs, device memory. Skipped where there is no GPU.
-#include "support/gpu.h"
-
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -13,164 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "support/handles.h"
-#include "support/numbers.h"
+#include "abi/gpu_twins.h"
 
 namespace ta::testing {
 namespace {
 
-struct Shape {
-    uint32_t bits, head_dim;
-    int kv_heads, group;
-    std::vector<uint8_t> map{};  // of one layer's kv heads, for K; V has it backwards
-};
-
-constexpr uint32_t kLayers = 2;
-
 class Gpu : public GpuTest {};
-
-// Two pools that live through the same steps.
-class Twins {
-  public:
-    Twins(const Context& gpu, const Context& cpu, const Shape& shape, cudaStream_t stream, uint64_t seed,
-          const ta_numerics* numerics = nullptr)
-        : shape_(shape), random_(seed), stream_(stream) {
-        auto options = pool_options(kLayers, uint32_t(shape.kv_heads), shape.head_dim, shape.bits, numerics);
-        std::vector<uint8_t> k_bits, v_bits;
-        if (!shape.map.empty()) {
-            for (uint32_t layer = 0; layer < kLayers; ++layer) {
-                k_bits.insert(k_bits.end(), shape.map.begin(), shape.map.end());
-                v_bits.insert(v_bits.end(), shape.map.rbegin(), shape.map.rend());
-            }
-            options.k_bits = k_bits.data();
-            options.v_bits = v_bits.data();
-        }
-        options.budget_bytes = uint64_t{256} << 20;
-        gpu_pool = make_pool(gpu, options);
-        cpu_pool = make_pool(cpu, options);
-        gpu_plan = make_plan(gpu_pool);
-        cpu_plan = make_plan(cpu_pool);
-        ta_error err;
-        require(ta_plan_set_stream(gpu_plan.get(), stream, &err), err);
-    }
-
-    size_t add() {
-        sequences.push_back({make_sequence(gpu_pool), make_sequence(cpu_pool)});
-        return sequences.size() - 1;
-    }
-    size_t fork(size_t from) {
-        sequences.push_back({fork_sequence(gpu_pool, sequences[from].gpu), fork_sequence(cpu_pool, sequences[from].cpu)});
-        return sequences.size() - 1;
-    }
-    void truncate(size_t s, int64_t n) {
-        ta_error err;
-        require(ta_seq_truncate(gpu_pool.get(), sequences[s].gpu, n, &err), err);
-        require(ta_seq_truncate(cpu_pool.get(), sequences[s].cpu, n, &err), err);
-    }
-
-    // One step of both; the results are compared.
-    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
-              double tolerance, const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr) {
-        std::vector<ta_seq> on_gpu, on_cpu;
-        for (size_t m : members) {
-            on_gpu.push_back(sequences[m].gpu);
-            on_cpu.push_back(sequences[m].cpu);
-        }
-        if (::testing::Test::HasFatalFailure()) return;
-        begin(gpu_plan, on_gpu, n_new, n_query);
-        begin(cpu_plan, on_cpu, n_new, n_query);
-        const int64_t total_new = std::accumulate(n_new.begin(), n_new.end(), int64_t{0});
-        const int64_t total_query = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
-        const int64_t heads = shape_.kv_heads, q_heads = heads * shape_.group, d = shape_.head_dim;
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            const std::vector<float> k = random_.normals(total_new * heads * d), v = random_.normals(total_new * heads * d),
-                                     q = random_.normals(total_query * q_heads * d, 1.5f);
-            DeviceTensor gk(total_new, heads, d, &k), gv(total_new, heads, d, &v), gq(total_query, q_heads, d, &q),
-                gout(total_query, q_heads, d);
-            void* lse_memory = nullptr;
-            ASSERT_EQ(cudaMalloc(&lse_memory, size_t(total_query * q_heads + 4) * 4), cudaSuccess);
-            const std::unique_ptr<void, FreeDevice> glse(lse_memory);
-            ta_error err;
-            if (total_new > 0) require(ta_append(gpu_plan.get(), layer, gk.view(), gv.view(), &err), err);
-            require(ta_attend(gpu_plan.get(), layer, gq.view(), gout.view(), static_cast<float*>(glse.get()),
-                              gpu_options ? gpu_options : options, &err),
-                    err);
-            Tensor ck(k, total_new, heads, d, TA_DTYPE_F16), cv(v, total_new, heads, d, TA_DTYPE_F16),
-                cq(q, total_query, q_heads, d, TA_DTYPE_F16), cout(total_query, q_heads, d);
-            std::vector<float> lse(size_t(total_query * q_heads));
-            if (total_new > 0) append(cpu_plan, layer, ck, cv);
-            attend(cpu_plan, layer, cq, cout, lse.data(), options);
-            ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-            const std::vector<float> got = gout.get(), expected = cout.values();
-            double difference = 0.0, norm = 0.0;
-            for (size_t i = 0; i < got.size(); ++i) {
-                ASSERT_TRUE(std::isfinite(got[i])) << "element " << i << " was not written";
-                difference += (double(got[i]) - expected[i]) * (double(got[i]) - expected[i]);
-                norm += double(expected[i]) * expected[i];
-            }
-            EXPECT_LE(std::sqrt(difference), tolerance * std::sqrt(norm) + 1e-12) << "layer " << layer;
-            std::vector<float> got_lse(lse.size());
-            ASSERT_EQ(cudaMemcpy(got_lse.data(), glse.get(), 4 * lse.size(), cudaMemcpyDeviceToHost), cudaSuccess);
-            for (size_t i = 0; i < lse.size(); ++i) {
-                if (std::isinf(lse[i])) {
-                    ASSERT_EQ(got_lse[i], lse[i]) << "lse " << i;
-                } else {
-                    ASSERT_NEAR(got_lse[i], lse[i], 20 * tolerance) << "lse " << i;
-                }
-            }
-        }
-        end(gpu_plan);
-        end(cpu_plan);
-    }
-
-    // Every stored byte of both pools is the same.
-    void compare_pages() {
-        for (size_t s = 0; s < sequences.size(); ++s) {
-            const int64_t n = length(cpu_pool, sequences[s].cpu);
-            ASSERT_EQ(length(gpu_pool, sequences[s].gpu), n);
-            ta_error verified;
-            require(ta_seq_verify(gpu_pool.get(), sequences[s].gpu, &verified), verified);
-            for (int64_t b = 0; b < (n + 63) / 64; ++b) {
-                auto gi = sized<ta_x_block_info>(), ci = sized<ta_x_block_info>();
-                ta_error err;
-                require(ta_x_seq_block(cpu_pool.get(), sequences[s].cpu, uint64_t(b), &ci, nullptr, 0, &err), err);
-                std::vector<uint8_t> cpu_bytes(ci.bytes), gpu_bytes(ci.bytes);
-                require(ta_x_seq_block(cpu_pool.get(), sequences[s].cpu, uint64_t(b), &ci, cpu_bytes.data(), ci.bytes, &err),
-                        err);
-                require(ta_x_seq_block(gpu_pool.get(), sequences[s].gpu, uint64_t(b), &gi, gpu_bytes.data(), ci.bytes, &err),
-                        err);
-                ASSERT_EQ(gi.bits, ci.bits);
-                ASSERT_EQ(gi.tokens, ci.tokens);
-                if (ci.tokens < 64) continue;  // bytes of the missing tokens are unspecified; see below
-                ASSERT_EQ(std::memcmp(cpu_bytes.data(), gpu_bytes.data(), ci.trailer_offset), 0)
-                    << "sequence " << s << ", block " << b << " of " << ci.bits << " bits";
-            }
-            for (uint32_t layer = 0; layer < kLayers && n > 0; ++layer) {
-                const int64_t row = int64_t(shape_.kv_heads) * shape_.head_dim;
-                ASSERT_TRUE(dequantize(gpu_pool, sequences[s].gpu, layer, 0, n, row) ==
-                            dequantize(cpu_pool, sequences[s].cpu, layer, 0, n, row))
-                    << "sequence " << s << ", layer " << layer;
-            }
-        }
-    }
-
-    struct Pair {
-        ta_seq gpu, cpu;
-    };
-    KvPool gpu_pool, cpu_pool;
-    Plan gpu_plan, cpu_plan;
-    std::vector<Pair> sequences;
-
-  private:
-    Shape shape_;
-    Random random_;
-    cudaStream_t stream_;
-};
-
-const Shape kShapes[] = {{4, 128, 2, 4}, {2, 128, 2, 1}, {8, 128, 2, 8}, {4, 128, 4, 5, {4, 2, 4, 2}},
-                         {4, 64, 2, 4},  {2, 96, 2, 3},  {4, 256, 1, 2}, {4, 128, 1, 16}};
-// Beside 16-bit P rounding differs by little; beside 8-bit P each of the two has its own errors.
-constexpr double kDecodeError = 2e-3, kPrefillError = 1.5e-2, kRunningError = 6e-2;
 
 TEST_F(Gpu, AppendDecodeAndPrefillAsOnACpu) {
     for (const Shape& shape : kShapes) {
@@ -318,324 +164,6 @@ TEST_F(Gpu, PrefillInUnitsOfTheRunningMaximum) {
     }
 }
 
-// A step that adds `n` tokens to each of some sequences and attends with as many queries: captured when it is run first, then
-// replayed.
-class Graph {
-  public:
-    Graph(Twins& twins, cudaStream_t stream, const Shape& shape, std::span<const size_t> members, int32_t n,
-          const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr)
-        : twins_(twins),
-          stream_(stream),
-          options_(options),
-          gpu_options_(gpu_options ? gpu_options : options),
-          heads_(shape.kv_heads),
-          q_heads_(heads_ * shape.group),
-          d_(shape.head_dim),
-          rows_(int64_t(members.size()) * n),
-          added_(members.size(), n),
-          k_(rows_, heads_, d_),
-          v_(rows_, heads_, d_),
-          q_(rows_, q_heads_, d_),
-          out_(rows_, q_heads_, d_) {
-        for (const size_t m : members) {
-            on_gpu_.push_back(twins.sequences[m].gpu);
-            on_cpu_.push_back(twins.sequences[m].cpu);
-        }
-    }
-    ~Graph() {
-        if (exec_) cudaGraphExecDestroy(exec_);
-    }
-    Graph(const Graph&) = delete;
-    Graph& operator=(const Graph&) = delete;
-
-    void run(Random& random, double tolerance) {
-        const std::vector<float> kv = random.normals(rows_ * heads_ * d_), qv = random.normals(rows_ * q_heads_ * d_);
-        k_.set(kv);
-        v_.set(kv);
-        q_.set(qv);
-        begin(twins_.gpu_plan, on_gpu_, added_);
-        if (!exec_) capture();
-        ASSERT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
-        end(twins_.gpu_plan);
-        ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-        begin(twins_.cpu_plan, on_cpu_, added_);
-        Tensor k(kv, rows_, heads_, d_, TA_DTYPE_F16), q(qv, rows_, q_heads_, d_, TA_DTYPE_F16), out(rows_, q_heads_, d_);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            append(twins_.cpu_plan, layer, k, k);
-            attend(twins_.cpu_plan, layer, q, out, nullptr, options_);
-        }
-        end(twins_.cpu_plan);
-        const std::vector<float> got = out_.get(), expected = out.values();
-        double difference = 0.0, norm = 0.0;
-        for (size_t m = 0; m < got.size(); ++m) {
-            difference += (double(got[m]) - expected[m]) * (double(got[m]) - expected[m]);
-            norm += double(expected[m]) * expected[m];
-        }
-        ASSERT_LE(std::sqrt(difference / norm), tolerance);
-    }
-    // A step that adds so many tokens to the first sequence is not taken for a replay.
-    void expect_refused(int32_t added) {
-        std::vector<int32_t> other = added_;
-        other[0] = added;
-        begin(twins_.gpu_plan, on_gpu_, other);
-        EXPECT_EQ(ta_plan_end(twins_.gpu_plan.get(), nullptr), TA_E_STATE);
-        EXPECT_EQ(ta_plan_abort(twins_.gpu_plan.get(), nullptr), TA_OK);
-    }
-
-  private:
-    void capture() {
-        ta_error err;
-        ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
-            require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, gpu_options_, &err), err);
-        }
-        cudaGraph_t graph = nullptr;
-        ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
-        ASSERT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
-        cudaGraphDestroy(graph);
-    }
-
-    Twins& twins_;
-    const cudaStream_t stream_;
-    const ta_attend_options *const options_, *const gpu_options_;
-    const int64_t heads_, q_heads_, d_, rows_;
-    const std::vector<int32_t> added_;
-    std::vector<ta_seq> on_gpu_, on_cpu_;
-    DeviceTensor k_, v_, q_, out_;
-    cudaGraphExec_t exec_ = nullptr;
-};
-
-void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32_t n, int replays, double tolerance) {
-    std::vector<size_t> all(twins.sequences.size());
-    std::iota(all.begin(), all.end(), size_t{0});
-    std::vector<int32_t> more(all.size(), n);  // of a step by hand
-    more[0] = 2 * n;
-    Graph graph(twins, stream, shape, all, n);
-    Random random(5);
-    for (int i = 0; i < replays; ++i) {
-        if (i == 3 || i == 6) {
-            // Eager steps of other options and lengths between replays change nothing of what the graph reads.
-            auto options = sized<ta_attend_options>();
-            options.window = 10 * i;
-            twins.step(all, more, more, tolerance, &options);
-        }
-        SCOPED_TRACE("replay " + std::to_string(i));
-        graph.run(random, tolerance);
-        if (::testing::Test::HasFatalFailure()) return;
-    }
-    twins.compare_pages();
-    graph.expect_refused(n + 1);
-}
-
-// An engine has a graph for each size of its batches.
-TEST_F(Gpu, APlanReplaysGraphsOfSeveralKinds) {
-    const Shape& shape = kShapes[0];
-    Twins twins(gpu, cpu, shape, stream, 20);
-    const size_t a = twins.add(), b = twins.add(), c = twins.add();
-    twins.step({a, b, c}, {100, 60, 300}, {100, 60, 300}, kPrefillError);
-    const std::vector<size_t> one{a}, two{a, b}, prompt{c};
-    twins.step(one, {1}, {1}, kDecodeError);
-    twins.step(two, {1, 1}, {1, 1}, kDecodeError);
-    twins.step(prompt, {64}, {64}, kPrefillError);
-    Graph of_one(twins, stream, shape, one, 1), of_two(twins, stream, shape, two, 1),
-        of_prompt(twins, stream, shape, prompt, 64);
-    Random random(6);
-    for (int i = 0; i < 70; ++i) {
-        SCOPED_TRACE("round " + std::to_string(i));
-        of_one.run(random, kDecodeError);
-        of_two.run(random, kDecodeError);
-        if (i % 10 == 0) of_prompt.run(random, kPrefillError);
-        if (HasFatalFailure()) return;
-    }
-    twins.compare_pages();
-    of_two.expect_refused(2);
-    of_prompt.expect_refused(65);
-    of_two.run(random, kDecodeError);
-}
-
-TEST_F(Gpu, AGraphIsReplayedWithNewLengths) {
-    const Shape& shape = kShapes[0];
-    Twins twins(gpu, cpu, shape, stream, 17);
-    const size_t a = twins.add(), b = twins.add();
-    twins.step({a, b}, {100, 60}, {1, 1}, kDecodeError);
-    twins.step({a, b}, {1, 1}, {1, 1}, kDecodeError);  // of the kind that is captured
-    replay_a_graph(twins, stream, shape, 1, 1000, kDecodeError);
-}
-
-// Some steps of this kind write 1100 pages, others two in each sequence: the table of them is larger than what a plan begins
-// with.
-TEST_F(Gpu, AGraphOfManySequencesWhosePagesFillAtOnce) {
-    const Shape shape{4, 64, 1, 1};
-    Twins twins(gpu, cpu, shape, stream, 19);
-    std::vector<size_t> all;
-    for (int i = 0; i < 1100; ++i) all.push_back(twins.add());
-    const std::vector<int32_t> prompt(all.size(), 59), two(all.size(), 2);
-    twins.step(all, prompt, prompt, kPrefillError);
-    twins.step(all, two, two, kDecodeError);
-    replay_a_graph(twins, stream, shape, 2, 36, kDecodeError);
-}
-
-// A step of new sequences alone takes another kernel than a captured one, which must be loaded by then.
-TEST_F(Gpu, AGraphOfPromptsAfterNewSequencesAlone) {
-    const Shape& shape = kShapes[0];
-    Twins twins(gpu, cpu, shape, stream, 18);
-    const size_t a = twins.add(), b = twins.add();
-    twins.step({a, b}, {300, 130}, {300, 130}, kPrefillError);
-    replay_a_graph(twins, stream, shape, 50, 20, kPrefillError);
-}
-
-// Every kernel that a captured call may become: bits, head sizes, and prompts that the decode kernel takes in chunks.
-TEST_F(Gpu, GraphsOfEveryShape) {
-    for (const Shape& shape : kShapes) {
-        for (const int32_t n : {1, 40}) {
-            SCOPED_TRACE(std::to_string(shape.bits) + " bits, d " + std::to_string(shape.head_dim) + ", group " +
-                         std::to_string(shape.group) + ", " + std::to_string(n) + " tokens");
-            Twins twins(gpu, cpu, shape, stream, 37);
-            const size_t a = twins.add(), b = twins.add(), c = twins.add();
-            twins.step({a, b, c}, {130, 60, 700}, {1, 1, 1}, kDecodeError);
-            twins.step({a, b, c}, {n, n, n}, {n, n, n}, kPrefillError);  // of the kind that is captured
-            replay_a_graph(twins, stream, shape, n, 12, kPrefillError);
-            if (HasFatalFailure()) return;
-        }
-    }
-}
-
-TEST_F(Gpu, GraphsOfCallsWithOptions) {
-    const Shape& shape = kShapes[0];
-    const std::vector<float> slopes(8, 0.01f), sinks(8, 2.0f);
-    float* arrays = nullptr;
-    ASSERT_EQ(cudaMalloc(reinterpret_cast<void**>(&arrays), 64), cudaSuccess);
-    const std::unique_ptr<void, FreeDevice> owner(arrays);
-    ASSERT_EQ(cudaMemcpy(arrays, slopes.data(), 32, cudaMemcpyHostToDevice), cudaSuccess);
-    ASSERT_EQ(cudaMemcpy(arrays + 8, sinks.data(), 32, cudaMemcpyHostToDevice), cudaSuccess);
-    for (const int32_t n : {1, 3, 40}) {
-        for (int which = 0; which < 5; ++which) {
-            SCOPED_TRACE(std::to_string(n) + " tokens, options " + std::to_string(which));
-            auto options = sized<ta_attend_options>();
-            if (which == 0 || which == 4) options.window = 150;
-            if (which == 1 || which == 4) options.softcap = 5.0f;
-            if (which == 2) options.mask = TA_MASK_FULL, options.window = 70;
-            if (which == 3) options.p = TA_P_U16;
-            auto on_gpu = options;
-            if (which >= 2) {
-                options.alibi_slopes = slopes.data();
-                options.sinks = sinks.data();
-                on_gpu.alibi_slopes = arrays;
-                on_gpu.sinks = arrays + 8;
-            }
-            Twins twins(gpu, cpu, shape, stream, 41);
-            const size_t a = twins.add(), b = twins.add();
-            const std::vector<size_t> both{a, b};
-            twins.step(both, {100, 330}, {1, 1}, kDecodeError);
-            twins.step(both, {n, n}, {n, n}, kPrefillError, &options, &on_gpu);
-            Graph graph(twins, stream, shape, both, n, &options, &on_gpu);
-            Random random(8);
-            for (int i = 0; i < 15; ++i) {
-                SCOPED_TRACE("replay " + std::to_string(i));
-                graph.run(random, kPrefillError);
-                if (HasFatalFailure()) return;
-            }
-            twins.compare_pages();
-        }
-    }
-}
-
-// What replays find was moved, shared, cut, opened again or reserved in vain since the one before.
-TEST_F(Gpu, AGraphBesideForksTruncationsAndAborts) {
-    const Shape& shape = kShapes[0];
-    Twins twins(gpu, cpu, shape, stream, 43);
-    const size_t a = twins.add(), b = twins.add();
-    const std::vector<size_t> both{a, b};
-    twins.step(both, {300, 190}, {1, 1}, kDecodeError);
-    twins.step(both, {1, 1}, {1, 1}, kDecodeError);
-    Graph graph(twins, stream, shape, both, 1);
-    Random random(9);
-    for (int i = 0; i < 24; ++i) {
-        SCOPED_TRACE("replay " + std::to_string(i));
-        graph.run(random, kDecodeError);
-        if (HasFatalFailure()) return;
-        if (i % 4 == 0) {
-            const size_t c = twins.fork(a);
-            twins.step({c, b}, {70, 1}, {1, 1}, kDecodeError);
-        } else if (i % 4 == 1) {
-            twins.truncate(a, 100 + i);  // into a closed block, which later ones of the fork still have
-            twins.truncate(b, 64);
-        } else if (i % 4 == 2) {
-            begin(twins.gpu_plan, {twins.sequences[b].gpu, twins.sequences[a].gpu}, {200, 3});
-            EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
-        } else {
-            Plan other = make_plan(twins.gpu_pool);  // which changes a sequence of the graph's
-            ta_error err;
-            require(ta_plan_set_stream(other.get(), stream, &err), err);
-            twins.gpu_plan.swap(other);
-            twins.step({a}, {65}, {1}, kDecodeError);
-            twins.gpu_plan.swap(other);
-        }
-        if (HasFatalFailure()) return;
-    }
-    twins.compare_pages();
-}
-
-// Sequences that a graph was captured with grow beyond 65536 blocks, and beyond a block table of that size: only lengths differ.
-TEST_F(Gpu, AGraphWhoseSequencesOutgrowTheBlockTable) {
-    constexpr int32_t kAdded = 1 << 17;
-    constexpr int64_t kDim = 64;
-    auto options = pool_options(1, 1, uint32_t(kDim), 2);
-    options.budget_bytes = uint64_t{1} << 30;
-    const KvPool pool = make_pool(gpu, options);
-    const Plan plan = make_plan(pool);
-    ta_error err;
-    require(ta_plan_set_stream(plan.get(), stream, &err), err);
-    const std::vector<ta_seq> seqs{make_sequence(pool), make_sequence(pool)};
-    Random random(11);
-    const std::vector<float> few = random.normals(4096 * kDim);
-    std::vector<float> many;
-    while (many.size() < size_t(2 * kAdded * kDim)) many.insert(many.end(), few.begin(), few.end());
-    const DeviceTensor more(2 * kAdded, 1, kDim, &many);
-    const std::vector<float> kv = random.normals(2 * kDim), qv = random.normals(2 * kDim);
-    const DeviceTensor one(2, 1, kDim, &kv), q(2, 1, kDim, &qv), out(2, 1, kDim);
-    const auto calls = [&] {
-        require(ta_append(plan.get(), 0, one.view(), one.view(), &err), err);
-        require(ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, nullptr, &err), err);
-    };
-    for (int step = 0; step < 70; ++step) {
-        begin(plan, seqs, {1, 1});
-        calls();
-        end(plan);
-    }
-    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    begin(plan, seqs, {1, 1});
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    calls();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-    cudaGraphDestroy(graph);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-    end(plan);
-    for (int step = 0; step < 16; ++step) {
-        begin(plan, seqs, {kAdded, kAdded}, {0, 0});
-        require(ta_append(plan.get(), 0, more.view(), more.view(), &err), err);
-        end(plan);
-        if (step % 5 != 0 && step != 15) continue;
-        SCOPED_TRACE(std::to_string(length(pool, seqs[0])) + " tokens each");
-        begin(plan, seqs, {1, 1});
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-        ASSERT_EQ(ta_plan_end(plan.get(), &err), TA_OK) << err.message;
-        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess) << "the graph read what is not its own";
-        const std::vector<float> by_graph = out.get();
-        // The same queries over the same tokens, by hand.
-        begin(plan, seqs, {0, 0}, {1, 1});
-        require(ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, nullptr, &err), err);
-        end(plan);
-        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        EXPECT_TRUE(by_graph == out.get());
-    }
-    cudaGraphExecDestroy(exec);
-}
-
 // The natural way out of a captured call that is refused.
 TEST_F(Gpu, AStepDoesNotEndWithinACapture) {
     Twins twins(gpu, cpu, kShapes[0], stream, 23);
@@ -656,6 +184,29 @@ TEST_F(Gpu, AStepDoesNotEndWithinACapture) {
     EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
     twins.step({a}, {70}, {1}, kDecodeError);
     twins.compare_pages();
+}
+
+// Nothing can be enqueued on the legacy default stream while a stream that synchronizes with it is captured.
+TEST_F(Gpu, AStepOfTheLegacyStreamBesideACapture) {
+    const KvPool pool = make_pool(gpu, pool_options(1, 1, 64, 4));
+    const Plan plan = make_plan(pool);
+    const ta_seq seq = make_sequence(pool);
+    const std::vector<float> zeros(64, 0.0f);
+    const DeviceTensor kv(1, 1, 64, &zeros);
+    ta_error err;
+    begin(plan, {seq}, {1});
+    require(ta_append(plan.get(), 0, kv.view(), kv.view(), &err), err);
+    cudaStream_t blocking = nullptr;
+    cudaGraph_t graph = nullptr;
+    ASSERT_EQ(cudaStreamCreate(&blocking), cudaSuccess);
+    ASSERT_EQ(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeRelaxed), cudaSuccess);
+    EXPECT_EQ(ta_plan_end(plan.get(), &err), TA_E_STATE) << err.message;
+    EXPECT_EQ(ta_plan_abort(plan.get(), &err), TA_E_STATE) << err.message;
+    EXPECT_EQ(cudaStreamEndCapture(blocking, &graph), cudaSuccess);
+    EXPECT_EQ(ta_plan_end(plan.get(), &err), TA_OK) << err.message;
+    EXPECT_EQ(length(pool, seq), 1);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(blocking);
 }
 
 TEST_F(Gpu, WrongMemoryAndNonFiniteValues) {
