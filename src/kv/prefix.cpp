@@ -305,9 +305,10 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     if (more > less && space.bytes - less + more > space.quota) {
         const uint64_t wanted = space.bytes - less + more - space.quota;
         uint64_t unused = 0;
-        for (const Entry& e : space.entries) unused += is_unused(e) && !e.block->stuck() ? bytes_of(e) : 0;
-        for (const auto& e : chain) {
-            if (fresh_table.count(e->key) == 0 && is_unused(*e) && !e->block->stuck()) unused -= bytes_of(*e);
+        for (const Entry& e : space.entries) {
+            // Looked at once: who lets go of a block does so without this lock.
+            const bool asked = e.index < chain.size() && &*chain[size_t(e.index)] == &e;
+            if (!asked && is_unused(e) && !e.block->stuck()) unused += bytes_of(e);
         }
         if (wanted > unused) {
             for (Block* block : kept) blocks_.free_kind(*block);

@@ -181,6 +181,40 @@ TEST_F(Prefix, QuotasAreKept) {
     EXPECT_EQ(match(pool, space, 0, 3).second, 192);
 }
 
+// Blocks come to be unused, and used, while a publish counts what it may drop.
+TEST_F(Prefix, QuotasAreKeptBesideMatches) {
+    constexpr int32_t kBlocks = 400;
+    const KvPool pool = make_pool(context, pool_options(1, 1, 64));
+    const auto append_all = [&](int32_t n) {
+        const ta_seq seq = make_sequence(pool);
+        const Plan plan = make_plan(pool);
+        begin(plan, {seq}, {n}, {0});
+        Tensor kv(std::vector<float>(size_t(n) * 64, 0.5f), n, 1, 64);
+        append(plan, 0, kv, kv);
+        end(plan);
+        return seq;
+    };
+    const ta_kv_pool_stats s = stats(pool);
+    const uint64_t quota = s.token_block_bytes + (kBlocks - 1) * s.channel_block_bytes;
+    const ta_namespace space = make_namespace(pool, 1, quota);
+    const ta_seq first = append_all(kBlocks * 64);
+    publish(pool, first, space, 1, kBlocks);
+    release(pool, first);
+    const ta_seq longer = append_all((kBlocks + 1) * 64);
+    const std::vector<uint8_t> all = keys(1, kBlocks + 1);
+    std::jthread matches([&](std::stop_token stop) {
+        while (!stop.stop_requested()) {
+            ta_seq seq;
+            int64_t n;
+            if (ta_seq_match_prefix(pool.get(), space, all.data(), kBlocks, &seq, &n, nullptr) == TA_OK) release(pool, seq);
+        }
+    });
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
+    while (std::chrono::steady_clock::now() < end)
+        ASSERT_EQ(ta_seq_publish(pool.get(), longer, space, all.data(), kBlocks + 1, nullptr), TA_E_LIMIT);
+    EXPECT_EQ(space_stats(pool, space).bytes, quota);
+}
+
 TEST_F(Prefix, AMatchThatIsRefusedAsksForNothing) {
     auto o = options();
     o.max_sequences = 2;
