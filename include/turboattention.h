@@ -320,7 +320,8 @@ enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
  * not enough. */
 typedef int32_t ta_eviction;
 enum {
-    TA_EVICT_LRU = 0,      /* those of the sequence that no plan used for longest, spread evenly over it */
+    TA_EVICT_LRU = 0,      /* those of the sequence that no plan used, and no call moved to the device, for longest, spread
+                            * evenly over it */
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
     /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over layers, query
      * heads and the last 16 query tokens, summed, halving in attention_half_life steps */

@@ -154,6 +154,21 @@ void Plan::list_touched(StepMember& m) {
     }
 }
 
+// Open blocks that somebody held when they were listed, such as a save, and that are the step's alone now: they need no copy.
+bool Plan::take_back_open_blocks() {
+    bool some = false;
+    for (StepMember& m : step_.members) {
+        for (StepBlock& t : m.touched) {
+            if (t.have == 0 || t.token) continue;
+            const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
+            if (present->kind() != PageKind::kToken || present->sealed() || !is_sole_owner(present)) continue;
+            t.token = present;
+            some = true;
+        }
+    }
+    return some;
+}
+
 Plan::Wanted Plan::list_wanted() {
     Wanted wanted;
     for (size_t i = 0; i < step_.members.size(); ++i) {
@@ -175,10 +190,17 @@ Plan::Wanted Plan::list_wanted() {
 // changes its bytes at the address that it has.
 Status Plan::find_room() {
     const uint64_t failed = pool_->failed_evictions();
-    const Wanted wanted = list_wanted();
-    const auto reserve = [&] { return reserve_blocks(wanted); };
-    Status found = find_room_for_step(*pool_, sequences_, wanted.kinds, reserve, reading_);
-    return found.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(found), failed) : std::move(found);
+    for (;;) {
+        const Wanted wanted = list_wanted();
+        bool fewer = false;
+        const auto reserve = [&]() -> Status {
+            fewer = take_back_open_blocks();
+            return fewer ? fail(TA_E_STATE, "the step wants fewer blocks than before") : reserve_blocks(wanted);
+        };
+        Status found = find_room_for_step(*pool_, sequences_, wanted.kinds, reserve, reading_);
+        if (!found.ok() && fewer) continue;
+        return found.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(found), failed) : std::move(found);
+    }
 }
 
 // Takes all blocks of the step at once: a step that does not fit takes none from others.

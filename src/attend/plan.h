@@ -38,6 +38,7 @@ class Plan {
         std::vector<std::pair<size_t, StepBlock*>> owners;  // member, and its touched block
     };
     Status find_room();
+    bool take_back_open_blocks();
     Wanted list_wanted();
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;

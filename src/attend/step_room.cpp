@@ -105,10 +105,11 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
 Status StepRoom::find_on_device() {
     for (;;) {
         const Others others = look_at_others();
+        const bool held = pool_.blocks_are_held();
         Status s = reserve_();
         if (s.code() != TA_E_TIER_FULL || ++made_ > kMostAttempts) return s;
         if (pool_.drop_unused(TierKind::kDevice, wanted_, true)) continue;
-        if (pool_.blocks_are_held() && looks_.again()) {
+        if ((held || pool_.blocks_are_held()) && looks_.again()) {
             --made_;
             continue;
         }

@@ -63,6 +63,7 @@ class BlockLoader {
     Result<std::vector<BlockPtr>> load() {
         std::vector<BlockPtr> loaded;
         Pool::Loading mine;  // the same with their indices
+        Pool::LoadHold others_see(pool_, mine);
         std::vector<uint8_t> slot;
         for (uint64_t i = 0; i < blocks_.count; ++i) {
             TA_RETURN_IF_ERROR(go_on(file_.at()));
@@ -73,7 +74,7 @@ class BlockLoader {
             blocks_.claim(i, *block.value());
             TA_RETURN_IF_ERROR(fill(*block.value(), header, slot));
             loaded.push_back(block.value());
-            mine.blocks.push_back({block.take(), header.index});
+            others_see.add({block.take(), header.index});
         }
         TA_RETURN_IF_ERROR(check_all());
         TA_RETURN_IF_ERROR(go_on(file_.at()));

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -36,8 +37,8 @@ struct Sequence {
     bool in_plan = false;
     RoomQueue::Waits waits = RoomQueue::Waits::kNot;  // for room, its plan's begin
     bool may_be_read() const { return in_plan && waits == RoomQueue::Waits::kNot; }
-    uint64_t last_used = 0;  // by a plan: the pool's count of uses then
-    std::chrono::steady_clock::time_point last_used_at;
+    uint64_t last_used = 0;  // by a plan, or moved to the device for one: the pool's count of uses then
+    std::chrono::steady_clock::time_point last_used_at;  // by a plan
     // Before the begin that goes on, which may fail.
     uint64_t used_before = 0;
     std::chrono::steady_clock::time_point used_before_at;
@@ -294,6 +295,20 @@ class Pool {
     struct Loading {
         std::vector<MoveItem> blocks;
         size_t above[2] = {0, 0};  // those before have left the device tier, the host tier, or stay there
+        std::optional<std::chrono::steady_clock::time_point> patience_ends;  // with plans, once there is no room
+    };
+    // While a load goes on others may move what it has read, too: they find it here.
+    class LoadHold {
+      public:
+        LoadHold(Pool& pool, Loading& loading);
+        ~LoadHold();
+        LoadHold(const LoadHold&) = delete;
+        LoadHold& operator=(const LoadHold&) = delete;
+        void add(MoveItem item);
+
+      private:
+        Pool& pool_;
+        Loading& loading_;
     };
     // A block in the device tier. Makes room by moving others out, those of `mine` too.
     Result<BlockPtr> new_block(PageKind kind, Loading& mine);
@@ -402,9 +417,10 @@ class Pool {
     std::atomic<bool> closed_{false};                   // written under mutex_
     std::vector<std::unique_ptr<Sequence>> sequences_;  // by slot
     std::vector<uint32_t> free_slots_;
-    uint64_t uses_ = 0;                // of sequences by plans
-    std::atomic<size_t> in_plans_{0};  // sequences; written under mutex_, as the next two
-    size_t queued_ = 0;                // of them, by begins that are queued for room
+    std::vector<const Loading*> loads_;  // that go on
+    uint64_t uses_ = 0;                  // of sequences by plans
+    std::atomic<size_t> in_plans_{0};    // sequences; written under mutex_, as the next two
+    size_t queued_ = 0;                  // of them, by begins that are queued for room
     std::atomic<uint64_t> plan_changes_{0};
     mutable std::atomic<int> holders_{0};      // calls of BlockHold
     std::atomic<uint32_t> steps_{0};           // that were begun

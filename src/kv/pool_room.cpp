@@ -95,6 +95,12 @@ Pool::Census Pool::take_census(std::span<Sequence* const> mine) const {
             if (block.use_count() > 1) shared_with_mine.insert(block.get());
         }
     }
+    for (const Loading* load : loads_) {
+        for (const MoveItem& item : load->blocks) {
+            const Block& block = *item.block;
+            if (block.tier() == TierKind::kDevice && may_leave(block)) c.moving += geometry_.slot_bytes(block.kind());
+        }
+    }
     for (const auto& s : sequences_) {
         if (!s->alive) continue;
         const bool of_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();

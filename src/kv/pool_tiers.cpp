@@ -183,7 +183,32 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     for (const Victim v : shared) {
         if (MoveItem item = leaving.item(v); listed.insert(item.block.get()).second) items.push_back(std::move(item));
     }
+    for (const Victim v : shared) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
+    // At last what loads have read, which belongs to no sequence yet.
+    for (const Loading* load : loads_) {
+        for (const MoveItem& item : load->blocks) {
+            if (bytes == 0) return items;
+            if (item.block->tier() != tier || !may_leave(*item.block)) continue;
+            bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
+            items.push_back(item);
+        }
+    }
     return items;
+}
+
+Pool::LoadHold::LoadHold(Pool& pool, Loading& loading) : pool_(pool), loading_(loading) {
+    std::lock_guard lock(pool_.mutex_);
+    pool_.loads_.push_back(&loading_);
+}
+
+Pool::LoadHold::~LoadHold() {
+    std::lock_guard lock(pool_.mutex_);
+    std::erase(pool_.loads_, &loading_);
+}
+
+void Pool::LoadHold::add(MoveItem item) {
+    std::lock_guard lock(pool_.mutex_);
+    loading_.blocks.push_back(std::move(item));
 }
 
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
@@ -291,7 +316,7 @@ void Pool::keep_room(bool filled) {
 Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
     Lookups l;
     for (const Sequence* s : seqs) {
-        if (!mover_) {
+        if (!mover_ && !may_drop()) {
             l.found[size_t(TierKind::kDevice)] += s->blocks.size();
             continue;
         }
@@ -393,6 +418,7 @@ Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
     const uint64_t failed_before = failed_evictions();
+    constexpr std::chrono::milliseconds kPause{20};
     RoomRetry looks(tier_settings_.moves_patience);
     for (int attempts = 0;;) {
         const bool moving = blocks_are_held();
@@ -402,6 +428,10 @@ Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
         Status s = std::move(taken).status();
         if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
         if (s.code() != TA_E_TIER_FULL || !mover_) return s;
+        // As for a begin, what blocks have left is room as soon as those are done who read there.
+        const auto now = std::chrono::steady_clock::now();
+        if (!mine.patience_ends) mine.patience_ends = now + tier_settings_.plans_patience;
+        if (now < *mine.patience_ends && blocks_->wait_for_left(kPause)) continue;
         const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
         if (++attempts == kAttempts) return with_cause(std::move(s), failed_before);
         if (make_way(TierKind::kDevice, bytes, kNoDeadline)) continue;
@@ -437,7 +467,12 @@ Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierK
     Result<std::vector<MoveRequest>> items = full_blocks(seq, first, n);
     if (!items.ok()) return std::move(items).status();
     if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
-    return mover_->submit(items.take(), to, reason);
+    Result<uint64_t> ticket = mover_->submit(items.take(), to, reason);
+    if (!ticket.ok() || to != TierKind::kDevice) return ticket;
+    // Who asks for blocks is about to use them: what makes room for them, or behind them, takes others first.
+    std::lock_guard lock(mutex_);
+    if (Result<Sequence*> s = find(seq); s.ok()) s.value()->last_used = ++uses_;
+    return ticket;
 }
 
 Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {

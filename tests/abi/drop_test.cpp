@@ -130,6 +130,20 @@ TEST_F(Dropping, ASequenceGrowsBeyondAllBudgets) {
     }
 }
 
+TEST_F(Dropping, DroppedBlocksAreNoHits) {
+    for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{60000}}) {
+        make({.device_blocks = 6, .host_bytes = host_bytes, .drop_coldest = TA_ON});
+        const ta_seq seq = make_sequence(pool);
+        for (int i = 0; i < 30; ++i) step(seq, 64);
+        const ta_residency r = residency(pool, seq);
+        EXPECT_GT(r.dropped_blocks, 5u);
+        const uint64_t before = tier_stats(pool, TA_TIER_DEVICE).hits;
+        begin(plan, {seq}, {0}, {1});
+        ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).hits - before, r.device_blocks);
+    }
+}
+
 TEST_F(Dropping, PinnedAndSharedBlocksStay) {
     make({.device_blocks = 30, .drop_coldest = TA_ON});
     const ta_seq a = make_sequence(pool), other = make_sequence(pool);

@@ -37,6 +37,29 @@ TEST(Eviction, OutputsAreThoseOfAPoolThatHasAllBlocksInOnePlace) {
     }
 }
 
+// Else what was fetched for a request that is next would be what makes room behind it: no plan has used it for longest.
+TEST(Eviction, WhatWasPrefetchedStaysUntilItIsUsed) {
+    Twins twins({.device_blocks = 40, .host_bytes = kPlenty, .high = 90, .low = 85});
+    const size_t next = twins.add(), idle = twins.add(), now = twins.add();
+    for (const size_t s : {next, idle, now}) twins.step({s}, {640});
+    move_now(twins.pool, twins.seqs[next], 1, 9, TA_TIER_HOST);
+    const auto on_host = [&](size_t s) { return residency(twins.pool, twins.seqs[s]).host_blocks; };
+    ASSERT_EQ(on_host(next), 9u);
+    ta_error err;
+    ta_ticket ticket = 0;
+    require(ta_seq_prefetch(twins.pool.get(), twins.seqs[next], 0, 10, &ticket, &err), err);
+    auto info = sized<ta_move_info>();
+    require(ta_move_wait(twins.pool.get(), ticket, -1, &info, &err), err);
+    for (int i = 0; i < 20; ++i) twins.step({now}, {64});
+    wait_for_moves(twins.pool);
+    EXPECT_EQ(on_host(next), 0u);
+    EXPECT_GT(on_host(idle), 3u);
+    twins.step({next}, {1});
+    const ta_tier_stats s = tier_stats(twins.pool, TA_TIER_DEVICE);
+    EXPECT_EQ(s.prefetch_used, 9u);
+    EXPECT_EQ(s.prefetch_wasted, 0u);
+}
+
 TEST(Eviction, SequencesOfLowPriorityLeaveFirst) {
     Twins twins({.device_blocks = 40, .host_bytes = kPlenty, .eviction = TA_EVICT_PRIORITY});
     const size_t high = twins.add(), low = twins.add(), middle = twins.add();

@@ -631,46 +631,5 @@ TEST_F(PoolFile, MoreSequencesThanThePoolTakes) {
     }
 }
 
-// Published blocks that no sequence has are held while they are saved: a begin that needs their room waits.
-TEST_F(PoolFile, ABeginWaitsForASave) {
-    for (const bool tiered : {false, true}) {
-        SCOPED_TRACE(tiered ? "with a host tier" : "without tiers");
-        auto tiers = sized<ta_tier_options>();
-        tiers.host_bytes = uint64_t{8} << 20;
-        const KvPool pool = make_pool(context, small_options(12, tiered ? &tiers : nullptr));
-        const ta_namespace space = make_namespace(pool, 1);
-        const ta_seq seq = write(pool, 9 * 64, 1);
-        publish(pool, seq, space, 1, 9);
-        release(pool, seq);
-        const ta_seq next = make_sequence(pool);
-        const Plan plan = make_plan(pool);
-        struct Beside {
-            ta_plan* plan;
-            ta_seq seq;
-            int32_t tokens;
-            std::thread thread;
-            ta_status status = TA_E_INTERNAL;
-        } beside{plan.get(), next, 0, {}};
-        // Three blocks more than there is room for: a sink and the rest.
-        const ta_kv_pool_stats s = stats(pool);
-        beside.tokens = int32_t((s.bytes_budget - s.bytes_used - s.token_block_bytes) / s.channel_block_bytes + 4) * 64;
-        const auto begin_beside = [](void* user, uint64_t, uint64_t) -> int32_t {
-            Beside& b = *static_cast<Beside*>(user);
-            if (b.thread.joinable()) return 0;
-            b.thread = std::thread([&b] { b.status = ta_plan_begin(b.plan, 1, &b.seq, &b.tokens, nullptr, nullptr); });
-            std::this_thread::sleep_for(std::chrono::milliseconds(50));
-            return 0;
-        };
-        ta_error err;
-        require(ta_kv_pool_save(pool.get(), path(tiered ? "tiered" : "plain").c_str(), TA_SAVE_PUBLISHED, begin_beside, &beside,
-                                &err),
-                err);
-        ASSERT_TRUE(beside.thread.joinable());
-        beside.thread.join();
-        ASSERT_EQ(beside.status, TA_OK) << ta_status_name(beside.status);
-        require(ta_plan_abort(plan.get(), &err), err);
-    }
-}
-
 }  // namespace
 }  // namespace ta::testing

@@ -14,7 +14,7 @@ enum class Eviction : uint8_t { kLru, kPriority, kAttention };
 
 // A sequence whose blocks [first, end) may leave, as far as they are where room is wanted.
 struct BlockOwner {
-    uint64_t last_used = 0;  // grows with every use by a plan
+    uint64_t last_used = 0;  // grows with every use
     int32_t priority = 0;    // the lower leaves first
     uint32_t first = 0, end = 0;
 };
