@@ -172,8 +172,10 @@ enum {
 typedef int32_t ta_open_scale;
 enum {
     TA_OPEN_SCALE_DEFAULT = 0,
-    TA_OPEN_SCALE_TOKEN = 1,    /* each token has its own */
-    TA_OPEN_SCALE_UNIVERSAL = 2 /* one per page from the largest magnitude seen so far; larger values are clamped (FlashQ) */
+    TA_OPEN_SCALE_TOKEN = 1, /* each token has its own */
+    /* one per page from the largest magnitude seen so far; larger values are clamped (FlashQ). Whole pages whose granularity is
+     * TOKEN take it too; after a truncation into a full page it is the largest that the page's tokens have. */
+    TA_OPEN_SCALE_UNIVERSAL = 2
 };
 
 /* The exponential in P. The rescale of earlier pages always uses the exact one. */
@@ -734,8 +736,9 @@ typedef struct ta_attend_options {
 /* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
  *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head
  *            h / (q_heads / kv_heads)
- *   out      as q, any of the three types; overlaps neither q, lse nor itself (the longer of its two strides steps over all
- *            that the shorter one reaches); F16 beyond 65504 becomes Inf
+ *   out      as q, any of the three types; the range of memory that it spans overlaps neither that of q nor of lse, and its
+ *            rows not each other (the longer of its two strides steps over all that the shorter one reaches); F16 beyond 65504
+ *            becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
  * Pages that get new tokens in this step are read at 8 bits, old tokens too, also where the step fills them; other full pages

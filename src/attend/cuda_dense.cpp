@@ -324,18 +324,20 @@ Status CudaDense::attend(const DenseCall& call) {
     if (call.q.tokens == 0) return {};
     PinnedBuffer& pinned = pinned_[calls_ % pinned_.size()];
     TA_RETURN_IF_ERROR(pinned.take(device_, run.staged_bytes()));
-    void* base = nullptr;
-    const cudaError_t taken = cudaMallocFromPoolAsync(&base, run.bytes(), memory_, call.stream);
+    void* memory = nullptr;
+    const cudaError_t taken = cudaMallocFromPoolAsync(&memory, run.bytes() + cuda::kEntryFlags, memory_, call.stream);
     if (taken == cudaErrorMemoryAllocation) {
         return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for the INT8 pages of this call", device_.ordinal(), run.bytes());
     }
     TA_RETURN_IF_ERROR(device_.check(taken, "the workspace of a dense call"));
     ++calls_;
+    // Low bits of pages' addresses are flags. CUDA promises less.
+    auto* base = reinterpret_cast<uint8_t*>(round_up(uintptr_t(memory), cuda::kEntryFlags + 1));
     auto* staged = static_cast<uint8_t*>(pinned.part(run.staged_bytes()));
-    run.write(staged, static_cast<uint8_t*>(base));
+    run.write(staged, base);
     // The memory goes back even where a launch failed.
-    Status launched = run.launch(staged, static_cast<uint8_t*>(base), replaced_, call.stream);
-    Status freed = device_.check(cudaFreeAsync(base, call.stream), "the workspace of a dense call");
+    Status launched = run.launch(staged, base, replaced_, call.stream);
+    Status freed = device_.check(cudaFreeAsync(memory, call.stream), "the workspace of a dense call");
     Status recorded = pinned.record(device_, call.stream);
     count_memory();
     if (!launched.ok()) return launched;
