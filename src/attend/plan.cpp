@@ -22,6 +22,12 @@ bool is_sole_owner(const BlockPtr& block) {
     return true;
 }
 
+// A block that new tokens may be written into as it is. A full one that a truncate cut has hashes over all its tokens; they must
+// hold again should the step be aborted.
+bool may_be_written(const BlockPtr& present) {
+    return present->kind() == PageKind::kToken && !present->sealed() && is_sole_owner(present);
+}
+
 // The step that a caller asks for, before its sequences are known.
 Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_query) {
     Step step;
@@ -145,8 +151,7 @@ void Plan::list_touched(StepMember& m) {
         t.closes = t.end == kPageTokens && !t.stays_8_bits;
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
-            // A full block that a truncate cut has hashes over all its tokens; they must hold again should the step be aborted.
-            if (present->kind() == PageKind::kToken && !present->sealed() && is_sole_owner(present)) t.token = present;
+            if (may_be_written(present)) t.token = present;
         } else if (t.closes) {
             t.workspace_page = step_.workspace_pages++;
         }
@@ -161,7 +166,7 @@ bool Plan::take_back_open_blocks() {
         for (StepBlock& t : m.touched) {
             if (t.have == 0 || t.token) continue;
             const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
-            if (present->kind() != PageKind::kToken || present->sealed() || !is_sole_owner(present)) continue;
+            if (!may_be_written(present)) continue;
             t.token = present;
             some = true;
         }

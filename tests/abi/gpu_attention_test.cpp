@@ -102,11 +102,8 @@ class GpuAttention : public GpuTest {
     struct Graph {
         explicit Graph(int64_t rows, int64_t q_heads)
             : k(rows, kHeads, kDim), q(rows, q_heads, kDim), out(rows, q_heads, kDim) {}
-        ~Graph() {
-            if (exec) cudaGraphExecDestroy(exec);
-        }
         DeviceTensor k, q, out;
-        cudaGraphExec_t exec = nullptr;
+        CapturedGraph captured;
     };
     void replay(Graph& graph, const std::vector<int32_t>& n_new) {
         const int64_t rows = std::accumulate(n_new.begin(), n_new.end(), int64_t{0}), q_heads = kHeads * group;
@@ -116,18 +113,15 @@ class GpuAttention : public GpuTest {
         graph.out.set(std::vector<float>(qv.size(), NAN));
         begin(gpu_plan, on_gpu, n_new);
         ta_error err;
-        if (!graph.exec) {
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            for (uint32_t layer = 0; layer < kLayers; ++layer) {
-                require(ta_append(gpu_plan.get(), layer, graph.k.view(), graph.k.view(), &err), err);
-                require(ta_attend(gpu_plan.get(), layer, graph.q.view(), graph.out.view(), nullptr, nullptr, &err), err);
-            }
-            cudaGraph_t captured = nullptr;
-            ASSERT_EQ(cudaStreamEndCapture(stream, &captured), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&graph.exec, captured, 0), cudaSuccess);
-            cudaGraphDestroy(captured);
+        if (!graph.captured) {
+            graph.captured.capture(stream, [&] {
+                for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                    require(ta_append(gpu_plan.get(), layer, graph.k.view(), graph.k.view(), &err), err);
+                    require(ta_attend(gpu_plan.get(), layer, graph.q.view(), graph.out.view(), nullptr, nullptr, &err), err);
+                }
+            });
         }
-        ASSERT_EQ(cudaGraphLaunch(graph.exec, stream), cudaSuccess);
+        ASSERT_EQ(graph.captured.launch(stream), cudaSuccess);
         end(gpu_plan);
         begin(cpu_plan, on_cpu, n_new);
         Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16), cq(qv, rows, q_heads, kDim, TA_DTYPE_F16), cout(rows, q_heads, kDim);

@@ -40,11 +40,6 @@ class Graph {
             on_cpu_.push_back(twins.sequences[m].cpu);
         }
     }
-    ~Graph() {
-        if (exec_) cudaGraphExecDestroy(exec_);
-    }
-    Graph(const Graph&) = delete;
-    Graph& operator=(const Graph&) = delete;
 
     void run(Random& random, double tolerance) {
         const std::vector<float> kv = random.normals(rows_ * heads_ * d_), qv = random.normals(rows_ * q_heads_ * d_);
@@ -52,8 +47,8 @@ class Graph {
         v_.set(kv);
         q_.set(qv);
         begin(twins_.gpu_plan, on_gpu_, added_);
-        if (!exec_) capture();
-        ASSERT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+        if (!graph_) capture();
+        ASSERT_EQ(graph_.launch(stream_), cudaSuccess);
         end(twins_.gpu_plan);
         ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
         begin(twins_.cpu_plan, on_cpu_, added_);
@@ -82,16 +77,13 @@ class Graph {
 
   private:
     void capture() {
-        ta_error err;
-        ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
-            require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, gpu_options_, &err), err);
-        }
-        cudaGraph_t graph = nullptr;
-        ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
-        ASSERT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
-        cudaGraphDestroy(graph);
+        graph_.capture(stream_, [&] {
+            ta_error err;
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
+                require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, gpu_options_, &err), err);
+            }
+        });
     }
 
     Twins& twins_;
@@ -101,7 +93,7 @@ class Graph {
     const std::vector<int32_t> added_;
     std::vector<ta_seq> on_gpu_, on_cpu_;
     DeviceTensor k_, v_, q_, out_;
-    cudaGraphExec_t exec_ = nullptr;
+    CapturedGraph graph_;
 };
 
 void replay_a_graph(Twins& twins, cudaStream_t stream, const Shape& shape, int32_t n, int replays, double tolerance) {
@@ -309,14 +301,9 @@ TEST_F(GpuGraph, AGraphWhoseSequencesOutgrowTheBlockTable) {
     }
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     begin(plan, seqs, {1, 1});
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    calls();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-    cudaGraphDestroy(graph);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    CapturedGraph graph;
+    graph.capture(stream, calls);
+    ASSERT_EQ(graph.launch(stream), cudaSuccess);
     end(plan);
     for (int step = 0; step < 16; ++step) {
         begin(plan, seqs, {kAdded, kAdded}, {0, 0});
@@ -325,7 +312,7 @@ TEST_F(GpuGraph, AGraphWhoseSequencesOutgrowTheBlockTable) {
         if (step % 5 != 0 && step != 15) continue;
         SCOPED_TRACE(std::to_string(length(pool, seqs[0])) + " tokens each");
         begin(plan, seqs, {1, 1});
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        ASSERT_EQ(graph.launch(stream), cudaSuccess);
         ASSERT_EQ(ta_plan_end(plan.get(), &err), TA_OK) << err.message;
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess) << "the graph read what is not its own";
         const std::vector<float> by_graph = out.get();
@@ -336,7 +323,6 @@ TEST_F(GpuGraph, AGraphWhoseSequencesOutgrowTheBlockTable) {
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
         EXPECT_TRUE(by_graph == out.get());
     }
-    cudaGraphExecDestroy(exec);
 }
 
 // A pool with a plan whose steps add `n` tokens to each of some sequences and attend with as many queries.
@@ -347,11 +333,6 @@ class GraphSteps {
         ta_error err;
         require(ta_plan_set_stream(plan.get(), stream, &err), err);
     }
-    ~GraphSteps() {
-        if (exec_) cudaGraphExecDestroy(exec_);
-    }
-    GraphSteps(const GraphSteps&) = delete;
-    GraphSteps& operator=(const GraphSteps&) = delete;
 
     // By hand. The output's rows are those of `out`, which may have more than the step.
     void run(const std::vector<ta_seq>& seqs, int32_t n, const DeviceTensor& out) {
@@ -363,19 +344,14 @@ class GraphSteps {
     // The same, captured and replayed.
     void capture(const std::vector<ta_seq>& seqs, int32_t n, const DeviceTensor& out) {
         start(seqs, n);
-        ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-        calls(int64_t(seqs.size()) * n, out);
-        cudaGraph_t graph = nullptr;
-        ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
-        ASSERT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
-        cudaGraphDestroy(graph);
-        ASSERT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+        graph_.capture(stream_, [&] { calls(int64_t(seqs.size()) * n, out); });
+        ASSERT_EQ(graph_.launch(stream_), cudaSuccess);
         end(plan);
     }
     // False: the step was refused, and is undone.
     bool replay(const std::vector<ta_seq>& seqs, int32_t n) {
         start(seqs, n);
-        EXPECT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+        EXPECT_EQ(graph_.launch(stream_), cudaSuccess);
         const ta_status s = ta_plan_end(plan.get(), nullptr);
         EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess) << "the graph read or wrote what is not its own";
         if (s == TA_OK) return true;
@@ -417,7 +393,7 @@ class GraphSteps {
     const int64_t dim_, group_;
     int64_t rows_ = 0;
     std::vector<std::unique_ptr<DeviceTensor>> tensors_;  // those that graphs read stay
-    cudaGraphExec_t exec_ = nullptr;
+    CapturedGraph graph_;
 };
 
 // A prompt's graph does not read blocks that were dropped since: its step is refused where they are missing, by hand it runs.
@@ -450,34 +426,42 @@ TEST_F(GpuGraph, OfASequenceWhoseBlocksAreDropped) {
     }
 }
 
-void expect_rows_beyond_untouched(const DeviceTensor& out, int64_t rows) {
-    const std::vector<float> x = out.get();
-    const size_t row = size_t(out.view()->heads * out.view()->head_dim);
-    for (size_t i = size_t(rows) * row; i < x.size(); ++i) ASSERT_TRUE(std::isnan(x[i])) << "row " << i / row;
-}
+struct StepOf {
+    const std::vector<ta_seq>& seqs;
+    int32_t n;
+    const DeviceTensor& out;
+};
 
 // What graphs read moves when a step needs more room for it. Where it was they find nothing to do, above all nothing of a step
 // that had more rows than theirs.
+void expect_nothing_left_behind(GraphSteps& steps, const StepOf& own, const StepOf& larger, const StepOf& too_large) {
+    const auto run = [&](const StepOf& s) { steps.run(s.seqs, s.n, s.out); };
+    run(own);
+    steps.capture(own.seqs, own.n, own.out);
+    EXPECT_TRUE(steps.replay(own.seqs, own.n));
+    run(larger);
+    EXPECT_TRUE(steps.replay(own.seqs, own.n));
+    run(larger);
+    run(too_large);
+    EXPECT_FALSE(steps.replay(own.seqs, own.n));
+    const std::vector<float> x = own.out.get();
+    const size_t row = size_t(own.out.view()->heads * own.out.view()->head_dim);
+    for (size_t i = own.seqs.size() * size_t(own.n) * row; i < x.size(); ++i)
+        ASSERT_TRUE(std::isnan(x[i])) << "row " << i / row << " was written";
+    run(own);
+}
+
 TEST_F(GpuGraph, OfPromptsBesideOnesThatNeedMoreRoom) {
     for (const uint32_t d : {128u, 96u}) {
         SCOPED_TRACE("d " + std::to_string(d));
         auto options = pool_options(kLayers, 1, d, 4);
         options.budget_bytes = uint64_t{256} << 20;
         GraphSteps steps(gpu, stream, options, 16);
-        const std::vector<ta_seq> a{make_sequence(steps.pool)};
+        const std::vector<ta_seq> one{make_sequence(steps.pool)};
         std::vector<ta_seq> many;
         for (int i = 0; i < 400; ++i) many.push_back(make_sequence(steps.pool));
         const DeviceTensor out(300, 16, d), more(300, 16, d), most(400 * 64, 16, d);
-        steps.run(a, 64, out);
-        steps.capture(a, 64, out);
-        EXPECT_TRUE(steps.replay(a, 64));
-        steps.run(a, 300, more);
-        EXPECT_TRUE(steps.replay(a, 64));
-        steps.run(a, 300, more);
-        steps.run(many, 64, most);
-        EXPECT_FALSE(steps.replay(a, 64));
-        expect_rows_beyond_untouched(out, 64);
-        steps.run(a, 64, out);
+        expect_nothing_left_behind(steps, {one, 64, out}, {one, 300, more}, {many, 64, most});
         if (HasFatalFailure()) return;
     }
 }
@@ -491,15 +475,7 @@ TEST_F(GpuGraph, OfFewSequencesBesideMany) {
     for (int i = 0; i < 1500; ++i) all.push_back(make_sequence(steps.pool));
     const std::vector<ta_seq> two(all.begin(), all.begin() + 2), some(all.begin(), all.begin() + 800);
     const DeviceTensor out(100, 1, kDim), more(3200, 1, kDim);
-    steps.run(two, 1, out);
-    steps.capture(two, 1, out);
-    EXPECT_TRUE(steps.replay(two, 1));
-    steps.run(some, 4, more);
-    EXPECT_TRUE(steps.replay(two, 1));
-    steps.run(some, 4, more);
-    steps.run(all, 1, more);
-    EXPECT_FALSE(steps.replay(two, 1));
-    expect_rows_beyond_untouched(out, 2);
+    expect_nothing_left_behind(steps, {two, 1, out}, {some, 4, more}, {all, 1, more});
 }
 
 }  // namespace

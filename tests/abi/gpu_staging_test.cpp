@@ -303,18 +303,15 @@ TEST_F(GpuStaging, CapturedCallsReadInPlace) {
         tensors.push_back(std::make_unique<LayerTensors>(shape, 0, 100, *noise, false));
     step({a}, {0}, {100});
     EXPECT_EQ(counted().staged_steps, 1u);
-    cudaGraphExec_t exec = nullptr;
+    CapturedGraph graph;
     for (int i = 0; i < 3; ++i) {
         begin(plan, {seqs[a]}, {0}, {100});
         if (i == 0) {
-            cudaGraph_t graph = nullptr;
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            for (uint32_t layer = 0; layer < shape.layers; ++layer) attend(plan, layer, *tensors[layer], false);
-            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-            cudaGraphDestroy(graph);
+            graph.capture(stream, [&] {
+                for (uint32_t layer = 0; layer < shape.layers; ++layer) attend(plan, layer, *tensors[layer], false);
+            });
         }
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        ASSERT_EQ(graph.launch(stream), cudaSuccess);
         end(plan);
         begin(plain_plan, {plain_seqs[a]}, {0}, {100});
         for (uint32_t layer = 0; layer < shape.layers; ++layer) attend(plain_plan, layer, *tensors[layer], true);
@@ -324,7 +321,6 @@ TEST_F(GpuStaging, CapturedCallsReadInPlace) {
         away(a, 1, uint64_t(20 * (i + 1)), i == 1 ? TA_TIER_HOST : TA_TIER_DEVICE);
     }
     EXPECT_EQ(counted().staged_steps, 1u);
-    cudaGraphExecDestroy(exec);
     away(a, 1, 60, TA_TIER_HOST);
     step({a}, {0}, {100});  // not left to the graph
     EXPECT_EQ(counted().staged_steps, 2u);

@@ -80,6 +80,32 @@ class DeviceTensor {
     ta_tensor view_;
 };
 
+// What calls enqueue on a stream, to be launched there again.
+class CapturedGraph {
+  public:
+    CapturedGraph() = default;
+    ~CapturedGraph() {
+        if (exec_) cudaGraphExecDestroy(exec_);
+    }
+    CapturedGraph(const CapturedGraph&) = delete;
+    CapturedGraph& operator=(const CapturedGraph&) = delete;
+
+    explicit operator bool() const { return exec_ != nullptr; }
+    template <typename Calls>
+    void capture(cudaStream_t stream, Calls&& calls) {
+        cudaGraph_t graph = nullptr;
+        ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        calls();
+        ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        ASSERT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
+        cudaGraphDestroy(graph);
+    }
+    cudaError_t launch(cudaStream_t stream) const { return cudaGraphLaunch(exec_, stream); }
+
+  private:
+    cudaGraphExec_t exec_ = nullptr;
+};
+
 using DeviceMemory = std::unique_ptr<void, FreeDevice>;
 
 inline DeviceMemory to_device(const void* from, size_t bytes) {
