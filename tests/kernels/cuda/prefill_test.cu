@@ -53,7 +53,7 @@ struct Case {
     int p_levels = 255;
     DType q_type = DType::kF32, out_type = DType::kF32;
     double lse_tolerance = 4e-3;  // half a step of the grid of scores is 3.1e-3
-    uint64_t seed = 1;
+    uint64_t seed = 0xcbf29ce484222325;
 };
 
 float load(const std::vector<uint8_t>& bytes, DType type, size_t i) {
@@ -76,7 +76,8 @@ void store(std::vector<uint8_t>& bytes, DType type, size_t i, float x) {
 }
 
 constexpr int kRowsToCheck = 48;  // of a case; with few of them, a bound relative to the CPU's error is a matter of luck
-constexpr double kTimesCpu = 1.6, kBeyondCpu = 2e-3, kSasError = 0.02;  // bounds: times the CPU's error, plus this
+// Bounds: times the CPU's error, plus this. Where a few keys decide, the unit of P of 128 keys instead of 64 costs more.
+constexpr double kTimesCpu = 1.6, kTimesCpuPeaky = 2.4, kBeyondCpu = 6e-4, kSasError = 0.02;
 
 struct Errors {
     double o = 0.0, cpu_o = 0.0, running_o = 0.0, norm = 0.0;  // sums of squares
@@ -437,8 +438,9 @@ class Problem {
         // Over the rows that are looked at, relative L2. The CPU has a unit of P for every page, this kernel one for two of
         // them, and scores on a grid of 1/112 octave. SAS is compared with the CPU's SAS, which then has no error of its own to
         // go by.
+        const double times = c_.data == DataKind::kPeaky ? kTimesCpuPeaky : kTimesCpu;
         const double bound = c_.exp == ExpMode::kSas ? kSasError * std::sqrt(e->norm)
-                                                     : kTimesCpu * std::sqrt(e->cpu_o) + kBeyondCpu * std::sqrt(e->norm);
+                                                     : times * std::sqrt(e->cpu_o) + kBeyondCpu * std::sqrt(e->norm);
         return std::sqrt(e->o) <= bound;
     }
 
@@ -469,7 +471,8 @@ std::vector<Case> all_cases(bool quick) {
         Case c;
         c.name = std::move(name);
         change(c);
-        c.seed = cases.size() + 1;
+        for (const char letter : c.name)
+            c.seed = (c.seed ^ uint8_t(letter)) * 0x100000001b3;  // FNV-1a: other cases do not count
         cases.push_back(c);
     };
     for (int n : quick ? std::vector<int>{1, 65, 300} : std::vector<int>{1, 63, 64, 65, 127, 128, 129, 1000, 4097}) {

@@ -295,7 +295,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                     if (exact) find_exact_sums(scales, i, scores, rows.exact);
                     make_p<Ex2::kQuarter>(scores, p);
                 } else {
-                    if (can_be_mended(rows, scales)) decide(limits, false, lane);
+                    if (limits.trusted == INFINITY && can_be_mended(rows, scales)) decide(limits, false, lane);
                     if (!sas && takes_tokens(limits, block, scales)) {
                         token_scores(s, info, scales, masked, key, i, scores);
                         if (exact) find_exact_sums(scales, i, scores, rows.exact);
