@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "kernels/cuda/any/decode/loader.cuh"
+#include "kernels/cuda/common/division.cuh"
 #include "kernels/format/codec.h"
 #include "kernels/format/rotation.h"
 
@@ -142,25 +143,15 @@ __device__ __forceinline__ void rotate_row(float (&x)[W][4], const uint32_t (&si
     }
 }
 
-// x / scale, rounded to nearest: what nvcc makes of a division, without its branch for extreme exponents, which do not occur:
-// a scale is 0 or above 2^-62 (see up), and amax / levels has no remainder below the denormals.
-__device__ __forceinline__ float divide(float x, float scale, float inverse) {
-    float q = __fmul_rn(x, inverse);
-    q = fmaf(fmaf(-scale, q, x), inverse, q);
-    return fmaf(fmaf(-scale, q, x), inverse, q);
-}
-
-// stage1_code of codec.h for a row.
+// stage1_code of codec.h for a row. A scale is 0 or above 2^-62 (see up), so divide() may be used.
 struct RowQuantizer {
     float stage1;  // the row's scale
     float scale, up, inverse, limit;
     __device__ __forceinline__ RowQuantizer(float amax, int levels) : limit(float(levels)) {
-        const float one = reciprocal(limit);
-        stage1 = amax < kMinAmax ? 0.0f : divide(amax, limit, fmaf(fmaf(-limit, one, 1.0f), one, one));
+        stage1 = amax < kMinAmax ? 0.0f : divide(amax, limit, inverse_of(limit));
         up = amax < 0x1p-54f ? 0x1p64f : 1.0f;  // exact
         scale = __fmul_rn(stage1, up);
-        const float about = reciprocal(scale);
-        inverse = scale > 0.0f ? fmaf(fmaf(-scale, about, 1.0f), about, about) : 0.0f;
+        inverse = scale > 0.0f ? inverse_of(scale) : 0.0f;
     }
     __device__ __forceinline__ int code(float x) const {
         return __float2int_rn(fminf(fmaxf(rintf(divide(__fmul_rn(x, up), scale, inverse)), -limit), limit));

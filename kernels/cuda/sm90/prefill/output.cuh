@@ -68,38 +68,45 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
     const int i = lane & 3;
     const bool whole_lines = args.out.dtype != DType::kF32 && reinterpret_cast<uintptr_t>(args.out.data) % 16 == 0 &&
                              (args.out.stride_row | args.out.stride_head) % 8 == 0;
+    float l[2], m[2], shift[2], norm[2];
+    int64_t offset[2];
+    bool exists[2];
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
         const RowPlace at(args, tile, row_in_tile + 8 * which);
-        const bool exists = at.token < tile.rows.n_query;
-        float l = quad_sum(rows.sums.l[which]);  // times kUnit / 2^m
+        exists[which] = at.token < tile.rows.n_query;
+        offset[which] = at.offset(args.out, tile);
+        l[which] = quad_sum(rows.sums.l[which]);  // times kUnit / 2^m
         // Score of the row = what P carries + shift; with softcap the offset is in the scores already.
-        const float shift = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
-        float m = rows.reference[which], factor = kSumUnit;
-        if (args.sink && exists) {
-            const float sink = fminf(fmaxf(args.sink[at.head] * kLog2e - shift, kNever), -kNever);
-            const float larger = fmaxf(m, sink), down = exp2_approx(m - larger);
-            l = l * down + kUnit * exp2_approx(sink - larger);
+        shift[which] = args.softcap > 0.0f ? 0.0f : info[8 * which].bias;
+        m[which] = rows.reference[which];
+        float factor = kSumUnit;
+        if (args.sink && exists[which]) {
+            const float sink = fminf(fmaxf(args.sink[at.head] * kLog2e - shift[which], kNever), -kNever);
+            const float larger = fmaxf(m[which], sink), down = exp2_approx(m[which] - larger);
+            l[which] = l[which] * down + kUnit * exp2_approx(sink - larger);
             factor *= down;
-            m = larger;
+            m[which] = larger;
         }
-        const float norm = l > 0.0f ? factor / l : 0.0f;
+        norm[which] = l[which] > 0.0f ? factor * reciprocal(l[which]) : 0.0f;
+    }
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
         float x[2][D / 8];
 #pragma unroll
-        for (int n = 0; n < D / 4; ++n) x[n % 2][n / 2] = o[n / 2 * 4 + 2 * which + n % 2] * norm;
-        const int64_t offset = at.offset(args.out, tile);
+        for (int n = 0; n < D / 4; ++n) x[n % 2][n / 2] = o[n / 2 * 4 + 2 * which + n % 2] * norm[which];
         if (whole_lines) {
-            const uint64_t to = exists ? __cvta_generic_to_global(args.out.data) + 2 * uint64_t(offset) : 0;
+            const uint64_t to = exists[which] ? __cvta_generic_to_global(args.out.data) + 2 * uint64_t(offset[which]) : 0;
             if (args.out.dtype == DType::kF16) {
                 store_eight_rows<D, __half>(to, x, staging, lane);
             } else {
                 store_eight_rows<D, __nv_bfloat16>(to, x, staging, lane);
             }
         }
-        if (!exists) continue;
+        if (!exists[which]) continue;
 #pragma unroll
         for (int e = 0; e < 2 && !whole_lines; ++e) {
-            const int64_t to = offset + out_octant(i, e) * (D / 8);
+            const int64_t to = offset[which] + out_octant(i, e) * (D / 8);
             if (args.out.dtype == DType::kF16) {
                 store_channels(static_cast<__half*>(args.out.data) + to, x[e]);
             } else if (args.out.dtype == DType::kBf16) {
@@ -109,8 +116,10 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
             }
         }
         if (args.lse && i == 0) {
-            const float lse = (m + log2f(l) - log2f(kUnit) + shift) * kLn2;
-            args.lse[int64_t(tile.rows.row + at.token) * (args.kv_heads * args.group) + at.head] = l > 0.0f ? lse : -INFINITY;
+            const RowPlace at(args, tile, row_in_tile + 8 * which);
+            const float lse = (m[which] + log2f(l[which]) - log2f(kUnit) + shift[which]) * kLn2;
+            args.lse[int64_t(tile.rows.row + at.token) * (args.kv_heads * args.group) + at.head] =
+                l[which] > 0.0f ? lse : -INFINITY;
         }
     }
 }

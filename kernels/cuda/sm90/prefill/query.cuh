@@ -10,6 +10,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "kernels/cuda/common/division.cuh"
 #include "kernels/cuda/sm90/prefill/shared.cuh"
 #include "kernels/format/codec.h"
 #include "kernels/format/rotation.h"
@@ -271,6 +272,12 @@ TA_DEVICE void load_float_rows(const AttendArgs& args, const Tile& tile, const R
     count_replaced(args, tile, replaced);
 }
 
+TA_DEVICE float sqrt_approx(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The levels of the bits 5 and up.
 template <int N>
 TA_DEVICE void finish_rotation(float (&x)[N][8]) {
@@ -305,27 +312,38 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
         }
     }
     const float unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
+    const float levels = float(args.q_levels), per_level = inverse_of(levels), norm = args.signs ? rotation_norm(D) : 1.0f;
+    float scale[2], inverse[2];
+    if (args.signs) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) finish_rotation(x[r]);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float norm = args.signs ? rotation_norm(D) : 1.0f;
-        if (args.signs) finish_rotation(x[r]);
-        float amax = 0.0f;
+        float amax[4] = {};
 #pragma unroll
-        for (int n = 0; n < D / 4; ++n) amax = fmaxf(amax, fabsf(x[r][n / 8][n % 8]));
-        const float scale = stage1_scale(quad_max(amax) * norm, args.q_levels);
-        float inverse = scale > 0.0f ? norm / scale : 0.0f;
-        if (!args.signs) {
+        for (int n = 0; n < D / 4; ++n) amax[n % 4] = fmaxf(amax[n % 4], fabsf(x[r][n / 8][n % 8]));
+        const float largest = quad_max(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3]))) * norm;
+        scale[r] = largest < kMinAmax ? 0.0f : divide(largest, levels, per_level);
+        inverse[r] = scale[r] > 0.0f ? norm * inverse_of(scale[r]) : 0.0f;
+    }
+    if (!args.signs) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
             // Plain 16-bit values often lie half way between two codes (half of the largest does). The quotient is rounded as a
             // division's is, so that the code is the CPU's.
 #pragma unroll
             for (int n = 0; n < D / 4; ++n) {
                 float& value = x[r][n / 8][n % 8];
-                const float quotient = value * inverse;
-                value = fmaf(fmaf(-quotient, scale, value), inverse, quotient);
+                const float quotient = value * inverse[r];
+                value = fmaf(fmaf(-quotient, scale[r], value), inverse[r], quotient);
             }
-            inverse = scale > 0.0f ? 1.0f : 0.0f;
+            inverse[r] = scale[r] > 0.0f ? 1.0f : 0.0f;
         }
-        int squares = 0;
+    }
+    int squares[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
         uint32_t w[2][D / 32];
 #pragma unroll
         for (int n = 0; n < D / 32; ++n) {
@@ -333,9 +351,9 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
             for (int h = 0; h < 2; ++h) {
                 uint32_t code[4];
 #pragma unroll
-                for (int c = 0; c < 4; ++c) code[c] = __float_as_uint(fmaf(x[r][n][4 * h + c], inverse, kInteger));
+                for (int c = 0; c < 4; ++c) code[c] = __float_as_uint(fmaf(x[r][n][4 * h + c], inverse[r], kInteger));
                 w[h][n] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
-                squares = __dp4a(int(w[h][n]), int(w[h][n]), squares);
+                squares[r] = __dp4a(int(w[h][n]), int(w[h][n]), squares[r]);
             }
         }
         const int at = row_in_tile + 8 * r;
@@ -350,14 +368,17 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
                     *reinterpret_cast<uint32_t*>(chunk + channel_byte<D>(32 * n + 8 * i)) = w[h][n];
             }
         }
-        squares += __shfl_xor_sync(~0u, squares, 1);
-        squares += __shfl_xor_sync(~0u, squares, 2);
-        if (i == 0) {
-            info[8 * r].scale = scale * unit;
-            info[8 * r].magnitude = 127.5f * sqrtf(float(D) * float(squares));  // by Cauchy and Schwarz
-        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        squares[r] += __shfl_xor_sync(~0u, squares[r], 1);
+        squares[r] += __shfl_xor_sync(~0u, squares[r], 2);
         if (args.k_offset) bias[r] = quad_sum(bias[r]);
-        if (i == 0) info[8 * r].bias = bias[r] * unit;
+        if (i == 0) {
+            info[8 * r].scale = scale[r] * unit;
+            info[8 * r].magnitude = 127.5f * sqrt_approx(float(D) * float(squares[r]));  // by Cauchy and Schwarz
+            info[8 * r].bias = bias[r] * unit;
+        }
     }
     // The rest is a lane's for a row.
     if (lane < 16) {
