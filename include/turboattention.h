@@ -45,7 +45,8 @@
  *  - Ownership. Create gives the caller a handle that it passes to the matching destroy once. Handles may be destroyed in any
  *    order, children keep their parents alive; destroy(NULL) does nothing. Strings and arrays passed in are copied.
  *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
- *    ta_calibrator is used by one thread at a time. No handle may be destroyed while a call on it runs.
+ *    ta_calibrator is used by one thread at a time: a call on it while another runs gives TA_E_BUSY. No handle may be
+ *    destroyed while a call on it runs.
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
  *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, a lost GPU every call that needs it with
  *    TA_E_DEVICE_LOST.
@@ -85,11 +86,11 @@ enum {
     TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its element */
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
-    TA_E_STATE = 0x0201,     /* wrong order of calls: the text says which call belongs first */
-    TA_E_BUSY = 0x0202,      /* an open plan uses the sequence or pool, another pool the file, or moves a step's blocks */
-    TA_E_STALE = 0x0203,     /* the id (sequence, namespace, ticket) was released, or was never given out */
-    TA_E_CLOSED = 0x0204,    /* the pool is closed */
-    TA_E_FORKED = 0x0205,    /* the handle was made by the parent process */
+    TA_E_STATE = 0x0201,  /* wrong order of calls: the text says which call belongs first */
+    TA_E_BUSY = 0x0202,   /* in use: the sequence or pool (an open plan), the file, the plan; or moves take a step's blocks */
+    TA_E_STALE = 0x0203,  /* the id (sequence, namespace, ticket) was released, or was never given out */
+    TA_E_CLOSED = 0x0204, /* the pool is closed */
+    TA_E_FORKED = 0x0205, /* the handle was made by the parent process */
     TA_E_CANCELLED = 0x0206, /* a callback of the caller asked to stop */
     /* 0x03xx: something ran out */
     TA_E_MEMORY = 0x0301,    /* the allocator returned NULL */
@@ -327,7 +328,7 @@ enum {
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
     /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over layers, query
      * heads and the last 16 query tokens, summed, halving in attention_half_life steps */
-    TA_EVICT_ATTENTION = 2,
+    TA_EVICT_ATTENTION = 2
 };
 
 /* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for
@@ -796,7 +797,7 @@ TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const 
 /* Ranks the kv heads of each layer for 4 or 2 bits (TurboAttention, head-wise mixed precision): priority = (max - min over the
  * head) * standard deviation over its channels of (max - min of the channel); the n_low lowest of a layer get 2 bits. K and V
  * are ranked apart. This is the published ranking, from the ranges of K and V alone. On the model in examples/tinylm its maps
- * are no better than random ones (README.md); a map that was found by measuring the loss with heads exchanged, as
+ * are no better than random ones; a map that was found by measuring the loss with heads exchanged, as
  * `tinylm calibrate` does, is. Exclusive: one thread at a time. */
 typedef struct ta_calibrator ta_calibrator;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -19,6 +20,20 @@
 #include "src/kv/calibrator.h"
 #include "src/kv/pool.h"
 
+namespace ta::api {
+
+// Of a handle that one thread at a time may use: whether a call uses it.
+class Exclusive {
+  public:
+    bool take() const { return !taken_.exchange(true, std::memory_order_acquire); }
+    void give_back() const { taken_.store(false, std::memory_order_release); }
+
+  private:
+    mutable std::atomic<bool> taken_{false};
+};
+
+}  // namespace ta::api
+
 struct ta_context {
     std::shared_ptr<ta::Context> impl;
 };
@@ -27,9 +42,11 @@ struct ta_kv_pool {
 };
 struct ta_plan {
     std::unique_ptr<ta::Plan> impl;
+    ta::api::Exclusive use{};
 };
 struct ta_calibrator {
     std::unique_ptr<ta::Calibrator> impl;
+    ta::api::Exclusive use{};
 };
 
 namespace ta::api {
@@ -50,6 +67,25 @@ ta_status guard(ta_error* err, Body&& body) noexcept {
         return report(fail(TA_E_INTERNAL, "unexpected exception"), err);
     }
 }
+
+// A call's use of such a handle, from its first look at it to its end.
+class Use {
+  public:
+    explicit Use(const Exclusive& handle) : handle_(handle.take() ? &handle : nullptr) {}
+    ~Use() {
+        if (handle_) handle_->give_back();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+    Status status(const char* name) const {
+        if (handle_) return {};
+        return fail(TA_E_BUSY, "another call on the %s runs; it takes one at a time", name).argument(0);
+    }
+
+  private:
+    const Exclusive* const handle_;
+};
 
 inline Status check_pointer(const void* p, const char* name, int argument) {
     if (p) return {};

@@ -5,9 +5,16 @@ using namespace ta::api;
 
 namespace {
 
-Status check_calibrator(const ta_calibrator* calibrator) {
-    TA_RETURN_IF_ERROR(check_pointer(calibrator, "calibrator", 0));
-    return check_process(calibrator->impl->context());
+// The body of a call on a calibrator; no other runs meanwhile.
+template <class Body>
+ta_status call(const ta_calibrator* calibrator, ta_error* err, Body&& body) noexcept {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(calibrator, "calibrator", 0));
+        TA_RETURN_IF_ERROR(check_process(calibrator->impl->context()));
+        const Use use(calibrator->use);
+        TA_RETURN_IF_ERROR(use.status("calibrator"));
+        return body(*calibrator->impl);
+    });
 }
 
 }  // namespace
@@ -32,9 +39,7 @@ void ta_calibrator_destroy(ta_calibrator* calibrator) {
 
 ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,
                                 ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_calibrator(calibrator));
-        Calibrator& c = *calibrator->impl;
+    return call(calibrator, err, [&](Calibrator& c) -> Status {
         if (layer >= c.layers()) return fail(TA_E_INVALID, "layer is %u; the calibrator has %u", layer, c.layers()).argument(1);
         Result<TensorView> k_view = read_tensor(k, "k", 2);
         if (!k_view.ok()) return std::move(k_view).status();
@@ -51,13 +56,12 @@ ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const
 
 ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
                                float* k_priority, float* v_priority, ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_calibrator(calibrator));
+    return call(calibrator, err, [&](const Calibrator& c) -> Status {
         TA_RETURN_IF_ERROR(check_pointer(k_bits, "k_bits", 2));
         TA_RETURN_IF_ERROR(check_pointer(v_bits, "v_bits", 3));
         TA_RETURN_IF_ERROR(check_aligned(k_priority, "k_priority", 4));
         TA_RETURN_IF_ERROR(check_aligned(v_priority, "v_priority", 5));
-        return calibrator->impl->finish(n_low, k_bits, v_bits, k_priority, v_priority);
+        return c.finish(n_low, k_bits, v_bits, k_priority, v_priority);
     });
 }
 

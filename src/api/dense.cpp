@@ -52,7 +52,14 @@ Status check_dense_shapes(const DenseCall& c) {
     if (Status s = check_tensor_shape(c.k, "k", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_tensor_shape(c.v, "v", c.k.tokens, kv_heads, d); !s.ok()) return std::move(s).argument(3);
     if (Status s = check_tensor_shape(c.out, "out", c.q.tokens, c.q.heads, d); !s.ok()) return std::move(s).argument(4);
-    return check_outputs({{"q", c.q}, {"k", c.k}, {"v", c.v}}, c.out, c.lse, 4);
+    return {};
+}
+
+Status check_dense_outputs(const DenseCall& c, const ta_attend_options* attend) {
+    const NamedView slopes{"options.attend.alibi_slopes",
+                           view_of_floats(attend ? attend->alibi_slopes : nullptr, 1, c.q.heads)};
+    const NamedView sinks{"options.attend.sinks", view_of_floats(attend ? attend->sinks : nullptr, 1, c.q.heads)};
+    return check_outputs({{"q", c.q}, {"k", c.k}, {"v", c.v}, slopes, sinks}, c.out, c.lse, 4);
 }
 
 Status check_dense_options(const ta_dense_options& o) {
@@ -106,6 +113,8 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         ta_attend_options storage;
         Result<const ta_attend_options*> attend = read_attend_options(o.attend, "options.attend", 6, &storage);
         if (!attend.ok()) return std::move(attend).status();
+        call.lse = lse;
+        TA_RETURN_IF_ERROR(check_dense_outputs(call, attend.value()));
         const bool on_cpu = !context->impl->device();
         if (on_cpu && o.stream) {
             return fail(TA_E_UNSUPPORTED, "options.stream is not null; a CPU context has no streams").argument(6);
@@ -115,7 +124,6 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
             resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? ExpMode::kPoly : ExpMode::kExact,
                            page ? TA_P_U8 : TA_P_S8_127, on_cpu, "options.attend");
         if (!settings.ok()) return std::move(settings).status().argument(6);
-        call.lse = lse;
         call.q_offsets = q_offsets.value();
         call.k_offsets = k_offsets.value();
         call.variant = o.variant;

@@ -5,10 +5,17 @@ using namespace ta::api;
 
 namespace {
 
-Status check_plan(const ta_plan* plan) {
-    TA_RETURN_IF_ERROR(check_pointer(plan, "plan", 0));
-    TA_RETURN_IF_ERROR(check_process(plan->impl->pool().context()));
-    return plan->impl->pool().check_open();
+// The body of a call on a plan of an open pool; no other runs meanwhile.
+template <class Body>
+ta_status call(ta_plan* plan, ta_error* err, Body&& body) noexcept {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(plan, "plan", 0));
+        TA_RETURN_IF_ERROR(check_process(plan->impl->pool().context()));
+        const Use use(plan->use);
+        TA_RETURN_IF_ERROR(use.status("plan"));
+        TA_RETURN_IF_ERROR(plan->impl->pool().check_open());
+        return body(*plan->impl);
+    });
 }
 
 }  // namespace
@@ -27,10 +34,7 @@ ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, t
 }
 
 ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_plan(plan));
-        return plan->impl->set_stream(stream);
-    });
+    return call(plan, err, [&](Plan& p) { return p.set_stream(stream); });
 }
 
 void ta_plan_destroy(ta_plan* plan) {
@@ -39,32 +43,29 @@ void ta_plan_destroy(ta_plan* plan) {
 
 ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                         ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_plan(plan));
+    return call(plan, err, [&](Plan& p) -> Status {
         if (n_seqs == 0) return fail(TA_E_INVALID, "n_seqs is 0").argument(1);
         TA_RETURN_IF_ERROR(check_pointer(seqs, "seqs", 2));
         TA_RETURN_IF_ERROR(check_aligned(seqs, "seqs", 2));
         TA_RETURN_IF_ERROR(check_aligned(n_new, "n_new", 3));
         TA_RETURN_IF_ERROR(check_aligned(n_query, "n_query", 4));
-        return plan->impl->begin({seqs, n_seqs}, n_new, n_query);
+        return p.begin({seqs, n_seqs}, n_new, n_query);
     });
 }
 
 ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_plan(plan));
+    return call(plan, err, [&](Plan& p) -> Status {
         Result<TensorView> k_view = read_tensor(k, "k", 2);
         if (!k_view.ok()) return std::move(k_view).status();
         Result<TensorView> v_view = read_tensor(v, "v", 3);
         if (!v_view.ok()) return std::move(v_view).status();
-        return plan->impl->append(layer, k_view.value(), v_view.value());
+        return p.append(layer, k_view.value(), v_view.value());
     });
 }
 
 ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
                     const ta_attend_options* options, ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_plan(plan));
+    return call(plan, err, [&](Plan& p) -> Status {
         Result<TensorView> q_view = read_tensor(q, "q", 2);
         if (!q_view.ok()) return std::move(q_view).status();
         Result<TensorView> out_view = read_tensor(out, "out", 3);
@@ -73,22 +74,16 @@ ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_
         ta_attend_options storage;
         Result<const ta_attend_options*> known = read_attend_options(options, "options", 5, &storage);
         if (!known.ok()) return std::move(known).status();
-        return plan->impl->attend(layer, q_view.value(), out_view.value(), lse, known.value());
+        return p.attend(layer, q_view.value(), out_view.value(), lse, known.value());
     });
 }
 
 ta_status ta_plan_end(ta_plan* plan, ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_plan(plan));
-        return plan->impl->end();
-    });
+    return call(plan, err, [&](Plan& p) { return p.end(); });
 }
 
 ta_status ta_plan_abort(ta_plan* plan, ta_error* err) {
-    return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_plan(plan));
-        return plan->impl->abort();
-    });
+    return call(plan, err, [&](Plan& p) { return p.abort(); });
 }
 
 }  // extern "C"

@@ -27,6 +27,7 @@ ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, ta_progress_fn pro
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_path(path, 1));
+        TA_RETURN_IF_ERROR(check_aligned(loaded, "loaded", 4));
         TA_RETURN_IF_ERROR(check_pointer(n, "n", 6));
         if (!loaded) {
             Result<uint64_t> count = count_sequences(*pool->impl, path, pool->impl->context().files());

@@ -285,7 +285,9 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
         return std::move(s).argument(2).layer(layer);
     if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, q.head_dim); !s.ok())
         return std::move(s).argument(3).layer(layer);
-    if (Status s = check_outputs({{"q", q}}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
+    const NamedView slopes{"options.alibi_slopes", view_of_floats(options ? options->alibi_slopes : nullptr, 1, q.heads)};
+    const NamedView sinks{"options.sinks", view_of_floats(options ? options->sinks : nullptr, 1, q.heads)};
+    if (Status s = check_outputs({{"q", q}, slopes, sinks}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
     Result<AttendSettings> settings = resolve_attend(options, q.heads, int(g.head_dim), n.exp, n.p, !pool_->context().device());
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
     AttendCall call;

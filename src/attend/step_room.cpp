@@ -41,6 +41,10 @@ class StepRoom {
     Others look_at_others() const;
     bool await_others(const Others& before);
     bool may_wait() const { return Clock::now() < patience_ends_; }
+    // Where one may wait: until something may have changed.
+    std::chrono::milliseconds pause() const {
+        return std::min(kPause, std::chrono::ceil<std::chrono::milliseconds>(patience_ends_ - Clock::now()));
+    }
     struct BlockOfStep {
         size_t sequence, block;
     };
@@ -153,7 +157,7 @@ std::optional<Status> StepRoom::bring_blocks() {
     }
     if (s.code() != TA_E_TIER_FULL) return s;
     waited_for_room_ = true;
-    if (may_wait() && (store_.wait_for_left(kPause) || store_.wait_for_scratch(kPause))) return {};
+    if (may_wait() && (store_.wait_for_left(pause()) || store_.wait_for_scratch(pause()))) return {};
     // Others may be making the room. Where blocks took turns, more of them may come now.
     if (moving_ || pool_.mover()->busy() ? brief_looks_.again() : store_.changes() != seen && ++turns_ <= kMostTurns) return {};
     if (++made_ <= kMostAttempts && pool_.drop_to_be_resident(wanted_, sequences_)) return {};
@@ -180,7 +184,7 @@ std::optional<Status> StepRoom::take_new_blocks(std::optional<uint64_t>& reading
 bool StepRoom::make_or_await_room(uint64_t seen) {
     if (!is_possible_ && !(is_possible_ = pool_.may_make_room(wanted_, sequences_))) {
         // Where other steps stage is room when they end.
-        if (may_wait() && store_.wait_for_scratch(kPause)) {
+        if (may_wait() && store_.wait_for_scratch(pause())) {
             waited_for_room_ = true;
             return true;
         }
@@ -189,13 +193,13 @@ bool StepRoom::make_or_await_room(uint64_t seen) {
     }
     waited_for_room_ = true;
     // What blocks have left is room as soon as those are done who read there.
-    if (may_wait() && store_.wait_for_left(kPause)) return true;
+    if (may_wait() && store_.wait_for_left(pause())) return true;
     if (pool_.make_room(TierKind::kDevice, wanted_, true, patience_ends_)) return ++made_ <= kMostAttempts;
     if (pool_.blocks_are_held() && brief_looks_.again()) return true;
     // What others move, or what changed while this looked for room, may be room in a moment.
     if (moving_ || store_.changes() != seen) return looks_.again();
     may_drop_below_ &= !dropped_below_;
-    return (may_wait() && store_.wait_for_scratch(kPause)) || drop();
+    return (may_wait() && store_.wait_for_scratch(pause())) || drop();
 }
 
 // Drops the coldest blocks; false when none may go.

@@ -4,6 +4,7 @@
 #include <linux/fs.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "kernels/format/hash.h"
 #include "src/io/size_signal.h"
 
 namespace ta {
@@ -36,7 +38,18 @@ int describe(const struct stat& s, FileInfo& info) {
 
 class SystemFiles final : public FileSystem {
   public:
-    int open(const char* path, int flags, mode_t mode) override { return result_of(::open(path, flags, mode)); }
+    // What is made has this mode whatever the umask. Not as a standard stream: where one is closed, what the program prints to
+    // it must not go into the file.
+    int open(const char* path, int flags, mode_t mode) override {
+        const int fd = ::open(path, flags, mode);
+        if (fd < 0) return -errno;
+        const bool makes = (flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL) || (flags & O_TMPFILE) == O_TMPFILE;
+        if (makes) (void)::fchmod(fd, mode);  // not where file systems have no modes
+        if (fd > STDERR_FILENO) return fd;
+        const int other = result_of(::fcntl(fd, flags & O_CLOEXEC ? F_DUPFD_CLOEXEC : F_DUPFD, STDERR_FILENO + 1));
+        ::close(fd);
+        return other;
+    }
     int close(int fd) override { return result_of(::close(fd)); }
     int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override {
         return result_of(int64_t(::pread(fd, data, bytes, off_t(offset))));
@@ -56,7 +69,10 @@ class SystemFiles final : public FileSystem {
     int fsync(int fd) override { return result_of(::fsync(fd)); }
     int fstat(int fd, FileInfo& info) override {
         struct stat s;
-        return ::fstat(fd, &s) == 0 ? describe(s, info) : -errno;
+        if (::fstat(fd, &s) != 0) return -errno;
+        struct statvfs v;
+        info.room = ::fstatvfs(fd, &v) == 0 && v.f_blocks > 0 ? uint64_t(v.f_bfree) * v.f_frsize : UINT64_MAX;
+        return describe(s, info);
     }
     int lstat(const char* path, FileInfo& info) override {
         struct stat s;
@@ -154,6 +170,19 @@ std::shared_ptr<FileSystem> system_files() {
 
 std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files) {
     return std::make_unique<BlockingQueue>(files);
+}
+
+std::string folder_of(const std::string& path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "." : path.substr(0, slash + 1);
+}
+
+std::string name_beside(const std::string& path, const std::string& suffix) {
+    const size_t name = path.rfind('/') + 1;  // npos + 1 is 0
+    char own[40];
+    std::snprintf(own, sizeof own, ".turboattention-%016llx",
+                  (unsigned long long)hash_bytes(path.data() + name, path.size() - name));
+    return path.substr(0, name) + own + suffix;
 }
 
 std::string shown(const std::string& path) {

@@ -46,7 +46,8 @@ struct FileInfo {
     uid_t owner = 0;
     mode_t mode = 0;  // permission bits
     uint64_t device = 0, inode = 0;
-    uint64_t links = 0;  // names
+    uint64_t links = 0;          // names
+    uint64_t room = UINT64_MAX;  // of an open file: bytes that its file system has free, if it says so
 };
 
 // As the POSIX functions of these names, except that a failure is returned as -errno. Thread-safe.
@@ -85,6 +86,10 @@ struct ErrorText {
 };
 ErrorText error_text(int64_t negative_errno);
 
+// With the slash, or "." where `path` has none.
+std::string folder_of(const std::string& path);
+// A name for what becomes `path` later: in its folder, and of a length of its own, so that it is no longer than names may be.
+std::string name_beside(const std::string& path, const std::string& suffix);
 // A path as texts of errors show it: of a long one the end, so that the reason behind it has room.
 std::string shown(const std::string& path);
 bool is_lack_of_space(int64_t negative_errno);

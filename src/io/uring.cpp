@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -28,9 +29,7 @@ struct Liburing {
     decltype(&io_uring_register_eventfd) register_eventfd = nullptr;
     bool found = false;
 
-    Liburing() {
-        void* library = dlopen("liburing.so.2", RTLD_NOW | RTLD_LOCAL);
-        if (!library) return;
+    explicit Liburing(void* library) {
         const auto find = [&](auto& function, const char* name) {
             function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
             return function != nullptr;
@@ -40,8 +39,15 @@ struct Liburing {
     }
 };
 
+// Looked for until it is found: descriptors may have run out the first time.
+void* open_liburing() {
+    static std::atomic<void*> found{nullptr};
+    if (!found) found = dlopen("liburing.so.2", RTLD_NOW | RTLD_LOCAL);
+    return found;
+}
+// Once open_liburing() has found it.
 const Liburing& liburing() {
-    static const Liburing library;
+    static const Liburing library(open_liburing());
     return library;
 }
 
@@ -135,8 +141,9 @@ class Uring final : public IoQueue {
 }  // namespace
 
 std::unique_ptr<IoQueue> make_uring(unsigned depth, std::string& reason) {
-    if (!liburing().found) {
-        reason = "liburing.so.2 is not installed, so the disk tier uses pread and pwrite";
+    if (!open_liburing() || !liburing().found) {
+        const char* error = open_liburing() ? "it lacks functions" : dlerror();
+        reason = std::string("liburing.so.2 cannot be used, so the disk tier uses pread and pwrite: ") + (error ? error : "");
         return nullptr;
     }
     auto ring = std::make_unique<Uring>();

@@ -213,7 +213,7 @@ Status write_new_file(FileSystem& files, const std::string& path, const std::fun
     static std::atomic<uint64_t> saves{0};
     std::string temporary;
     for (int attempt = 0; attempt < kMostLeftBehind; ++attempt) {
-        temporary = path + ".new-" + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1));
+        temporary = name_beside(path, ".new-" + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1)));
         if (files.lstat(temporary.c_str(), info) < 0) break;
     }
     File file(files, temporary);

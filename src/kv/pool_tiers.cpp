@@ -116,7 +116,7 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     if (settings.disk_budget > 0) TA_RETURN_IF_ERROR(open_disk_tier(settings));
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
-    mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get());
+    mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get(), uint64_t(first_generation_) << 32);
     TA_RETURN_IF_ERROR(mover_->start(settings.route));
     blocks_->keep_records(false);
     return {};

@@ -9,7 +9,8 @@ namespace ta {
 // For what ends soon if it ends at all.
 inline constexpr std::chrono::milliseconds kBriefly{200};
 
-// Who finds no room while others move blocks looks again: a few times at least, then for as long as the pool's steps wait.
+// Who finds no room while others move blocks looks again: for as long as the pool's steps wait, and a few times at least, unless
+// each of them takes long.
 class RoomRetry {
   public:
     explicit RoomRetry(std::chrono::milliseconds patience) : end_(std::chrono::steady_clock::now() + patience) {}
@@ -17,7 +18,9 @@ class RoomRetry {
     bool again() {
         constexpr int kAtLeast = 8;
         constexpr std::chrono::microseconds kPause{100};
-        if (++looks_ > kAtLeast && std::chrono::steady_clock::now() > end_) return false;
+        constexpr std::chrono::seconds kAtMostBeyond{1};
+        const auto now = std::chrono::steady_clock::now();
+        if ((++looks_ > kAtLeast && now > end_) || now > end_ + kAtMostBeyond) return false;
         std::this_thread::sleep_for(kPause);
         return true;
     }

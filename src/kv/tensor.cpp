@@ -118,14 +118,19 @@ bool rows_may_coincide(const TensorView& v) {
 
 }  // namespace
 
+TensorView view_of_floats(const float* data, int64_t rows, int64_t n) {
+    TensorView view;
+    view.data = reinterpret_cast<uint8_t*>(const_cast<float*>(data));
+    view.tokens = data ? rows : 0;
+    view.heads = 1;
+    view.head_dim = view.stride_token = view.stride_head = n;
+    return view;
+}
+
 Status check_outputs(std::initializer_list<NamedView> inputs, const TensorView& out, const float* lse, int argument) {
     if (rows_may_coincide(out))
         return fail(TA_E_INVALID, "out overlaps itself: its strides let rows coincide").argument(argument);
-    TensorView l;
-    l.data = reinterpret_cast<uint8_t*>(const_cast<float*>(lse));
-    l.tokens = lse ? out.tokens : 0;
-    l.heads = 1;
-    l.head_dim = l.stride_token = l.stride_head = out.heads;
+    const TensorView l = view_of_floats(lse, out.tokens, out.heads);
     for (const NamedView& input : inputs) {
         if (may_overlap(input.view, out)) return fail(TA_E_INVALID, "out overlaps %s", input.name).argument(argument);
         if (may_overlap(input.view, l)) return fail(TA_E_INVALID, "lse overlaps %s", input.name).argument(argument + 1);

@@ -36,8 +36,10 @@ Status check_finite(const cpu::PageCodec& codec, const TensorView& v, const char
 
 struct NamedView {
     const char* name;
-    const TensorView& view;
+    TensorView view;
 };
+// [rows, n] floats one after another; nullptr: none.
+TensorView view_of_floats(const float* data, int64_t rows, int64_t n);
 // TA_E_INVALID when rows of `out` may share memory with each other, with an input or with lse [out.tokens, out.heads] (may be
 // nullptr), or lse with an input. `argument` is that of out in the public call, lse's is the next.
 Status check_outputs(std::initializer_list<NamedView> inputs, const TensorView& out, const float* lse, int argument);

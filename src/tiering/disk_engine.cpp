@@ -331,7 +331,10 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
         slot->on_disk = false;
     }
     idle_buffers_.push_back(op.buffer);
-    if (op.stalled) --stalled_now_;
+    if (op.stalled) {
+        --stalled_now_;
+        if (op.kind == Op::Kind::kWrite) --stalled_writes_;
+    }
     if (op.kind == Op::Kind::kErase) {
         --slot->busy;
         if (slot->on_disk) {

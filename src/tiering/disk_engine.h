@@ -104,6 +104,8 @@ class DiskEngine {
     void free_slot(uint32_t index);
     Status admit(Op& op);
     Result<DiskBatch> enqueue(Ops& ops);
+    bool may_not_write() const { return read_only_ || stalled_writes_ > 0; }
+    Status refused_write() const;
     Status admit_write();
     void unadmit(const Op& op);
     Status overdue() const;
@@ -143,6 +145,7 @@ class DiskEngine {
     uint64_t next_generation_ = 1;
     uint64_t outstanding_ = 0;  // requests whose clients were not told yet
     uint64_t stalled_now_ = 0;  // operations that were given up and have not come back
+    uint64_t stalled_writes_ = 0;
     Clock::time_point last_progress_;
 
     bool read_only_ = false;

@@ -20,7 +20,7 @@ Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
     std::lock_guard lock(mutex_);
     if (stopping_) return fail(TA_E_CLOSED, "the disk tier is closed");
     if (!not_erased_.empty() && Clock::now() >= erase_again_at_) erase_again();
-    if (read_only_ && Clock::now() < retry_at_) return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
+    if (may_not_write() && Clock::now() < retry_at_) return refused_write();
     Result<std::vector<Slot>> slots = map_.acquire_all(wanted, "disk");
     if (!slots.ok()) return slots;
     for (const Slot s : slots.value()) {
@@ -126,11 +126,17 @@ void DiskEngine::unadmit(const Op& op) {
     slot.valid = op.was_valid;
 }
 
+Status DiskEngine::refused_write() const {
+    if (read_only_) return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
+    return fail(TA_E_TIER_FULL, "the disk tier is read-only: a write has not been answered within %lld ms",
+                (long long)options_.deadline.count());
+}
+
 // A tier that could not be written lets one batch through after a while, to see.
 Status DiskEngine::admit_write() {
-    if (!read_only_) return {};
+    if (!may_not_write()) return {};
     const auto now = Clock::now();
-    if (now < retry_at_) return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
+    if (now < retry_at_) return refused_write();
     retry_at_ = now + options_.retry_after;
     return {};
 }
@@ -249,6 +255,10 @@ bool DiskEngine::give_up_one(Lock& lock, Clock::time_point now) {
         if (!op.stalled && now - op.started >= options_.deadline) {
             op.stalled = true;
             ++stalled_now_;
+            if (op.kind == Op::Kind::kWrite) {
+                ++stalled_writes_;
+                retry_at_ = now + options_.retry_after;
+            }
         }
         if (op.reported || !op.client || (!op.stalled && !op.cancel)) continue;
         report(lock, op, op.cancel ? fail(TA_E_IO, "cancelled") : overdue(), op.cancel);
@@ -282,9 +292,14 @@ TierHealth DiskEngine::health() const {
     if (stalled_now_ >= options_.depth) {
         h.state = TierState::kFailed;
         std::snprintf(h.reason, sizeof h.reason, "no operation came back within %lld ms", (long long)options_.deadline.count());
-    } else if (read_only_) {
+    } else if (may_not_write()) {
         h.state = TierState::kReadOnly;
-        std::memcpy(h.reason, reason_, sizeof h.reason);
+        if (read_only_) {
+            std::memcpy(h.reason, reason_, sizeof h.reason);
+        } else {
+            std::snprintf(h.reason, sizeof h.reason, "a write has not been answered within %lld ms",
+                          (long long)options_.deadline.count());
+        }
     }
     return h;
 }

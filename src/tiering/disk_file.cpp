@@ -66,21 +66,6 @@ bool is_private(const FileInfo& info) {
     return info.owner == geteuid() && (info.mode & 077) == 0;
 }
 
-std::string folder_of(const std::string& path) {
-    const size_t slash = path.rfind('/');
-    return slash == std::string::npos ? "." : path.substr(0, slash + 1);
-}
-
-// Beside `path`; of its own length, so that it is no longer than a name may be.
-std::string unfinished_name(const std::string& path) {
-    const std::string folder = folder_of(path);
-    const size_t name = path.rfind('/') + 1;  // npos + 1 is 0
-    char own[48];
-    std::snprintf(own, sizeof own, ".turboattention-%016llx.new",
-                  (unsigned long long)hash_bytes(reinterpret_cast<const uint8_t*>(path.data()) + name, path.size() - name));
-    return (folder == "." ? "" : folder) + own;
-}
-
 }  // namespace
 
 // Some pages of memory as direct I/O takes it.
@@ -294,7 +279,7 @@ Result<DiskFile::Attempt> DiskFile::make_persistent(const DiskFileOptions& optio
 // Where there are no files without a name: under a name that is nobody else's. What a killed process leaves under it bears a
 // mark, and is taken over.
 Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options) {
-    const std::string name = unfinished_name(options.path);
+    const std::string name = name_beside(options.path, ".new");
     const char* making = name.c_str();
     const auto in_the_way = [&](const char* why) { return fail(TA_E_INVALID, "%s is in the way: %s", making, why); };
     int r = open_file(making, O_NOFOLLOW);
@@ -378,6 +363,9 @@ Status DiskFile::read_found(const DiskFileOptions& options) {
 
 // Space for the whole file, so that no write can run out of it later.
 Status DiskFile::preallocate(uint64_t bytes) {
+    // Looked at first, so that a budget beyond the disk does not take all that others have room in until it fails.
+    FileInfo info;
+    if (files->fstat(fd, info) == 0 && bytes > info.room) return io_failure(-ENOSPC, "preallocating", path_);
     for (uint64_t at = 0; at < bytes; at += kAllocationStep) {
         const int r = retry([&] { return files->fallocate(fd, at, std::min(kAllocationStep, bytes - at)); });
         ++progress_->steps;

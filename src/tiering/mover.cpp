@@ -46,8 +46,10 @@ void add(MoveProgress& all, MoveProgress&& part) {
 
 }  // namespace
 
-Mover::Mover(Pool& pool, Tier* host, DiskTier* disk)
-    : sharing_(pool, host, disk), copies_beside_(pool.context().device() && pool.context().device()->copies_beside()) {}
+Mover::Mover(Pool& pool, Tier* host, DiskTier* disk, uint64_t first_ticket)
+    : sharing_(pool, host, disk),
+      copies_beside_(pool.context().device() && pool.context().device()->copies_beside()),
+      tickets_(first_ticket) {}
 
 Status Mover::start(MoveRoute route) {
     sharing_.route = route;

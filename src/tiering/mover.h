@@ -37,8 +37,8 @@ struct MoveRequest {
 
 class Mover {
   public:
-    // host and disk may be nullptr.
-    Mover(Pool& pool, Tier* host, DiskTier* disk);
+    // host and disk may be nullptr. Tickets count from `first_ticket` on: one of another pool names nothing here.
+    Mover(Pool& pool, Tier* host, DiskTier* disk, uint64_t first_ticket);
     // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route`
     // says which is taken. TA_E_LIMIT.
     Status start(MoveRoute route = MoveRoute::kCalibrated);
@@ -130,7 +130,7 @@ class Mover {
     std::condition_variable wake_[kLanes];      // the threads of a lane
     mutable std::condition_variable finished_;  // who waits
     bool stopping_ = false;
-    uint64_t tickets_ = 0;
+    uint64_t tickets_;  // the last
     Queue queues_[kLanes];
     std::vector<Flight> handed_[kLanes];  // by who submitted them
     size_t handing_[kLanes] = {};         // of their places taken

@@ -188,6 +188,50 @@ TEST_F(BadOrder, AbortUndoesTheFirstScaleOfAUniversalPage) {
     EXPECT_EQ(stored_after(true), stored_after(false));
 }
 
+// From a callback here; threads_test.cpp has threads.
+TEST_F(BadOrder, APlanTakesOneCallAtATime) {
+    struct Hook {
+        std::function<void()> during;
+        bool called = false;
+    } hook;
+    auto mine = sized<ta_allocator>();
+    mine.allocate = [](size_t bytes, size_t alignment, void* user) {
+        auto* h = static_cast<Hook*>(user);
+        h->called = true;
+        if (h->during) h->during();
+        return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    };
+    mine.deallocate = [](void* p, size_t, size_t, void*) { std::free(p); };
+    mine.user = &hook;
+    auto options = sized<ta_context_options>();
+    options.threads = 1;
+    options.allocator = &mine;
+    const Context c = make_context(options);
+    const KvPool p = make_pool(c, pool_options(kLayers, kHeads, kDim));
+    plan = make_plan(p);
+    const ta_seq seq = make_sequence(p);
+    hook.during = [&] {
+        const char* text = "another call on the plan runs";
+        for (const Wrong& wrong :
+             {Wrong{"set_stream", [&](ta_error* err) { return ta_plan_set_stream(plan.get(), nullptr, err); }, TA_E_BUSY, 0,
+                    text},
+              Wrong{"begin", do_begin(seq), TA_E_BUSY, 0, text}, Wrong{"append", do_append(0), TA_E_BUSY, 0, text},
+              Wrong{"attend", do_attend(0), TA_E_BUSY, 0, text}, Wrong{"end", do_end(), TA_E_BUSY, 0, text},
+              Wrong{"abort", do_abort(), TA_E_BUSY, 0, text}}) {
+            ta_error err{};
+            EXPECT_EQ(wrong.call(&err), wrong.status) << wrong.what;
+            EXPECT_EQ(err.argument, wrong.argument) << wrong.what;
+            EXPECT_NE(std::string_view(err.message).find(wrong.text), std::string_view::npos) << err.message;
+        }
+    };
+    begin(plan, {seq}, {10});
+    ASSERT_TRUE(hook.called);
+    hook.during = nullptr;
+    EXPECT_FALSE(run_open_plan(plan, {10}).empty());
+    end(plan);
+    plan.reset();
+}
+
 TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
     const ta_seq released = make_sequence(pool);
     ASSERT_EQ(ta_seq_release(pool.get(), released, nullptr), TA_OK);
@@ -288,6 +332,8 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
         {"end", do_end(), TA_E_CLOSED, -1, "closed"},
         {"abort", do_abort(), TA_E_CLOSED, -1, "closed"},
         {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 0, &block, nullptr, 0, err); }, TA_E_CLOSED,
+         -1, "closed"},
+        {"attention", [&](ta_error* err) { return ta_x_seq_attention(pool.get(), long_seq, 0, 1, value, err); }, TA_E_CLOSED,
          -1, "closed"},
         {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), long_seq, 0, 0, 1, value, value, err); },
          TA_E_CLOSED, -1, "closed"},

@@ -192,6 +192,36 @@ TEST_F(BadTensors, TheOutputMustNotOverlapInputs) {
             },
             true);
     }
+    // LSE, too, and neither may lie on options.
+    const auto dense = [&](const ta_tensor* o, float* lse, const ta_dense_options* with) {
+        return [=, this](ta_error* err) {
+            return ta_attend_dense(context.get(), q.view(), k.view(), v.view(), o, lse, with, err);
+        };
+    };
+    auto on_out = sized<ta_attend_options>(), on_lse = sized<ta_attend_options>();
+    on_out.alibi_slopes = zeros.data() + 5;
+    std::vector<float> lse(size_t(kTokens) * kQHeads, 0.0f);
+    on_lse.sinks = lse.data() + lse.size() - 1;
+    auto dense_on_out = sized<ta_dense_options>(), dense_on_lse = sized<ta_dense_options>();
+    dense_on_out.attend = &on_out, dense_on_lse.attend = &on_lse;
+    const auto start = [](Tensor& t) { return static_cast<float*>(t.view()->data); };
+    expect_failures(
+        {
+            {"lse on q", dense(&first, start(q), nullptr), TA_E_INVALID, 5, "lse overlaps q"},
+            {"lse on k", dense(&first, start(k), nullptr), TA_E_INVALID, 5, "lse overlaps k"},
+            {"lse on v", dense(&first, start(v) + 3, nullptr), TA_E_INVALID, 5, "lse overlaps v"},
+            {"lse on out", dense(&first, zeros.data(), nullptr), TA_E_INVALID, 5, "lse overlaps out"},
+            {"slopes", dense(&first, nullptr, &dense_on_out), TA_E_INVALID, 4, "out overlaps options.attend.alibi_slopes"},
+            {"sinks", dense(&first, lse.data(), &dense_on_lse), TA_E_INVALID, 5, "lse overlaps options.attend.sinks"},
+            {"attend's slopes",
+             [&](ta_error* err) { return ta_attend(plan.get(), 0, q.view(), &first, nullptr, &on_out, err); }, TA_E_INVALID, 3,
+             "out overlaps options.alibi_slopes"},
+            {"attend's sinks",
+             [&](ta_error* err) { return ta_attend(plan.get(), 0, q.view(), &first, lse.data(), &on_lse, err); }, TA_E_INVALID,
+             4, "lse overlaps options.sinks"},
+        },
+        true);
+    EXPECT_EQ(lse, std::vector<float>(lse.size(), 0.0f));
     const ta_tensor values = view_of(zeros.data() + 64, kTokens, kHeads, kDim);
     expect_failures(
         {

@@ -224,12 +224,34 @@ TEST_F(SequenceFile, LeftoversOfAnEarlierProcess) {
     const ta_seq seq = make_sequence(pool);
     grow(pool, seq, 100);
     constexpr int kLeft = 200;
-    const std::string before = path("file") + ".new-" + std::to_string(getpid()) + "-";
+    char own[40];
+    std::snprintf(own, sizeof own, ".turboattention-%016llx.new-", (unsigned long long)XXH3_64bits("file", 4));
+    const std::string before = path(own) + std::to_string(getpid()) + "-";
     for (int i = 0; i < kLeft; ++i) write_file(before + std::to_string(i), {'x'});
     save(pool, seq, path("file"));
     verify(pool, load(pool, path("file")));
     EXPECT_EQ(folder.entries(), size_t{kLeft + 1});
     EXPECT_EQ(read_file(before + "199"), Bytes{'x'});
+}
+
+TEST_F(SequenceFile, NamesMayBeAsLongAsTheFileSystemHasThem) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 100);
+    const std::string file = path(std::string(255, 'n').c_str());
+    save(pool, seq, file);
+    verify(pool, load(pool, file));
+}
+
+TEST_F(SequenceFile, ItsModeIsNotTheUmasks) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    const mode_t before = umask(0777);
+    save(pool, seq, path("file"));
+    umask(before);
+    struct stat s;
+    ASSERT_EQ(stat(path("file").c_str(), &s), 0);
+    EXPECT_EQ(s.st_mode & 07777, 0600u);
 }
 
 TEST_F(SequenceFile, ErrorsOfLongAndOddNames) {

@@ -91,6 +91,46 @@ TEST_P(Threads, ClientsOfOnePoolGetWhatTheyWouldGetAlone) {
 }
 INSTANTIATE_TEST_SUITE_P(Workers, Threads, ::testing::Values(1, 2, 3));
 
+// Against the rule: who comes while another is in a call on the plan gets TA_E_BUSY, and nothing else happens.
+TEST(ThreadsOnShared, AnotherCallOnAPlanIsRefused) {
+    const Context context = make_context(2);
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const Plan plan = make_plan(pool);
+    const ta_seq seq = make_sequence(pool);
+    Random random(60);
+    const int64_t n = 64;
+    Tensor k(random.normals(n * kRow), n, kHeads, kDim), q(random.normals(n * kQHeads * kDim), n, kQHeads, kDim);
+    begin(plan, {seq}, {int32_t(n)});
+    append(plan, 0, k, k);
+    Tensor alone(n, kQHeads, kDim);
+    attend(plan, 0, q, alone);
+    const ta_tensor queries = *q.view();
+    std::atomic<int> done{0}, refused{0};
+    std::vector<std::function<void()>> bodies;
+    for (int t = 0; t < kThreads; ++t) {
+        bodies.emplace_back([&] {
+            for (int i = 0; i < 50; ++i) {
+                Tensor out(n, kQHeads, kDim);
+                const ta_status status = ta_attend(plan.get(), 0, &queries, out.view(), nullptr, nullptr, nullptr);
+                if (status == TA_OK) {
+                    EXPECT_EQ(out.values(), alone.values());
+                    ++done;
+                } else {
+                    EXPECT_EQ(status, TA_E_BUSY);
+                    EXPECT_TRUE(out.all_poison());
+                    ++refused;
+                }
+            }
+        });
+    }
+    run_threads(bodies);
+    EXPECT_GT(done.load(), 0);
+    EXPECT_GT(refused.load(), 0);
+    append(plan, 1, k, k);
+    end(plan);
+    EXPECT_EQ(length(pool, seq), n);
+}
+
 TEST(ThreadsOnShared, SequencesForkTheSamePrefixAtOnce) {
     const Context context = make_context(2);
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));

@@ -157,7 +157,8 @@ size_t World::load_pool() {
     EXPECT_EQ(n, uint64_t(std::count_if(saved_.begin(), saved_.end(), [](ta_seq s) { return s != 0; })));
     faults_on_ = faults;
     for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) {
-        if (entry.path().filename().string().starts_with("pool")) std::filesystem::remove(entry.path());
+        const std::string name = entry.path().filename().string();
+        if (name.starts_with("pool") || name.find(".new-") != std::string::npos) std::filesystem::remove(entry.path());
     }
     return first;
 }

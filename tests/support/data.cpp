@@ -130,6 +130,10 @@ const char* name_of(DataKind kind) {
             return "zeros";
         case DataKind::kConstantChannels:
             return "constant channels";
+        case DataKind::kPagesApart:
+            return "pages apart";
+        case DataKind::kZerosBehind:
+            return "zeros behind";
         case DataKind::kOneMagnitude:
             return "one magnitude";
         case DataKind::kOutliers:
@@ -173,6 +177,21 @@ AttentionData make_data(DataKind kind, const AttentionShape& shape, uint64_t see
                 data.k[i] = data.k[i % row];
                 data.v[i] = data.v[i % row];
             }
+            break;
+        }
+        case DataKind::kPagesApart: {
+            std::fill(data.k.begin(), data.k.end(), 0.0f);
+            const auto row = size_t(shape.kv_heads) * size_t(shape.head_dim);
+            for (size_t t = 64; t * row < data.v.size(); t += t % 64 == 0 ? 1 : 127) {
+                const float x = t % 2 == 0 ? 1e4f : -1e4f;
+                for (size_t h = 0; h < row; h += size_t(shape.head_dim)) data.v[t * row + h + 5] = x;
+            }
+            break;
+        }
+        case DataKind::kZerosBehind: {
+            std::fill(data.k.begin(), data.k.end(), 0.0f);
+            const auto seen = size_t(100) * size_t(shape.kv_heads) * size_t(shape.head_dim);
+            std::fill(data.v.begin() + int64_t(std::min(seen, data.v.size())), data.v.end(), 0.0f);
             break;
         }
         case DataKind::kOneMagnitude: {

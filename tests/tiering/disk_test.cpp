@@ -249,6 +249,11 @@ TEST_P(Disk, AStallEndsWithItsDeadline) {
     EXPECT_FALSE(write_block(*tier, b, make_identity(2, 2)));
     EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
     EXPECT_EQ(tier->stats().stalled, 2u);
+    // Others need not find out for themselves: nothing is written for a while, and the reason is there.
+    EXPECT_EQ(tier->health().state, TierState::kReadOnly);
+    EXPECT_NE(std::string(tier->health().reason).find("has not been answered"), std::string::npos);
+    const uint8_t kinds[] = {kChannel};
+    EXPECT_EQ(tier->acquire(kinds).status().code(), TA_E_TIER_FULL);
     // More than there are buffers: the rest is not tried, and in the end the tier says that it is dead.
     std::vector<std::vector<uint8_t>> bytes(80, std::vector<uint8_t>(kChannelBytes));
     std::vector<DiskRequest> reads;

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -156,6 +157,23 @@ TEST(Uring, WhatTheSystemRefusesToTakeIsNotTaken) {
         thread.join();
     }
     files->close(fd);
+}
+
+// Where a standard stream is closed, what the program prints to it must not go into a file of ours.
+TEST(SystemFiles, FilesAreNoStandardStreams) {
+    const testing::Folder folder;
+    const std::shared_ptr<FileSystem> files = system_files();
+    const int kept = dup(STDIN_FILENO);
+    ::close(STDIN_FILENO);
+    const int fd = files->open(folder.file("file").c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    EXPECT_GT(fd, STDERR_FILENO);
+    EXPECT_EQ(fcntl(fd, F_GETFD), FD_CLOEXEC);
+    EXPECT_EQ(fcntl(STDIN_FILENO, F_GETFD), -1);
+    EXPECT_EQ(files->close(fd), 0);
+    if (kept >= 0) {
+        EXPECT_EQ(dup2(kept, STDIN_FILENO), STDIN_FILENO);
+        ::close(kept);
+    }
 }
 
 TEST(SystemFiles, PathsInErrorsAreShortened) {

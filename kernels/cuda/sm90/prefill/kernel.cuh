@@ -164,15 +164,16 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             multiply_k<D>(q, shared.k[stage.slot], s);
             sm90::wgmma_commit();
         };
-        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[4]) {
+        // `stays`: the block is taken once more.
+        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[4], bool stays) {
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             if (kChannels) sm90::pin_registers(k_fractions);
-            if (shared.kFreesKeys && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
+            if (shared.kFreesKeys && !stays && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
         };
         // Adds the block to O and goes on to the next. m: the rows' maxima.
         // `in_bare_loop`, a constant: there are fractions, no exact sums, and O is not due to be settled.
-        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact,
+        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact, bool stays,
                                    auto in_bare_loop) {
             float factor[2];
             const int used = stage.slot;
@@ -219,20 +220,21 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             const float digit = exact ? 0.0f : shared.scales[stage.slot].digit[i];
             // Meanwhile, what the next block needs before its scores can be packed.
-            stage.next();
-            key += kBlockTokens;
+            if (!stays) stage.next();
+            key += stays ? 0 : kBlockTokens;
             if (key < key_stop) await_block();
             sm90::wgmma_wait<0>();
             sm90::pin_registers(product);
             if (by_mma) add_v_fractions(sums_of_p, v_fraction, kLast * 64, used, lane, product);
             __syncwarp();  // lane 0 speaks for what the others have read
-            if (lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+            if (!stays && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
             LaneSums sums = rows.sums;
             add_product(product, factor, o, 32 * kLast);
             if (exact) add_exact_sums(rows.exact, factor, sums);
             add_sums(product, factor, digit, sums);
             rows.sums = sums;
         };
+        bool again = false;  // the block's second pass
         if (key < key_stop) await_block();
         while (key < key_stop) {
             if constexpr (kChannels) {
@@ -247,12 +249,12 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                     Scores scores;
                     uint32_t p[4][4];
                     multiply_keys(s, k_fractions);
-                    await_scores(s, k_fractions);
+                    await_scores(s, k_fractions, false);
                     fraction_sums(k_fractions, lane, sums_of_fractions);
                     factors = find_factors(rows, scales);
                     shifted_scores(s, factors, shifts_of(sums_of_fractions, factors), scales, i, scores);
                     make_p<Ex2::kAll>(scores, p);
-                    add_block(p, scores.m, true, false, std::true_type());
+                    add_block(p, scores.m, true, false, false, std::true_type());
                 }
                 if (key >= key_stop) break;
             }
@@ -265,13 +267,15 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             if constexpr (kChannels) {
                 channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
             }
-            const bool masked = key < limits.begin || key + kBlockTokens > limits.end;
+            const bool apart = block.v_octaves == INFINITY, stays = __any_sync(~0u, apart && !again);
+            const Pass pass = !apart ? Pass::kBothPages : stays ? Pass::kFirstPage : Pass::kSecondPage;
+            const bool masked = apart || key < limits.begin || key + kBlockTokens > limits.end;
             const bool sas = kOptions && args.exp == ExpMode::kSas;
             const bool fits = block.bound < kHighest * 65536.0f;
             const bool fits_bare = block.bound < 2147000000.0f && !masked && !sas;
             const bool plain = (fits || fits_bare) && (!sas || pages_have_scales(scales));
             bool exact = args.lse != nullptr || block.v_octaves > float(kOctavesApart);
-            await_scores(s, k_fractions);
+            await_scores(s, k_fractions, stays);
             // Each path makes P of its own: what they would hand to a common one is more registers than P.
             Scores scores;
             uint32_t p[4][4];
@@ -282,7 +286,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             if (plain) {
                 if (kChannels) factors = find_factors(rows, scales);  // only now, for registers
-                fast_scores<false>(s, factors, info, rows, scales, sas, masked, key, i, scores);
+                fast_scores<false>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores);
                 if (exact) find_exact_sums(scales, i, scores, rows.exact);
                 if (!fits) raise_lowest(scores);
                 make_p<Ex2::kQuarter>(scores, p);
@@ -291,27 +295,29 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 const bool sees = bound_of(limits.largest, scales, block.v_size) < kHighest * 65536.0f;
                 if (sees && can_be_mended(rows, scales) && (!sas || pages_have_scales(scales))) {
                     factors = find_factors(rows, scales);
-                    decide(limits, fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, i, scores), lane);
+                    decide(limits, fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores), lane);
                     if (exact) find_exact_sums(scales, i, scores, rows.exact);
                     make_p<Ex2::kQuarter>(scores, p);
                 } else {
                     if (limits.trusted == INFINITY && can_be_mended(rows, scales)) decide(limits, false, lane);
                     if (!sas && takes_tokens(limits, block, scales)) {
-                        token_scores(s, info, scales, masked, key, i, scores);
+                        token_scores(s, info, scales, masked, key, pass, i, scores);
                         if (exact) find_exact_sums(scales, i, scores, rows.exact);
                         make_p(scores, p);
                     } else {
                         // The compiler would rather keep parts of O in memory over the whole loop.
                         alignas(16) float saved[D / 2];
                         save_registers(saved, o);
-                        general_scores<kOptions>(s, info, scales, score_options(args), masked, key, i, scores, rows.exact);
+                        general_scores<kOptions>(s, info, scales, score_options(args), masked, key, pass, i, scores,
+                                                 rows.exact);
                         make_p(scores, p);
                         restore_registers(o, saved);
                         exact = true;
                     }
                 }
             }
-            add_block(p, scores.m, channel, exact, std::false_type());
+            add_block(p, scores.m, channel, exact, stays, std::false_type());
+            again = stays;
         }
         const ConsumerLane me;
         LaneRows& mine = shared.lanes[me.thread];

@@ -19,6 +19,7 @@ namespace ta::cuda::prefill {
 
 inline constexpr int kTokenHighest = 12000;  // of scores with scales per token: what is masked stays far below
 inline constexpr int kOctavesApart = 3;      // V's scales in a block: further, P has too few levels left for a sum of the lower
+inline constexpr float kSmallV = -40.0f;     // log2 of V's scales: below, the product's l may underflow beside that of others
 inline constexpr int kLowestOne = 0x3C00;    // fp16 1.0; 1.0 + 1023 / 1024 is the maximum
 inline constexpr float kRaise = 16.0f;       // a block this many octaves above the reference becomes the reference
 
@@ -141,8 +142,15 @@ TA_DEVICE Factors find_factors(const LaneRows& rows, const BlockScales& scales) 
 struct Block {
     float bound;      // of |y| in the 16-bit path; infinite, or no number, where that cannot take the block
     float v_size;     // of log2 of V's scales
-    float v_octaves;  // between V's scales
+    float v_octaves;  // between V's scales, or as many where they are small; infinite: those of its pages lie apart
 };
+// Do the scales of V's pages lie so far apart that one unit of P leaves the lower one's weights too few levels? Of a page whose
+// codes are small beside its scale, an outlier's, these may be what counts. Nothing is lost of V that is 0, or of no page.
+TA_DEVICE bool pages_lie_apart(const BlockScales& scales) {
+    constexpr float kZeros = -119.5f;  // log2 of V's highest is less: it is 0
+    const float first = scales.v_highest[0], second = scales.v_highest[1];
+    return fabsf(first - second) > float(kOctavesApart) && fminf(first, second) > kZeros;
+}
 // `largest`: of WarpLimits.
 TA_DEVICE float bound_of(float largest, const BlockScales& scales, float v_size) {
     return fmaf(largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine);
@@ -150,7 +158,9 @@ TA_DEVICE float bound_of(float largest, const BlockScales& scales, float v_size)
 TA_DEVICE Block look_at(const WarpLimits& limits, const BlockScales& scales) {
     const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
                 lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]), v_size = fmaxf(highest, -lowest);
-    return {bound_of(limits.trusted, scales, v_size), v_size, highest - lowest};
+    const float octaves = lowest < kSmallV ? kOctavesApart + 1.0f : 0.0f;
+    return {bound_of(limits.trusted, scales, v_size), v_size,
+            pages_lie_apart(scales) ? INFINITY : fmaxf(highest - lowest, octaves)};
 }
 // Of blocks at which one has to look: are the factors fine enough to be mended?
 TA_DEVICE bool can_be_mended(const LaneRows& rows, const BlockScales& scales) {
@@ -179,7 +189,8 @@ TA_DEVICE bool takes_tokens(const WarpLimits& limits, const Block& block, const 
 TA_DEVICE bool is_bare(const WarpLimits& limits, const BlockScales& scales) {
     const float4 k = *reinterpret_cast<const float4*>(scales.k_page), v = *reinterpret_cast<const float4*>(scales.v_highest);
     const bool fits = limits.largest * k.x < k.z && limits.largest * k.y < k.w;
-    const bool near = fmaxf(v.x, v.y) - fminf(v.z, v.w) <= float(kOctavesApart);
+    const float lowest = fminf(v.z, v.w);
+    const bool near = fmaxf(v.x, v.y) - lowest <= float(kOctavesApart) && lowest >= kSmallV;
     return __any_sync(~0u, fits && near && (scales.channel[0] | scales.channel[1]));
 }
 
@@ -254,16 +265,20 @@ TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shi
     }
 }
 
+// A block whose pages lie apart is taken twice, a page at a time.
+enum class Pass { kBothPages, kFirstPage, kSecondPage };
+
 // Which keys of a block rows g and g + 8 see, counted from the lane's first column.
 struct Seen {
     uint32_t begin[2], end[2];  // twice: less the first token, the last
     Seen() = default;
-    TA_DEVICE Seen(const RowInfo* info, int key, int i) {
-        const int first = key + lane_token(i);
+    TA_DEVICE Seen(const RowInfo* info, int key, Pass pass, int i) {
+        const int first = key + lane_token(i), from = key + (pass == Pass::kSecondPage ? kPageTokens : 0),
+                  to = key + (pass == Pass::kFirstPage ? kPageTokens : kBlockTokens);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            begin[row] = twice(-min(max(info[8 * row].key_begin - first, 0), 1000));
-            end[row] = twice(min(max(info[8 * row].key_end - first, 0), 1000) - 1);
+            begin[row] = twice(-min(max(max(info[8 * row].key_begin, from) - first, 0), 1000));
+            end[row] = twice(min(max(min(info[8 * row].key_end, to) - first, 0), 1000) - 1);
         }
     }
     // All bits of the halves of a word of scores that the row does not see: columns j and j + 1.
@@ -279,8 +294,8 @@ struct Seen {
 // kTokens: V's tokens differ.
 template <bool kTokens, bool kMasked>
 TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const BlockScales& scales, const RowInfo* info,
-                           int key, int i, Scores& out) {
-    const Seen seen = kMasked ? Seen(info, key, i) : Seen();
+                           int key, Pass pass, int i, Scores& out) {
+    const Seen seen = kMasked ? Seen(info, key, pass, i) : Seen();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
         const int page = factors.addend[n / 4];
@@ -405,9 +420,9 @@ TA_DEVICE Shifts shifts_of(const int32_t (&sums)[2][2], const Factors& factors) 
 TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, const Shifts& shifts, const BlockScales& scales,
                               int i, Scores& out) {
     if (factors.equal()) {
-        pack_scores<false, false>(s, factors, scales, nullptr, 0, i, out);
+        pack_scores<false, false>(s, factors, scales, nullptr, 0, Pass::kBothPages, i, out);
     } else {
-        pack_scores<true, false>(s, factors, scales, nullptr, 0, i, out);
+        pack_scores<true, false>(s, factors, scales, nullptr, 0, Pass::kBothPages, i, out);
     }
     find_maxima<SHRT_MIN, true>(0, false, out, shifts);
 }
@@ -416,13 +431,13 @@ TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, co
 // returned, and mended. (Always to look takes 6% longer.)
 template <bool kLooks>
 TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowInfo* info, const LaneRows& rows,
-                           const BlockScales& scales, bool sas, bool masked, int key, int i, Scores& out) {
+                           const BlockScales& scales, bool sas, bool masked, int key, Pass pass, int i, Scores& out) {
     if (masked) {
-        pack_scores<true, true>(s, factors, scales, info, key, i, out);
+        pack_scores<true, true>(s, factors, scales, info, key, pass, i, out);
     } else if (factors.equal()) {
-        pack_scores<false, false>(s, factors, scales, info, key, i, out);
+        pack_scores<false, false>(s, factors, scales, info, key, pass, i, out);
     } else {
-        pack_scores<true, false>(s, factors, scales, info, key, i, out);
+        pack_scores<true, false>(s, factors, scales, info, key, pass, i, out);
     }
     find_maxima<SHRT_MIN>(0, masked, out);
     const bool shows = kLooks && shows_rounding(out, rows, scales);
@@ -442,9 +457,9 @@ TA_DEVICE void raise_lowest(Scores& scores) {
 }
 
 template <bool kMasked>
-TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, int key, int i,
-                                 Scores& out) {
-    const Seen seen = kMasked ? Seen(info, key, i) : Seen();
+TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, int key, Pass pass,
+                                 int i, Scores& out) {
+    const Seen seen = kMasked ? Seen(info, key, pass, i) : Seen();
     const float unit[2] = {info[0].scale * kGrid, info[8].scale * kGrid};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -465,12 +480,12 @@ TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, co
 }
 
 // Tokens with scales of their own.
-TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, bool masked, int key, int i,
-                            Scores& out) {
+TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, bool masked, int key,
+                            Pass pass, int i, Scores& out) {
     if (masked) {
-        pack_token_scores<true>(s, info, scales, key, i, out);
+        pack_token_scores<true>(s, info, scales, key, pass, i, out);
     } else {
-        pack_token_scores<false>(s, info, scales, key, i, out);
+        pack_token_scores<false>(s, info, scales, key, pass, i, out);
     }
     find_maxima<0>(kTokenBias, masked, out);
 }
@@ -547,7 +562,7 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
 // rounding.
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              bool masked, int key, int i, Scores& out, float (&sums)[2]) {
+                              bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
     constexpr float kFar = 1000.0f;  // octaves
     const RowInfo info[2] = {row_info[0], row_info[8]};
     const int first_key = key + lane_token(i);
@@ -565,7 +580,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
         }
     }
     if (masked) {
-        const Seen seen(row_info, key, i);
+        const Seen seen(row_info, key, pass, i);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
 #pragma unroll
