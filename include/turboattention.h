@@ -797,8 +797,8 @@ TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const 
 /* Ranks the kv heads of each layer for 4 or 2 bits (TurboAttention, head-wise mixed precision): priority = (max - min over the
  * head) * standard deviation over its channels of (max - min of the channel); the n_low lowest of a layer get 2 bits. K and V
  * are ranked apart. This is the published ranking, from the ranges of K and V alone. On the model in examples/tinylm its maps
- * are no better than random ones; a map that was found by measuring the loss with heads exchanged, as
- * `tinylm calibrate` does, is. Exclusive: one thread at a time. */
+ * are no better than random ones; a map that was found by measuring the loss with heads exchanged, as `tinylm calibrate`
+ * does, is. Exclusive: one thread at a time. */
 typedef struct ta_calibrator ta_calibrator;
 
 /* Errors: TA_E_INVALID (layers, kv_heads), TA_E_UNSUPPORTED (head_dim). */
