@@ -48,6 +48,7 @@ class SystemFiles final : public FileSystem {
         if (fd > STDERR_FILENO) return fd;
         const int other = result_of(::fcntl(fd, flags & O_CLOEXEC ? F_DUPFD_CLOEXEC : F_DUPFD, STDERR_FILENO + 1));
         ::close(fd);
+        if (other < 0 && makes && (flags & O_TMPFILE) != O_TMPFILE) ::unlink(path);
         return other;
     }
     int close(int fd) override { return result_of(::close(fd)); }

@@ -1,6 +1,7 @@
 // How long a call that found no room goes on looking.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -20,13 +21,15 @@ class RoomRetry {
         constexpr std::chrono::microseconds kPause{100};
         constexpr std::chrono::seconds kAtMostBeyond{1};
         const auto now = std::chrono::steady_clock::now();
-        if ((++looks_ > kAtLeast && now > end_) || now > end_ + kAtMostBeyond) return false;
+        if (looks_ == 0) first_ = now;
+        if ((++looks_ > kAtLeast && now > end_) || now > std::max(first_, end_) + kAtMostBeyond) return false;
         std::this_thread::sleep_for(kPause);
         return true;
     }
 
   private:
     const std::chrono::steady_clock::time_point end_;
+    std::chrono::steady_clock::time_point first_;
     int looks_ = 0;
 };
 

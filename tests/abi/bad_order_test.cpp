@@ -224,6 +224,7 @@ TEST_F(BadOrder, APlanTakesOneCallAtATime) {
             EXPECT_NE(std::string_view(err.message).find(wrong.text), std::string_view::npos) << err.message;
         }
     };
+    hook.called = false;
     begin(plan, {seq}, {10});
     ASSERT_TRUE(hook.called);
     hook.during = nullptr;

@@ -132,8 +132,8 @@ const char* name_of(DataKind kind) {
             return "constant channels";
         case DataKind::kPagesApart:
             return "pages apart";
-        case DataKind::kZerosBehind:
-            return "zeros behind";
+        case DataKind::kZerosAround:
+            return "zeros around";
         case DataKind::kOneMagnitude:
             return "one magnitude";
         case DataKind::kOutliers:
@@ -188,10 +188,14 @@ AttentionData make_data(DataKind kind, const AttentionShape& shape, uint64_t see
             }
             break;
         }
-        case DataKind::kZerosBehind: {
+        case DataKind::kZerosAround: {
             std::fill(data.k.begin(), data.k.end(), 0.0f);
-            const auto seen = size_t(100) * size_t(shape.kv_heads) * size_t(shape.head_dim);
-            std::fill(data.v.begin() + int64_t(std::min(seen, data.v.size())), data.v.end(), 0.0f);
+            const auto d = size_t(shape.head_dim), row = size_t(shape.kv_heads) * d;
+            for (size_t i = 0; i < data.v.size(); ++i) {
+                const size_t t = i / row;
+                if (t < 128 || t >= 192) data.v[i] = 0.0f;
+                if (t >= 160 && t < 192 && i % d == 5) data.v[i] = 1e4f;
+            }
             break;
         }
         case DataKind::kOneMagnitude: {

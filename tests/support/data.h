@@ -16,7 +16,7 @@ enum class DataKind {
     kZeros,             // all zero
     kConstantChannels,  // each channel of K and of V has one value
     kPagesApart,        // K is 0; in every other page of 64 V has +-1e4 in a channel, which cancel
-    kZerosBehind,       // K is 0; V is, too, from token 100 on
+    kZerosAround,       // K is 0; V is, too, but for page 2, half of whose tokens have 1e4 in a channel
     kOneMagnitude,      // all channels of a query are alike, and of a key: products of codes are the largest that there are
     kOutliers,          // N(0,1) with 1e4 here and there in K and V
     kDenormal,          // everything below 2^-126

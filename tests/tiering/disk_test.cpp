@@ -240,6 +240,7 @@ TEST_P(Disk, ItsFolderMayBeASymbolicLink) {
 TEST_P(Disk, AStallEndsWithItsDeadline) {
     DiskTierOptions o = options();
     o.deadline = 200ms;
+    o.retry_after = 10s;
     auto tier = open(o);
     const Slot a = take(*tier, kChannel), b = take(*tier, kChannel);
     ASSERT_TRUE(write_block(*tier, a, make_identity(1, 1)));

@@ -440,7 +440,7 @@ class Problem {
         // go by.
         const double times = c_.data == DataKind::kPeaky ? kTimesCpuPeaky : kTimesCpu;
         // Equal scores have P without an error on the CPU; here l has that of the grid.
-        const bool equal = c_.data == DataKind::kPagesApart || c_.data == DataKind::kZerosBehind;
+        const bool equal = c_.data == DataKind::kPagesApart || c_.data == DataKind::kZerosAround;
         const double beyond = equal ? kGridError : kBeyondCpu;
         const double bound = c_.exp == ExpMode::kSas ? kSasError * std::sqrt(e->norm)
                                                      : times * std::sqrt(e->cpu_o) + beyond * std::sqrt(e->norm);
@@ -527,7 +527,7 @@ std::vector<Case> all_cases(bool quick) {
     }
     for (const int d : {128, 64}) {
         const auto add_apart = [&](const char* what, auto change) {
-            for (const DataKind data : {DataKind::kPagesApart, DataKind::kZerosBehind}) {
+            for (const DataKind data : {DataKind::kPagesApart, DataKind::kZerosAround}) {
                 add(std::string(ta::testing::name_of(data)) + ", d" + std::to_string(d) + ", " + what, [&](Case& c) {
                     c.sequences = {{800, 300}, {1000, 40}, {100, 100}}, c.data = data, c.d = d;
                     change(c);

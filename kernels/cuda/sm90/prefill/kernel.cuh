@@ -295,11 +295,12 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 const bool sees = bound_of(limits.largest, scales, block.v_size) < kHighest * 65536.0f;
                 if (sees && can_be_mended(rows, scales) && (!sas || pages_have_scales(scales))) {
                     factors = find_factors(rows, scales);
-                    decide(limits, fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores), lane);
+                    const bool shows = fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores);
+                    if (shows || !stays) decide(limits, shows, lane);
                     if (exact) find_exact_sums(scales, i, scores, rows.exact);
                     make_p<Ex2::kQuarter>(scores, p);
                 } else {
-                    if (limits.trusted == INFINITY && can_be_mended(rows, scales)) decide(limits, false, lane);
+                    if (!stays && limits.trusted == INFINITY && can_be_mended(rows, scales)) decide(limits, false, lane);
                     if (!sas && takes_tokens(limits, block, scales)) {
                         token_scores(s, info, scales, masked, key, pass, i, scores);
                         if (exact) find_exact_sums(scales, i, scores, rows.exact);

@@ -29,8 +29,9 @@ TA_DEVICE float power_of_2(int e) {
 
 // Where the scales of page `half` of a block go. A lane does two tokens, 32 apart. `weights` are V's rows for sums.
 struct Scales {
-    // What stands for a V scale of 0 must not take P's levels from other pages, nor span more than a few octaves of its own.
-    static constexpr float kNoScale = 0x1p-120f, kNoTokenScale = 0x1p-30f;
+    // What stands for a V scale of 0: small, so that it does not take P's levels from other tokens, but within reach of other
+    // scales for 2^x, by which its keys count in l.
+    static constexpr float kNoScale = 0x1p-60f, kNoTokenScale = 0x1p-30f;
 
     BlockScales& out;
     uint8_t* weights;
@@ -106,7 +107,8 @@ struct Scales {
         for (int n = 0; n < 2; ++n) e[n] = raw[layout.v_exponents() + lane / 2 + 16 * n] >> (lane % 2 * 4) & 15;
         const int least = __reduce_min_sync(~0u, min(e[0], e[1])), most = __reduce_max_sync(~0u, max(e[0], e[1]));
         const bool equal = least == most;
-        const float known = fmaxf(scale, kNoScale), log2 = log2_fast(known), inverse = kSumUnit * reciprocal_fast(known);
+        const float known = scale > 0.0f ? scale : kNoScale, log2 = log2_fast(known),
+                    inverse = kSumUnit * reciprocal_fast(known);
         const int fine = __float2int_rn(fmaf(log2, kFine, 32768.0f));
         const float grid = fmaf(log2, float(kGrid), kTokenZero);
 #pragma unroll

@@ -145,11 +145,11 @@ struct Block {
     float v_octaves;  // between V's scales, or as many where they are small; infinite: those of its pages lie apart
 };
 // Do the scales of V's pages lie so far apart that one unit of P leaves the lower one's weights too few levels? Of a page whose
-// codes are small beside its scale, an outlier's, these may be what counts. Nothing is lost of V that is 0, or of no page.
+// codes are small beside its scale, an outlier's, these may be what counts.
 TA_DEVICE bool pages_lie_apart(const BlockScales& scales) {
-    constexpr float kZeros = -119.5f;  // log2 of V's highest is less: it is 0
     const float first = scales.v_highest[0], second = scales.v_highest[1];
-    return fabsf(first - second) > float(kOctavesApart) && fminf(first, second) > kZeros;
+    const bool both = fminf(first, second) > -0.5f * kNoLog;
+    return both && fabsf(first - second) > float(kOctavesApart);
 }
 // `largest`: of WarpLimits.
 TA_DEVICE float bound_of(float largest, const BlockScales& scales, float v_size) {
@@ -323,8 +323,10 @@ TA_DEVICE void pack_scores(const int32_t (&s)[64], const Factors& factors, const
 }
 
 // Does the rounding of the factors show in the maxima, by more than a step? Scores are the maxima less V's part.
-TA_DEVICE bool shows_rounding(const Scores& scores, const LaneRows& rows, const BlockScales& block) {
-    const float k = fminf(block.k_coarse[0], block.k_coarse[1]), v = fmaxf(block.v_highest[0], block.v_highest[1]);
+TA_DEVICE bool shows_rounding(const Scores& scores, const LaneRows& rows, const BlockScales& block, Pass pass) {
+    const float k = fminf(block.k_coarse[0], block.k_coarse[1]), v = pass == Pass::kBothPages
+                                                                         ? fmaxf(block.v_highest[0], block.v_highest[1])
+                                                                         : block.v_highest[pass == Pass::kSecondPage];
     const auto shows = [&](int row) {
         return fabsf(scores.m[row] - v) > rows.scale[row] * k && rows.scale[row] > 0.0f && scores.m[row] != kNever;
     };
@@ -440,7 +442,7 @@ TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
         pack_scores<true, false>(s, factors, scales, info, key, pass, i, out);
     }
     find_maxima<SHRT_MIN>(0, masked, out);
-    const bool shows = kLooks && shows_rounding(out, rows, scales);
+    const bool shows = kLooks && shows_rounding(out, rows, scales, pass);
     if (shows) mend_rounding(rows, scales, masked, i, out);
     if (sas) cut_off(scales, info, out);
     return shows;
