@@ -37,8 +37,8 @@
  *    ta_kv_pool_write_metrics gives the size that it needs when the buffer is too small.
  *  - Errors. The lists below name what a call may return beside these: TA_E_INVALID (a NULL that is not allowed, an unknown
  *    enum value), TA_E_ALIGNMENT (an array or tensor is not aligned to its elements), TA_E_STRUCT (struct_size), TA_E_CLOSED,
- *    TA_E_FORKED, TA_E_MEMORY (for its own bookkeeping), TA_E_INTERNAL and, where it needs the GPU, TA_E_DEVICE and
- *    TA_E_DEVICE_LOST.
+ *    TA_E_FORKED, TA_E_MEMORY (for its own bookkeeping), TA_E_INTERNAL, of a plan or a calibrator TA_E_BUSY (Threads)
+ *    and, where it needs the GPU, TA_E_DEVICE and TA_E_DEVICE_LOST.
  *  - Structs. The caller sets `struct_size = sizeof(the struct)` and zeroes the rest; a zero field means its default. A
  *    shorter struct of an older header is accepted, but no part of a field; a longer one is accepted when the unknown tail is
  *    zero. Structs that the library fills in are filled in up to their struct_size.

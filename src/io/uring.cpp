@@ -141,8 +141,9 @@ class Uring final : public IoQueue {
 }  // namespace
 
 std::unique_ptr<IoQueue> make_uring(unsigned depth, std::string& reason) {
-    if (!open_liburing() || !liburing().found) {
-        const char* error = open_liburing() ? "it lacks functions" : dlerror();
+    const bool opened = open_liburing() != nullptr;
+    if (!opened || !liburing().found) {
+        const char* error = opened ? "it lacks functions" : dlerror();
         reason = std::string("liburing.so.2 cannot be used, so the disk tier uses pread and pwrite: ") + (error ? error : "");
         return nullptr;
     }

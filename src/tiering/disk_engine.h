@@ -143,9 +143,9 @@ class DiskEngine {
     Ops spare_;    // for erasing, which must not need memory
     DiskBatch next_batch_ = 1;
     uint64_t next_generation_ = 1;
-    uint64_t outstanding_ = 0;  // requests whose clients were not told yet
-    uint64_t stalled_now_ = 0;  // operations that were given up and have not come back
-    uint64_t stalled_writes_ = 0;
+    uint64_t outstanding_ = 0;     // requests whose clients were not told yet
+    uint64_t stalled_now_ = 0;     // operations that were given up and have not come back
+    uint64_t stalled_writes_ = 0;  // of these
     Clock::time_point last_progress_;
 
     bool read_only_ = false;

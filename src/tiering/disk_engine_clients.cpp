@@ -127,9 +127,7 @@ void DiskEngine::unadmit(const Op& op) {
 }
 
 Status DiskEngine::refused_write() const {
-    if (read_only_) return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
-    return fail(TA_E_TIER_FULL, "the disk tier is read-only: a write has not been answered within %lld ms",
-                (long long)options_.deadline.count());
+    return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
 }
 
 // A tier that could not be written lets one batch through after a while, to see.
@@ -258,6 +256,8 @@ bool DiskEngine::give_up_one(Lock& lock, Clock::time_point now) {
             if (op.kind == Op::Kind::kWrite) {
                 ++stalled_writes_;
                 retry_at_ = now + options_.retry_after;
+                std::snprintf(reason_, sizeof reason_, "a write has not been answered within %lld ms",
+                              (long long)options_.deadline.count());
             }
         }
         if (op.reported || !op.client || (!op.stalled && !op.cancel)) continue;
@@ -294,12 +294,7 @@ TierHealth DiskEngine::health() const {
         std::snprintf(h.reason, sizeof h.reason, "no operation came back within %lld ms", (long long)options_.deadline.count());
     } else if (may_not_write()) {
         h.state = TierState::kReadOnly;
-        if (read_only_) {
-            std::memcpy(h.reason, reason_, sizeof h.reason);
-        } else {
-            std::snprintf(h.reason, sizeof h.reason, "a write has not been answered within %lld ms",
-                          (long long)options_.deadline.count());
-        }
+        std::memcpy(h.reason, reason_, sizeof h.reason);
     }
     return h;
 }

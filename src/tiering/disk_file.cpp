@@ -12,8 +12,6 @@
 #include <cstring>
 #include <thread>
 
-#include "kernels/format/hash.h"
-
 namespace ta {
 namespace {
 
