@@ -541,6 +541,12 @@ std::vector<Case> all_cases(bool quick) {
     }
     add("logits of hundreds", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 100.0f; });
     add("logits of thousands", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 2000.0f, c.lse_tolerance = 1.0; });
+    for (const int bits : {4, 2}) {  // a unit of products of codes is a tenth of a nat
+        add("logits of thousands, " + std::to_string(bits) + " bits", [&](Case& c) {
+            c.sequences = {{800, 300}}, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = bits;
+            c.q_factor = 2000.0f, c.rotate = false, c.lse_tolerance = 0.015;
+        });
+    }
     add("window", [](Case& c) { c.sequences = {{1500, 700}}, c.window = 200; });
     add("window, full", [](Case& c) { c.sequences = {{1500, 1500}}, c.window = 150, c.causal = false; });
     add("softcap, k offset", [](Case& c) { c.sequences = {{500, 300}}, c.softcap = 5.0f, c.k_offset = true; });

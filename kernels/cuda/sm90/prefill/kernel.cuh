@@ -25,14 +25,19 @@ TA_DEVICE void multiply_k_fractions(const uint8_t* q, const uint8_t* k_fraction,
 #pragma unroll
     for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(product, rows + 2 * step, columns + 2 * step, step > 0);
 }
-// That of a lane's rows, [row][page], in units of scores.
-TA_DEVICE void fraction_sums(const int32_t (&product)[4], int lane, int32_t (&sums)[2][2]) {
+// That of a lane's rows, [row][page], in eighths of a score's unit.
+TA_DEVICE void fraction_sums(const int32_t (&product)[4], int lane, int32_t (&eighths)[2][2]) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) sums[n / 2][n % 2] = __shfl_sync(~0u, (product[n] + 4) >> 3, lane & ~3);
+    for (int n = 0; n < 4; ++n) eighths[n / 2][n % 2] = __shfl_sync(~0u, product[n], lane & ~3);
 }
-TA_DEVICE void add_fractions(const int32_t (&sums)[2][2], int32_t (&s)[64]) {
+// To scores. kFine: their unit becomes an eighth, since of a page that an outlier made coarse a unit is many steps.
+template <bool kFine>
+TA_DEVICE void add_fractions(const int32_t (&eighths)[2][2], int32_t (&s)[64]) {
 #pragma unroll
-    for (int n = 0; n < 64; ++n) s[n] += sums[n % 4 / 2][n / 32];
+    for (int n = 0; n < 64; ++n) {
+        const int sum = eighths[n % 4 / 2][n / 32];
+        s[n] = kFine ? s[n] * 8 + sum : s[n] + ((sum + 4) >> 3);
+    }
 }
 // 64 of V's channels or, with N = 40, the last 64 and the sums.
 template <int N>
@@ -91,6 +96,9 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
                      : "memory");
 }
 
+// Where a block's part of l comes from. kExactAndStay: the block is taken once more.
+enum class Sums { kOfP, kExact, kExactAndStay };
+
 // Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it
 // before the main loop it would keep in local memory, which takes longer.
 struct ConsumerLane {
@@ -109,6 +117,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                        SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
     // What a block needs is found while the product with V before it runs, or while that with K does, whichever measured less.
     constexpr bool kLooksAhead = !kChannels && D == 128;
+    // Where pages of 8 bits are all there is, those with a scale per token have a way of their own.
+    constexpr bool kTokenPath = !kChannels && !kOptions;
     const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
     RowInfo* info = shared.rows + row_in_tile;
@@ -144,7 +154,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         // By a shuffle, as with the warp's number.
         int key = __shfl_sync(~0u, tile.rows.page_begin, 0) * kPageTokens;
         const int key_stop = __shfl_sync(~0u, tile.rows.page_end, 0) * kPageTokens;
-        Block block;
+        float bound;
         Factors factors;
         bool bare = false;
         // The next block's pages are there: what is needed before its scores can be packed.
@@ -153,7 +163,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             const BlockScales& scales = shared.scales[stage.slot];
             if constexpr (kChannels) bare = is_bare(limits, scales);
             if constexpr (kLooksAhead) {
-                block = look_at(limits, scales);
+                bound = fast_bound(limits, scales);
                 factors = find_factors(rows, scales);
             }
         };
@@ -164,17 +174,17 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             multiply_k<D>(q, shared.k[stage.slot], s);
             sm90::wgmma_commit();
         };
-        // `stays`: the block is taken once more.
-        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[4], bool stays) {
+        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[4]) {
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             if (kChannels) sm90::pin_registers(k_fractions);
-            if (shared.kFreesKeys && !stays && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
+        };
+        const auto free_keys = [&] {
+            if (shared.kFreesKeys && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
         };
         // Adds the block to O and goes on to the next. m: the rows' maxima.
         // `in_bare_loop`, a constant: there are fractions, no exact sums, and O is not due to be settled.
-        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, bool exact, bool stays,
-                                   auto in_bare_loop) {
+        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, Sums how, auto in_bare_loop) {
             float factor[2];
             const int used = stage.slot;
             const uint8_t *v = shared.v[used], *v_fraction = shared.v_fraction;
@@ -218,20 +228,30 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 prepare_factors();
                 if (by_mma) operand_of_sums(p, sums_of_p);
             }
-            const float digit = exact ? 0.0f : shared.scales[stage.slot].digit[i];
+            const float digit = shared.scales[used].digit[i];
+            const uint32_t phase = stage.phase;
             // Meanwhile, what the next block needs before its scores can be packed.
-            if (!stays) stage.next();
-            key += stays ? 0 : kBlockTokens;
+            stage.next();
+            key += kBlockTokens;
             if (key < key_stop) await_block();
             sm90::wgmma_wait<0>();
             sm90::pin_registers(product);
             if (by_mma) add_v_fractions(sums_of_p, v_fraction, kLast * 64, used, lane, product);
             __syncwarp();  // lane 0 speaks for what the others have read
-            if (!stays && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+            if (how != Sums::kExactAndStay && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
             LaneSums sums = rows.sums;
             add_product(product, factor, o, 32 * kLast);
-            if (exact) add_exact_sums(rows.exact, factor, sums);
-            add_sums(product, factor, digit, sums);
+            if (how == Sums::kOfP) {
+                add_sums(product, factor, digit, sums);
+            } else {
+                add_sums(product, factor, 0.0f, sums);
+                add_exact_sums(rows.exact, factor, sums);
+                if (how == Sums::kExactAndStay) {
+                    stage.slot = used, stage.phase = phase;
+                    key -= kBlockTokens;
+                    await_block();
+                }
+            }
             rows.sums = sums;
         };
         bool again = false;  // the block's second pass
@@ -245,16 +265,17 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                                      : min(min(key_stop, limits.end - kBlockTokens + 1), (key / kSettleKeys + 1) * kSettleKeys);
                 while (key < stop && bare) {
                     const BlockScales& scales = shared.scales[stage.slot];
-                    int32_t s[64], k_fractions[4], sums_of_fractions[2][2];
+                    int32_t s[64], k_fractions[4], eighths[2][2];
                     Scores scores;
                     uint32_t p[4][4];
                     multiply_keys(s, k_fractions);
-                    await_scores(s, k_fractions, false);
-                    fraction_sums(k_fractions, lane, sums_of_fractions);
+                    await_scores(s, k_fractions);
+                    free_keys();
+                    fraction_sums(k_fractions, lane, eighths);
                     factors = find_factors(rows, scales);
-                    shifted_scores(s, factors, shifts_of(sums_of_fractions, factors), scales, i, scores);
+                    shifted_scores(s, factors, shifts_of(eighths, factors), scales, i, scores);
                     make_p<Ex2::kAll>(scores, p);
-                    add_block(p, scores.m, true, false, false, std::true_type());
+                    add_block(p, scores.m, true, Sums::kOfP, std::true_type());
                 }
                 if (key >= key_stop) break;
             }
@@ -262,63 +283,75 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             int32_t s[64], k_fractions[4];
             multiply_keys(s, k_fractions);
             bool channel = false;
-            if constexpr (!kLooksAhead) block = look_at(limits, scales);
+            if constexpr (!kLooksAhead) bound = fast_bound(limits, scales);
             if constexpr (!kLooksAhead && !kChannels) factors = find_factors(rows, scales);
             if constexpr (kChannels) {
                 channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
             }
-            const bool apart = block.v_octaves == INFINITY, stays = __any_sync(~0u, apart && !again);
-            const Pass pass = !apart ? Pass::kBothPages : stays ? Pass::kFirstPage : Pass::kSecondPage;
-            const bool masked = apart || key < limits.begin || key + kBlockTokens > limits.end;
+            const bool cut = key < limits.begin || key + kBlockTokens > limits.end;
             const bool sas = kOptions && args.exp == ExpMode::kSas;
-            const bool fits = block.bound < kHighest * 65536.0f;
-            const bool fits_bare = block.bound < 2147000000.0f && !masked && !sas;
-            const bool plain = (fits || fits_bare) && (!sas || pages_have_scales(scales));
-            bool exact = args.lse != nullptr || block.v_octaves > float(kOctavesApart);
-            await_scores(s, k_fractions, stays);
+            const bool fits = bound < kHighest * 65536.0f, fits_bare = bound < 2147000000.0f && !cut && !sas;
+            const bool may_be_fast = !sas || pages_have_scales(scales);
+            Sums how = args.lse ? Sums::kExact : Sums::kOfP;
+            await_scores(s, k_fractions);
             // Each path makes P of its own: what they would hand to a common one is more registers than P.
             Scores scores;
             uint32_t p[4][4];
-            if (kChannels && channel) {
-                int32_t sums_of_fractions[2][2];
-                fraction_sums(k_fractions, lane, sums_of_fractions);
-                add_fractions(sums_of_fractions, s);
-            }
-            if (plain) {
+            int32_t eighths[2][2];
+            if (kChannels && channel) fraction_sums(k_fractions, lane, eighths);
+            if ((fits || fits_bare) && may_be_fast) {
+                free_keys();
+                if (kChannels && channel) add_fractions<false>(eighths, s);
                 if (kChannels) factors = find_factors(rows, scales);  // only now, for registers
-                fast_scores<false>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores);
-                if (exact) find_exact_sums(scales, i, scores, rows.exact);
+                fast_scores<false>(s, factors, info, rows, scales, sas, cut, key, Pass::kBothPages, i, scores);
+                if (args.lse) find_exact_sums(scales, i, scores, rows.exact);
                 if (!fits) raise_lowest(scores);
                 make_p<Ex2::kQuarter>(scores, p);
+            } else if (kTokenPath && have_token_scales(scales) && takes_tokens(limits, scales) && !pages_lie_apart(scales)) {
+                free_keys();
+                const bool exact = __any_sync(~0u, args.lse || are_wide(scales));
+                how = exact ? Sums::kExact : Sums::kOfP;
+                token_scores(s, info, scales, 1.0f, cut, key, Pass::kBothPages, i, scores);
+                if (exact) find_exact_sums(scales, i, scores, rows.exact);
+                make_p(scores, p);
             } else {
-                // The first block of a tile comes here, and all of them if the rounding of factors shows in it.
-                const bool sees = bound_of(limits.largest, scales, block.v_size) < kHighest * 65536.0f;
-                if (sees && can_be_mended(rows, scales) && (!sas || pages_have_scales(scales))) {
+                // The first block of a tile, all of them if the rounding of factors shows in it, and what is rare.
+                const bool wide = are_wide(scales), apart = pages_lie_apart(scales);
+                again = __any_sync(~0u, apart && !again);
+                const Pass pass = !apart ? Pass::kBothPages : again ? Pass::kFirstPage : Pass::kSecondPage;
+                if (wide) how = again ? Sums::kExactAndStay : Sums::kExact;
+                if (!again) free_keys();
+                const bool exact = how != Sums::kOfP, masked = cut || pass != Pass::kBothPages;
+                const float v_size = size_of_v(scales);
+                const bool can = can_be_mended(rows, scales);
+                if (bound_of(limits.largest, scales, v_size) < kHighest * 65536.0f && may_be_fast && can) {
+                    if (kChannels && channel) add_fractions<false>(eighths, s);
                     factors = find_factors(rows, scales);
                     const bool shows = fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores);
-                    if (shows || !stays) decide(limits, shows, lane);
+                    if (shows || !again) decide(limits, shows, lane);
                     if (exact) find_exact_sums(scales, i, scores, rows.exact);
                     make_p<Ex2::kQuarter>(scores, p);
                 } else {
-                    if (!stays && limits.trusted == INFINITY && can_be_mended(rows, scales)) decide(limits, false, lane);
-                    if (!sas && takes_tokens(limits, block, scales)) {
-                        token_scores(s, info, scales, masked, key, pass, i, scores);
+                    const float unit = kChannels && channel ? 0.125f : 1.0f;
+                    if (kChannels && channel) add_fractions<true>(eighths, s);
+                    if (!again && can && limits.trusted == INFINITY) decide(limits, false, lane);
+                    if (!kTokenPath && !sas && takes_tokens(limits, scales)) {
+                        token_scores(s, info, scales, unit, masked, key, pass, i, scores);
                         if (exact) find_exact_sums(scales, i, scores, rows.exact);
                         make_p(scores, p);
                     } else {
                         // The compiler would rather keep parts of O in memory over the whole loop.
                         alignas(16) float saved[D / 2];
                         save_registers(saved, o);
-                        general_scores<kOptions>(s, info, scales, score_options(args), masked, key, pass, i, scores,
+                        general_scores<kOptions>(s, info, scales, score_options(args), unit, masked, key, pass, i, scores,
                                                  rows.exact);
                         make_p(scores, p);
                         restore_registers(o, saved);
-                        exact = true;
+                        how = again ? Sums::kExactAndStay : Sums::kExact;
                     }
                 }
             }
-            add_block(p, scores.m, channel, exact, stays, std::false_type());
-            again = stays;
+            add_block(p, scores.m, channel, how, std::false_type());
         }
         const ConsumerLane me;
         LaneRows& mine = shared.lanes[me.thread];

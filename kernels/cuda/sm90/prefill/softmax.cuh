@@ -18,7 +18,7 @@
 namespace ta::cuda::prefill {
 
 inline constexpr int kTokenHighest = 12000;  // of scores with scales per token: what is masked stays far below
-inline constexpr int kOctavesApart = 3;      // V's scales in a block: further, P has too few levels left for a sum of the lower
+inline constexpr int kOctavesApart = 2;      // V's scales in a block: further, P has too few levels left for a sum of the lower
 inline constexpr float kSmallV = -40.0f;     // log2 of V's scales: below, the product's l may underflow beside that of others
 inline constexpr int kLowestOne = 0x3C00;    // fp16 1.0; 1.0 + 1023 / 1024 is the maximum
 inline constexpr float kRaise = 16.0f;       // a block this many octaves above the reference becomes the reference
@@ -138,12 +138,19 @@ TA_DEVICE Factors find_factors(const LaneRows& rows, const BlockScales& scales) 
     return factors;
 }
 
-// What is known of a block before its scores are.
-struct Block {
-    float bound;      // of |y| in the 16-bit path; infinite, or no number, where that cannot take the block
-    float v_size;     // of log2 of V's scales
-    float v_octaves;  // between V's scales, or as many where they are small; infinite: those of its pages lie apart
-};
+// Of log2 of a block's V scales: the largest in magnitude, and the octaves between them. Are those too many for l to be made
+// from P, or scales too small?
+TA_DEVICE float size_of_v(const BlockScales& scales) {
+    return fmaxf(fmaxf(scales.v_highest[0], scales.v_highest[1]), -fminf(scales.v_lowest[0], scales.v_lowest[1]));
+}
+TA_DEVICE float spread_of(const BlockScales& scales) {
+    const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
+                lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]);
+    return lowest < kSmallV ? INFINITY : highest - lowest;
+}
+TA_DEVICE bool are_wide(const BlockScales& scales) {
+    return spread_of(scales) > float(kOctavesApart);
+}
 // Do the scales of V's pages lie so far apart that one unit of P leaves the lower one's weights too few levels? Of a page whose
 // codes are small beside its scale, an outlier's, these may be what counts.
 TA_DEVICE bool pages_lie_apart(const BlockScales& scales) {
@@ -151,16 +158,14 @@ TA_DEVICE bool pages_lie_apart(const BlockScales& scales) {
     const bool both = fminf(first, second) > -0.5f * kNoLog;
     return both && fabsf(first - second) > float(kOctavesApart);
 }
-// `largest`: of WarpLimits.
+// Of |y| in the 16-bit path; `largest` is of WarpLimits.
 TA_DEVICE float bound_of(float largest, const BlockScales& scales, float v_size) {
     return fmaf(largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine);
 }
-TA_DEVICE Block look_at(const WarpLimits& limits, const BlockScales& scales) {
-    const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
-                lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]), v_size = fmaxf(highest, -lowest);
-    const float octaves = lowest < kSmallV ? kOctavesApart + 1.0f : 0.0f;
-    return {bound_of(limits.trusted, scales, v_size), v_size,
-            pages_lie_apart(scales) ? INFINITY : fmaxf(highest - lowest, octaves)};
+// The same, before the block's scores are there; infinite, or no number, where more has to be known of it.
+TA_DEVICE float fast_bound(const WarpLimits& limits, const BlockScales& scales) {
+    const float more = spread_of(scales) > float(kOctavesApart) ? INFINITY : 0.0f;
+    return bound_of(limits.trusted, scales, size_of_v(scales)) + more;
 }
 // Of blocks at which one has to look: are the factors fine enough to be mended?
 TA_DEVICE bool can_be_mended(const LaneRows& rows, const BlockScales& scales) {
@@ -178,10 +183,14 @@ TA_DEVICE void decide(WarpLimits& limits, bool shows, int lane) {
     __syncwarp();
 }
 
+// Do K's tokens have scales of their own?
+TA_DEVICE bool have_token_scales(const BlockScales& scales) {
+    return fmaxf(scales.k_page[0], scales.k_page[1]) == INFINITY;
+}
 // Can token_scores take the block?
-TA_DEVICE bool takes_tokens(const WarpLimits& limits, const Block& block, const BlockScales& scales) {
+TA_DEVICE bool takes_tokens(const WarpLimits& limits, const BlockScales& scales) {
     const float k = fmaxf(scales.k_largest[0], scales.k_largest[1]);
-    return fmaf(limits.largest, k, block.v_size) < float(kTokenHighest) / kGrid;
+    return fmaf(limits.largest, k, size_of_v(scales)) < float(kTokenHighest) / kGrid;
 }
 
 // Does a block of which nothing is masked have fractions and scores that fit into 16 bits? All it takes is known before its
@@ -409,12 +418,14 @@ TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) 
     }
 }
 
-// The fractions of K's zero points as shifts: `sums`, [row][page], in units of scores.
-TA_DEVICE Shifts shifts_of(const int32_t (&sums)[2][2], const Factors& factors) {
+// The fractions of K's zero points as shifts: `eighths`, [row][page], of units of scores.
+TA_DEVICE Shifts shifts_of(const int32_t (&eighths)[2][2], const Factors& factors) {
     Shifts shifts;
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
-        shifts.of[n / 2][n % 2] = __byte_perm(uint32_t(sums[n / 2][n % 2] * factors.of[n / 2][n % 2] + 32768), 0, 0x3232);
+    for (int n = 0; n < 4; ++n) {
+        const int units = (eighths[n / 2][n % 2] + 4) >> 3;
+        shifts.of[n / 2][n % 2] = __byte_perm(uint32_t(units * factors.of[n / 2][n % 2] + 32768), 0, 0x3232);
+    }
     return shifts;
 }
 
@@ -459,10 +470,10 @@ TA_DEVICE void raise_lowest(Scores& scores) {
 }
 
 template <bool kMasked>
-TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, int key, Pass pass,
-                                 int i, Scores& out) {
+TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, float s_unit, int key,
+                                 Pass pass, int i, Scores& out) {
     const Seen seen = kMasked ? Seen(info, key, pass, i) : Seen();
-    const float unit[2] = {info[0].scale * kGrid, info[8].scale * kGrid};
+    const float unit[2] = {info[0].scale * kGrid * s_unit, info[8].scale * kGrid * s_unit};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
@@ -481,13 +492,13 @@ TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, co
     }
 }
 
-// Tokens with scales of their own.
-TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, bool masked, int key,
-                            Pass pass, int i, Scores& out) {
+// Tokens with scales of their own, and scores that do not fit into 16 bits. `unit`: of s.
+TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, float unit, bool masked,
+                            int key, Pass pass, int i, Scores& out) {
     if (masked) {
-        pack_token_scores<true>(s, info, scales, key, pass, i, out);
+        pack_token_scores<true>(s, info, scales, unit, key, pass, i, out);
     } else {
-        pack_token_scores<false>(s, info, scales, key, pass, i, out);
+        pack_token_scores<false>(s, info, scales, unit, key, pass, i, out);
     }
     find_maxima<0>(kTokenBias, masked, out);
 }
@@ -560,13 +571,14 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
-// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s` are replaced. l is summed from P before its
+// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is summed from P before its
 // rounding.
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
+                              float unit, bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
     constexpr float kFar = 1000.0f;  // octaves
     const RowInfo info[2] = {row_info[0], row_info[8]};
+    const float scale[2] = {info[0].scale * unit, info[1].scale * unit};
     const int first_key = key + lane_token(i);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -575,7 +587,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2, j = first + h;
-            float x = float(s[4 * j + 2 * row + e]) * (info[row].scale * token.k[h]);
+            float x = float(s[4 * j + 2 * row + e]) * (scale[row] * token.k[h]);
             if (kOptions && options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
             if (kOptions) x = fmaf(info[row].slope, float(first_key + column_token(j, e) - info[row].position), x);
             s[4 * j + 2 * row + e] = __float_as_int(x);
