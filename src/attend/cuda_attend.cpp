@@ -47,6 +47,7 @@ void set_options(const AttendSettings& settings, AttendArgs& args) {
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
     const PFormat format = p_format(p, cuda::kDecodeRows + 1);
     args.p_levels = format.levels;
+    args.range_pages = kPromptRangePages;
     args.p_running = false;
     // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
     // those too. It reads every page of the table.

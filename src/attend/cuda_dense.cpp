@@ -143,6 +143,7 @@ Status DenseRun::prepare() {
         const PFormat format = p_format(call_.settings.p, max_few_rows_);
         a.p_levels = format.levels;
         a.p_running = format.running;
+        a.range_pages = kDecodeRangePages;
         TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_few_rows_, few_work_));
     }
     if (!many_.empty()) {

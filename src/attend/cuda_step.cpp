@@ -327,6 +327,7 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool capture
     const PFormat format = p_format(p, max_rows);
     a.p_levels = format.levels;
     a.p_running = format.running;
+    a.range_pages = kDecodeRangePages;
     a.may_lack_pages = pool_.may_drop();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
     if (mass_.on()) TA_RETURN_IF_ERROR(reserve_mass(work, captured));
@@ -360,6 +361,7 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured)
     const PFormat format = p_format(p, cuda::kDecodeRows);
     a.p_levels = format.levels;
     a.p_running = format.running;
+    a.range_pages = kPromptRangePages;
     a.may_lack_pages = pool_.may_drop();
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {

@@ -13,8 +13,6 @@ namespace {
 
 // Rows of one job: enough to use an unpacked page many times, few enough for a worker's cache.
 constexpr int64_t kRowTile = 240;
-// Pages of one job; a longer range is split along the sequence, so that a single long sequence uses every core.
-constexpr int64_t kDecodePages = 16, kPrefillPages = 64;
 // Rows x pages below which the call is done before another thread would wake up.
 constexpr int64_t kAloneWork = 64;
 
@@ -98,7 +96,8 @@ void AttendExecutor::make_jobs(const AttendCall& call) {
         if (rows == 0) continue;
         const bool decode = rows <= kP16Rows;
         const int64_t tile = decode ? rows : kRowTile / call.group * call.group;
-        const int64_t pages_per_job = decode ? kDecodePages : kPrefillPages;
+        // A longer range is split along the sequence, so that a single long sequence uses every core.
+        const int64_t pages_per_job = decode ? kDecodeRangePages : kPromptRangePages;
         const int64_t first_position = seq.n_keys - seq.n_query;
         const int64_t first_observed = seq.mass ? rows - std::min(seq.n_query, kObservedTokens) * call.group : rows;
         for (int64_t row = 0; row < rows; row += tile) {

@@ -52,7 +52,7 @@ TEST_F(Gpu, ForksTruncationsAndReopenedBlocks) {
 
 // Its open pages are scaled by what the sequence has seen so far, which an abort and a truncation must not disturb.
 TEST_F(Gpu, ProfilePaperKeepsItsUniversalScales) {
-    constexpr double kPaperError = 3e-2;  // 119 levels of P: each of the two has its own errors
+    constexpr double kPaperError = 3e-3;  // 119 levels of P: now and then one is rounded the other way
     auto numerics = sized<ta_numerics>();
     numerics.profile = TA_PROFILE_PAPER;
     for (const Shape& shape : {kShapes[0], kShapes[1], kShapes[3]}) {

@@ -54,6 +54,7 @@ struct Case {
     ExpMode exp = ExpMode::kExact;
     int p_levels = 65535, q_levels = kStage1Levels;
     bool p_running = false;
+    int range_pages = kDecodeRangePages;
     DType q_type = DType::kF32, out_type = DType::kF32;
     int warps = 0;
     bool weighed = false;     // cut as long calls are
@@ -270,12 +271,12 @@ class Problem {
         a.causal = c_.causal, a.window = c_.window, a.softcap = c_.softcap;
         a.alibi_slope = c_.alibi ? d_alibi_.get() : nullptr;
         a.sink = c_.sinks ? d_sinks_.get() : nullptr;
-        a.exp = c_.exp, a.p_levels = c_.p_levels, a.p_running = c_.p_running;
+        a.exp = c_.exp, a.p_levels = c_.p_levels, a.p_running = c_.p_running, a.range_pages = c_.range_pages;
         a.may_lack_pages = c_.dropped > 0;
         shares_.assign(table_.size(), 0.0);
     }
 
-    // The row by the CPU reference where the setting makes it differ from exact softmax by design: for one page the two agree.
+    // The row by the CPU reference where the setting makes it differ from exact softmax by design.
     double reference_row(const QueryCodes& q, size_t s, int head, int t, int q_head, double* out) const {
         RowRules rules;
         rules.position = int64_t(sequences_[s].n_keys) - sequences_[s].n_query + t;
@@ -285,16 +286,13 @@ class Problem {
         rules.sink = c_.sinks ? &sinks_[size_t(q_head)] : nullptr;
         const int n_pages = (sequences_[s].n_keys + kPageTokens - 1) / kPageTokens;
         double* const shares = compared_ ? nullptr : shares_.data() + sequences_[s].first_entry;
-        if (c_.exp == ExpMode::kSas || c_.p_running) {
-            if (shares) shares[0] += 1.0;
-            return scalar_row(q, s, head, rules, out);
-        }
+        if (c_.exp == ExpMode::kSas || c_.p_running) return scalar_row(q, s, head, rules, out, shares);
         std::vector<const PageNumbers*> pages;
         for (int n = 0; n < n_pages; ++n) pages.push_back(numbers(s, n, head));
         return exact_row(q, pages, c_.d, rules, out, shares);
     }
 
-    double scalar_row(const QueryCodes& q, size_t s, int head, const RowRules& rules, double* out) const {
+    double scalar_row(const QueryCodes& q, size_t s, int head, const RowRules& rules, double* out, double* shares) const {
         std::vector<cpu::PageRef> pages;
         const int n_pages = (sequences_[s].n_keys + kPageTokens - 1) / kPageTokens;
         for (int n = 0; n < n_pages; ++n) {
@@ -303,20 +301,26 @@ class Problem {
         }
         cpu::AttendTask t{};
         const int64_t begin = rules.keys.begin, end = rules.keys.end;
-        alignas(64) float o[kMaxHeadDim] = {};
         alignas(64) int8_t code[kMaxHeadDim];
         std::copy(q.code.begin(), q.code.end(), code);
-        float m = -std::numeric_limits<float>::infinity(), l = 0.0f;
+        RangeSum sum(c_.d);
         std::vector<uint8_t> workspace(cpu::workspace_bytes(c_.d, 1) + 64);
         t.head_dim = c_.d, t.k_bits = pool_.heads()[size_t(head)].k_bits, t.v_bits = pool_.heads()[size_t(head)].v_bits;
-        t.pages = pages.data(), t.page_end = n_pages, t.n_keys = sequences_[s].n_keys, t.rows = 1;
+        t.pages = pages.data(), t.n_keys = sequences_[s].n_keys, t.rows = 1;
         t.q = code, t.q_scale = &q.scale, t.key_begin = &begin, t.key_end = &end, t.position = &rules.position;
         t.exp = c_.exp, t.p_levels = c_.p_levels, t.p_running = c_.p_running;
-        t.o = o, t.m = &m, t.l = &l;
+        t.o = sum.o(), t.m = &sum.m, t.l = &sum.l;
         t.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) % 64;
-        cpu::attend_scalar(t);
-        for (int c = 0; c < c_.d; ++c) out[c] = l > 0.0f ? double(o[c]) / double(l) : 0.0;
-        return (double(m) + std::log2(double(l))) * std::log(2.0);
+        const int64_t first_position = int64_t(sequences_[s].n_keys) - sequences_[s].n_query;
+        const int first = visible_keys(c_.causal, c_.window, sequences_[s].n_keys, int32_t(first_position)).begin / kPageTokens;
+        for (int n = first; n < n_pages; ++n) {
+            if ((n - first) % c_.range_pages == 0) sum.end(), sum.begin();
+            t.page_begin = n, t.page_end = n + 1;
+            cpu::attend_scalar(t);
+            sum.end_page(n);
+        }
+        sum.end();
+        return sum.finish(out, rules.sink, shares);
     }
 
     const PageNumbers* numbers(size_t s, int n, int head) const {
@@ -577,6 +581,16 @@ std::vector<Case> make_cases(bool quick) {
                                         .p_levels = 127,
                                         .p_running = true,
                                         .tolerance = 2e-3});
+    const std::vector<Sequence> ranges{{1000, 1}, {5000, 2}, {2500, 4}, {1024, 1}, {1025, 3}, {90, 1}};
+    for (const DataKind kind : {DataKind::kNormal, DataKind::kPeaky}) {
+        const std::string data = std::string(", ") + ta::testing::name_of(kind);
+        add("SAS, ranges" + data, {.sequences = ranges, .mix = Mix::kRandom, .data = kind, .exp = ExpMode::kSas});
+        add("P running, ranges" + data,
+            {.sequences = ranges, .mix = Mix::kRandom, .data = kind, .p_levels = 127, .p_running = true, .tolerance = 2e-3});
+    }
+    add("SAS, ranges, window", {.sequences = ranges, .mix = Mix::kRandom, .window = 1500, .exp = ExpMode::kSas});
+    add("SAS, ranges of 64 pages, one warp",
+        {.sequences = {{9000, 2}, {4097, 1}}, .exp = ExpMode::kSas, .range_pages = kPromptRangePages, .warps = 1});
     add("poly", {.sequences = {{300, 1}}, .exp = ExpMode::kPoly});
     if (quick) return cases;
     add("long", {.kv_heads = 1, .sequences = {{40000, 1}}, .data = DataKind::kFlat});

@@ -179,4 +179,30 @@ double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pag
     return (top + std::log2(sum)) / kLog2e;
 }
 
+void RangeSum::begin() {
+    std::fill(o_.begin(), o_.end(), 0.0f);
+    m = m_before_ = -std::numeric_limits<float>::infinity();
+    l = l_before_ = 0.0f;
+}
+void RangeSum::end_page(int page) {
+    if (std::isinf(m)) return;
+    parts_.push_back({page, double(l) - double(l_before_) * std::exp2(double(m_before_) - double(m)), double(m)});
+    m_before_ = m, l_before_ = l;
+}
+void RangeSum::end() {
+    if (std::isinf(m)) return;
+    const double top = std::max(m_, double(m)), before = std::exp2(m_ - top), factor = std::exp2(double(m) - top);
+    for (size_t c = 0; c < o_.size(); ++c) sum_[c] = sum_[c] * before + double(o_[c]) * factor;
+    l_ = l_ * before + double(l) * factor;
+    m_ = top;
+}
+double RangeSum::finish(double* out, const float* sink, double* shares) const {
+    const double l = l_ + (sink ? std::exp2(*sink / std::log(2.0) - m_) : 0.0);
+    for (size_t c = 0; c < o_.size(); ++c) out[c] = l > 0.0 ? sum_[c] / l : 0.0;
+    for (const Part& part : parts_) {
+        if (shares) shares[part.page] += part.l * std::exp2(part.m - m_) / l;
+    }
+    return (m_ + std::log2(l)) * std::log(2.0);
+}
+
 }  // namespace ta::cuda::testing

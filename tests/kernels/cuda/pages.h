@@ -71,4 +71,31 @@ struct RowRules {
 double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pages, int head_dim, const RowRules& rules,
                  double* out, double* shares = nullptr);
 
+// One row of a CPU's kernel over its pages, a range after the other, whose maxima do not count in the others.
+class RangeSum {
+  public:
+    explicit RangeSum(int head_dim) : o_(size_t(head_dim)), sum_(size_t(head_dim)) { begin(); }
+    // Of a range: what the kernel goes on from.
+    void begin();
+    // Once the kernel has gone on by one page.
+    void end_page(int page);
+    void end();
+    // `out` [head_dim]; returns the LSE. `sink`: a learned one, or nullptr. `shares` as exact_row() has it.
+    double finish(double* out, const float* sink, double* shares = nullptr) const;
+
+    float* o() { return o_.data(); }
+    float m, l;
+
+  private:
+    struct Part {
+        int page;
+        double l, m;
+    };
+    std::vector<float> o_;
+    std::vector<double> sum_;
+    std::vector<Part> parts_;
+    double m_ = -std::numeric_limits<double>::infinity(), l_ = 0.0;
+    float m_before_, l_before_;
+};
+
 }  // namespace ta::cuda::testing

@@ -305,10 +305,9 @@ class Problem {
         }
         cpu::AttendTask t{};
         const int64_t begin = rules.keys.begin, end = rules.keys.end;
-        alignas(64) float o[kMaxHeadDim] = {};
         alignas(64) int8_t code[kMaxHeadDim];
         std::copy(q.code.begin(), q.code.end(), code);
-        float m = -std::numeric_limits<float>::infinity(), l = 0.0f;
+        RangeSum sum(c_.d);
         const float slope = float(rules.slope) * kLog2eF;
         std::vector<uint8_t> workspace(cpu::workspace_bytes(c_.d, 1) + 64);
         t.head_dim = c_.d, t.pages = pages.data(), t.n_keys = sequences_[s].n_keys, t.rows = 1;
@@ -317,15 +316,15 @@ class Problem {
         if (c_.alibi) t.slope = &slope;
         if (c_.softcap > 0.0f) t.softcap_log2 = c_.softcap * kLog2eF, t.softcap_inv = 1.0f / c_.softcap;
         t.exp = c_.exp, t.p_levels = c_.p_levels, t.p_running = running;
-        t.o = o, t.m = &m, t.l = &l;
+        t.o = sum.o(), t.m = &sum.m, t.l = &sum.l;
         t.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) % 64;
         for (int n = 0; n < n_pages; ++n) {  // a task's channel pages have the same bits; the next goes on where it left O
+            if (n % kPromptRangePages == 0) sum.end(), sum.begin();
             t.page_begin = n, t.page_end = n + 1, t.k_bits = pieces[size_t(n)].k_bits, t.v_bits = pieces[size_t(n)].v_bits;
             cpu::attend_scalar(t);
         }
-        if (rules.sink) l += std::exp2(*rules.sink * kLog2eF - m);
-        for (int c = 0; c < c_.d; ++c) out[c] = l > 0.0f ? double(o[c]) / double(l) : 0.0;
-        return (double(m) + std::log2(double(l))) * std::log(2.0);
+        sum.end();
+        return sum.finish(out, rules.sink);
     }
 
     const PageNumbers& numbers(size_t s, int n, int head) const {
@@ -564,6 +563,10 @@ std::vector<Case> all_cases(bool quick) {
     add("sas", [](Case& c) { c.sequences = {{500, 300}}, c.exp = ExpMode::kSas; });
     add("sas, token scales", [](Case& c) {
         c.sequences = {{500, 300}}, c.exp = ExpMode::kSas, c.pages = Pages::kTokenOwnScale;
+    });
+    add("sas, ranges", [](Case& c) { c.sequences = {{8400, 100}}, c.exp = ExpMode::kSas; });
+    add("sas, ranges, scales of tokens", [](Case& c) {
+        c.sequences = {{4500, 100}}, c.exp = ExpMode::kSas, c.pages = Pages::kTokenOwnScale;
     });
     add("sas, sink", [](Case& c) { c.sequences = {{900, 300}}, c.exp = ExpMode::kSas, c.data = DataKind::kSink; });
     for (const int levels : {127, 119}) {

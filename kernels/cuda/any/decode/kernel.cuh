@@ -42,6 +42,7 @@ struct DecodeRows {
 
     float q_scale[kTiles];
     float m[kTiles], l[kTiles];  // l: sum over this lane's tokens
+    float range[kTiles];         // the largest score of the range of pages so far, where that counts
     float page[kTiles];          // the last page's part in l
     float o[kTiles][kOut];
     float o2[kTwoOrders ? kTiles : 1][kTwoOrders ? kOut2 : 1];
@@ -100,9 +101,11 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment&
     }
 }
 
-// The largest of each row; raises the rows' maxima where `headroom` is exceeded.
+constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
+
+// The largest of each row, or of its range so far if `running`; raises the rows' maxima where kHeadroom is exceeded.
 template <int D, int kTiles, int N>
-__device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int tile, const float (&x)[N][8], float headroom,
+__device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int tile, const float (&x)[N][8], bool running,
                                              float (&top)[N]) {
     bool outgrown = false;
 #pragma unroll
@@ -110,7 +113,8 @@ __device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int ti
         const float(&v)[8] = x[n];
         const float m = fmaxf(fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7])));
         top[n] = fmaxf(max_over_tokens(m), kLowest);
-        outgrown |= top[n] > rows.m[tile + n] + headroom;
+        if (running) top[n] = rows.range[tile + n] = fmaxf(rows.range[tile + n], top[n]);
+        outgrown |= top[n] > rows.m[tile + n] + kHeadroom;
     }
     if (!__any_sync(kAllLanes, outgrown)) return;
 #pragma unroll
@@ -121,15 +125,13 @@ __device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int ti
     }
 }
 
-constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
-
 // Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is
 // what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every
-// option.
+// option. `only_maxima`: of a page that belongs to the warp before, but to the same range.
 template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                         float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
-                                        DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
+                                        DecodeRows<D, kTiles>& rows, bool only_maxima, float (&factor)[kTiles], int lane) {
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     const int r = lane / 4, i = lane % 4;
     const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
@@ -146,13 +148,13 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         }
     }
     mask(p, seg, first_key, tile, x, lane);
-    __syncwarp();                           // the digits, in whose place P goes, have been read
-    const bool running = p_running || sas;  // values depend on the running maximum
+    __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
-    raise_maxima(rows, tile, x, running ? 0.0f : kHeadroom, top);
+    raise_maxima(rows, tile, x, p_running || sas, top);
+    if (kGeneral && only_maxima) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float base = running ? rows.m[tile + n] : top[n];
+        const float base = top[n];
         float sum = 0.0f, largest = 0.0f;
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
@@ -184,7 +186,7 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
     mask(p, seg, first_key, tile, x, lane);
     __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
-    raise_maxima(rows, tile, x, kHeadroom, top);
+    raise_maxima(rows, tile, x, false, top);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const float weight = ex2(top[n] - rows.m[tile + n]);
@@ -242,7 +244,7 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
 template <int D, int kTiles, DecodeKind kKind, int kKBits, int kVBits, class Memory>
 __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
                                             int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
-                                            DecodeRows<D, kTiles>& rows, int lane) {
+                                            DecodeRows<D, kTiles>& rows, bool only_maxima, int lane) {
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
     float factor[kTiles];
@@ -262,7 +264,7 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
             }
-            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
         }
     } else {
         constexpr ChannelLayout kLayout(D, kKBits, kVBits);
@@ -300,13 +302,14 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
                 float ratio[8];
 #pragma unroll
                 for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
-                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, factor, lane);
+                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
             } else {
                 channel_softmax<kKind>(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
             }
         }
     }
     __syncwarp();
+    if (kGeneral && only_maxima) return;
     uint32_t b[kTiles][2][2];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) load_p(memory.p(n), lane, b[n]);
@@ -431,6 +434,16 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
+    // Where weights depend on maxima so far, a warp begins with its first range: pages of which it takes the maxima alone.
+    [[maybe_unused]] const bool running = p.a.exp == ExpMode::kSas || p.a.p_running;
+    int32_t others = 0;
+    if constexpr (kKind == DecodeKind::kGeneral) {
+        if (running && left > 0) {
+            others = at.page % p.a.range_pages;
+            at.page -= others;
+            left += others;
+        }
+    }
     PieceLoader<D, kTiered> loader(p, at, left, ring, memory.barriers, lane);
     if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
@@ -519,7 +532,13 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
             loader.fill();
             // Of the page before, while this one is on its way: a warp has room for one piece or two, and the memory waits for
             // those who compute.
-            if (page > first) leave_page_lse<kKind>(p, place + page - 1, rows.m, rows.page, lane);
+            if (page > first + others) leave_page_lse<kKind>(p, place + page - 1, rows.m, rows.page, lane);
+            if constexpr (kKind == DecodeKind::kGeneral) {
+                if (running && (page - first + at.page) % p.a.range_pages == 0) {
+#pragma unroll
+                    for (float& x : rows.range) x = kLowest;
+                }
+            }
             const auto piece = loader.take();
             if (kTiered && piece.dropped) {
 #pragma unroll
@@ -528,7 +547,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
                 continue;
             }
             const auto attend = [&]<int kKBits, int kVBits>() {
-                attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, lane);
+                attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows,
+                                                              page < first + others, lane);
             };
             const int32_t k_bits = piece.low ? 2 : seg.k_bits, v_bits = piece.low ? 2 : seg.v_bits;
             if (!piece.channel) {
@@ -546,7 +566,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         void* const partial = left == 0 ? static_cast<void*>(ring)
                                         : reinterpret_cast<uint8_t*>(p.warp_partials) +
                                               (int64_t(cta) * warps + warp) * decode_partial_bytes(D, kTiles);
-        close_segment<D, kTiles, kTiered>(p, seg, pages, pages == at.pages, partial, memory, rows, lane);
+        close_segment<D, kTiles, kTiered>(p, seg, pages, pages - others == at.pages, partial, memory, rows, lane);
+        others = 0;
         if (left > 0) at.next_segment(p);
     }
     join_segments<D, kTiles, kTiered>(p, share, costs, cta_at, smem + kMemoryBytes, stride, lane);

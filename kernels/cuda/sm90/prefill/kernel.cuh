@@ -291,6 +291,10 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             const bool cut = key < limits.begin || key + kBlockTokens > limits.end;
             const bool sas = kOptions && args.exp == ExpMode::kSas;
             const bool fits = bound < kHighest * 65536.0f, fits_bare = bound < 2147000000.0f && !cut && !sas;
+            if (sas && !again && (key / kPageTokens - tile.rows.page_begin) % kPromptRangePages == 0) {
+                info[0].natural = info[8].natural = kNever;
+                __syncwarp();
+            }
             const bool may_be_fast = !sas || pages_have_scales(scales);
             Sums how = args.lse ? Sums::kExact : Sums::kOfP;
             await_scores(s, k_fractions);

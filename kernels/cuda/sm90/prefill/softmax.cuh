@@ -380,10 +380,11 @@ TA_DEVICE void mend_rounding(const LaneRows& rows, const BlockScales& block, boo
     find_maxima<SHRT_MIN>(0, masked, scores);
 }
 
-// SAS: what lies more than 6 below the row's maximum so far has no weight. (Its table and cubic differ from 2^x by a sixth of a
-// step at most.) V's scales are one for a page.
+// SAS: what lies more than 6 below the row's maximum so far has no weight, page by page. (Its table and cubic differ from 2^x by
+// a sixth of a step at most.) V's scales are one for a page.
 TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) {
     constexpr float kCut = 6.0f * 1.44269504f * kGrid;
+    const float before[2] = {info[0].natural * kGrid, info[8].natural * kGrid};  // before other lanes write it
     uint32_t both[2];
 #pragma unroll
     for (int page = 0; page < 2; ++page)
@@ -392,16 +393,13 @@ TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) 
     bool any = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        float natural = info[8 * row].natural * kGrid, v[2];
+        float natural = before[row];
 #pragma unroll
         for (int page = 0; page < 2; ++page) {
             const int largest = row ? int(both[page]) >> 16 : int16_t(both[page]);
-            v[page] = fmaf(block.v_highest[page], float(kGrid), 0.5f);
-            if (largest != SHRT_MIN) natural = fmaxf(natural, float(largest) - v[page]);
-        }
-#pragma unroll
-        for (int page = 0; page < 2; ++page) {
-            cut[row][page] = __float2int_ru(fminf(fmaxf(natural + v[page] - kCut, -float(kHighest)), float(kHighest)));
+            const float v = fmaf(block.v_highest[page], float(kGrid), 0.5f);
+            if (largest != SHRT_MIN) natural = fmaxf(natural, float(largest) - v);
+            cut[row][page] = __float2int_ru(fminf(fmaxf(natural + v - kCut, -float(kHighest)), float(kHighest)));
             any = any || cut[row][page] > scores.top[row] - 1012;  // below, P is 0 in any case
         }
         info[8 * row].natural = natural * (1.0f / kGrid);  // the quad's lanes write the same
@@ -606,13 +604,22 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
         }
     }
     // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
-    float top[2] = {kNever, kNever}, above[2] = {-kFar, -kFar}, natural[2];
-#pragma unroll
-    for (int n = 0; n < 64; ++n) top[n / 2 % 2] = fmaxf(top[n / 2 % 2], __int_as_float(s[n]));
+    float top[2], above[2] = {-kFar, -kFar};
+    float gap[2][2];  // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        top[row] = quad_max(top[row]);
-        if (kOptions) natural[row] = fmaxf(info[row].natural, top[row]);
+        float of_page[2] = {kNever, kNever};
+#pragma unroll
+        for (int n = 0; n < 64; ++n)
+            if (n / 2 % 2 == row) of_page[n / 32] = fmaxf(of_page[n / 32], __int_as_float(s[n]));
+        if (kOptions && options.sas) {
+            const float first = fmaxf(info[row].natural, quad_max(of_page[0])), both = fmaxf(first, quad_max(of_page[1]));
+            top[row] = fmaxf(quad_max(of_page[0]), quad_max(of_page[1]));
+            gap[row][0] = first - top[row], gap[row][1] = both - top[row];
+            row_info[8 * row].natural = both;  // the quad's lanes write the same
+        } else {
+            top[row] = quad_max(fmaxf(of_page[0], of_page[1]));
+        }
     }
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -632,7 +639,6 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
         out.m[row] = top[row] == kNever ? kNever : top[row] + above[row];
         out.offset[row][0] = out.offset[row][1] = twice(kLowestOne + 1023);
     }
-    const float gap[2] = {kOptions ? natural[0] - top[0] : 0.0f, kOptions ? natural[1] - top[1] : 0.0f};
     float l[2] = {};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -644,7 +650,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
-                if (kOptions && options.sas && x != -INFINITY) x = gap[row] + log2_sas(gap[row] - x);
+                if (kOptions && options.sas && x != -INFINITY) x = gap[row][n / 8] + log2_sas(gap[row][n / 8] - x);
                 x -= above[row];
                 l[row] += exp2_approx(x - 32.0f);
                 const float steps = fmaf(x, float(kGrid), token.v[h] - kTokenZero) + kInteger;
@@ -654,10 +660,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
         }
     }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        sums[row] = l[row] * 255.0f;
-        if (kOptions && options.sas) row_info[8 * row].natural = natural[row];  // the quad's lanes write the same
-    }
+    for (int row = 0; row < 2; ++row) sums[row] = l[row] * 255.0f;
 }
 
 // O as it is kept between blocks: times 255 kOutUnit / 2^m. An int32 below 2^23 is, bit by bit, a denormal fp32 of 2^-149 times
