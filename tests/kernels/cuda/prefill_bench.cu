@@ -25,6 +25,7 @@ struct Shape {
     int bits;
     int d = 128;
     bool lse = false;
+    ExpMode exp = ExpMode::kPoly;
 };
 
 // Pages repeat after kDistinct; addresses do not.
@@ -86,7 +87,7 @@ class Bench {
         a.q = {d_q_.get(), int64_t(row), s.d, DType::kF16}, a.out = {d_out_.get(), int64_t(row), s.d, DType::kF16};
         a.lse = s.lse ? d_lse_.get() : nullptr, a.signs = d_signs_.get(), a.q_levels = kStage1Levels,
         a.scale = float(1.0 / std::sqrt(double(s.d)));
-        a.causal = s.causal, a.exp = ExpMode::kPoly, a.p_levels = 255;
+        a.causal = s.causal, a.exp = s.exp, a.p_levels = 255;
     }
 
     void run(Device<uint8_t>& flush, size_t flush_bytes, int runs) {
@@ -147,6 +148,8 @@ int bench(const std::string& only, bool whole) {
         {"chunk 2048 on 30720 INT8", 1, 32768, 2048, true, Pages::kToken, 4},
         {"n16384 causal, token scales", 1, 16384, 16384, true, Pages::kTokenOwnScale, 4},
         {"n16384 causal, LSE", 1, 16384, 16384, true, Pages::kToken, 4, 128, true},
+        {"chunk 2048 on 30720 INT4, SAS", 1, 32768, 2048, true, Pages::kPrefix, 4, 128, false, ExpMode::kSas},
+        {"n16384 causal, SAS", 1, 16384, 16384, true, Pages::kToken, 4, 128, false, ExpMode::kSas},
         {"b1 h32/8 n16384 causal d64", 1, 16384, 16384, true, Pages::kToken, 4, 64},
     };
     for (const Shape& s : shapes) {

@@ -291,7 +291,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             const bool cut = key < limits.begin || key + kBlockTokens > limits.end;
             const bool sas = kOptions && args.exp == ExpMode::kSas;
             const bool fits = bound < kHighest * 65536.0f, fits_bare = bound < 2147000000.0f && !cut && !sas;
-            if (sas && !again && (key / kPageTokens - tile.rows.page_begin) % kPromptRangePages == 0) {
+            if (sas && !again && uint32_t(key) % (kPromptRangePages * kPageTokens) < kBlockTokens) {
                 info[0].natural = info[8].natural = kNever;
                 __syncwarp();
             }
@@ -307,10 +307,11 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 free_keys();
                 if (kChannels && channel) add_fractions<false>(eighths, s);
                 if (kChannels) factors = find_factors(rows, scales);  // only now, for registers
-                fast_scores<false>(s, factors, info, rows, scales, sas, cut, key, Pass::kBothPages, i, scores);
+                fast_scores<false, kOptions>(s, factors, info, rows, scales, cut, key, Pass::kBothPages, i, scores);
+                if (kOptions && args.lse) cut_off(scores);
                 if (args.lse) find_exact_sums(scales, i, scores, rows.exact);
                 if (!fits) raise_lowest(scores);
-                make_p<Ex2::kQuarter>(scores, p);
+                make_p<Ex2::kQuarter, kOptions>(scores, p);
             } else if (kTokenPath && have_token_scales(scales) && takes_tokens(limits, scales) && !pages_lie_apart(scales)) {
                 free_keys();
                 const bool exact = __any_sync(~0u, args.lse || are_wide(scales));
@@ -331,10 +332,12 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 if (bound_of(limits.largest, scales, v_size) < kHighest * 65536.0f && may_be_fast && can) {
                     if (kChannels && channel) add_fractions<false>(eighths, s);
                     factors = find_factors(rows, scales);
-                    const bool shows = fast_scores<true>(s, factors, info, rows, scales, sas, masked, key, pass, i, scores);
+                    const bool shows =
+                        fast_scores<true, kOptions>(s, factors, info, rows, scales, masked, key, pass, i, scores);
                     if (shows || !again) decide(limits, shows, lane);
+                    if (kOptions && exact) cut_off(scores);
                     if (exact) find_exact_sums(scales, i, scores, rows.exact);
-                    make_p<Ex2::kQuarter>(scores, p);
+                    make_p<Ex2::kQuarter, kOptions>(scores, p);
                 } else {
                     const float unit = kChannels && channel ? 0.125f : 1.0f;
                     if (kChannels && channel) add_fractions<true>(eighths, s);

@@ -27,6 +27,7 @@ inline constexpr float kRaise = 16.0f;       // a block this many octaves above 
 struct Scores {
     uint32_t y[2][16];      // [row][n]: word n
     uint32_t offset[2][2];  // [row][page]: makes y a fp16 number in [1, 2), twice
+    uint32_t least[2][2];   // under SAS, as such a number, twice: what is below has no weight
     int top[2];             // the row's maximum of y, equal in the quad
     float m[2];             // the same in octaves, less what is added to scores
 };
@@ -35,28 +36,36 @@ TA_DEVICE uint32_t twice(int x) {
     return uint32_t(x & 0xffff) * 0x10001u;
 }
 
+TA_DEVICE half2 halves(uint32_t x) {
+    return *reinterpret_cast<half2*>(&x);
+}
+TA_DEVICE half2 masked(half2 x, uint32_t mask) {
+    const uint32_t bits = *reinterpret_cast<uint32_t*>(&x) & mask;
+    return *reinterpret_cast<const half2*>(&bits);
+}
+
 // 255 * 2^((f - 2047/1024) 1024/112) on the low bytes of 1024 + P. The cubic fits its fourth root such that P has the least
 // squared error with these very roundings (0.337 of a step rms; 0.295 would be rounding alone); it never exceeds 255.
-TA_DEVICE uint32_t exponential(uint32_t f) {
+TA_DEVICE uint32_t exponential(uint32_t f, uint32_t mask) {
     const half2 x = *reinterpret_cast<half2*>(&f);
     const half2 c3 = __half2half2(__ushort_as_half(0x3e3c)), c2 = __half2half2(__ushort_as_half(0xc4ba));
     const half2 c1 = __half2half2(__ushort_as_half(0x4680)), c0 = __half2half2(__ushort_as_half(0xc11f));
     half2 r = __hfma2(x, c3, c2);
     r = __hfma2(r, x, c1);
     r = __hfma2(r, x, c0);
-    r = __hmul2(r, r);
+    r = masked(__hmul2(r, r), mask);
     r = __hfma2(r, r, __float2half2_rn(1024.0f));
     return *reinterpret_cast<uint32_t*>(&r);
 }
 
 // The same in three instructions instead of five, of which ex2 holds its unit for 16 cycles a warp. fp16 has no constants
 // closer to the line; it is 1/112 octave low, which 256.5 for 255 mends.
-TA_DEVICE uint32_t exponential_by_ex2(uint32_t f) {
+TA_DEVICE uint32_t exponential_by_ex2(uint32_t f, uint32_t mask) {
     const half2 slope = __float2half2_rn(9.140625f), offset = __float2half2_rn(-18.28125f);  // 1024/112
     const half2 x = __hfma2(*reinterpret_cast<half2*>(&f), slope, offset);
     half2 r;
     asm("ex2.approx.f16x2 %0, %1;" : "=r"(*reinterpret_cast<uint32_t*>(&r)) : "r"(*reinterpret_cast<const uint32_t*>(&x)));
-    r = __hfma2(r, __float2half2_rn(256.5f), __float2half2_rn(1024.0f));
+    r = __hfma2(masked(r, mask), __float2half2_rn(256.5f), __float2half2_rn(1024.0f));
     return *reinterpret_cast<uint32_t*>(&r);
 }
 
@@ -64,8 +73,8 @@ TA_DEVICE uint32_t exponential_by_ex2(uint32_t f) {
 // do, for whom every instruction less counts.
 enum class Ex2 { kNone, kQuarter, kAll = 4 };
 
-// P as operand A of the four products with V.
-template <Ex2 kEx2 = Ex2::kNone>
+// P as operand A of the four products with V. kCut: what is below scores.least has none.
+template <Ex2 kEx2 = Ex2::kNone, bool kCut = false>
 TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -75,7 +84,9 @@ TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const uint32_t x = __viaddmax_s16x2(scores.y[row][2 * n + h], scores.offset[row][n / 4], twice(kLowestOne));
-                e[h] = (2 * n + h) % 4 < int(kEx2) ? exponential_by_ex2(x) : exponential(x);
+                uint32_t mask = ~0u;
+                if (kCut) mask = __hge2_mask(halves(x), halves(scores.least[row][n / 4]));
+                e[h] = (2 * n + h) % 4 < int(kEx2) ? exponential_by_ex2(x, mask) : exponential(x, mask);
             }
             p[n / 2][2 * (n % 2) + row] = __byte_perm(e[0], e[1], 0x6420);
         }
@@ -245,20 +256,11 @@ TA_DEVICE uint32_t largest_of_rows(uint32_t m0, uint32_t m1) {
     return __vmaxs2(both, __shfl_xor_sync(~0u, both, 2));
 }
 
-// The rows' maxima and what follows from them. y is `bias` more than the score; kNothing stands for what is masked. kShifted: y
-// is to be shifted, which P's offsets see to.
+// What follows from the rows' maxima, rows g and g + 8 in the low and the high half. y is `bias` more than the score; kNothing
+// stands for what is masked. kShifted: y is to be shifted, which P's offsets see to.
 template <int kNothing, bool kShifted = false>
-TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shifts = {}) {
+TA_DEVICE void set_maxima(uint32_t both, int bias, bool masked, Scores& out, const Shifts& shifts = {}) {
     constexpr uint32_t kLowest = 0x80008000, kTop = kLowestOne + 1023;
-    uint32_t m[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        m[row] = largest_of_page(out, row, 0);
-        if (kShifted) m[row] = __viaddmax_s16x2(m[row], shifts.of[row][0], kLowest);
-        const uint32_t second = largest_of_page(out, row, 1);
-        m[row] = kShifted ? __viaddmax_s16x2(second, shifts.of[row][1], m[row]) : __vmaxs2(m[row], second);
-    }
-    const uint32_t both = largest_of_rows(m[0], m[1]);
     out.top[0] = int16_t(both), out.top[1] = int(both) >> 16;
     const uint32_t offset[2] = {__byte_perm(kTop - both, 0, 0x1010), __byte_perm((kTop << 16 | 0xffffu) - both, 0, 0x3232)};
 #pragma unroll
@@ -273,6 +275,31 @@ TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shi
         }
     }
 }
+template <int kNothing, bool kShifted = false>
+TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shifts = {}) {
+    constexpr uint32_t kLowest = 0x80008000;
+    uint32_t m[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        m[row] = largest_of_page(out, row, 0);
+        if (kShifted) m[row] = __viaddmax_s16x2(m[row], shifts.of[row][0], kLowest);
+        const uint32_t second = largest_of_page(out, row, 1);
+        m[row] = kShifted ? __viaddmax_s16x2(second, shifts.of[row][1], m[row]) : __vmaxs2(m[row], second);
+    }
+    set_maxima<kNothing, kShifted>(largest_of_rows(m[0], m[1]), bias, masked, out, shifts);
+}
+// Those of pages, for SAS.
+struct PageMaxima {
+    uint32_t of[2];
+    TA_DEVICE explicit PageMaxima(const Scores& scores) {
+#pragma unroll
+        for (int page = 0; page < 2; ++page)
+            of[page] = largest_of_rows(largest_of_page(scores, 0, page), largest_of_page(scores, 1, page));
+    }
+    TA_DEVICE uint32_t both() const {
+        return __vmaxs2(of[0], of[1]);
+    }
+};
 
 // A block whose pages lie apart is taken twice, a page at a time.
 enum class Pass { kBothPages, kFirstPage, kSecondPage };
@@ -381,37 +408,35 @@ TA_DEVICE void mend_rounding(const LaneRows& rows, const BlockScales& block, boo
 }
 
 // SAS: what lies more than 6 below the row's maximum so far has no weight, page by page. (Its table and cubic differ from 2^x by
-// a sixth of a step at most.) V's scales are one for a page.
-TA_DEVICE void cut_off(const BlockScales& block, RowInfo* info, Scores& scores) {
-    constexpr float kCut = 6.0f * 1.44269504f * kGrid;
-    const float before[2] = {info[0].natural * kGrid, info[8].natural * kGrid};  // before other lanes write it
-    uint32_t both[2];
-#pragma unroll
-    for (int page = 0; page < 2; ++page)
-        both[page] = largest_of_rows(largest_of_page(scores, 0, page), largest_of_page(scores, 1, page));
-    int cut[2][2];
-    bool any = false;
+// a sixth of a step at most.) V's scales are one for a page. `natural`: what RowInfo has of the rows.
+TA_DEVICE void find_least(const PageMaxima& maxima, const BlockScales& block, const float (&natural)[2], RowInfo* info,
+                          Scores& scores) {
+    constexpr float kCut = 6.0f * 1.44269504f * kGrid, kMost = 0x4000 - kLowestOne;  // fp16 2.0: above all
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        float natural = before[row];
+        float top = natural[row] * kGrid;
+        const float lowest = float(scores.top[row] - 1023);  // of P; what is below is 0 in any case
 #pragma unroll
         for (int page = 0; page < 2; ++page) {
-            const int largest = row ? int(both[page]) >> 16 : int16_t(both[page]);
+            const int largest = row ? int(maxima.of[page]) >> 16 : int16_t(maxima.of[page]);
             const float v = fmaf(block.v_highest[page], float(kGrid), 0.5f);
-            if (largest != SHRT_MIN) natural = fmaxf(natural, float(largest) - v);
-            cut[row][page] = __float2int_ru(fminf(fmaxf(natural + v - kCut, -float(kHighest)), float(kHighest)));
-            any = any || cut[row][page] > scores.top[row] - 1012;  // below, P is 0 in any case
+            if (largest != SHRT_MIN) top = fmaxf(top, float(largest) - v);
+            const float steps = fminf(fmaxf(top + v - kCut - lowest, 0.0f), kMost);
+            scores.least[row][page] = twice(__float2int_ru(steps) + kLowestOne);
         }
-        info[8 * row].natural = natural * (1.0f / kGrid);  // the quad's lanes write the same
+        info[8 * row].natural = top * (1.0f / kGrid);  // the quad's lanes write the same
     }
-    if (!__any_sync(~0u, any)) return;
+}
+// For sums of scores, which take what is at the lowest value for nothing.
+TA_DEVICE void cut_off(Scores& scores) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
         for (int n = 0; n < 16; ++n) {
             const uint32_t y = scores.y[row][n];
-            const uint32_t below = __vmaxs2(__viaddmin_s16x2(y, twice(-cut[row][n / 8]), 0), ~0u);  // -1 or 0
-            scores.y[row][n] = (y & ~below) | (below & 0x80008000u);
+            const uint32_t x = __viaddmax_s16x2(y, scores.offset[row][n / 8], twice(kLowestOne));
+            const uint32_t kept = __hge2_mask(halves(x), halves(scores.least[row][n / 8]));
+            scores.y[row][n] = (y & kept) | (0x80008000u & ~kept);
         }
     }
 }
@@ -439,10 +464,10 @@ TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, co
 }
 
 // The 16-bit path over the block of scores from `key` on. kLooks: whether the factors' rounding shows in the scores, which is
-// returned, and mended. (Always to look takes 6% longer.)
-template <bool kLooks>
+// returned, and mended. (Always to look takes 6% longer.) kSas: options come here only under SAS.
+template <bool kLooks, bool kSas>
 TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowInfo* info, const LaneRows& rows,
-                           const BlockScales& scales, bool sas, bool masked, int key, Pass pass, int i, Scores& out) {
+                           const BlockScales& scales, bool masked, int key, Pass pass, int i, Scores& out) {
     if (masked) {
         pack_scores<true, true>(s, factors, scales, info, key, pass, i, out);
     } else if (factors.equal()) {
@@ -450,10 +475,21 @@ TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
     } else {
         pack_scores<true, false>(s, factors, scales, info, key, pass, i, out);
     }
+    if constexpr (kSas) {
+        const float natural[2] = {info[0].natural, info[8].natural};  // before other lanes write it
+        PageMaxima maxima(out);
+        set_maxima<SHRT_MIN>(maxima.both(), 0, masked, out);
+        const bool shows = kLooks && shows_rounding(out, rows, scales, pass);
+        if (shows) {
+            mend_rounding(rows, scales, masked, i, out);
+            maxima = PageMaxima(out);
+        }
+        find_least(maxima, scales, natural, info, out);
+        return shows;
+    }
     find_maxima<SHRT_MIN>(0, masked, out);
     const bool shows = kLooks && shows_rounding(out, rows, scales, pass);
     if (shows) mend_rounding(rows, scales, masked, i, out);
-    if (sas) cut_off(scales, info, out);
     return shows;
 }
 
