@@ -415,26 +415,26 @@ TA_DEVICE void find_least(const PageMaxima& maxima, const BlockScales& block, co
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         float top = natural[row] * kGrid;
-        const float lowest = float(scores.top[row] - 1023);  // of P; what is below is 0 in any case
+        const float one = float(scores.top[row] - 1023);  // the score that becomes fp16 1.0
 #pragma unroll
         for (int page = 0; page < 2; ++page) {
             const int largest = row ? int(maxima.of[page]) >> 16 : int16_t(maxima.of[page]);
             const float v = fmaf(block.v_highest[page], float(kGrid), 0.5f);
             if (largest != SHRT_MIN) top = fmaxf(top, float(largest) - v);
-            const float steps = fminf(fmaxf(top + v - kCut - lowest, 0.0f), kMost);
+            const float steps = fminf(fmaxf(top + v - kCut - one, -float(kLowestOne)), kMost);
             scores.least[row][page] = twice(__float2int_ru(steps) + kLowestOne);
         }
         info[8 * row].natural = top * (1.0f / kGrid);  // the quad's lanes write the same
     }
 }
-// For sums of scores, which take what is at the lowest value for nothing.
+// For sums of scores, to which what is at the lowest value adds nothing.
 TA_DEVICE void cut_off(Scores& scores) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
         for (int n = 0; n < 16; ++n) {
             const uint32_t y = scores.y[row][n];
-            const uint32_t x = __viaddmax_s16x2(y, scores.offset[row][n / 8], twice(kLowestOne));
+            const uint32_t x = __viaddmax_s16x2(y, scores.offset[row][n / 8], 0);  // fp16 below 1.0, too: P may be 0 before
             const uint32_t kept = __hge2_mask(halves(x), halves(scores.least[row][n / 8]));
             scores.y[row][n] = (y & kept) | (0x80008000u & ~kept);
         }
