@@ -18,7 +18,7 @@ TA_HD constexpr size_t dtype_bytes(DType t) {
 enum class ExpMode : uint8_t { kPoly, kExact, kSas };
 
 // SAS, and P in units of the running maximum, know the maxima of a range of pages alone: of as many as these, counted from the
-// first that the rows see, for up to 16 rows per kv head and for more.
+// first that the rows see (by the prefill kernel from key 0), for up to 16 rows per kv head and for more.
 inline constexpr int kDecodeRangePages = 16, kPromptRangePages = 64;
 
 }  // namespace ta

@@ -73,7 +73,7 @@ struct AttendArgs {
     ExpMode exp;
     int32_t p_levels;     // 65535 (two bytes), 255, 127 or 119
     bool p_running;       // P in units of the running maximum instead of the page's
-    int32_t range_pages;  // whose maxima SAS and P in units of the running maximum know: kDecodeRangePages or kPromptRangePages
+    int32_t range_pages;  // kDecodeRangePages or kPromptRangePages: the decode kernel's alone
     bool may_lack_pages;  // entries may have kEntryDropped
     bool has_low;         // entries may have kEntryLow
 };

@@ -197,8 +197,12 @@ void RangeSum::end() {
     m_ = top;
 }
 double RangeSum::finish(double* out, const float* sink, double* shares) const {
+    if (l_ == 0.0) {
+        std::fill_n(out, sum_.size(), 0.0);
+        return sink ? double(*sink) : -std::numeric_limits<double>::infinity();
+    }
     const double l = l_ + (sink ? std::exp2(*sink / std::log(2.0) - m_) : 0.0);
-    for (size_t c = 0; c < o_.size(); ++c) out[c] = l > 0.0 ? sum_[c] / l : 0.0;
+    for (size_t c = 0; c < o_.size(); ++c) out[c] = sum_[c] / l;
     for (const Part& part : parts_) {
         if (shares) shares[part.page] += part.l * std::exp2(part.m - m_) / l;
     }

@@ -127,7 +127,7 @@ __device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int ti
 
 // Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is
 // what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every
-// option. `only_maxima`: of a page that belongs to the warp before, but to the same range.
+// option. `only_maxima`: of a page that other warps have, before this one's in the same range.
 template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
 __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                         float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,

@@ -254,7 +254,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             rows.sums = sums;
         };
-        bool again = false;  // the block's second pass
+        bool again = false;  // the block before stays: this is its second pass
         if (key < key_stop) await_block();
         while (key < key_stop) {
             if constexpr (kChannels) {
@@ -312,7 +312,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 if (args.lse) find_exact_sums(scales, i, scores, rows.exact);
                 if (!fits) raise_lowest(scores);
                 make_p<Ex2::kQuarter, kOptions>(scores, p);
-            } else if (kTokenPath && have_token_scales(scales) && takes_tokens(limits, scales) && !pages_lie_apart(scales)) {
+            } else if (kTokenPath && (have_token_scales(scales) || !can_be_mended(rows, scales)) &&
+                       takes_tokens(limits, scales) && !pages_lie_apart(scales)) {
                 free_keys();
                 const bool exact = __any_sync(~0u, args.lse || are_wide(scales));
                 how = exact ? Sums::kExact : Sums::kOfP;

@@ -407,8 +407,8 @@ TA_DEVICE void mend_rounding(const LaneRows& rows, const BlockScales& block, boo
     find_maxima<SHRT_MIN>(0, masked, scores);
 }
 
-// SAS: what lies more than 6 below the row's maximum so far has no weight, page by page. (Its table and cubic differ from 2^x by
-// a sixth of a step at most.) V's scales are one for a page. `natural`: what RowInfo has of the rows.
+// SAS: what lies more than 6 below the row's maximum so far has no weight, page by page. (Its table and cubic differ from 2^x
+// by a sixth of a step at most.) V's scales are one for a page. `natural`: what RowInfo has of the rows.
 TA_DEVICE void find_least(const PageMaxima& maxima, const BlockScales& block, const float (&natural)[2], RowInfo* info,
                           Scores& scores) {
     constexpr float kCut = 6.0f * 1.44269504f * kGrid, kMost = 0x4000 - kLowestOne;  // fp16 2.0: above all
@@ -484,6 +484,7 @@ TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
             mend_rounding(rows, scales, masked, i, out);
             maxima = PageMaxima(out);
         }
+        __syncwarp();
         find_least(maxima, scales, natural, info, out);
         return shows;
     }
@@ -526,7 +527,7 @@ TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, co
     }
 }
 
-// Tokens with scales of their own, and scores that do not fit into 16 bits. `unit`: of s.
+// Tokens with scales of their own, and factors too coarse to be mended. `unit`: of s.
 TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, float unit, bool masked,
                             int key, Pass pass, int i, Scores& out) {
     if (masked) {
@@ -605,8 +606,8 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
-// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is summed from P before its
-// rounding.
+// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is
+// summed from P before its rounding.
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
                               float unit, bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
@@ -652,6 +653,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
             const float first = fmaxf(info[row].natural, quad_max(of_page[0])), both = fmaxf(first, quad_max(of_page[1]));
             top[row] = fmaxf(quad_max(of_page[0]), quad_max(of_page[1]));
             gap[row][0] = first - top[row], gap[row][1] = both - top[row];
+            __syncwarp();                      // all have read what was there
             row_info[8 * row].natural = both;  // the quad's lanes write the same
         } else {
             top[row] = quad_max(fmaxf(of_page[0], of_page[1]));
