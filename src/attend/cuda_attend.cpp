@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace ta {
 
@@ -44,15 +45,20 @@ void set_options(const AttendSettings& settings, AttendArgs& args) {
     args.exp = settings.exp;
 }
 
-ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
-    const PFormat format = p_format(p, cuda::kDecodeRows + 1);
+void set_p(ta_p p, int64_t rows, int32_t range_pages, AttendArgs& args) {
+    const PFormat format = p_format(p, rows);
     args.p_levels = format.levels;
-    args.range_pages = kPromptRangePages;
-    args.p_running = false;
+    args.p_running = format.running;
+    args.range_pages = range_pages;
+}
+
+ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
+    set_p(p, cuda::kDecodeRows + 1, kPromptRangePages, args);
+    const bool running = std::exchange(args.p_running, false);
     // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
     // those too. It reads every page of the table.
     const bool by_kernel = device.has_prefill_kernel() && !args.may_lack_pages && !cuda::prefill_refusal(args);
-    args.p_running = format.running && !by_kernel;
+    args.p_running = running && !by_kernel;
     ManyRowsKey key{args.group, args.causal, args.window, by_kernel};
     if (!by_kernel) return key;
     key.kv_heads = args.kv_heads;

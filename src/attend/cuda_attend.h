@@ -52,6 +52,8 @@ std::vector<cuda::SequenceArgs> prompts_of(std::span<const cuda::SequenceArgs> s
 // Chunks of the observed query tokens, of the sequence that has most.
 int count_observed_chunks(int group, std::span<const cuda::SequenceArgs> sequences);
 
+// P's format for up to `rows` rows per kv head, and the ranges of pages that go with it.
+void set_p(ta_p p, int64_t rows, int32_t range_pages, cuda::AttendArgs& args);
 // Sets P's format in `args` and chooses.
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendArgs& args);
 

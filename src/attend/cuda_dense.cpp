@@ -140,10 +140,7 @@ Status DenseRun::prepare() {
     if (half()) {
         list_tiles();
     } else if (max_few_rows_ > 0) {
-        const PFormat format = p_format(call_.settings.p, max_few_rows_);
-        a.p_levels = format.levels;
-        a.p_running = format.running;
-        a.range_pages = kDecodeRangePages;
+        set_p(call_.settings.p, max_few_rows_, kDecodeRangePages, a);
         TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_few_rows_, few_work_));
     }
     if (!many_.empty()) {

@@ -324,10 +324,7 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, La
 }
 
 Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, AttendWork& work) {
-    const PFormat format = p_format(p, max_rows);
-    a.p_levels = format.levels;
-    a.p_running = format.running;
-    a.range_pages = kDecodeRangePages;
+    set_p(p, max_rows, kDecodeRangePages, a);
     a.may_lack_pages = pool_.may_drop();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
     if (mass_.on()) TA_RETURN_IF_ERROR(reserve_mass(work, captured));
@@ -358,10 +355,7 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
 // for the rows of one.
 Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured) {
     AttendArgs a = args;
-    const PFormat format = p_format(p, cuda::kDecodeRows);
-    a.p_levels = format.levels;
-    a.p_running = format.running;
-    a.range_pages = kPromptRangePages;
+    set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
     a.may_lack_pages = pool_.may_drop();
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {

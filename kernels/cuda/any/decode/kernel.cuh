@@ -434,7 +434,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
-    // Where weights depend on maxima so far, a warp begins with its first range: pages of which it takes the maxima alone.
+    // Where weights depend on maxima so far, a warp begins where its first range does: of the pages there that others have it
+    // takes the maxima alone.
     [[maybe_unused]] const bool running = p.a.exp == ExpMode::kSas || p.a.p_running;
     int32_t others = 0;
     if constexpr (kKind == DecodeKind::kGeneral) {

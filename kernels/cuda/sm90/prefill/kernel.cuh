@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/cuda/ptx/mma.cuh"
+#include "kernels/cuda/sm90/prefill/general_scores.cuh"
 #include "kernels/cuda/sm90/prefill/join.cuh"
 #include "kernels/cuda/sm90/prefill/output.cuh"
 #include "kernels/cuda/sm90/prefill/pages.cuh"

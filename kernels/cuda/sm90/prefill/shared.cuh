@@ -41,6 +41,14 @@ TA_HD constexpr int score_word(int j, int e) {
 TA_HD constexpr int score_half(int j) {
     return j % 2;
 }
+// Word n is of this e, and of this j and the next.
+TA_HD constexpr int e_of_word(int n) {
+    return n / 2 % 2;
+}
+TA_HD constexpr int j_of_word(int n) {
+    return n / 4 * 4 + n % 2 * 2;
+}
+static_assert(score_word(j_of_word(7), e_of_word(7)) == 7 && score_word(j_of_word(10), e_of_word(10)) == 10);
 TA_HD constexpr int v_chunk(int token) {
     return token / 32 * 2 + token % 2;
 }

@@ -6,13 +6,14 @@
 // 2), span P's 8 bits. Three ways there:
 //   fast_scores     K's tokens have one scale in a page: one multiply-add and half a byte permutation per score
 //   token_scores    K's scales differ: a conversion, two fp32 multiplications and additions and half a permutation
-//   general_scores  softcap, ALiBi, scores of hundreds of octaves: fp32 to the end
+//   general_scores  softcap, ALiBi, scores of hundreds of octaves: fp32 to the end (general_scores.cuh)
 // l is what the product with V makes of P and 1 / V's scale (shared.cuh), or is summed in fp32 from the 16-bit scores
 // (exact_sums) where LSE is asked for or where V's scales lie too far apart for that.
 #pragma once
 
 #include <climits>
 
+#include "kernels/cuda/common/half2.cuh"
 #include "kernels/cuda/sm90/prefill/query.cuh"
 
 namespace ta::cuda::prefill {
@@ -36,24 +37,17 @@ TA_DEVICE uint32_t twice(int x) {
     return uint32_t(x & 0xffff) * 0x10001u;
 }
 
-TA_DEVICE half2 halves(uint32_t x) {
-    return *reinterpret_cast<half2*>(&x);
-}
-TA_DEVICE half2 masked(half2 x, uint32_t mask) {
-    const uint32_t bits = *reinterpret_cast<uint32_t*>(&x) & mask;
-    return *reinterpret_cast<const half2*>(&bits);
-}
-
 // 255 * 2^((f - 2047/1024) 1024/112) on the low bytes of 1024 + P. The cubic fits its fourth root such that P has the least
-// squared error with these very roundings (0.337 of a step rms; 0.295 would be rounding alone); it never exceeds 255.
+// squared error with these very roundings (0.337 of a step rms; 0.295 would be rounding alone); it never exceeds 255. `mask`: of
+// the halves whose P is not 0.
 TA_DEVICE uint32_t exponential(uint32_t f, uint32_t mask) {
-    const half2 x = *reinterpret_cast<half2*>(&f);
+    const half2 x = half2_of(f);
     const half2 c3 = __half2half2(__ushort_as_half(0x3e3c)), c2 = __half2half2(__ushort_as_half(0xc4ba));
     const half2 c1 = __half2half2(__ushort_as_half(0x4680)), c0 = __half2half2(__ushort_as_half(0xc11f));
     half2 r = __hfma2(x, c3, c2);
     r = __hfma2(r, x, c1);
     r = __hfma2(r, x, c0);
-    r = masked(__hmul2(r, r), mask);
+    r = half2_of(bits_of(__hmul2(r, r)) & mask);
     r = __hfma2(r, r, __float2half2_rn(1024.0f));
     return *reinterpret_cast<uint32_t*>(&r);
 }
@@ -62,10 +56,10 @@ TA_DEVICE uint32_t exponential(uint32_t f, uint32_t mask) {
 // closer to the line; it is 1/112 octave low, which 256.5 for 255 mends.
 TA_DEVICE uint32_t exponential_by_ex2(uint32_t f, uint32_t mask) {
     const half2 slope = __float2half2_rn(9.140625f), offset = __float2half2_rn(-18.28125f);  // 1024/112
-    const half2 x = __hfma2(*reinterpret_cast<half2*>(&f), slope, offset);
+    const half2 x = __hfma2(half2_of(f), slope, offset);
     half2 r;
     asm("ex2.approx.f16x2 %0, %1;" : "=r"(*reinterpret_cast<uint32_t*>(&r)) : "r"(*reinterpret_cast<const uint32_t*>(&x)));
-    r = __hfma2(masked(r, mask), __float2half2_rn(256.5f), __float2half2_rn(1024.0f));
+    r = __hfma2(half2_of(bits_of(r) & mask), __float2half2_rn(256.5f), __float2half2_rn(1024.0f));
     return *reinterpret_cast<uint32_t*>(&r);
 }
 
@@ -73,8 +67,8 @@ TA_DEVICE uint32_t exponential_by_ex2(uint32_t f, uint32_t mask) {
 // do, for whom every instruction less counts.
 enum class Ex2 { kNone, kQuarter, kAll = 4 };
 
-// P as operand A of the four products with V. kCut: what is below scores.least has none.
-template <Ex2 kEx2 = Ex2::kNone, bool kCut = false>
+// P as operand A of the four products with V. kSas: what is below scores.least has none.
+template <Ex2 kEx2 = Ex2::kNone, bool kSas = false>
 TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -85,7 +79,7 @@ TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
             for (int h = 0; h < 2; ++h) {
                 const uint32_t x = __viaddmax_s16x2(scores.y[row][2 * n + h], scores.offset[row][n / 4], twice(kLowestOne));
                 uint32_t mask = ~0u;
-                if (kCut) mask = __hge2_mask(halves(x), halves(scores.least[row][n / 4]));
+                if (kSas) mask = __hge2_mask(half2_of(x), half2_of(scores.least[row][n / 4]));
                 e[h] = (2 * n + h) % 4 < int(kEx2) ? exponential_by_ex2(x, mask) : exponential(x, mask);
             }
             p[n / 2][2 * (n % 2) + row] = __byte_perm(e[0], e[1], 0x6420);
@@ -149,16 +143,17 @@ TA_DEVICE Factors find_factors(const LaneRows& rows, const BlockScales& scales) 
     return factors;
 }
 
-// Of log2 of a block's V scales: the largest in magnitude, and the octaves between them. Are those too many for l to be made
-// from P, or scales too small?
+// Of log2 of a block's V scales: the largest in magnitude.
 TA_DEVICE float size_of_v(const BlockScales& scales) {
     return fmaxf(fmaxf(scales.v_highest[0], scales.v_highest[1]), -fminf(scales.v_lowest[0], scales.v_lowest[1]));
 }
+// The octaves between them; infinite where scales are so small that l must not be made from P.
 TA_DEVICE float spread_of(const BlockScales& scales) {
     const float highest = fmaxf(scales.v_highest[0], scales.v_highest[1]),
                 lowest = fminf(scales.v_lowest[0], scales.v_lowest[1]);
     return lowest < kSmallV ? INFINITY : highest - lowest;
 }
+// Are these too many for l to be made from P?
 TA_DEVICE bool are_wide(const BlockScales& scales) {
     return spread_of(scales) > float(kOctavesApart);
 }
@@ -435,7 +430,7 @@ TA_DEVICE void cut_off(Scores& scores) {
         for (int n = 0; n < 16; ++n) {
             const uint32_t y = scores.y[row][n];
             const uint32_t x = __viaddmax_s16x2(y, scores.offset[row][n / 8], 0);  // fp16 below 1.0, too: P may be 0 before
-            const uint32_t kept = __hge2_mask(halves(x), halves(scores.least[row][n / 8]));
+            const uint32_t kept = __hge2_mask(half2_of(x), half2_of(scores.least[row][n / 8]));
             scores.y[row][n] = (y & kept) | (0x80008000u & ~kept);
         }
     }
@@ -511,7 +506,7 @@ TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, co
     const float unit[2] = {info[0].scale * kGrid * s_unit, info[8].scale * kGrid * s_unit};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
-        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
+        const int e = e_of_word(n), first = j_of_word(n);
         const TokenScales token = scales.token[n][i];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -570,135 +565,6 @@ TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& s
         const float off = fmaf(top[row], kStep, shift[row]);
         out[row] = scores.m[row] == kNever ? 0.0f : l[row] * exp2_approx(-off) * 255.0f;
     }
-}
-
-TA_DEVICE float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// log2 of SAS's e^-y, -inf beyond its cutoff; u = y log2 e >= 0.
-TA_DEVICE float log2_sas(float u) {
-    const float y = u * 0.693147181f;
-    if (!(y <= 6.0f)) return -INFINITY;
-    const float n = floorf(y), f = y - n;
-    float r = fmaf(-0.1025f, f, 0.4626f);
-    r = fmaf(r, f, -0.9922f);
-    r = fmaf(r, f, 0.9996f);
-    return log2_approx(r) - n * 1.44269504f;
-}
-
-// What fp32 scores need besides the rows: uniform over the call.
-struct ScoreOptions {
-    float softcap;  // in log2 units; 0: off
-    float softcap_inverse;
-    bool sas;
-};
-
-TA_DEVICE ScoreOptions score_options(const AttendArgs& args) {
-    const bool capped = args.softcap > 0.0f;
-    return {args.softcap * 1.44269504f, capped ? 1.0f / args.softcap : 0.0f, args.exp == ExpMode::kSas};
-}
-
-TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
-    const float y = fabsf(x * o.softcap_inverse), e = exp2_approx(-2.0f * 1.44269504f * y);
-    return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
-}
-
-// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is
-// summed from P before its rounding.
-template <bool kOptions>
-TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              float unit, bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
-    constexpr float kFar = 1000.0f;  // octaves
-    const RowInfo info[2] = {row_info[0], row_info[8]};
-    const float scale[2] = {info[0].scale * unit, info[1].scale * unit};
-    const int first_key = key + lane_token(i);
-#pragma unroll
-    for (int n = 0; n < 16; ++n) {
-        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
-        const TokenScales token = scales.token[n][i];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int row = m / 2, h = m % 2, j = first + h;
-            float x = float(s[4 * j + 2 * row + e]) * (scale[row] * token.k[h]);
-            if (kOptions && options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
-            if (kOptions) x = fmaf(info[row].slope, float(first_key + column_token(j, e) - info[row].position), x);
-            s[4 * j + 2 * row + e] = __float_as_int(x);
-        }
-    }
-    if (masked) {
-        const Seen seen(row_info, key, pass, i);
-#pragma unroll
-        for (int j = 0; j < 16; j += 2) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const uint32_t hidden = seen.hidden(n / 2, j, n % 2);
-                if (hidden & 0xffff) s[4 * j + n] = __float_as_int(-INFINITY);
-                if (hidden >> 16) s[4 * j + 4 + n] = __float_as_int(-INFINITY);
-            }
-        }
-    }
-    // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
-    float top[2], above[2] = {-kFar, -kFar};
-    float gap[2][2];  // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        float of_page[2] = {kNever, kNever};
-#pragma unroll
-        for (int n = 0; n < 64; ++n)
-            if (n / 2 % 2 == row) of_page[n / 32] = fmaxf(of_page[n / 32], __int_as_float(s[n]));
-        if (kOptions && options.sas) {
-            const float first = fmaxf(info[row].natural, quad_max(of_page[0])), both = fmaxf(first, quad_max(of_page[1]));
-            top[row] = fmaxf(quad_max(of_page[0]), quad_max(of_page[1]));
-            gap[row][0] = first - top[row], gap[row][1] = both - top[row];
-            __syncwarp();                      // all have read what was there
-            row_info[8 * row].natural = both;  // the quad's lanes write the same
-        } else {
-            top[row] = quad_max(fmaxf(of_page[0], of_page[1]));
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < 16; ++n) {
-        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
-        const TokenScales token = scales.token[n][i];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int row = m / 2, h = m % 2;
-            const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
-            s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
-            above[row] = fmaxf(above[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
-        }
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        above[row] = quad_max(above[row]);
-        out.m[row] = top[row] == kNever ? kNever : top[row] + above[row];
-        out.offset[row][0] = out.offset[row][1] = twice(kLowestOne + 1023);
-    }
-    float l[2] = {};
-#pragma unroll
-    for (int n = 0; n < 16; ++n) {
-        const int e = n / 2 % 2, first = n / 4 * 4 + n % 2 * 2;
-        const TokenScales token = scales.token[n][i];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            uint32_t y[2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
-                if (kOptions && options.sas && x != -INFINITY) x = gap[row][n / 8] + log2_sas(gap[row][n / 8] - x);
-                x -= above[row];
-                l[row] += exp2_approx(x - 32.0f);
-                const float steps = fmaf(x, float(kGrid), token.v[h] - kTokenZero) + kInteger;
-                y[h] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0
-            }
-            out.y[row][n] = __byte_perm(y[0], y[1], 0x5410);
-        }
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) sums[row] = l[row] * 255.0f;
 }
 
 // O as it is kept between blocks: times 255 kOutUnit / 2^m. An int32 below 2^23 is, bit by bit, a denormal fp32 of 2^-149 times

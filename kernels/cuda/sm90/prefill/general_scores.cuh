@@ -1,0 +1,139 @@
+// Scores to P where 16 bits will not do: softcap, ALiBi, scores of hundreds of octaves, SAS beside scales per token. fp32 to the
+// end.
+#pragma once
+
+#include "kernels/cuda/sm90/prefill/softmax.cuh"
+
+namespace ta::cuda::prefill {
+
+TA_DEVICE float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// log2 of SAS's e^-y, -inf beyond its cutoff; u = y log2 e >= 0.
+TA_DEVICE float log2_sas(float u) {
+    const float y = u * 0.693147181f;
+    if (!(y <= 6.0f)) return -INFINITY;
+    const float n = floorf(y), f = y - n;
+    float r = fmaf(-0.1025f, f, 0.4626f);
+    r = fmaf(r, f, -0.9922f);
+    r = fmaf(r, f, 0.9996f);
+    return log2_approx(r) - n * 1.44269504f;
+}
+
+// What fp32 scores need besides the rows: uniform over the call.
+struct ScoreOptions {
+    float softcap;  // in log2 units; 0: off
+    float softcap_inverse;
+    bool sas;
+};
+
+TA_DEVICE ScoreOptions score_options(const AttendArgs& args) {
+    const bool capped = args.softcap > 0.0f;
+    return {args.softcap * 1.44269504f, capped ? 1.0f / args.softcap : 0.0f, args.exp == ExpMode::kSas};
+}
+
+TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
+    const float y = fabsf(x * o.softcap_inverse), e = exp2_approx(-2.0f * 1.44269504f * y);
+    return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
+}
+
+// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is
+// summed from P before its rounding.
+template <bool kOptions>
+TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
+                              float unit, bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
+    constexpr float kFar = 1000.0f;  // octaves
+    const RowInfo info[2] = {row_info[0], row_info[8]};
+    const float scale[2] = {info[0].scale * unit, info[1].scale * unit};
+    const int first_key = key + lane_token(i);
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+        const int e = e_of_word(n), first = j_of_word(n);
+        const TokenScales token = scales.token[n][i];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int row = m / 2, h = m % 2, j = first + h;
+            float x = float(s[4 * j + 2 * row + e]) * (scale[row] * token.k[h]);
+            if (kOptions && options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
+            if (kOptions) x = fmaf(info[row].slope, float(first_key + column_token(j, e) - info[row].position), x);
+            s[4 * j + 2 * row + e] = __float_as_int(x);
+        }
+    }
+    if (masked) {
+        const Seen seen(row_info, key, pass, i);
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const uint32_t hidden = seen.hidden(n / 2, j, n % 2);
+                if (hidden & 0xffff) s[4 * j + n] = __float_as_int(-INFINITY);
+                if (hidden >> 16) s[4 * j + 4 + n] = __float_as_int(-INFINITY);
+            }
+        }
+    }
+    // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
+    float top[2], above[2] = {-kFar, -kFar};
+    float gap[2][2];  // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        float of_page[2] = {kNever, kNever};
+#pragma unroll
+        for (int n = 0; n < 64; ++n)
+            if (n / 2 % 2 == row) of_page[n / 32] = fmaxf(of_page[n / 32], __int_as_float(s[n]));
+        if (kOptions && options.sas) {
+            const float tops[2] = {quad_max(of_page[0]), quad_max(of_page[1])};
+            const float first = fmaxf(info[row].natural, tops[0]), both = fmaxf(first, tops[1]);
+            top[row] = fmaxf(tops[0], tops[1]);
+            gap[row][0] = first - top[row], gap[row][1] = both - top[row];
+            __syncwarp();                      // all have read what was there
+            row_info[8 * row].natural = both;  // the quad's lanes write the same
+        } else {
+            top[row] = quad_max(fmaxf(of_page[0], of_page[1]));
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+        const int e = e_of_word(n), first = j_of_word(n);
+        const TokenScales token = scales.token[n][i];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int row = m / 2, h = m % 2;
+            const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
+            s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
+            above[row] = fmaxf(above[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
+        }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        above[row] = quad_max(above[row]);
+        out.m[row] = top[row] == kNever ? kNever : top[row] + above[row];
+        out.offset[row][0] = out.offset[row][1] = twice(kLowestOne + 1023);
+    }
+    float l[2] = {};
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+        const int e = e_of_word(n), first = j_of_word(n);
+        const TokenScales token = scales.token[n][i];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            uint32_t y[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float x = __int_as_float(s[4 * (first + h) + 2 * row + e]);
+                if (kOptions && options.sas && x != -INFINITY) x = gap[row][n / 8] + log2_sas(gap[row][n / 8] - x);
+                x -= above[row];
+                l[row] += exp2_approx(x - 32.0f);
+                const float steps = fmaf(x, float(kGrid), token.v[h] - kTokenZero) + kInteger;
+                y[h] = __float_as_uint(fmaxf(steps, kInteger - 20000.0f));  // at most 0
+            }
+            out.y[row][n] = __byte_perm(y[0], y[1], 0x5410);
+        }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sums[row] = l[row] * 255.0f;
+}
+
+}  // namespace ta::cuda::prefill
