@@ -62,8 +62,10 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     ManyRowsKey key{args.group, args.causal, args.window, by_kernel};
     if (!by_kernel) return key;
     key.kv_heads = args.kv_heads;
-    // SAS cuts off by the row's maximum so far, so its rows see their keys in order.
-    if (args.exp != ExpMode::kSas) key.ctas = device.properties().multiProcessorCount;
+    // SAS cuts off by the maxima of a range of pages, which must not be cut. Under a window rows begin within one.
+    const bool sas = args.exp == ExpMode::kSas;
+    if (!sas || args.window == 0) key.ctas = device.properties().multiProcessorCount;
+    if (sas) key.cut_every = kPromptRangePages;
     return key;
 }
 
@@ -119,7 +121,7 @@ int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
 
 ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel), ctas(key.ctas) {
     if (by_kernel) {
-        tiles = cuda::PrefillPlan(sequences, key.group, key.causal, key.window, key.kv_heads, key.ctas);
+        tiles = cuda::PrefillPlan(sequences, key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every);
         bytes = tiles.bytes();
         return;
     }

@@ -44,6 +44,7 @@ struct ManyRowsKey {
     int observed = kAll;  // only this chunk of each sequence's last kObservedTokens query tokens
     int kv_heads = 0;     // of the prefill kernel
     int ctas = 0;         // of the prefill kernel, if it may split the pages of rows between them, else 0
+    int cut_every = 2;    // at which pages it may
     static constexpr int kAll = -1;
     auto operator<=>(const ManyRowsKey&) const = default;
 };

@@ -75,7 +75,8 @@ class Bench {
         d_lse_ = Device<float>(rows * kKvHeads * kGroup);
         d_signs_ = Device<float>(std::vector<float>(size_t(s.d), 1.0f));
         ctas_ = multiprocessors();
-        const PrefillPlan plan(sequences, kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_);
+        const PrefillPlan plan(sequences, kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_,
+                               s.exp == ExpMode::kSas ? kPromptRangePages : 2);
         std::vector<uint8_t> schedule(plan.bytes());
         plan.write(schedule.data());
         d_schedule_ = Device<uint8_t>(schedule);

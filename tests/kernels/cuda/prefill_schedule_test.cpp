@@ -39,11 +39,12 @@ struct Call {
     int group, kv_heads, ctas;
     bool causal;
     int window;
+    int cut_every;
 };
 
 void check(const Call& c, const std::vector<Lengths>& lengths) {
     const std::vector<SequenceArgs> sequences = sequences_of(lengths);
-    const PrefillPlan plan(sequences, c.group, c.causal, c.window, c.kv_heads, c.ctas);
+    const PrefillPlan plan(sequences, c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every);
     ASSERT_LE(plan.slots(), prefill_slots(c.ctas));
     ASSERT_LE(size_t(plan.slots()) * kPrefillWarps * part_bytes(128), prefill_workspace_bytes(128, c.ctas));
 
@@ -78,7 +79,8 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
                 ASSERT_EQ(t->first_entry, s.first_entry);
                 ASSERT_EQ(t->page_begin, page);
                 ASSERT_TRUE(t->page_end > page || t->parts == 1) << "an empty part";
-                ASSERT_TRUE((t->page_end - page) % 2 == 0 || part == t->parts - 1) << "a block of two pages is cut";
+                ASSERT_TRUE((t->page_end - first.page_begin) % c.cut_every == 0 || part == t->parts - 1)
+                    << "cut at " << t->page_end;
                 page = t->page_end;
             }
             ASSERT_TRUE(page >= high || high <= low);
@@ -105,8 +107,12 @@ TEST(PrefillSchedule, HasEachRowOnce) {
     ta::testing::Random random(7);
     for (int n = 0; n < 400; ++n) {
         const auto upto = [&](int64_t most) { return int(random.between(0, most)); };
-        const Call c{1 + upto(7), 1 + upto(15), random.chance(20) ? 0 : 1 + upto(160), random.chance(70),
-                     random.chance(20) ? 1 + upto(3000) : 0};
+        const Call c{1 + upto(7),
+                     1 + upto(15),
+                     random.chance(20) ? 0 : 1 + upto(160),
+                     random.chance(70),
+                     random.chance(20) ? 1 + upto(3000) : 0,
+                     random.chance(30) ? 64 : 2};
         std::vector<Lengths> lengths;
         for (int s = upto(5); s >= 0; --s) {
             const int keys = upto(random.chance(30) ? 40000 : 700);
@@ -125,6 +131,27 @@ TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {
     EXPECT_EQ(plan({{32768, 64}}, 0).slots(), 0);
     EXPECT_EQ(plan({{16384, 16384}}, 132).slots(), 0);
     EXPECT_EQ(plan({{100, 100}}, 132).slots(), 0) << "too short for parts";
+}
+
+// A CTA takes the next item when it is done with one.
+TEST(PrefillSchedule, CtasAreDoneAtTheSameTime) {
+    const auto wait_of_last = [](std::vector<Lengths> lengths, int cut_every) {
+        constexpr int kCtas = 132, kHeads = 8;
+        const PrefillPlan plan(sequences_of(lengths), 4, true, 0, kHeads, kCtas, cut_every);
+        std::vector<int64_t> done(kCtas, 0);
+        int64_t pages = 0;
+        for (const PrefillTile& t : plan.tiles()) {
+            for (int head = 0; head < kHeads; ++head) *std::min_element(done.begin(), done.end()) += t.page_end - t.page_begin;
+            pages += int64_t(kHeads) * (t.page_end - t.page_begin);
+        }
+        return double(*std::max_element(done.begin(), done.end())) * kCtas / double(pages);
+    };
+    EXPECT_LT(wait_of_last({{32768, 2048}}, 2), 1.03);
+    EXPECT_LT(wait_of_last({{32768, 1024}}, 2), 1.05);
+    EXPECT_LT(wait_of_last({{32768, 512}}, 2), 1.08);
+    EXPECT_LT(wait_of_last(std::vector<Lengths>(8, {8192, 128}), 2), 1.12);
+    EXPECT_LT(wait_of_last(std::vector<Lengths>(3, {16384, 1000}), 2), 1.05);  // five rounds
+    EXPECT_LT(wait_of_last({{32768, 2048}}, 64), 1.08);
 }
 
 }  // namespace

@@ -98,8 +98,9 @@ class Problem {
         const int all = multiprocessors();
         const auto run_plan = [&](const PrefillPlan& plan) { return run(plan, all, rows_to_check, errors); };
         if (!run_plan(PrefillPlan(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, 0))) return false;
-        if (c_.exp == ExpMode::kSas) return true;  // never split
-        const PrefillPlan split(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, all);
+        const bool sas = c_.exp == ExpMode::kSas;
+        if (sas && c_.window > 0) return true;  // never split
+        const PrefillPlan split(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, all, sas ? kPromptRangePages : 2);
         return split.slots() == 0 || run_plan(split);
     }
 

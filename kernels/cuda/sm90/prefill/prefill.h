@@ -43,8 +43,10 @@ struct alignas(16) PrefillSchedule {
 class PrefillPlan {
   public:
     PrefillPlan() = default;
-    // `ctas`: of the launch; 0: pages are not split.
-    PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas);
+    // `ctas`: of the launch; 0: tiles are not split. `cut_every`, even: parts begin so many pages, or a multiple, behind the
+    // first that the tile's rows see.
+    PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas,
+                int32_t cut_every = 2);
 
     size_t bytes() const;
     // Writes the schedule, `bytes` long, to host memory.

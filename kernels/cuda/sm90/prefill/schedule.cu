@@ -11,34 +11,53 @@ namespace ta::cuda {
 namespace {
 
 // Costs in pages of a tile.
-constexpr int kTileCost = 6;       // the start and the end of a tile, at 1.1 us a page
-constexpr int kPartCost = 4;       // what a part leaves in memory; the join takes a page's time for each part
-constexpr int kLeastPages = 8;     // of a part
-constexpr int kRoundsToSplit = 6;  // with more items to a CTA the last round does not matter
+constexpr int kTileCost = 6;        // the start and the end of a tile, at 1.1 us a page
+constexpr int kPartCost = 4;        // what a part leaves in memory; the join takes a page's time for each part
+constexpr int kLeastPages = 8;      // of a part
+constexpr int kRoundsToSplit = 32;  // with more items to a CTA the last round does not matter
 
 int32_t pages_of(const PrefillTile& t) {
     return t.page_end - t.page_begin;
 }
 
-int32_t cost_of(int32_t pages, int parts) {
-    return (pages + parts - 1) / parts + kTileCost + (parts > 1 ? kPartCost + parts : 0);
-}
+// Where the pages of a tile are cut: behind `first`, and behind each `length` more.
+struct Cut {
+    int32_t parts = 1, first = 0, length = 0;
 
-// Tiles in parts of some number.
-struct Parts {
-    std::vector<int32_t> of;  // each tile
+    // A remainder that is too short for a part is the last one's.
+    static Cut of(int32_t pages, int32_t first, int32_t length) {
+        const int32_t behind = pages - first;
+        if (behind < kLeastPages) return {};
+        return {1 + std::max(1, behind / length + (behind % length >= kLeastPages)), first, length};
+    }
+    int32_t end(int32_t part, int32_t pages) const { return part + 1 == parts ? pages : first + part * length; }
+    int32_t last(int32_t pages) const { return parts == 1 ? pages : pages - end(parts - 2, pages); }
+    int32_t cost(int32_t pages_of_part) const { return pages_of_part + kTileCost + (parts > 1 ? kPartCost + parts : 0); }
+};
+
+struct Cuts {
+    std::vector<Cut> of;  // each tile
     int64_t slots = 0;
     int64_t time = 0;  // until the last CTA is done
+
+    void add(const Cut& cut, int kv_heads) {
+        of.push_back(cut);
+        if (cut.parts > 1) slots += int64_t(cut.parts) * kv_heads;
+    }
 };
 
 // When the last of `ctas` CTAs is done if each takes the largest item left.
-int64_t time_of(std::span<const PrefillTile> tiles, std::span<const int32_t> parts, int kv_heads, int ctas) {
+int64_t time_of(std::span<const PrefillTile> tiles, std::span<const Cut> cuts, int kv_heads, int ctas) {
     struct Items {
         int64_t cost, n;
     };
     std::vector<Items> items;
     for (size_t t = 0; t < tiles.size(); ++t) {
-        items.push_back({cost_of(pages_of(tiles[t]), parts[t]), int64_t(parts[t]) * kv_heads});
+        const Cut& cut = cuts[t];
+        const int32_t pages = pages_of(tiles[t]);
+        items.push_back({cut.cost(cut.last(pages)), kv_heads});
+        if (cut.parts > 1) items.push_back({cut.cost(cut.first), kv_heads});
+        if (cut.parts > 2) items.push_back({cut.cost(cut.length), int64_t(cut.parts - 2) * kv_heads});
     }
     std::sort(items.begin(), items.end(), [](const Items& a, const Items& b) { return a.cost > b.cost; });
     struct Free {
@@ -62,49 +81,90 @@ int64_t time_of(std::span<const PrefillTile> tiles, std::span<const int32_t> par
     return end;
 }
 
-// Parts that are done by `target`. Equal ones, or, if CTAs take the tiles one after the other, which come in order of their
-// pages, parts as long as the time that is left.
-Parts split_for(std::span<const PrefillTile> tiles, int kv_heads, int ctas, int64_t target, bool equal) {
-    Parts parts;
-    int64_t before = 0;
-    for (const PrefillTile& t : tiles) {
-        const int32_t pages = pages_of(t);
-        const int64_t left = equal ? target : target - before / ctas;
-        int32_t n = 1;
-        if (cost_of(pages, 1) > left) {
-            const int64_t length = std::max<int64_t>(left - kTileCost - kPartCost, kLeastPages);
-            n = int32_t(std::clamp<int64_t>((pages + length - 1) / length, 1, std::max(1, pages / kLeastPages)));
+// What tiles are cut for.
+struct Shape {
+    int kv_heads, ctas;
+    int32_t step;  // pages: parts end at multiples of it
+    int32_t round(int64_t pages) const { return int32_t(std::max<int64_t>((pages + step - 1) / step, 1)) * step; }
+};
+
+// The first `whole` tiles stay; the pages of the others, one tile's behind another's, are cut into equal lengths.
+Cuts cut_the_rest(std::span<const PrefillTile> tiles, size_t whole, int32_t length, const Shape& shape) {
+    Cuts cuts;
+    int32_t at = 0;  // pages of the length that tiles before had
+    for (size_t t = 0; t < tiles.size(); ++t) {
+        if (t < whole) {
+            cuts.add({}, shape.kv_heads);
+            continue;
         }
-        parts.of.push_back(n);
-        if (n > 1) parts.slots += int64_t(n) * kv_heads;
-        before += int64_t(cost_of(pages, n)) * n * kv_heads;
+        const int32_t left = (length - at) / shape.step * shape.step, first = left < kLeastPages ? length : left;
+        const int32_t pages = pages_of(tiles[t]);
+        const Cut cut = Cut::of(pages, first, length);
+        cuts.add(cut, shape.kv_heads);
+        at = cut.last(pages) + (cut.parts == 1 ? length - first : 0);
+        if (at >= length) at = 0;
     }
-    return parts;
+    return cuts;
 }
 
-// The number of parts of each tile; empty: as they are.
-std::vector<int32_t> choose_parts(std::span<const PrefillTile> tiles, int kv_heads, int ctas) {
-    if (ctas <= 1 || int64_t(tiles.size()) * kv_heads > int64_t(kRoundsToSplit) * ctas) return {};
-    int64_t work = 0;
-    for (const PrefillTile& t : tiles) work += int64_t(cost_of(pages_of(t), 1)) * kv_heads;
-    const std::vector<int32_t> whole(tiles.size(), 1);
-    Parts best{{}, 0, time_of(tiles, whole, kv_heads, ctas)};
-    const int64_t good_enough = work * 21 / 20 / ctas;
-    for (const bool equal : {false, true}) {
-        for (const int percent : {50, 65, 80, 100, 106, 112, 118, 125, 135, 150, 175, 200}) {
-            if (best.time <= good_enough) return best.of;
-            Parts parts = split_for(tiles, kv_heads, ctas, (work * percent / 100 + ctas - 1) / ctas, equal);
-            if (parts.slots > prefill_slots(ctas)) continue;
-            parts.time = time_of(tiles, parts.of, kv_heads, ctas);
-            if (parts.time < best.time) best = std::move(parts);
+// Each tile that would not be done by `target` into equal parts that are.
+Cuts cut_equally(std::span<const PrefillTile> tiles, int64_t target, const Shape& shape) {
+    Cuts cuts;
+    for (const PrefillTile& t : tiles) {
+        const int32_t pages = pages_of(t);
+        Cut cut;
+        if (cut.cost(pages) > target) {
+            const int64_t longest = std::max<int64_t>(target - kTileCost - kPartCost, kLeastPages);
+            const int32_t parts =
+                int32_t(std::clamp<int64_t>((pages + longest - 1) / longest, 1, std::max(1, pages / kLeastPages)));
+            const int32_t length = shape.round((pages + parts - 1) / parts);
+            cut = Cut::of(pages, length, length);
         }
+        cuts.add(cut, shape.kv_heads);
+    }
+    return cuts;
+}
+
+// Empty: tiles stay as they are.
+std::vector<Cut> choose_cuts(std::span<const PrefillTile> tiles, const Shape& shape) {
+    const int ctas = shape.ctas;
+    const int64_t n_items = int64_t(tiles.size()) * shape.kv_heads;
+    if (ctas <= 1 || n_items > int64_t(kRoundsToSplit) * ctas) return {};
+    int64_t work = 0;
+    for (const PrefillTile& t : tiles) work += int64_t(Cut{}.cost(pages_of(t))) * shape.kv_heads;
+    const int64_t good_enough = work * 103 / 100 / ctas;
+    Cuts best;
+    const std::vector<Cut> whole(tiles.size());
+    best.time = time_of(tiles, whole, shape.kv_heads, ctas);
+    const auto consider = [&](Cuts cuts) {
+        if (cuts.slots > prefill_slots(ctas)) return;
+        cuts.time = time_of(tiles, cuts.of, shape.kv_heads, ctas);
+        if (cuts.time < best.time) best = std::move(cuts);
+    };
+    // As many tiles whole as all CTAs take equally many of, or none.
+    const size_t in_full_rounds = size_t(n_items / ctas * ctas / shape.kv_heads);
+    for (const size_t n : {in_full_rounds, size_t{0}}) {
+        int64_t pages = 0;
+        for (const PrefillTile& t : tiles.subspan(n)) pages += pages_of(t);
+        for (const int percent : {100, 104}) {
+            if (best.time <= good_enough) return best.of;
+            const int64_t length = pages * shape.kv_heads * percent / 100 / ctas + 1;
+            consider(cut_the_rest(tiles, n, shape.round(std::max<int64_t>(length, kLeastPages)), shape));
+        }
+        if (in_full_rounds == 0) break;
+    }
+    if (in_full_rounds > tiles.size() / 2) return best.of;
+    for (const int percent : {50, 65, 80, 100, 106, 112, 118, 125, 135, 150, 175, 200}) {
+        if (best.time <= good_enough) return best.of;
+        consider(cut_equally(tiles, (work * percent / 100 + ctas - 1) / ctas, shape));
     }
     return best.of;
 }
 
 }  // namespace
 
-PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas) {
+PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas,
+                         int32_t cut_every) {
     // A counting sort by pages: this runs once per step, and the rows may be hundreds of thousands.
     constexpr int kClasses = 1024;
     std::array<int32_t, kClasses> place{};
@@ -146,21 +206,20 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
         }
     }
     sort(tiles);
-    const std::vector<int32_t> parts = choose_parts(tiles_, kv_heads, ctas);
-    if (parts.empty()) return;
+    const std::vector<Cut> cuts = choose_cuts(tiles_, {kv_heads, ctas, cut_every});
+    if (cuts.empty()) return;
     tiles.clear();
     for (size_t n = 0; n < tiles_.size(); ++n) {
         PrefillTile t = tiles_[n];
-        const int32_t begin = t.page_begin, end = t.page_end, blocks = (end - begin + 1) / 2;
-        t.parts = parts[n];
+        const int32_t begin = t.page_begin, pages = pages_of(t);
+        t.parts = cuts[n].parts;
         if (t.parts > 1) {
             t.first_slot = slots_;
             slots_ += t.parts * kv_heads;
         }
-        for (t.part = 0; t.part < t.parts; ++t.part) {
-            // The kernel takes two pages at a time: what is behind them must not be another part's.
-            t.page_begin = begin + int32_t(int64_t(blocks) * t.part / t.parts) * 2;
-            t.page_end = std::min(end, begin + int32_t(int64_t(blocks) * (t.part + 1) / t.parts) * 2);
+        for (t.part = 0, t.page_end = begin; t.part < t.parts; ++t.part) {
+            t.page_begin = t.page_end;
+            t.page_end = begin + cuts[n].end(t.part, pages);
             tiles.push_back(t);
         }
     }

@@ -117,8 +117,9 @@ class PageStream {
             const int issued = issued_, page = page_, page_end = page_end_, batch = batch_;
             const Known known = known_;
             __syncwarp();
+            const bool learns = known < kEntries && (known > kNothing || page_end - page <= kPagesToLearn);
             if (issued >= until) {
-                if (known < kEntries) learn(args, schedule, known, false, shared, lane);
+                if (learns) learn(args, schedule, known, false, shared, lane);
                 return;
             }
             if (page == page_end) {
@@ -150,13 +151,15 @@ class PageStream {
                 page_ = page + pages;
                 issued_ = issued + 1;
             }
-            if (issued + 1 == until && known >= kEntries) return;  // as most often: there is no more to do
+            if (issued + 1 == until && !learns) return;  // as most often: there is no more to do
         }
     }
 
   private:
     enum Known : int { kNothing, kItem, kTile, kEntries, kEnd };  // of the next tile
 
+    // So many before the end of a tile the next is taken: earlier, and a CTA with much left to do would take what others could.
+    static constexpr int kPagesToLearn = 8;
     static constexpr uint32_t kTokenBytes = TokenLayout(D).bytes(), kLowBytes = ChannelLayout(D, 2, 2).bytes();
 
     // One step: the item's number, the tile (which all warps are told of then), its first table entries. False: there is no
