@@ -19,15 +19,17 @@ TA_DEVICE void multiply_k(const uint8_t* q, const uint8_t* k, int32_t (&s)[64]) 
 #pragma unroll
     for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n128(s, rows + 2 * step, columns + 2 * step, step > 0);
 }
-// sum(q f) of the pages for the fractions f of K's zero points: columns are pages.
+// And sum(q f) of the pages for the fractions f of K's zero points: columns are pages.
 template <int D>
-TA_DEVICE void multiply_k_fractions(const uint8_t* q, const uint8_t* k_fraction, int32_t (&product)[4]) {
-    const uint64_t rows = sm90::tile_descriptor<D>(q), columns = sm90::tile_descriptor<D>(k_fraction);
+TA_DEVICE void multiply_k_and_fractions(const uint8_t* q, const uint8_t* k, int32_t (&s)[64], int32_t (&fractions)[8]) {
+    const uint64_t rows = sm90::tile_descriptor<D>(q), columns = sm90::tile_descriptor<D>(k);
 #pragma unroll
-    for (int step = 0; step < D / 32; ++step) sm90::wgmma_s8_n8(product, rows + 2 * step, columns + 2 * step, step > 0);
+    for (int step = 0; step < D / 32; ++step) {
+        sm90::wgmma_s8_n144(s, fractions, rows + 2 * step, columns + 2 * step, step > 0);
+    }
 }
 // That of a lane's rows, [row][page], in eighths of a score's unit.
-TA_DEVICE void fraction_sums(const int32_t (&product)[4], int lane, int32_t (&eighths)[2][2]) {
+TA_DEVICE void fraction_sums(const int32_t (&product)[8], int lane, int32_t (&eighths)[2][2]) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) eighths[n / 2][n % 2] = __shfl_sync(~0u, product[n], lane & ~3);
 }
@@ -106,7 +108,6 @@ struct ConsumerLane {
     int thread, lane, row_in_tile;
     TA_DEVICE ConsumerLane() {
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        thread -= 32 * kProducerWarps;
         lane = thread % 32;
         row_in_tile = thread / 32 * 16 + lane / 4;
     }
@@ -168,14 +169,17 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 factors = find_factors(rows, scales);
             }
         };
-        const auto multiply_keys = [&](int32_t(&s)[64], int32_t(&k_fractions)[4]) {
+        const auto multiply_keys = [&](int32_t(&s)[64], int32_t(&k_fractions)[8]) {
             sm90::wgmma_fence();
-            // Without a condition, which would hold up the products: blocks that have no fractions do not use it.
-            if (kChannels) multiply_k_fractions<D>(q, shared.k_fraction[stage.slot], k_fractions);
-            multiply_k<D>(q, shared.k[stage.slot], s);
+            // Without a condition, which would hold up the products: blocks that have no fractions do not use theirs.
+            if constexpr (kChannels) {
+                multiply_k_and_fractions<D>(q, shared.k[stage.slot], s, k_fractions);
+            } else {
+                multiply_k<D>(q, shared.k[stage.slot], s);
+            }
             sm90::wgmma_commit();
         };
-        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[4]) {
+        const auto await_scores = [&](int32_t(&s)[64], int32_t(&k_fractions)[8]) {
             sm90::wgmma_wait<0>();
             sm90::pin_registers(s);
             if (kChannels) sm90::pin_registers(k_fractions);
@@ -266,7 +270,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                                      : min(min(key_stop, limits.end - kBlockTokens + 1), (key / kSettleKeys + 1) * kSettleKeys);
                 while (key < stop && bare) {
                     const BlockScales& scales = shared.scales[stage.slot];
-                    int32_t s[64], k_fractions[4], eighths[2][2];
+                    int32_t s[64], k_fractions[8], eighths[2][2];
                     Scores scores;
                     uint32_t p[4][4];
                     multiply_keys(s, k_fractions);
@@ -281,7 +285,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 if (key >= key_stop) break;
             }
             const BlockScales& scales = shared.scales[stage.slot];
-            int32_t s[64], k_fractions[4];
+            int32_t s[64], k_fractions[8];
             multiply_keys(s, k_fractions);
             bool channel = false;
             if constexpr (!kLooksAhead) bound = fast_bound(limits, scales);
@@ -402,12 +406,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::fence_async_proxy();
     __syncthreads();
     // The CTA starts with 128 registers a thread, 512 for a thread of each warpgroup. NOTES: to ask for more hangs.
-    if (warp < kProducerWarps) {
+    // Producers are the last warps: as the first ones they take 1% longer.
+    if (warp >= 4 * kConsumerGroups) {
         sm90::shrink_registers<kProducerRegisters>();
-        produce<D, kChannels>(args, schedule, shared, warp, lane);
+        produce<D, kChannels>(args, schedule, shared, warp - 4 * kConsumerGroups, lane);
     } else {
         sm90::grow_registers<kConsumerRegisters>();
-        consume<D, kChannels, kOptions>(args, schedule, workspace, shared, warp / 4 - 1, warp % 4, lane);
+        consume<D, kChannels, kOptions>(args, schedule, workspace, shared, warp / 4, warp % 4, lane);
     }
 }
 

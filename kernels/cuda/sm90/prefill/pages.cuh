@@ -24,6 +24,9 @@ TA_DEVICE uint8_t* v_place(uint8_t* v, int half, int step, int lane) {
     return v + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, 4 * half + 2 * (lane / 16) + step) * 16;
 }
 
+// The address of an odd step is that of the even one before with this bit set: rows are swizzled by XOR.
+inline constexpr uint32_t kNextStepOfK = 32, kNextStepOfV = 16;
+
 // Two warps expand a page, `part` is which; `half` is the page's place in its block. K: by pairs of steps where there are two,
 // else by tiles. V: by tiles.
 template <int D>
@@ -46,9 +49,10 @@ TA_DEVICE void copy_token_k(const uint8_t* raw, int half, uint8_t* k, int part, 
     constexpr int kSteps = D / 32;
     const int pair = k_pair<D>(part), first = first_k_tile<D>(part);
     const uint8_t* from = raw + TokenLayout(D).k_codes() + (first * kSteps + 2 * pair) * 512 + lane * 16;
+    const uint32_t first_to = sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first * 16 * D);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        const uint32_t to = sm90::base_address(k_place<D>(k, half, 2 * pair + step, lane) + first * 16 * D);
+        const uint32_t to = first_to ^ (step * kNextStepOfK);
         uint4 a[kKTiles<D>];
 #pragma unroll
         for (int n = 0; n < kKTiles<D>; ++n) a[n] = load_chunk(from + (n * kSteps + step) * 512);
@@ -61,9 +65,10 @@ TA_DEVICE void copy_token_v(const uint8_t* raw, int half, uint8_t* v, int part, 
     constexpr uint32_t kSigns = 0x80808080;
     const int first = part * kVTiles<D>;
     const uint8_t* from = raw + TokenLayout(D).v_codes() + first * 1024 + lane * 16;
+    const uint32_t first_to = sm90::base_address(v_place(v, half, 0, lane) + first * 16 * kBlockTokens);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        const uint32_t to = sm90::base_address(v_place(v, half, step, lane) + first * 16 * kBlockTokens);
+        const uint32_t to = first_to ^ (step * kNextStepOfV);
         uint4 a[kVTiles<D>];
 #pragma unroll
         for (int n = 0; n < kVTiles<D>; ++n) a[n] = load_chunk(from + n * 1024 + step * 512);
@@ -156,8 +161,8 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
     constexpr int kSteps = D / 32, kPerByte = 8 / kBits;
     constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f, kFractionMask = kBits == 4 ? 0x07070707 : 0x04040404;
     const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first_tile = first_k_tile<D>(part);
-    const uint32_t to[2] = {sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first_tile * 16 * D),
-                            sm90::base_address(k_place<D>(k, half, 2 * pair + 1, lane) + first_tile * 16 * D)};
+    const uint32_t first_to = sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first_tile * 16 * D);
+    const uint32_t to[2] = {first_to, first_to ^ kNextStepOfK};
     const uint8_t* from = codes + (first_tile / kPerByte * kSteps + 2 * pair) * 512 + lane * 16;
     uint4 a = load_chunk(from), b = load_chunk(from + 512);
     const uint4 step_bytes = load_chunk(steps + D / 4 * i + 16 * pair), zero_bytes = load_chunk(zeros + D / 4 * i + 16 * pair);
@@ -186,13 +191,10 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
         }
     }
     constexpr bool kOnePair = kPairs<D> == 1;
-    if (r == 0 && (!kOnePair || part == 0)) {
-        const uint32_t fractions[4] = {step_bytes.x, step_bytes.y, step_bytes.z, step_bytes.w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const int chunk = sm90::swizzled_chunk<D>(half, 4 * pair + n);
-            *reinterpret_cast<uint32_t*>(k_fraction + half * D + chunk * 16 + 4 * i) = fractions[n] >> 5 & kFractionMask;
-        }
+    if (r < 4 && (!kOnePair || part == 0)) {
+        const uint32_t low = r & 1 ? step_bytes.y : step_bytes.x, high = r & 1 ? step_bytes.w : step_bytes.z;
+        const int chunk = sm90::swizzled_chunk<D>(half, 4 * pair + r);
+        *reinterpret_cast<uint32_t*>(k_fraction + half * D + chunk * 16 + 4 * i) = (r & 2 ? high : low) >> 5 & kFractionMask;
     }
 }
 
@@ -219,8 +221,8 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
         }
     }
     const uint8_t* from = codes + first_tile / kPerByte * 1024 + lane * 16;
-    const uint32_t to[2] = {sm90::base_address(v_place(v, half, 0, lane) + first_tile * 16 * kBlockTokens),
-                            sm90::base_address(v_place(v, half, 1, lane) + first_tile * 16 * kBlockTokens)};
+    const uint32_t first_to = sm90::base_address(v_place(v, half, 0, lane) + first_tile * 16 * kBlockTokens);
+    const uint32_t to[2] = {first_to, first_to ^ kNextStepOfV};
 #pragma unroll
     for (int n = 0; n < kVTiles<D>; n += kTilesOfLoad) {
         const uint4 a = load_chunk(from + n / kPerByte * 1024), b = load_chunk(from + n / kPerByte * 1024 + 512);
@@ -272,42 +274,42 @@ TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
 }
 
 // What the producer warps do. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. What a page
-// needs is read again from shared memory: registers are for its codes, and what the compiler would put into local memory takes
-// long to come back.
+// needs is read again from shared memory and the state of the loop is one counter: registers are for codes, and what the
+// compiler would put into local memory takes long to come back.
 template <int D, bool kChannels>
 TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels>& shared, int warp,
                        int lane) {
     const int half = warp / 2, part = warp % 2;
     if (warp == 0) shared.stream.start(lane);
-    Ring<kStages> stage;
-    int blocks = 0;
+    uint32_t blocks = 0;
     for (int n = 0;; ++n) {
         if (warp == 0) shared.stream.publish(args, schedule, n, shared, lane);
         sm90::barrier_wait(&shared.tile_full[n % kTiles], n / kTiles & 1);
         const Tile& tile = shared.tiles[n % kTiles];
-        const bool end = tile.head < 0;
-        for (int page = end ? 0 : tile.rows.page_begin; !end && page < tile.rows.page_end; page += 2, ++blocks, stage.next()) {
-            if (warp == 0) shared.stream.fill(args, schedule, blocks + kRawBlocks, shared, lane);
-            const uint32_t raw = uint32_t(blocks) % kRawBlocks, round = uint32_t(blocks) / kRawBlocks;
-            sm90::barrier_wait(&shared.raw_full[raw], round & 1);
-            sm90::barrier_wait(&(shared.kFreesKeys ? shared.keys_empty : shared.empty)[stage.slot], stage.phase ^ 1);
-            const bool exists = page + half < tile.rows.page_end;
+        // By shuffles, so that the compiler knows them to be the same in all lanes.
+        const bool end = __shfl_sync(~0u, tile.head, 0) < 0;
+        const int page_end = end ? 0 : __shfl_sync(~0u, tile.rows.page_end, 0);
+        for (int page = end ? 0 : __shfl_sync(~0u, tile.rows.page_begin, 0); page < page_end; page += 2, ++blocks) {
+            if (warp == 0) shared.stream.fill(args, schedule, int(blocks) + kRawBlocks, shared, lane);
+            const uint32_t raw = blocks % kRawBlocks, stage = blocks % kStages, phase = blocks / kStages & 1;
+            sm90::barrier_wait(&shared.raw_full[raw], blocks / kRawBlocks & 1);
+            sm90::barrier_wait(&(shared.kFreesKeys ? shared.keys_empty : shared.empty)[stage], phase ^ 1);
+            const bool exists = page + half < page_end;
             const uint8_t* from = shared.raw[raw][half];
-            const uint32_t bits = kChannels && exists ? shared.raw_bits[raw][half] : 0;
+            const uint32_t bits = kChannels && exists ? __shfl_sync(~0u, shared.raw_bits[raw][half], 0) : 0;
             const bool is_channel = bits != 0;
             const int k_bits = k_bits_of(bits), v_bits = v_bits_of(bits);
             const auto await_values = [&] {
-                if (shared.kFreesKeys) sm90::barrier_wait(&shared.empty[stage.slot], stage.phase ^ 1);
+                if (shared.kFreesKeys) sm90::barrier_wait(&shared.empty[stage], phase ^ 1);
             };
             if (exists) {
-                uint8_t *k = shared.k[stage.slot], *v = shared.v[stage.slot];
+                uint8_t *k = shared.k[stage], *v = shared.v[stage];
                 if constexpr (kChannels) {
-                    uint8_t *k_fraction = shared.k_fraction[stage.slot], *v_fraction = shared.v_fraction;
+                    uint8_t *k_fraction = k + kBlockTokens * D, *v_fraction = shared.v_fraction;
                     if (is_channel) {
-                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, stage.slot, part,
-                                               lane);
+                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, stage, part, lane);
                     } else if (shared.raw_bits[raw][half ^ 1]) {
-                        clear_fractions<D>(half, k_fraction, v_fraction, stage.slot, part, lane);
+                        clear_fractions<D>(half, k_fraction, v_fraction, stage, part, lane);
                     }
                 }
                 if (!is_channel) {
@@ -320,9 +322,9 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             }
             // V's scales by the second warp of each page, K's of both by warp 2: warp 0 has the stream to see to.
             for (int p = part ? half : 0; p < (part ? half + 1 : 2 * half); ++p) {
-                const bool there = page + p < tile.rows.page_end;
+                const bool there = page + p < page_end;
                 const uint32_t bits_there = kChannels && there ? shared.raw_bits[raw][p] : 0;
-                const Scales scales{shared.scales[stage.slot], shared.v[stage.slot] + D * kBlockTokens, p, lane};
+                const Scales scales{shared.scales[stage], shared.v[stage] + D * kBlockTokens, p, lane};
                 if (bits_there) {
                     scales.read_channels<D>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
                 } else {
@@ -334,7 +336,7 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             __syncwarp();
             if (lane == 0) {
                 sm90::barrier_arrive(&shared.raw_empty[raw]);
-                sm90::barrier_arrive(&shared.full[stage.slot]);
+                sm90::barrier_arrive(&shared.full[stage]);
             }
         }
         __syncwarp();

@@ -157,19 +157,19 @@ struct alignas(16) WarpLimits {
 
 template <int D, bool kChannels>
 struct SharedMemory {
-    static constexpr int kChannelStages = kChannels ? kStages : 1;
     // K of a stage is free as soon as the scores are there, not only with V: 4% less with scales per token. Where it costs
     // registers, 2% more.
     static constexpr bool kFreesKeys = !kChannels && D == 128;
 
     // Q, K: a row per query row or token, columns are channels. V: a row per channel, columns are tokens. Rows are swizzled
-    // (wgmma.cuh).
+    // (wgmma.cuh). Behind K's, the fractions of the zero points of its two pages, in eighths: products read 14 rows more, of
+    // whatever is there.
+    static constexpr int kFractionRows = kChannels ? 8 : 0;
     alignas(1024) uint8_t q[kPrefillRows * D];
-    alignas(1024) uint8_t k[kStages][kBlockTokens * D];
+    alignas(1024) uint8_t k[kStages][(kBlockTokens + kFractionRows) * D];
     alignas(1024) uint8_t v[kStages][(D + kSumRows) * kBlockTokens];
-    // Fractions of the pages' zero points, in eighths. K: row p is page p, rows 2 ... unused. V: 16 bytes for each row of its
-    // tile, of which those of a stage's block are v_fraction_byte() and the next; zeros where V's tile has its sums.
-    alignas(1024) uint8_t k_fraction[kChannelStages][8 * D];
+    // V's fractions: 16 bytes for each row of its tile, of which those of a stage's block are v_fraction_byte() and the next;
+    // zeros where V's tile has its sums.
     alignas(128) uint8_t v_fraction[kChannels ? 16 * (D + 2 * kSumRows) : 16];
     alignas(128) uint8_t raw[kRawBlocks][2][TokenLayout(D).bytes()];  // pages on their way from memory
     alignas(16) BlockScales scales[kStages];
