@@ -11,6 +11,7 @@ struct Bits {
     const char* name;
     uint32_t bits;
     bool half_2_bits;
+    ta_profile profile = TA_PROFILE_ACCURATE;
 };
 
 void measure(Report& report, Shape shape, const Bits& bits, const std::string& name) {
@@ -18,6 +19,7 @@ void measure(Report& report, Shape shape, const Bits& bits, const std::string& n
     if (!report.wants(full)) return;
     shape.bits = bits.bits;
     shape.half_2_bits = bits.half_2_bits;
+    shape.profile = bits.profile;
     Cache cache(shape);
     const Rows k(cache.rows(), shape.kv_heads, shape.d, true), v(cache.rows(), shape.kv_heads, shape.d, true),
         q(cache.rows(), shape.q_heads, shape.d, true);
@@ -63,7 +65,11 @@ Shape shape_of(int batch, int q_heads, int kv_heads, int64_t n) {
 
 int main(int argc, char** argv) {
     Report report(argc, argv);
-    const Bits all[] = {{"INT4", 4, false}, {"INT4/2", 4, true}, {"INT2", 2, false}, {"INT8", 8, false}};
+    const Bits all[] = {{"INT4", 4, false},
+                        {"INT4/2", 4, true},
+                        {"INT2", 2, false},
+                        {"INT8", 8, false},
+                        {"INT4-paper", 4, false, TA_PROFILE_PAPER}};
     if (report.has("--sweep")) {
         for (int64_t n = 1024; n <= 131072; n *= 2) {
             for (const Bits& b : all) measure(report, shape_of(8, 32, 8, n), b, "decode b8 h32/8 n" + std::to_string(n));
