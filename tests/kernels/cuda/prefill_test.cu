@@ -537,6 +537,8 @@ std::vector<Case> all_cases(bool quick) {
         add_apart("random", [](Case& c) { c.pages = Pages::kRandom; });
         add_apart("4 bits", [](Case& c) { c.pages = Pages::kPrefix; });
         add_apart("window, sas", [](Case& c) { c.window = 200, c.exp = ExpMode::kSas; });
+        add_apart("sas, ranges", [](Case& c) { c.sequences = {{4500, 100}, {130, 130}}, c.exp = ExpMode::kSas; });
+        add_apart("sas, random", [](Case& c) { c.pages = Pages::kRandom, c.exp = ExpMode::kSas; });
         add_apart("softcap, full", [](Case& c) { c.softcap = 5.0f, c.causal = false; });
     }
     add("logits of hundreds", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 100.0f; });
@@ -569,6 +571,18 @@ std::vector<Case> all_cases(bool quick) {
     add("sas, ranges, scales of tokens", [](Case& c) {
         c.sequences = {{4500, 100}}, c.exp = ExpMode::kSas, c.pages = Pages::kTokenOwnScale;
     });
+    add("sas, few keys", [](Case& c) {
+        c.sequences = {{1, 30}, {63, 63}, {64, 64}, {65, 65}, {0, 40}, {127, 40}, {129, 129}}, c.exp = ExpMode::kSas;
+    });
+    add("sas, full, d64", [](Case& c) {
+        c.sequences = {{4200, 100}, {70, 30}}, c.exp = ExpMode::kSas, c.causal = false, c.d = 64;
+    });
+    for (const DataKind data : {DataKind::kNormal, DataKind::kSink, DataKind::kPeaky}) {
+        add("sas, ranges, low pages, " + std::string(ta::testing::name_of(data)), [&](Case& c) {
+            c.sequences = {{9000, 60}, {4096, 64}, {4097, 64}}, c.pages = Pages::kRandom, c.low = 30;
+            c.exp = ExpMode::kSas, c.data = data;
+        });
+    }
     add("sas, sink", [](Case& c) { c.sequences = {{900, 300}}, c.exp = ExpMode::kSas, c.data = DataKind::kSink; });
     for (const int levels : {127, 119}) {
         add("P of " + std::to_string(levels) + " levels", [&](Case& c) {
