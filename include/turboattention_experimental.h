@@ -36,8 +36,8 @@ TA_API ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t blo
 TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens,
                                      float* k, float* v, ta_error* err);
 
-/* Writes what TA_EVICT_ATTENTION goes by: the attention that blocks [first, first + n) got, faded until now. On a GPU it waits
- * for the steps that were ended so far.
+/* Writes what TA_EVICT_ATTENTION goes by: the attention that blocks [first, first + n) got in the layers that steps observed,
+ * faded until now. On a GPU it waits for the steps that were ended so far.
  *   mass   [n] F32
  * Errors: TA_E_STALE, TA_E_INVALID (range), TA_E_UNSUPPORTED (a pool of another policy), TA_E_BUSY. */
 TA_API ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, float* mass, ta_error* err);

@@ -42,6 +42,11 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
         return fail(TA_E_INVALID, "options.tiers.attention_half_life is %d; it takes 1 and more, or 0 for the default",
                     int(o.attention_half_life));
     }
+    if (o.attention_layers < 0) {
+        return fail(TA_E_INVALID, "options.tiers.attention_layers is %d; it takes 1 and more, or 0 for the default",
+                    int(o.attention_layers));
+    }
+    settings.attention_layers = uint32_t(o.attention_layers);
     if (o.drop_coldest < TA_DEFAULT || o.drop_coldest > TA_OFF)
         return fail(TA_E_INVALID, "options.tiers.drop_coldest is %d, no value of ta_switch", int(o.drop_coldest));
     settings.drop_coldest = o.drop_coldest == TA_ON;
@@ -57,7 +62,6 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     if (o.staging < TA_STAGING_AUTO || o.staging > TA_STAGING_ALWAYS)
         return fail(TA_E_INVALID, "options.tiers.staging is %d, no value of ta_staging", int(o.staging));
-    if (o.reserved != 0) return fail(TA_E_INVALID, "options.tiers.reserved is not 0");
     settings.staging = StagingMode(o.staging);
     settings.staging_bytes = o.staging_bytes;
     return {};

@@ -53,7 +53,7 @@ class CpuStep final : public StepBackend {
                       AppendScratch& scratch);
     void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, bool rotate, float* out,
                    float* amax);
-    void list_pages(uint32_t layer);
+    void list_pages(uint32_t layer, bool observed);
     void add_masses();
 
     const cpu::PageCodec& codec() const { return *pool_.context().kernels().codec; }
@@ -65,8 +65,8 @@ class CpuStep final : public StepBackend {
     std::vector<StoredPage> slots_;  // of the members' blocks that the step does not touch, where they were at begin
     std::vector<StoredPage> pages_;  // of one layer
     std::vector<AttendSequence> attend_sequences_;
-    std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all calls; empty: not observed
-    int64_t heads_observed_ = 0;  // of all calls: each gave a weight of 1 to every observed token
+    std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all observed calls
+    int64_t heads_observed_ = 0;  // of these calls: each gave a weight of 1 to every observed token
     Buffer workspace_, append_scratch_;
     AttendExecutor executor_;
 };
@@ -239,7 +239,7 @@ uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
 }
 
 // Where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as they are stored.
-void CpuStep::list_pages(uint32_t layer) {
+void CpuStep::list_pages(uint32_t layer, bool observed) {
     const Geometry& g = pool_.geometry();
     pages_.clear();
     attend_sequences_.clear();
@@ -254,7 +254,7 @@ void CpuStep::list_pages(uint32_t layer) {
         }
         for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
-        if (!masses_.empty()) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
+        if (observed) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
     }
 }
 
@@ -262,11 +262,12 @@ Status CpuStep::attend(uint32_t layer, AttendCall& call) {
     if (!call.saturate) {
         if (Status s = check_finite(codec(), call.q, "q"); !s.ok()) return std::move(s).argument(2);
     }
-    list_pages(layer);
+    const bool observed = pool_.observes(layer, step_->turn);
+    list_pages(layer, observed);
     call.sequences = attend_sequences_;
     uint64_t saturated = 0;
     TA_RETURN_IF_ERROR(executor_.run(call, &saturated));
-    heads_observed_ += call.kv_heads * call.group;
+    if (observed) heads_observed_ += call.kv_heads * call.group;
     if (saturated) pool_.counters().saturated_values += saturated;
     return {};
 }

@@ -88,6 +88,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     const Pool::Lookups lookups = pool_->look_up(sequences_);
     TA_RETURN_IF_ERROR(find_room());
     pool_->start_step();
+    step_.turn = turn_;
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     pool_->count_step(lookups);
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
@@ -334,6 +335,8 @@ Status Plan::end() {
         counters.reopened_blocks += m.reopened;
     }
     counters.appended_tokens += uint64_t(step_.total_new);
+    // Steps without queries in between, and steps that are done again, must not make some layers miss their turns.
+    if (step_.total_query > 0) ++turn_;
     pool_->commit_plan([this] {
         for (StepMember& m : step_.members) {
             Sequence& s = *m.sequence;

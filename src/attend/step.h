@@ -37,6 +37,7 @@ struct Step {
     std::vector<StepMember> members;
     int64_t total_new = 0, total_query = 0;
     int64_t workspace_pages = 0;
+    uint64_t turn = 0;  // of layers to be observed
 
     // Blocks of a member that the step does not touch: [0, this).
     static int64_t untouched_blocks(const StepMember& m) {

@@ -66,8 +66,9 @@ struct TierSettings {
     MoveRoute route = MoveRoute::kCalibrated;
     int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
     Eviction eviction = Eviction::kLru;
-    uint32_t half_life = 128;   // of attention, in steps
-    bool drop_coldest = false;  // when nothing can leave for another tier any more
+    uint32_t half_life = 128;       // of attention, in steps
+    uint32_t attention_layers = 0;  // a step observes one of so many layers; 0: the default
+    bool drop_coldest = false;      // when nothing can leave for another tier any more
     // How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.
     std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
     StagingMode staging = StagingMode::kAuto;
@@ -155,6 +156,10 @@ class Pool {
 
     // Whether steps leave with blocks what attention they got; what they add fades until now.
     bool observes_attention() const { return tier_settings_.eviction == Eviction::kAttention; }
+    // One layer in attention_layers is observed, and each in one turn of as many.
+    bool observes(uint32_t layer, uint64_t turn) const {
+        return observes_attention() && (layer + turn) % tier_settings_.attention_layers == 0;
+    }
     // The weights of a sequence's first blocks in step `at`, each times `each`. Blocks that came into their places since then
     // get them.
     void add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at);

@@ -191,6 +191,109 @@ TEST(Eviction, AttentionIsWhatTheQueriesGiveToBlocks) {
     }
 }
 
+// Some layers of a sequence, a pool of their own: in each, all queries look at another block.
+class LookedAt {
+  public:
+    LookedAt(const Context& context, const std::vector<uint32_t>& layers, int32_t attention_layers) : layers_(layers) {
+        auto tiers = sized<ta_tier_options>();
+        tiers.eviction = TA_EVICT_ATTENTION;
+        tiers.attention_half_life = 1 << 30;
+        tiers.attention_layers = attention_layers;
+        auto options = pool_options(uint32_t(layers.size()), kHeads, kDim);
+        options.tiers = &tiers;
+        pool_ = make_pool(context, options);
+        plan_ = make_plan(pool_);
+        seq_ = make_sequence(pool_);
+        append_all();
+    }
+    void append_all() {
+        begin(plan_, {seq_}, {int32_t(kTokens)}, {0});
+        for (uint32_t i = 0; i < layers_.size(); ++i) {
+            Random random(layers_[i] + 1);
+            std::vector<float> k = random.normals(kTokens * kRow);
+            for (int64_t at = 0; at < int64_t(k.size()); ++at)
+                k[size_t(at)] = 0.1f * k[size_t(at)] + (at / kRow / 64 == layers_[i] ? 0.6f : 0.0f);
+            Tensor key(k, kTokens, kHeads, kDim);
+            append(plan_, i, key, key);
+        }
+        end(plan_);
+    }
+    // A step that attends to all layers, or to all but one. What it gave to each block.
+    std::vector<float> attend_all(bool commit = true, int64_t but = -1) {
+        const std::vector<float> before = mass_of(pool_, seq_);
+        begin(plan_, {seq_}, {0}, {1});
+        Tensor q(std::vector<float>(kQHeads * kDim, 1.0f), 1, kQHeads, kDim), out(1, kQHeads, kDim);
+        for (uint32_t i = 0; i < layers_.size(); ++i) {
+            if (int64_t(i) != but) attend(plan_, i, q, out);
+        }
+        ta_error err;
+        require(commit ? ta_plan_end(plan_.get(), &err) : ta_plan_abort(plan_.get(), &err), err);
+        std::vector<float> got = mass_of(pool_, seq_);
+        for (size_t b = 0; b < got.size(); ++b) got[b] -= before[b];
+        return got;
+    }
+
+    static constexpr int64_t kTokens = 5 * 64;
+
+  private:
+    const std::vector<uint32_t> layers_;
+    KvPool pool_;
+    Plan plan_;
+    ta_seq seq_ = 0;
+};
+
+TEST(Eviction, LayersAreObservedInTurn) {
+    const Context context = make_context(2);
+    const std::vector<uint32_t> layers = {0, 1, 2, 3, 4};
+    std::vector<std::vector<float>> alone;
+    for (const uint32_t layer : layers) {
+        alone.push_back(LookedAt(context, {layer}, 0).attend_all());
+        EXPECT_GT(alone.back()[layer], 0.9f);
+    }
+    const auto expect_layers = [&](const std::vector<float>& got, const std::vector<size_t>& observed) {
+        for (size_t b = 0; b < got.size(); ++b) {
+            double want = 0.0;
+            for (const size_t layer : observed) want += double(alone[layer][b]) / double(observed.size());
+            EXPECT_NEAR(double(got[b]), want, 1e-5) << "block " << b;
+        }
+    };
+    for (const int32_t attention_layers : {0, 1, 2, 3, 5, 6, INT32_MAX}) {
+        SCOPED_TRACE("one of " + std::to_string(attention_layers));
+        const size_t every = attention_layers == 0 ? 1 : std::min(size_t(attention_layers), layers.size());
+        const auto observed = [&](size_t turn) {
+            std::vector<size_t> in_turn;
+            for (size_t layer = 0; layer < layers.size(); ++layer) {
+                if ((layer + turn) % every == 0) in_turn.push_back(layer);
+            }
+            return in_turn;
+        };
+        LookedAt pool(context, layers, attention_layers);
+        for (size_t turn = 0; turn < 12; ++turn) {
+            SCOPED_TRACE("turn " + std::to_string(turn));
+            expect_layers(pool.attend_all(), observed(turn));
+            // No turns: a step that is done again has the one that it had.
+            if (turn % 3 == 1) expect_layers(pool.attend_all(false), {});
+        }
+        // Of what is observed only what was attended to counts, and without any of it nothing.
+        std::vector<size_t> in_turn = observed(12);
+        const size_t but = in_turn.back();
+        in_turn.pop_back();
+        expect_layers(pool.attend_all(true, int64_t(but)), in_turn);
+    }
+}
+
+// Else a plan whose steps are by turns of one kind and of the other would never observe some layers.
+TEST(Eviction, StepsWithoutQueriesAreNoTurns) {
+    const Context context = make_context(2);
+    LookedAt pool(context, {0, 1}, 2);
+    for (size_t turn = 0; turn < 4; ++turn) {
+        const std::vector<float> got = pool.attend_all();
+        EXPECT_GT(got[turn % 2], 0.1f) << "turn " << turn;
+        EXPECT_LT(got[1 - turn % 2], 0.05f) << "turn " << turn;
+        pool.append_all();
+    }
+}
+
 TEST(Eviction, BlocksThatNobodyLooksAtLeaveFirst) {
     ta_tier_options tiers;
     const auto options = options_of({.device_blocks = 24, .host_bytes = kPlenty, .eviction = TA_EVICT_ATTENTION}, tiers);
@@ -273,15 +376,22 @@ TEST(Eviction, WrongValuesAreRefused) {
     tiers.attention_half_life = -1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.attention_half_life = 0;
+    for (const ta_eviction eviction : kPolicies) {
+        tiers.eviction = eviction;
+        tiers.attention_layers = -1;
+        EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+        EXPECT_NE(std::string(err.message).find("attention_layers is -1"), std::string::npos) << err.message;
+        tiers.attention_layers = 7;
+        make_pool(context, options);
+    }
+    tiers.eviction = TA_EVICT_LRU;
+    tiers.attention_layers = 0;
     tiers.begin_wait_ms = -2;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.begin_wait_ms = 86'400'001;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.begin_wait_ms = 0;
     tiers.drop_coldest = 3;
-    EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
-    tiers.drop_coldest = TA_DEFAULT;
-    tiers.reserved = 1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
     const ta_seq seq = make_sequence(pool);
