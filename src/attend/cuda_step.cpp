@@ -55,7 +55,7 @@ class CudaStep final : public StepBackend {
     Status prepare();
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
-    Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, Launches& launches);
+    Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, bool observed, Launches& launches);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
     Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
     Status prepare_observed(const AttendArgs& args, ta_p p, bool captured);
@@ -249,8 +249,10 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     }
     // Whatever may fail comes before the first launch, which writes to out.
     const AttendArgs args = attend_args(layer, call);
+    // A graph is replayed in any turn.
+    const bool observed = pool_.observes(layer, captured ? 0 : step_->turn);
     Launches launches;
-    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, captured, launches));
+    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, captured, observed, launches));
     bool staged = false;
     if (!captured) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
     // Decode may start while the kernel before it runs, and reads the tables at once.
@@ -305,7 +307,8 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     return a;
 }
 
-Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, Launches& l) {
+// A call by hand gets what it would need to be observed even where it is not: a graph may observe it.
+Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, bool observed, Launches& l) {
     const int rows = tables_.max_decode_rows();
     l.any_decode = rows > 0;
     l.any_prefill = tables_.any_prefill();
@@ -313,13 +316,15 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, La
     observed_.clear();
     if (l.any_prefill) {
         TA_RETURN_IF_ERROR(prepare_prefill(a, p, captured, l.prefill));
-        if (mass_.on()) TA_RETURN_IF_ERROR(prepare_observed(a, p, captured));
+        if (observed || (mass_.on() && !captured)) TA_RETURN_IF_ERROR(prepare_observed(a, p, captured));
     }
-    if (mass_.on()) {
-        cuda::DecodeMass mass = mass_.args();  // now that it has room for all of them
-        if (l.any_decode) l.decode.mass = std::exchange(mass, mass_.without_heads());
-        for (AttendWork& w : observed_) w.mass = std::exchange(mass, mass_.without_heads());
+    if (!observed) {
+        observed_.clear();
+        return {};
     }
+    cuda::DecodeMass mass = mass_.args();  // now that it has room for all of them
+    if (l.any_decode) l.decode.mass = std::exchange(mass, mass_.without_heads());
+    for (AttendWork& w : observed_) w.mass = std::exchange(mass, mass_.without_heads());
     return {};
 }
 
@@ -351,8 +356,8 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
 }
 
 // The prefill kernel does not say what pages get. The last query tokens of prompts, those that are observed, are attended to
-// once more, by the decode kernel, which writes their rows again. A launch takes one chunk of each sequence: a page has room
-// for the rows of one.
+// once more in layers that are observed, by the decode kernel, which writes their rows again. A launch takes one chunk of each
+// sequence: a page has room for the rows of one.
 Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured) {
     AttendArgs a = args;
     set_p(p, cuda::kDecodeRows, kPromptRangePages, a);

@@ -14,7 +14,7 @@
 namespace ta::testing {
 namespace {
 
-constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 128;
+constexpr uint32_t kHeads = 2, kDim = 128;
 constexpr int64_t kRow = kHeads * kDim;
 constexpr double kMassError = 1e-3;  // of the attention that all blocks of a sequence got
 
@@ -24,22 +24,33 @@ class GpuAttention : public GpuTest {
         uint64_t device_blocks = 1000, host_bytes = 0;
         ta_eviction eviction = TA_EVICT_ATTENTION;
         ta_switch drop_coldest = TA_DEFAULT;
+        uint32_t layers = 2;
+        int32_t attention_layers = 1, attention_layers_on_cpu = 0;  // 0: as on the GPU
+        bool cpu_follows = false;
     };
 
     void make(const Budgets& b, int query_group = 4) {
         gpu_plan.reset(), cpu_plan.reset();
         gpu_pool.reset(), cpu_pool.reset();
         group = query_group;
-        auto options = pool_options(kLayers, kHeads, kDim, 4);
+        layers = b.layers;
+        attention_layers = b.attention_layers;
+        cpu_follows = b.cpu_follows;
+        turn = 0;
+        windows.clear();
+        auto options = pool_options(layers, kHeads, kDim, 4);
         const ta_kv_pool_stats s = stats(make_pool(cpu, options));
         options.budget_bytes = 8 * s.token_block_bytes + b.device_blocks * s.channel_block_bytes;
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = b.host_bytes;
         tiers.eviction = b.eviction;
         tiers.attention_half_life = 4;
+        tiers.attention_layers = b.attention_layers;
         tiers.drop_coldest = b.drop_coldest;
         options.tiers = &tiers;
         gpu_pool = make_pool(gpu, options);
+        if (b.attention_layers_on_cpu > 0) tiers.attention_layers = b.attention_layers_on_cpu;
+        if (cpu_follows) tiers.attention_layers = 1;
         cpu_pool = make_pool(cpu, options);
         gpu_plan = make_plan(gpu_pool);
         cpu_plan = make_plan(cpu_pool);
@@ -67,8 +78,7 @@ class GpuAttention : public GpuTest {
         begin(gpu_plan, a, n_new, n_query);
         begin(cpu_plan, b, n_new, n_query);
         auto options = sized<ta_attend_options>();
-        options.window = window;
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        for (uint32_t layer = 0; layer < layers; ++layer) {
             const std::vector<float> kv = normals(rows * kRow);
             const DeviceTensor k(rows, kHeads, kDim, &kv);
             Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16);
@@ -76,6 +86,7 @@ class GpuAttention : public GpuTest {
             require(ta_append(gpu_plan.get(), layer, k.view(), k.view(), &err), err);
             append(cpu_plan, layer, ck, ck);
             if (queries == 0) continue;
+            options.window = windows.empty() ? window : windows[layer];
             for (const int g : groups.empty() ? std::vector<int>{group} : groups) {
                 attend_both(layer, queries, kHeads * g, options);
                 if (HasFatalFailure()) return;
@@ -83,6 +94,12 @@ class GpuAttention : public GpuTest {
         }
         end(gpu_plan);
         end(cpu_plan);
+        turn += queries > 0;
+    }
+    // Whether the CPU attends to the layer: it does not where it observes all layers that it attends to, and the GPU is not to
+    // observe this one.
+    bool cpu_attends(uint32_t layer, uint64_t in_turn) const {
+        return !cpu_follows || (layer + in_turn) % uint64_t(attention_layers) == 0;
     }
     void attend_both(uint32_t layer, int64_t queries, int64_t q_heads, const ta_attend_options& options) {
         const std::vector<float> qv = normals(queries * q_heads * kDim, 2.0f);
@@ -90,13 +107,14 @@ class GpuAttention : public GpuTest {
         Tensor cq(qv, queries, q_heads, kDim, TA_DTYPE_F16), cout(queries, q_heads, kDim);
         ta_error err;
         require(ta_attend(gpu_plan.get(), layer, q.view(), out.view(), nullptr, &options, &err), err);
-        attend(cpu_plan, layer, cq, cout, nullptr, &options);
+        const bool by_cpu = cpu_attends(layer, turn);
+        if (by_cpu) attend(cpu_plan, layer, cq, cout, nullptr, &options);
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
         const std::vector<float> got = out.get();
         const auto hole = std::find_if(got.begin(), got.end(), [](float x) { return std::isnan(x); });
         EXPECT_TRUE(hole == got.end()) << "layer " << layer << ", " << q_heads << " query heads: query "
                                        << (hole - got.begin()) / (q_heads * kDim) << " was left out";
-        expect_close(got, cout.values());
+        if (by_cpu) expect_close(got, cout.values());
     }
     // A step of both of which every new token is a query: on the GPU by a graph, captured the first time.
     struct Graph {
@@ -113,11 +131,13 @@ class GpuAttention : public GpuTest {
         graph.out.set(std::vector<float>(qv.size(), NAN));
         begin(gpu_plan, on_gpu, n_new);
         ta_error err;
+        auto options = sized<ta_attend_options>();
         if (!graph.captured) {
             graph.captured.capture(stream, [&] {
-                for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                for (uint32_t layer = 0; layer < layers; ++layer) {
+                    options.window = windows.empty() ? 0 : windows[layer];
                     require(ta_append(gpu_plan.get(), layer, graph.k.view(), graph.k.view(), &err), err);
-                    require(ta_attend(gpu_plan.get(), layer, graph.q.view(), graph.out.view(), nullptr, nullptr, &err), err);
+                    require(ta_attend(gpu_plan.get(), layer, graph.q.view(), graph.out.view(), nullptr, &options, &err), err);
                 }
             });
         }
@@ -125,13 +145,15 @@ class GpuAttention : public GpuTest {
         end(gpu_plan);
         begin(cpu_plan, on_cpu, n_new);
         Tensor ck(kv, rows, kHeads, kDim, TA_DTYPE_F16), cq(qv, rows, q_heads, kDim, TA_DTYPE_F16), cout(rows, q_heads, kDim);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        for (uint32_t layer = 0; layer < layers; ++layer) {
+            options.window = windows.empty() ? 0 : windows[layer];
             append(cpu_plan, layer, ck, ck);
-            attend(cpu_plan, layer, cq, cout);
+            if (cpu_attends(layer, 0)) attend(cpu_plan, layer, cq, cout, nullptr, &options);
         }
         end(cpu_plan);
+        ++turn;
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        expect_close(graph.out.get(), cout.values());  // of the last layer
+        if (cpu_attends(layers - 1, 0)) expect_close(graph.out.get(), cout.values());  // of the last layer
     }
     static void expect_close(const std::vector<float>& got, const std::vector<float>& want) {
         double error = 0.0, norm = 0.0;
@@ -168,6 +190,11 @@ class GpuAttention : public GpuTest {
     }
 
     int group = 4;
+    uint32_t layers = 2;
+    int32_t attention_layers = 1;
+    bool cpu_follows = false;
+    uint64_t turn = 0;             // steps with queries that were ended
+    std::vector<int64_t> windows;  // of layers, in place of a step's
     KvPool gpu_pool, cpu_pool;
     Plan gpu_plan, cpu_plan;
     std::vector<ta_seq> on_gpu, on_cpu;
@@ -215,6 +242,33 @@ TEST_F(GpuAttention, PromptsGiveWhatTheirEndsLookAt) {
             compare_mass(s, &all);
             EXPECT_GT(all, 1.0);
         }
+    }
+}
+
+TEST_F(GpuAttention, LayersAreObservedInTurn) {
+    struct Case {
+        int32_t on_gpu, on_cpu;
+    };
+    for (const Case& c : {Case{2, 2}, Case{3, 3}, Case{5, 5}, Case{0, 8}}) {  // 0: the default
+        SCOPED_TRACE("one of " + std::to_string(c.on_gpu));
+        make({.layers = 5, .attention_layers = c.on_gpu, .attention_layers_on_cpu = c.on_cpu});
+        const size_t a = add(), b = add();
+        const auto compare = [&] {
+            for (const size_t s : {a, b}) compare_mass(s);
+            return !HasFatalFailure();
+        };
+        step({a, b}, {700, 100}, {700, 40});
+        if (!compare()) return;
+        for (int i = 0; i < 7; ++i) {
+            step({a, b}, {1, 1}, {1, 1}, i == 4 ? 200 : 0);
+            if (!compare()) return;
+        }
+        step({b}, {70}, {0});  // no turn
+        step({b, a}, {40, 1}, {40, 1});
+        if (!compare()) return;
+        step({a, b}, {30, 3}, {30, 3}, 0, {4, 1});
+        step({a, b}, {1, 30}, {1, 30}, 150);
+        compare();
     }
 }
 
@@ -325,6 +379,37 @@ TEST_F(GpuAttention, GraphsOfPromptsBesideOtherGroups) {
     }
 }
 
+// Steps by hand observe layer 1 by turns with 0 and 2, graphs always these two. Layer 1 has options of its own, and is the one
+// that is observed before each capture: what a graph needs to observe the others, calls by hand got unobserved.
+TEST_F(GpuAttention, GraphsObserveTheSameLayersInEachStep) {
+    make({.layers = 3, .attention_layers = 2, .cpu_follows = true});
+    windows = {0, 100, 0};
+    const size_t a = add(), b = add();
+    const auto compare = [&] {
+        for (const size_t s : {a, b}) compare_mass(s);
+        return !HasFatalFailure();
+    };
+    step({a, b}, {200, 150}, {0, 0});
+    step({a, b}, {1, 1}, {1, 1});
+    ASSERT_EQ(turn % 2, 1u);
+    step({a, b}, {50, 30}, {50, 30});
+    if (!compare()) return;
+    Graph prompts(80, kHeads * group), decode(2, kHeads * group);
+    replay(prompts, {50, 30});
+    if (!compare()) return;
+    ASSERT_EQ(turn % 2, 1u);
+    step({a, b}, {1, 1}, {1, 1});
+    for (int i = 0; i < 3; ++i) {
+        replay(decode, {1, 1});
+        if (!compare()) return;
+        replay(decode, {1, 1});
+        step({b, a}, {1, 20}, {1, 20});
+        if (!compare()) return;
+        replay(prompts, {50, 30});
+        if (!compare()) return;
+    }
+}
+
 TEST_F(GpuAttention, TheColdestLeaveFirst) {
     make({.device_blocks = 30, .host_bytes = uint64_t{64} << 20});
     const size_t a = add();
@@ -336,7 +421,7 @@ TEST_F(GpuAttention, TheColdestLeaveFirst) {
     for (uint64_t block = 0; block < 60; ++block) {
         const bool looked = std::find(std::begin(kLooked), std::end(kLooked), block) != std::end(kLooked);
         begin(gpu_plan, {on_gpu[a]}, {64}, {1});
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        for (uint32_t layer = 0; layer < layers; ++layer) {
             std::vector<float> kv = normals(64 * kRow, 0.1f);
             for (float& x : kv) x += looked ? 0.8f : -0.2f;
             const DeviceTensor k(64, kHeads, kDim, &kv);
@@ -387,7 +472,7 @@ class GpuDropping : public GpuAttention {
         }
         begin(gpu_plan, {on_gpu[s]}, {0}, {rules.n_query});
         begin(cpu_plan, {on_cpu[s]}, {0}, {rules.n_query});
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        for (uint32_t layer = 0; layer < layers; ++layer) {
             std::vector<float> qv = normals(n_query * q_heads * kDim);
             for (float& x : qv) x = f16_to_float(float_to_f16(x));
             const DeviceTensor query(n_query, q_heads, kDim, &qv), o(n_query, q_heads, kDim);
@@ -403,7 +488,7 @@ class GpuDropping : public GpuAttention {
         }
         end(gpu_plan);
         end(cpu_plan);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        for (uint32_t layer = 0; layer < layers; ++layer) {
             std::vector<float> k(size_t(n * kRow)), v(k.size());
             for (int64_t b = 0; b * 64 < n; ++b) {
                 if (!has[size_t(b)]) continue;
