@@ -1,5 +1,6 @@
 // Decode of a model as large as Llama 3 8B, attention and append only: 32 layers, batch 16, 32k tokens each, a graph per step.
-// Prints tokens/s, and how many such sequences fit into the GPU's memory against F16. bench_throughput [--json] [--only TEXT]
+// Prints tokens/s, and how many such sequences fit into the GPU's memory against F16; "observed": under TA_EVICT_ATTENTION.
+// bench_throughput [--json] [--only TEXT]
 #include "bench/gpu/support.h"
 
 using namespace ta::bench;
@@ -9,8 +10,9 @@ int main(int argc, char** argv) {
     struct {
         const char* name;
         uint32_t bits;
-        bool half_2_bits;
-    } const all[] = {{"INT4", 4, false}, {"INT4/2", 4, true}, {"INT8", 8, false}};
+        bool half_2_bits, observed;
+    } const all[] = {{"INT4", 4, false, false},          {"INT4/2", 4, true, false}, {"INT8", 8, false, false},
+                     {"INT4, observed", 4, false, true}, {"INT2", 2, false, false},  {"INT2, observed", 2, false, true}};
     for (const auto& b : all) {
         const std::string name = std::string("step of 32 layers b16 h32/8 n32768 ") + b.name;
         if (!report.wants(name)) continue;
@@ -20,6 +22,7 @@ int main(int argc, char** argv) {
         shape.cached = 32768 - 64;
         shape.bits = b.bits;
         shape.half_2_bits = b.half_2_bits;
+        shape.observed = b.observed;
         Cache cache(shape);
         const Rows k(16, 8, 128, true), v(16, 8, 128, true), q(16, 32, 128, true);
         Rows out(16, 32, 128, false);

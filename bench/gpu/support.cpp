@@ -98,6 +98,9 @@ Cache::Cache(const Shape& shape) : shape_(shape), n_new_(size_t(shape.batch), in
         for (size_t i = 0; i < map.size(); i += 2) map[i] = 2;
         po.k_bits = po.v_bits = map.data();
     }
+    auto tiers = sized<ta_tier_options>();
+    tiers.eviction = TA_EVICT_ATTENTION;
+    if (shape.observed) po.tiers = &tiers;
     const double elements = double(shape.batch) * double((shape.cached + shape.new_tokens) / 64 + 3) * 64 * shape.layers *
                             shape.kv_heads * shape.d * 2;
     const double bits = shape.half_2_bits ? 3 : shape.bits;

@@ -58,6 +58,7 @@ struct Shape {
     bool causal = true;
     ta_profile profile = TA_PROFILE_ACCURATE;
     int layers = 1;
+    bool observed = false;  // the attention that blocks get (TA_EVICT_ATTENTION)
 };
 
 // A pool on a GPU whose sequences have `cached` tokens in every layer.
