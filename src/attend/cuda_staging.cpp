@@ -50,8 +50,7 @@ std::vector<HostPages> CudaStaging::count_reads(const Call& call) const {
     for (size_t i = 0; i < host.size(); ++i) {
         const int64_t n = step_->members[i].n_query;
         const bool many = n * group > cuda::kDecodeRows;
-        host[i].reads =
-            many ? reads_of_page(n, group, call.rows_at_once, call.window) + call.observed : std::min<int64_t>(n, 1);
+        host[i].reads = many ? reads_of_page(n, group, call.rows_at_once, call.window) : std::min<int64_t>(n, 1);
     }
     return host;
 }

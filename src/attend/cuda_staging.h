@@ -27,7 +27,6 @@ class CudaStaging {
     struct Call {
         int64_t rows_at_once = 0;  // of sequences with more rows than the decode kernel takes; 0: there are none
         int64_t window = 0;        // 0: none
-        int64_t observed = 0;      // launches that read the pages of such sequences again
     };
     // When a step begins, after its tables were sent. Takes its calls to be like those of the step before, decides what to
     // stage, and starts the copies of its first layers. Leaves that to the first call where nothing is known yet, and where

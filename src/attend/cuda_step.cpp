@@ -399,7 +399,6 @@ Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
 Status CudaStep::stage(uint32_t layer, const AttendArgs& a, Launches& l, bool* staged) {
     CudaStaging::Call like{0, a.window};
     if (l.any_prefill) like.rows_at_once = l.prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
-    like.observed = int64_t(observed_.size());
     Result<const uint64_t*> table = staging_.before_attend(layer, like, staged, stream_);
     if (!table.ok()) return std::move(table).status();
     l.decode.args.table = l.prefill.args.table = table.value();
