@@ -135,8 +135,12 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         if (tile.head < 0) return;
         {
             const ConsumerLane me;
-            start_rows<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, shared.rows + me.row_in_tile);
-            const RowInfo* const of = shared.rows + me.row_in_tile;
+            RowInfo* const of = shared.rows + me.row_in_tile;
+            if constexpr (kChannels && kOptions) {
+                start_rows_apart<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, of);
+            } else {
+                start_rows<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, of);
+            }
             shared.lanes[me.thread] = {{}, {of[0].scale, of[8].scale}, {kNever, kNever}, {}};
         }
         // With channels the warps of a group take one of two loops together: a wgmma is one instruction of all four. So they
@@ -156,6 +160,9 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         // By a shuffle, as with the warp's number.
         int key = __shfl_sync(~0u, tile.rows.page_begin, 0) * kPageTokens;
         const int key_stop = __shfl_sync(~0u, tile.rows.page_end, 0) * kPageTokens;
+        // The block before stays: this is its second pass. Kept where it measured less.
+        bool in_register = false;
+        bool& stays = kOptions ? in_register : rows.stays;
         float bound;
         Factors factors;
         bool bare = false;
@@ -259,7 +266,6 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             rows.sums = sums;
         };
-        bool again = false;  // the block before stays: this is its second pass
         if (key < key_stop) await_block();
         while (key < key_stop) {
             if constexpr (kChannels) {
@@ -296,7 +302,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             const bool cut = key < limits.begin || key + kBlockTokens > limits.end;
             const bool sas = kOptions && args.exp == ExpMode::kSas;
             const bool fits = bound < kHighest * 65536.0f, fits_bare = bound < 2147000000.0f && !cut && !sas;
-            if (sas && !again && uint32_t(key) % (kPromptRangePages * kPageTokens) < kBlockTokens) {
+            if (sas && !stays && uint32_t(key) % (kPromptRangePages * kPageTokens) < kBlockTokens) {
                 info[0].natural = info[8].natural = kNever;
                 __syncwarp();
             }
@@ -328,7 +334,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             } else {
                 // The first block of a tile, all of them if the rounding of factors shows in it, and what is rare.
                 const bool wide = are_wide(scales), apart = pages_lie_apart(scales);
-                again = __any_sync(~0u, apart && !again);
+                const bool again = __any_sync(~0u, apart && !stays);
+                stays = again;
                 const Pass pass = !apart ? Pass::kBothPages : again ? Pass::kFirstPage : Pass::kSecondPage;
                 if (wide) how = again ? Sums::kExactAndStay : Sums::kExact;
                 if (!again) free_keys();

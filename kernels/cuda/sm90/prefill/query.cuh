@@ -139,83 +139,96 @@ struct RowPair {
     }
 };
 
+// A lane's part of a row of 16-bit elements, as it is.
+template <int D, typename T>
+TA_DEVICE void load_words(const T* from, uint32_t (&w)[D / 32][4]) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+        for (int n = 0; n < D / 32; ++n) {
+            const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from + 32 * n));
+            w[n][0] = raw.x, w[n][1] = raw.y, w[n][2] = raw.z, w[n][3] = raw.w;
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < D / 32; ++n) {
+#pragma unroll
+            for (int p = 0; p < 4; ++p) {
+                typename Element<T>::Two pair;
+                pair.x = from[32 * n + 2 * p], pair.y = from[32 * n + 2 * p + 1];
+                w[n][p] = bits_of(pair);
+            }
+        }
+    }
+}
+
 // A lane's part of two rows, rotated but for the levels of the other bits. bias[row]: its part of the product with K's offset.
+// What there is to do begins with the first words that arrive: rows with values to be replaced are known at the end, and are
+// loaded once more.
 template <int D, typename T>
 TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const RowPair& rows, int lane, const uint4* masks,
                          float (&x)[2][D / 32][8], float (&bias)[2]) {
     using Two = typename Element<T>::Two;
+    constexpr float kLargest = Element<T>::kLargest;
     const int i = lane & 3;
-    uint32_t w[D / 32][2][4];
+    const auto* const first = static_cast<const T*>(args.q.data) + 8 * i;
+    const T* const from[2] = {first + rows.at[0].offset(args.q, tile), first + rows.at[1].offset(args.q, tile)};
+    uint32_t b[2][2];
+    if (args.signs) make_signs<T>(b, lane >> 2, i);
+#pragma unroll 1
+    for (bool replaces = false;; replaces = true) {
+        uint32_t w[2][D / 32][4];
+        load_words<D>(from[0], w[0]);
+        load_words<D>(from[1], w[1]);
+        if (replaces) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const T* from = static_cast<const T*>(args.q.data) + rows.at[r].offset(args.q, tile) + 8 * i;
-        if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+            for (int r = 0; r < 2; ++r) {
+                int replaced = 0;
 #pragma unroll
-            for (int n = 0; n < D / 32; ++n) {
-                const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from + 32 * n));
-                w[n][r][0] = raw.x, w[n][r][1] = raw.y, w[n][r][2] = raw.z, w[n][r][3] = raw.w;
+                for (int n = 0; n < 4 * (D / 32); ++n) {
+                    const float2 v = Element<T>::floats(as_two<T>(w[r][n / 4][n % 4]));
+                    const float y = finite(v.x, kLargest, kLargest, args.saturate, replaced);
+                    const float z = finite(v.y, kLargest, kLargest, args.saturate, replaced);
+                    w[r][n / 4][n % 4] = bits_of(Element<T>::two(y, z));
+                }
+                if (rows.exists[r]) count_replaced(args, tile, replaced);
             }
-        } else {
+        }
+        if (args.k_offset) {
 #pragma unroll
-            for (int n = 0; n < D / 32; ++n) {
+            for (int r = 0; r < 2; ++r) {
+                bias[r] = 0.0f;
 #pragma unroll
-                for (int p = 0; p < 4; ++p) {
-                    Two pair;
-                    pair.x = from[32 * n + 2 * p], pair.y = from[32 * n + 2 * p + 1];
-                    w[n][r][p] = bits_of(pair);
+                for (int n = 0; n < 4 * (D / 32); ++n) {
+                    const float* mu = args.k_offset + tile.head * D + 32 * (n / 4) + 8 * i + 2 * (n % 4);
+                    const float2 v = Element<T>::floats(as_two<T>(w[r][n / 4][n % 4]));
+                    bias[r] = fmaf(v.x, __ldg(mu), fmaf(v.y, __ldg(mu + 1), bias[r]));
                 }
             }
         }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
         Two largest = as_two<T>(0);
 #pragma unroll
-        for (int n = 0; n < 4 * (D / 32); ++n) largest = __hmax2_nan(largest, __habs2(as_two<T>(w[n / 4][r][n % 4])));
-        const float2 both = Element<T>::floats(largest);
-        if (both.x <= Element<T>::kLargest && both.y <= Element<T>::kLargest) continue;
-        int replaced = 0;
-#pragma unroll
-        for (int n = 0; n < 4 * (D / 32); ++n) {
-            const float2 v = Element<T>::floats(as_two<T>(w[n / 4][r][n % 4]));
-            const float a = finite(v.x, Element<T>::kLargest, Element<T>::kLargest, args.saturate, replaced);
-            const float b = finite(v.y, Element<T>::kLargest, Element<T>::kLargest, args.saturate, replaced);
-            w[n / 4][r][n % 4] = bits_of(Element<T>::two(a, b));
-        }
-        if (rows.exists[r]) count_replaced(args, tile, replaced);
-    }
-    if (args.k_offset) {
-#pragma unroll
-        for (int n = 0; n < 4 * (D / 32); ++n) {
-            const float* mu = args.k_offset + tile.head * D + 32 * (n / 4) + 8 * i + 2 * (n % 4);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float2 v = Element<T>::floats(as_two<T>(w[n / 4][r][n % 4]));
-                bias[r] = fmaf(v.x, __ldg(mu), fmaf(v.y, __ldg(mu + 1), bias[r]));
-            }
-        }
-    }
-    if (args.signs) {
-        uint32_t b[2][2];
-        make_signs<T>(b, lane >> 2, i);
-#pragma unroll
         for (int n = 0; n < D / 32; ++n) {
-            const uint4 mask = masks[4 * n + i];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                w[n][r][0] ^= mask.x, w[n][r][1] ^= mask.y, w[n][r][2] ^= mask.z, w[n][r][3] ^= mask.w;
+            for (int p = 0; p < 8; ++p) largest = __hmax2_nan(largest, __habs2(as_two<T>(w[p / 4][n][p % 4])));
+            if (args.signs) {
+                const uint4 mask = masks[4 * n + i];
+                uint32_t both[2][4];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    both[r][0] = w[r][n][0] ^ mask.x, both[r][1] = w[r][n][1] ^ mask.y;
+                    both[r][2] = w[r][n][2] ^ mask.z, both[r][3] = w[r][n][3] ^ mask.w;
+                }
+                rotate_group<T, false>(both, b, x[0][n], x[1][n]);
+            } else {
+#pragma unroll
+                for (int p = 0; p < 8; ++p) {
+                    const float2 v = Element<T>::floats(as_two<T>(w[p / 4][n][p % 4]));
+                    x[p / 4][n][2 * (p % 4)] = v.x, x[p / 4][n][2 * (p % 4) + 1] = v.y;
+                }
             }
-            rotate_group<T, false>(w[n], b, x[0][n], x[1][n]);
         }
-    } else {
-#pragma unroll
-        for (int n = 0; n < 4 * (D / 32); ++n) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float2 v = Element<T>::floats(as_two<T>(w[n / 4][r][n % 4]));
-                x[r][n / 4][2 * (n % 4)] = v.x, x[r][n / 4][2 * (n % 4) + 1] = v.y;
-            }
-        }
+        const float2 all = Element<T>::floats(largest);
+        if (replaces || !__any_sync(~0u, !(all.x <= kLargest && all.y <= kLargest))) break;
     }
 }
 
@@ -395,6 +408,13 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
         to.natural = kNever;
     }
     __syncwarp();
+}
+
+// The same as a call: where a kernel's main loop is so given better registers.
+template <int D>
+__device__ __noinline__ void start_rows_apart(const AttendArgs& args, const Tile& tile, int row_in_tile, int lane,
+                                              const uint4* masks, uint8_t* q, RowInfo* info) {
+    start_rows<D>(args, tile, row_in_tile, lane, masks, q, info);
 }
 
 }  // namespace ta::cuda::prefill

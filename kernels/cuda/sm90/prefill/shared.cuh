@@ -146,6 +146,7 @@ struct alignas(16) LaneRows {
     float scale[2];      // RowInfo's
     float reference[2];  // m of the row: its sums and O are times 2^-m
     float exact[2];      // l of a block where it is not made from P, times 255 kSumUnit / 2^m
+    bool stays;          // the block does, for its second pass
 };
 
 // What holds for all rows of a warp, or of several.

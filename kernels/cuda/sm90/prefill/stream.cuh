@@ -64,14 +64,17 @@ struct RowPlace {
     }
 };
 
-// Has the row on its way to the L2 cache: queries are read once, at a moment when nothing else is left to do.
+// Has the row on its way to the L2 cache, and its first line to L1, which has no room for more: queries are read once, at a
+// moment when nothing else is left to do.
 template <int D>
 TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row_in_tile) {
     const RowPlace at(args, tile, row_in_tile);
     if (at.token >= tile.rows.n_query) return;
     const uint32_t bytes = args.q.dtype == DType::kF32 ? 4 : 2;
     const uint64_t from = reinterpret_cast<uint64_t>(args.q.data) + uint64_t(at.offset(args.q, tile)) * bytes;
-    for (uint32_t n = 0; n < D * bytes; n += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + n));
+    for (uint32_t n = 128; n < D * bytes; n += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + n));
+    uint32_t unused;
+    asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(from / 4 * 4));
 }
 
 // The pages that a CTA reads, tile after tile, as a stream of bulk copies. Run by one warp, whose lane n knows the address of
