@@ -71,13 +71,16 @@ int main(int argc, char** argv) {
     measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 causal, paper");
     measure(report, shape_of(1, 16384, false, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 full, paper");
     measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_ACCURATE, 64), "prefill b1 h32/8 d64 n16384 causal");
-    const auto measure_chunk = [&](int64_t n, uint32_t bits) {
+    const auto measure_chunk = [&](int64_t n, uint32_t bits, bool page_scales = false) {
         Shape chunk = shape_of(1, n, true, bits);
         chunk.cached = 32768 - n;
+        chunk.page_scales = page_scales;
         measure(report, chunk,
-                "chunk of " + std::to_string(n) + " over " + std::to_string(chunk.cached) + " INT" + std::to_string(bits));
+                "chunk of " + std::to_string(n) + " over " + std::to_string(chunk.cached) + " INT" + std::to_string(bits) +
+                    (page_scales ? ", page scales" : ""));
     };
     for (uint32_t bits : {4u, 2u, 8u}) measure_chunk(2048, bits);
+    measure_chunk(2048, 8, true);
     for (int64_t n : {512, 64}) measure_chunk(n, 4);
     return 0;
 }

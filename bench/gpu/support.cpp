@@ -87,6 +87,7 @@ Cache::Cache(const Shape& shape) : shape_(shape), n_new_(size_t(shape.batch), in
     TA_OK_OR_DIE(ta_context_create(&co, &context_, &error));
     auto numerics = sized<ta_numerics>();
     numerics.profile = shape.profile;
+    if (shape.page_scales) numerics.k_granularity = numerics.v_granularity = TA_GRANULARITY_PAGE;
     auto po = sized<ta_kv_pool_options>();
     po.layers = uint32_t(shape.layers);
     po.kv_heads = uint32_t(shape.kv_heads);

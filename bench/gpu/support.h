@@ -58,7 +58,8 @@ struct Shape {
     bool causal = true;
     ta_profile profile = TA_PROFILE_ACCURATE;
     int layers = 1;
-    bool observed = false;  // the attention that blocks get (TA_EVICT_ATTENTION)
+    bool page_scales = false;  // K and V where 64 tokens arrive together, in a pool of 8 bits too
+    bool observed = false;     // the attention that blocks get (TA_EVICT_ATTENTION)
 };
 
 // A pool on a GPU whose sequences have `cached` tokens in every layer.
