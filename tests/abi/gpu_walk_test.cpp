@@ -1,0 +1,64 @@
+// The twin walk with a GPU: settings, data and calls that nobody thought of, beside a CPU. Skipped where there is no GPU.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include "abi/twin_walk.h"
+#include "support/gpu.h"
+
+namespace ta::testing {
+namespace {
+
+class OnDevice : public Placed {
+  public:
+    explicit OnDevice(Tensor& host) : copy_(host) {}
+    const ta_tensor* view() const override { return copy_.view(); }
+    void fetch() const override {
+        if (copy_.view()->tokens > 0) copy_.fetch();
+    }
+
+  private:
+    DeviceCopy copy_;
+};
+class FloatsOnDevice : public PlacedFloats {
+  public:
+    explicit FloatsOnDevice(std::vector<float>& host)
+        : host_(host), memory_(to_device(host.data(), host.size() * sizeof(float))) {}
+    float* data() const override { return static_cast<float*>(memory_.get()); }
+    void fetch() const override {
+        EXPECT_EQ(cudaMemcpy(host_.data(), memory_.get(), host_.size() * sizeof(float), cudaMemcpyDeviceToHost), cudaSuccess);
+    }
+
+  private:
+    std::vector<float>& host_;
+    DeviceMemory memory_;
+};
+
+class Gpu : public Device {
+  public:
+    Gpu(const Context& context, cudaStream_t stream) : context_(context), stream_(stream) {}
+    const Context& context() const override { return context_; }
+    std::unique_ptr<Placed> place(Tensor& host) override { return std::make_unique<OnDevice>(host); }
+    std::unique_ptr<PlacedFloats> place(std::vector<float>& host) override { return std::make_unique<FloatsOnDevice>(host); }
+    void start(const Plan& plan) override {
+        ta_error err;
+        require(ta_plan_set_stream(plan.get(), stream_, &err), err);
+    }
+    void wait() override { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
+    // A build that has only sm_80's code for a Hopper is judged as if it had the kernel, by bounds that are wider than needed.
+    bool has_prefill_kernel() const override { return info(context_).compute_capability == 90; }
+
+  private:
+    const Context& context_;
+    cudaStream_t stream_;
+};
+
+class GpuWalk : public GpuTest {};
+
+TEST_F(GpuWalk, AgreesWithACpu) {
+    Gpu device(gpu, stream);
+    const std::string wrong = run_walks(device, cpu, {});
+    EXPECT_TRUE(wrong.empty()) << wrong;
+}
+
+}  // namespace
+}  // namespace ta::testing
