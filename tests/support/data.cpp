@@ -136,6 +136,8 @@ const char* name_of(DataKind kind) {
             return "zeros around";
         case DataKind::kOneMagnitude:
             return "one magnitude";
+        case DataKind::kLoud:
+            return "loud";
         case DataKind::kOutliers:
             return "outliers 1e4";
         case DataKind::kDenormal:
@@ -195,6 +197,18 @@ AttentionData make_data(DataKind kind, const AttentionShape& shape, uint64_t see
                 const size_t t = i / row;
                 if (t < 128 || t >= 192) data.v[i] = 0.0f;
                 if (t >= 160 && t < 192 && i % d == 5) data.v[i] = 1e4f;
+            }
+            break;
+        }
+        case DataKind::kLoud: {
+            const auto d = size_t(shape.head_dim), row = size_t(shape.kv_heads) * d;
+            const float along = std::sqrt(12.0f * std::sqrt(float(d)));  // along^2 is 12 in a score
+            for (size_t i = 7; i < data.q.size(); i += d) data.q[i] = along;
+            for (size_t i = 0; i < data.v.size(); ++i) {
+                const size_t t = i / row;
+                const bool loud = t % 64 >= 48;
+                if (i % d == 7) data.k[i] = loud ? -along : 0.0f;
+                data.v[i] *= loud ? 0x1p40f : t % 5 == 0 ? 0.0f : 1.0f;
             }
             break;
         }

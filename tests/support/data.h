@@ -20,6 +20,7 @@ enum class DataKind {
     kOneMagnitude,      // all channels of a query are alike, and of a key: products of codes are the largest that there are
     kOutliers,          // N(0,1) with 1e4 here and there in K and V
     kDenormal,          // everything below 2^-126
+    kLoud,              // the last 16 tokens of 64 have scores 12 lower and V times 2^40; V of every fifth of the others is 0
     kHuge,              // finite values up to 2^50; queries so small that the scores are not
 };
 

@@ -541,6 +541,18 @@ std::vector<Case> all_cases(bool quick) {
         add_apart("sas, random", [](Case& c) { c.pages = Pages::kRandom, c.exp = ExpMode::kSas; });
         add_apart("softcap, full", [](Case& c) { c.softcap = 5.0f, c.causal = false; });
     }
+    for (const int d : {128, 64}) {
+        const auto add_loud = [&](const char* what, auto change) {
+            add(std::string("loud, d") + std::to_string(d) + ", " + what, [&](Case& c) {
+                c.sequences = {{800, 300}, {100, 100}}, c.data = DataKind::kLoud, c.pages = Pages::kTokenOwnScale, c.d = d;
+                change(c);
+            });
+        };
+        add_loud("8 bits", [](Case&) {});
+        // The loud ones, which are dropped, must not take P's levels, nor what stands for V of 0 beside them.
+        add_loud("sas", [](Case& c) { c.exp = ExpMode::kSas; });
+        add_loud("sas, full", [](Case& c) { c.exp = ExpMode::kSas, c.causal = false; });
+    }
     add("logits of hundreds", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 100.0f; });
     add("logits of thousands", [](Case& c) { c.sequences = {{800, 300}}, c.q_factor = 2000.0f, c.lse_tolerance = 1.0; });
     for (const int bits : {4, 2}) {  // a unit of products of codes is a tenth of a nat

@@ -12,10 +12,14 @@ TA_DEVICE float log2_approx(float x) {
     return y;
 }
 
-// log2 of SAS's e^-y, -inf beyond its cutoff; u = y log2 e >= 0.
+// Of SAS's e^-y; u = y log2 e >= 0. NaN and infinity are beyond it.
+TA_DEVICE bool within_sas(float u) {
+    return u * 0.693147181f <= 6.0f;
+}
+// log2 of it, -inf beyond its cutoff.
 TA_DEVICE float log2_sas(float u) {
+    if (!within_sas(u)) return -INFINITY;
     const float y = u * 0.693147181f;
-    if (!(y <= 6.0f)) return -INFINITY;
     const float n = floorf(y), f = y - n;
     float r = fmaf(-0.1025f, f, 0.4626f);
     r = fmaf(r, f, -0.9922f);
@@ -103,6 +107,8 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
             const int row = m / 2, h = m % 2;
             const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
             s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
+            // What SAS drops has no part in P's unit, whatever its V.
+            if (kOptions && options.sas && !within_sas(gap[row][n / 8] - x)) continue;
             above[row] = fmaxf(above[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
         }
     }

@@ -29,9 +29,9 @@ TA_DEVICE float power_of_2(int e) {
 
 // Where the scales of page `half` of a block go. A lane does two tokens, 32 apart. `weights` are V's rows for sums.
 struct Scales {
-    // What stands for a V scale of 0: small, so that it does not take P's levels from other tokens, but within reach of other
-    // scales for 2^x, by which its keys count in l.
-    static constexpr float kNoScale = 0x1p-60f, kNoTokenScale = 0x1p-30f;
+    // What stands for a V scale of 0: small, so that it does not take P's levels from other tokens, the one of the smallest
+    // scale above all, but within reach of other scales for 2^x, by which its keys count in l.
+    static constexpr float kNoScale = 0x1p-60f, kNoTokenScale = 0x1p-30f, kReach = 0x1p-90f;
 
     BlockScales& out;
     uint8_t* weights;
@@ -61,10 +61,12 @@ struct Scales {
         float high = or_none(first), low = high;
         if (!equal) {
             high = or_none(warp_max(fmaxf(x[0], x[1])));
-            const float least = fminf(fmaxf(high * kNoTokenScale, kNoScale), high);
+            low = warp_min(fminf(x[0] > 0.0f ? x[0] : high, x[1] > 0.0f ? x[1] : high));
+            if (__any_sync(~0u, fminf(x[0], x[1]) <= 0.0f)) {
+                low = fminf(fmaxf(fmaxf(low * kNoTokenScale, high * kReach), kNoScale), low);
 #pragma unroll
-            for (int n = 0; n < 2; ++n) x[n] = x[n] > 0.0f ? x[n] : least;
-            low = warp_min(fminf(x[0], x[1]));
+                for (int n = 0; n < 2; ++n) x[n] = x[n] > 0.0f ? x[n] : low;
+            }
         } else {
             x[0] = x[1] = high;
         }
