@@ -527,6 +527,7 @@ class Walk {
         if (!c.sinks.empty()) j.sinks = c.sinks.data();
         if (!s_.k_offset.empty()) j.k_offset = s_.k_offset.data() + a.layer * s_.row();
         j.sas = sas_of(c), j.with_lse = c.with_lse, j.rotated = s_.rotated();
+        j.v_has_token_scales = s_.v_exponents() || s_.numerics.v_granularity == TA_GRANULARITY_TOKEN;
         j.by_prefill_kernel = by_prefill_kernel(c, m.n_query);
         j.out_type = c.out_type;
         j.q = a.q.data() + at * s_.head_dim, j.k = read.k.data(), j.v = read.v.data();

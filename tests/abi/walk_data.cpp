@@ -12,7 +12,7 @@ Random fixed(const DataStyle& style, uint64_t what) {
 }
 
 double page_factor(const DataStyle& style, int64_t position, ta_dtype dtype) {
-    const int reach = dtype == TA_DTYPE_F16 ? 10 : 30;
+    const int reach = dtype == TA_DTYPE_F16 ? 8 : 12;
     return std::ldexp(1.0, int(fixed(style, 7000 + uint64_t(position / 64)).between(-reach, reach)));
 }
 
@@ -82,7 +82,7 @@ std::vector<float> make_keys(const DataStyle& style, const TokenShape& shape, ta
         const double factor = none                                 ? 0.0
                               : style.keys == KeyKind::kPagesApart ? page_factor(style, first + t, dtype)
                               : style.keys == KeyKind::kDenormal   ? 0x1p-130
-                              : style.keys == KeyKind::kHuge       ? (dtype == TA_DTYPE_F16 ? 0x1p12 : 0x1p45)
+                              : style.keys == KeyKind::kHuge       ? (dtype == TA_DTYPE_F16 ? 0x1p12 : 0x1p20)
                                                                    : 1.0;
         for (int64_t i = 0; i < shape.row(); ++i) {
             if (style.keys == KeyKind::kOutlierChannels)
@@ -110,7 +110,7 @@ std::vector<float> make_values(const DataStyle& style, const TokenShape& shape, 
                               : style.values == ValueKind::kTokensApart ? std::ldexp(1.0, int(random.between(-12, 0)))
                               : style.values == ValueKind::kSmallSink && first + t < 3 ? 0.01
                               : style.values == ValueKind::kDenormal                   ? 0x1p-130
-                              : style.values == ValueKind::kHuge ? (dtype == TA_DTYPE_F16 ? 0x1p12 : 0x1p45)
+                              : style.values == ValueKind::kHuge ? (dtype == TA_DTYPE_F16 ? 0x1p12 : 0x1p20)
                                                                  : 1.0;
         for (int64_t i = 0; i < shape.row(); ++i) {
             if (style.values == ValueKind::kHeavyTails) row[i] = channels.mean[size_t(i)] + random.student4();
@@ -145,7 +145,9 @@ std::vector<float> make_queries(QueryKind kind, const TokenShape& shape, int64_t
         const int64_t sees = std::max<int64_t>(1, n_keys - n + i + 1);
         for (int64_t h = 0; h < q_heads; ++h) {
             float* row = q.data() + (i * q_heads + h) * d;
-            if (kind == QueryKind::kAlike) std::fill_n(row, d, row[0]);
+            // Not to the bit: a rotation makes few values of a constant vector, and where they lie half way between two codes
+            // either code is right, of many channels at once.
+            for (int64_t c = 1; kind == QueryKind::kAlike && c < d; ++c) row[c] = row[0] * (1.0f + 0.01f * row[c]);
             const auto key = [&](int64_t j) { return keys.data() + (j * shape.heads + h / group) * d; };
             const auto dot = [&](const float* a, const float* b) {
                 double sum = 0.0;

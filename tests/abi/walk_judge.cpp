@@ -28,6 +28,11 @@ constexpr double kFar = 0.1, kFarTimes = 10.0;
 // SAS's cubic is off by up to 1.03e-3 of a weight.
 constexpr double kTruth = 1e-3, kTruthLse = 2e-4, kSasCubic = 1.1e-3;
 
+// Of a step of V's codes: V itself is known to half of one. Where an outlier makes it, it may be larger than all of O.
+constexpr double kStep = 0.05;
+// What stands for O of 0, of the largest V.
+constexpr double kZero = 1e-12;
+
 constexpr double kGrid = 0.5 / 112.0 * 0.6931471805599453;  // half a step of the prefill kernel's scores, in nats
 constexpr int64_t kPage = 64, kSetTokens = 64;
 
@@ -146,24 +151,27 @@ class RowJudge {
 
     // What P's units may do to O. A unit is 1/levels of the largest weight times V's scale in a page; of the prefill kernel in
     // 128 keys, or a page where two pages' scales are more than fourfold apart. V's scale is one of the page or, in the judge's
-    // eyes as well, the token's own, within a power of two. A page whose largest is below 2^-60 of what its largest V would
+    // eyes as well, the token's own, within a power of two, or larger than what is stored shows, where codes are 0. A page whose largest is below 2^-60 of what its largest V would
     // have is nothing to a row (docs/numerics.md, 8.6).
     double by_units(const Row& r, bool prefill) const {
-        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
+        const double half = prefill ? 0.7 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
         const int64_t end = r.begin + int64_t(r.weight.size()), block_tokens = prefill ? 2 * kPage : kPage;
         double gone = 0.0, squares = 0.0;
         const auto look_at = [&](int64_t from, int64_t to, double largest_of_page) {
             from = std::max(from, r.begin), to = std::min(to, end);
-            double top = 0.0, top_scaled = 0.0;
+            double by_tokens = 0.0, by_pages = 0.0, unscaled = 0.0;  // the largest weight times V's scale
             for (int64_t j = from; j < to; ++j) {
                 const double w = r.weight[size_t(j - r.begin)];
-                top = std::max(top, w), top_scaled = std::max(top_scaled, w * sizes_.largest[size_t(j)]);
+                unscaled = std::max(unscaled, w);
+                by_tokens = std::max(by_tokens, w * sizes_.largest[size_t(j)]);
+                by_pages = std::max(by_pages, w * sizes_.page_largest[size_t(j / kPage)]);
             }
-            const bool nothing = top_scaled < 0x1p-58 * largest_of_page;
+            const bool nothing = by_tokens < 0x1p-58 * largest_of_page;
             for (int64_t j = from; j < to; ++j) {
                 const double w = r.weight[size_t(j - r.begin)], length = sizes_.length[size_t(j)];
-                const double own = sizes_.largest[size_t(j)];
-                const double unsure = half * std::max(top, own > 0.0 ? 2.0 * top_scaled / own : 0.0);
+                const double own = sizes_.largest[size_t(j)], of_page = sizes_.page_largest[size_t(j / kPage)];
+                const double unsure = half * std::max({of_page > 0.0 ? by_pages / of_page : 0.0,
+                                                       own > 0.0 ? 2.0 * by_tokens / own : 0.0, unscaled});
                 if (nothing || w <= unsure) {
                     gone += w * (length + (prefill && !c_.with_lse ? r.length : 0.0));
                 } else if (prefill) {
@@ -176,7 +184,8 @@ class RowJudge {
         for (int64_t from = r.begin / block_tokens * block_tokens; from < end; from += block_tokens) {
             const auto page = size_t(from / kPage);
             const double a = sizes_.page_largest[page], b = prefill ? sizes_.page_largest[page + 1] : 0.0;
-            if (prefill && a <= 3.9 * b && b <= 3.9 * a) {
+            const bool shown = a > 0.0 && b > 0.0 && c_.v_has_token_scales;  // else codes of 0 may hide V's scale
+            if (prefill && ((a <= 3.9 * b && b <= 3.9 * a) || !shown)) {
                 look_at(from, from + block_tokens, std::max(a, b));
             } else {
                 look_at(from, from + kPage, a);
@@ -184,6 +193,26 @@ class RowJudge {
             }
         }
         return gone + 2.0 * std::sqrt(squares);
+    }
+
+    // The keys that matter most to O, for the text of a failure.
+    std::string keys_text() const {
+        const Row r = compute(0.0, nullptr);
+        std::vector<size_t> order(r.weight.size());
+        for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+        const auto part = [&](size_t i) { return std::exp(r.score[i] - r.lse) * sizes_.length[size_t(r.begin) + i]; };
+        const size_t n = std::min<size_t>(6, order.size());
+        std::partial_sort(order.begin(), order.begin() + int64_t(n), order.end(),
+                          [&](size_t a, size_t b) { return part(a) > part(b); });
+        std::ostringstream text;
+        text.precision(5);
+        text << "\n  LSE " << r.lse << ", |O| " << r.length << "; key: score, weight, |v|, largest of v, of its page";
+        for (size_t i = 0; i < n; ++i) {
+            const size_t at = order[i], j = size_t(r.begin) + at;
+            text << "\n  " << j << ": " << r.score[at] << ", " << r.weight[at] << ", " << sizes_.length[j] << ", "
+                 << sizes_.largest[j] << ", " << sizes_.page_largest[j / size_t(kPage)];
+        }
+        return text.str();
     }
 
     double largest_product() const {  // what a score would be if q and the longest key were parallel
@@ -215,19 +244,23 @@ class RowJudge {
             flip = std::max(flip, q_step * sizes_.peak[j] * c_.scale);
             largest_score = std::max(largest_score, std::fabs(r.score[i]));
         }
-        const double off = flip + largest_score * 4e-7;
-        double unsure = 0.0;  // at SAS's threshold
-        const Row read = c_.sas ? compute((c_.by_prefill_kernel ? 2 * kGrid : 1e-4) + off, &unsure) : r;
-        double about_mean = 0.0, longest = 0.0;
+        const double off = 4.0 * flip + largest_score * 4e-7;  // so may those of several channels
+        double unsure = 0.0;                                   // at SAS's threshold
+        const Row read = c_.sas ? compute((c_.by_prefill_kernel ? 4 * kGrid : 1e-4) + off, &unsure) : r;
+        double about_mean = 0.0, longest = 0.0, steps = 0.0;
         for (size_t i = 0; i < read.weight.size(); ++i) {
             const float* v = value(read.begin + int64_t(i));
             double apart = 0.0;
             for (int64_t ch = 0; ch < c_.head_dim; ++ch) apart += std::pow(double(v[ch]) - read.o[size_t(ch)], 2);
             about_mean += read.weight[i] * std::sqrt(apart);
-            longest = std::max(longest, sizes_.length[size_t(read.begin) + i]);
+            const auto j = size_t(read.begin) + i;
+            longest = std::max(longest, sizes_.length[j]);
+            steps +=
+                read.weight[i] * (c_.v_has_token_scales ? sizes_.largest[j] : sizes_.page_largest[j / size_t(kPage)]) / 119.0;
         }
         Doubt d;
-        d.o = by_units(read, c_.by_prefill_kernel) + std::expm1(off) * about_mean;
+        d.o = by_units(read, c_.by_prefill_kernel) + std::expm1(off) * about_mean +
+              kStep * steps * std::sqrt(double(c_.head_dim));
         d.lse = off;
         if (c_.sas) d.o += unsure * (longest + read.length), d.lse += 2.0 * unsure;
         // Where queries and keys are nearly parallel, weights may be off by up to a tenth.
@@ -307,7 +340,7 @@ std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
             std::ostringstream text;
             text.precision(9);
             text << "query " << row / q_heads << " of " << c.n_query << " over " << c.n_keys << " keys, head " << row % q_heads
-                 << ": LSE " << got << ", not " << truth << "; it may be off by " << bound;
+                 << ": LSE " << got << ", not " << truth << "; it may be off by " << bound << codes.row(row).keys_text();
             return text.str();
         }
         double& share = c.by_prefill_kernel ? shares.lse_prefill : shares.lse_decode;
@@ -321,7 +354,8 @@ std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
 std::string judge(const JudgedCall& c, Shares& shares) {
     const int64_t q_heads = c.kv_heads * c.group;
     const double rounding = c.out_type == TA_DTYPE_F16 ? 6e-4 : c.out_type == TA_DTYPE_BF16 ? 4e-3 : 0.0;
-    const double least = c.out_type == TA_DTYPE_F16 ? 1e-7 : 0x1p-100;  // of an element
+    const double least = std::max(c.out_type == TA_DTYPE_F16 ? 1e-7 : 1e-18,
+                                  kZero * largest_of(c.v, c.n_keys * c.kv_heads * c.head_dim));  // of an element
     struct Of {
         int64_t row;
         Difference x;
@@ -367,7 +401,8 @@ std::string judge(const JudgedCall& c, Shares& shares) {
                      << std::min(c.n_query, first + kSetTokens) - 1 << " is off by " << std::sqrt(all.error) / norm
                      << " of itself, the CPU's by " << beside / norm << "; the bound is " << bound / norm << ", and "
                      << (std::sqrt(all.error) - std::sqrt(left)) / norm
-                     << " for what is known of rows\n  the worst row: " << row_text(c, rows[0].row, rows[0].x);
+                     << " for what is known of rows\n  the worst row: " << row_text(c, rows[0].row, rows[0].x)
+                     << codes.row(rows[0].row).keys_text();
                 return text.str();
             }
             for (const Of& of : rows) {
@@ -376,7 +411,7 @@ std::string judge(const JudgedCall& c, Shares& shares) {
                 if (std::sqrt(of.x.error) <= far || known(of) <= far) continue;
                 std::ostringstream text;
                 text << "a row is far off: " << row_text(c, of.row, of.x) << "; what is known of it explains "
-                     << (std::sqrt(of.x.error) - known(of)) / std::sqrt(of.x.norm);
+                     << (std::sqrt(of.x.error) - known(of)) / std::sqrt(of.x.norm) << codes.row(of.row).keys_text();
                 return text.str();
             }
             shares.o_excused += excused;

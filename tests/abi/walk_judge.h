@@ -21,6 +21,7 @@ struct JudgedCall {
     bool by_prefill_kernel = false;
     bool with_lse = false;
     bool rotated = false;
+    bool v_has_token_scales = false;  // else one for a page
     ta_dtype out_type = TA_DTYPE_F32;
     const float *k = nullptr, *v = nullptr;
     const float* q = nullptr;                        // [n_query, q_heads, head_dim]
