@@ -12,14 +12,10 @@ TA_DEVICE float log2_approx(float x) {
     return y;
 }
 
-// Of SAS's e^-y; u = y log2 e >= 0. NaN and infinity are beyond it.
-TA_DEVICE bool within_sas(float u) {
-    return u * 0.693147181f <= 6.0f;
-}
-// log2 of it, -inf beyond its cutoff.
+// log2 of SAS's e^-y, -inf beyond its cutoff; u = y log2 e >= 0.
 TA_DEVICE float log2_sas(float u) {
-    if (!within_sas(u)) return -INFINITY;
     const float y = u * 0.693147181f;
+    if (!(y <= 6.0f)) return -INFINITY;
     const float n = floorf(y), f = y - n;
     float r = fmaf(-0.1025f, f, 0.4626f);
     r = fmaf(r, f, -0.9922f);
@@ -49,7 +45,7 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
                               float unit, bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
-    constexpr float kFar = 1000.0f;  // octaves
+    constexpr float kFar = 1000.0f, kDropped = 8.66f;  // octaves; SAS's 6 are 8.656
     const RowInfo info[2] = {row_info[0], row_info[8]};
     const float scale[2] = {info[0].scale * unit, info[1].scale * unit};
     const int first_key = key + lane_token(i);
@@ -80,7 +76,8 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
     }
     // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
     float top[2], above[2] = {-kFar, -kFar};
-    float gap[2][2];  // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS
+    // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS.
+    float gap[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         float of_page[2] = {kNever, kNever};
@@ -105,10 +102,10 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2;
-            const float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
-            s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
+            float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
             // What SAS drops has no part in P's unit, whatever its V.
-            if (kOptions && options.sas && !within_sas(gap[row][n / 8] - x)) continue;
+            if (kOptions && x < gap[row][n / 8] - kDropped) x = -INFINITY;
+            s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
             above[row] = fmaxf(above[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));
         }
     }
