@@ -63,7 +63,11 @@ struct Sizes {
         : page_peak(size_t(c.n_keys / kPage + 2)), page_largest(size_t(c.n_keys / kPage + 2)) {
         for (int64_t j = 0; j < c.n_keys; ++j) {
             const int64_t at = (j * c.kv_heads + kv_head) * c.head_dim;
-            peak.push_back(peak_of(c, c.k + at));
+            // What is quantized is the key less K's offset, beside which the key may be small.
+            std::vector<float> stored(c.k + at, c.k + at + c.head_dim);
+            for (int64_t ch = 0; c.k_offset && ch < c.head_dim; ++ch)
+                stored[size_t(ch)] -= c.k_offset[kv_head * c.head_dim + ch];
+            peak.push_back(peak_of(c, stored.data()));
             length.push_back(norm_of(c.v + at, c.head_dim));
             largest.push_back(largest_of(c.v + at, c.head_dim));
             double &keys = page_peak[size_t(j / kPage)], &values = page_largest[size_t(j / kPage)];
