@@ -1,6 +1,6 @@
-// The twin walk with a GPU: settings, data and calls that nobody thought of, beside a CPU. For whoever changes a kernel: it runs
-// where TA_WALK_SECONDS or TA_WALK_SEED is set, since a walk may end at what docs/gpu.md says of extreme data and the judge does
-// not know (1 in 16 did). Its text names the keys that count in the row.
+// The twin walk with a GPU: settings, data and calls that nobody thought of, beside a CPU. For whoever changes a kernel: it
+// runs where TA_WALK_SECONDS or TA_WALK_SEED is set, since a walk may end at what docs/gpu.md says of extreme data and the judge
+// does not know (docs/testing.md). Its text names the keys that count in the row.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 

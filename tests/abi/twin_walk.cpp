@@ -460,6 +460,10 @@ class Walk {
                                                       m.sequence->length + m.n_new, m.n_query, random_);
             queries.insert(queries.end(), q.begin(), q.end());
         }
+        // Near its smallest number F16 has few values, and half of them lie half way between two codes.
+        float largest = 0.0f;
+        for (const float x : queries) largest = std::max(largest, std::fabs(x));
+        if (c.q_type == TA_DTYPE_F16 && largest < 0.1f) c.q_type = TA_DTYPE_BF16;
         if (c.q_type == TA_DTYPE_F16) {
             for (float& x : queries) x = std::clamp(x, -6e4f, 6e4f);
         }

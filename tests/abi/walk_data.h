@@ -13,7 +13,7 @@ enum class KeyKind {
     kOutlierChannels,   // four channels with means of 10 to 40
     kConstantChannels,  // every token alike: equal scores
     kNearlyParallel,    // every channel of a token alike: dot products of codes are the largest that there are
-    kPagesApart,        // magnitudes of neighbouring pages differ by 2^0 to 2^60
+    kPagesApart,        // magnitudes of neighbouring pages differ by 2^0 to 2^24
     kZeros,
     kZeroPages,
     kZeroTokens,
@@ -44,7 +44,7 @@ enum class QueryKind {
     kSteep,     // 40
     kSink,      // the first key has 70% of the weight
     kAlongKey,  // some key lies exactly where the query looks
-    kAlike,     // all channels alike
+    kAlike,     // all channels nearly alike
     kZeros,
     kCount
 };

@@ -28,10 +28,8 @@ constexpr double kFar = 0.1, kFarTimes = 10.0;
 // SAS's cubic is off by up to 1.03e-3 of a weight.
 constexpr double kTruth = 1e-3, kTruthLse = 2e-4, kSasCubic = 1.1e-3;
 
-// Of a step of V's codes: V itself is known to half of one. Where an outlier makes it, it may be larger than all of O.
-constexpr double kStep = 0.05;
-// What stands for O of 0, of the largest V.
-constexpr double kZero = 1e-12;
+// O of 0 may be something of this size beside a V whose largest is 1, and in any case of the second: what stands for V of 0.
+constexpr double kZero = 1e-12, kNothing = 1e-18;
 
 constexpr double kGrid = 0.5 / 112.0 * 0.6931471805599453;  // half a step of the prefill kernel's scores, in nats
 constexpr int64_t kPage = 64, kSetTokens = 64;
@@ -73,6 +71,9 @@ struct Sizes {
             double &keys = page_peak[size_t(j / kPage)], &values = page_largest[size_t(j / kPage)];
             keys = std::max(keys, peak.back()), values = std::max(values, largest.back());
         }
+        page_most = page_largest;
+        for (size_t page = 1; page < page_most.size() && !c.v_has_token_scales; ++page)
+            page_most[page] = std::max(page_most[page], page_most[page - 1]);
     }
     // The largest channel as it is quantized: a rotation leaves peaks of about 3 times the mean square root.
     static double peak_of(const JudgedCall& c, const float* x) {
@@ -80,6 +81,11 @@ struct Sizes {
     }
     std::vector<double> peak, length, largest;    // of a key; of a value
     std::vector<double> page_peak, page_largest;  // with a page of zeros at the end
+    std::vector<double> page_most;                // what V's scale may follow, where codes of 0 hide it: of all pages so far
+    // May the scales of V in a page and the next be within fourfold of each other?
+    bool may_be_near(size_t page) const {
+        return page_largest[page] <= 3.9 * page_most[page + 1] && page_largest[page + 1] <= 3.9 * page_most[page];
+    }
 };
 
 class RowJudge {
@@ -155,10 +161,10 @@ class RowJudge {
 
     // What P's units may do to O. A unit is 1/levels of the largest weight times V's scale in a page; of the prefill kernel in
     // 128 keys, or a page where two pages' scales are more than fourfold apart. V's scale is one of the page or, in the judge's
-    // eyes as well, the token's own, within a power of two, or larger than what is stored shows, where codes are 0. A page whose largest is below 2^-60 of what its largest V would
-    // have is nothing to a row (docs/numerics.md, 8.6).
+    // eyes as well, the token's own, within a power of two, or, where codes are 0, more than they show. A page whose largest is
+    // below 2^-60 of what its largest V would have is nothing to a row (docs/numerics.md, 8.6).
     double by_units(const Row& r, bool prefill) const {
-        const double half = prefill ? 0.7 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
+        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
         const int64_t end = r.begin + int64_t(r.weight.size()), block_tokens = prefill ? 2 * kPage : kPage;
         double gone = 0.0, squares = 0.0;
         const auto look_at = [&](int64_t from, int64_t to, double largest_of_page) {
@@ -188,8 +194,7 @@ class RowJudge {
         for (int64_t from = r.begin / block_tokens * block_tokens; from < end; from += block_tokens) {
             const auto page = size_t(from / kPage);
             const double a = sizes_.page_largest[page], b = prefill ? sizes_.page_largest[page + 1] : 0.0;
-            const bool shown = a > 0.0 && b > 0.0 && c_.v_has_token_scales;  // else codes of 0 may hide V's scale
-            if (prefill && ((a <= 3.9 * b && b <= 3.9 * a) || !shown)) {
+            if (prefill && sizes_.may_be_near(page)) {
                 look_at(from, from + block_tokens, std::max(a, b));
             } else {
                 look_at(from, from + kPage, a);
@@ -248,23 +253,19 @@ class RowJudge {
             flip = std::max(flip, q_step * sizes_.peak[j] * c_.scale);
             largest_score = std::max(largest_score, std::fabs(r.score[i]));
         }
-        const double off = 4.0 * flip + largest_score * 4e-7;  // so may those of several channels
-        double unsure = 0.0;                                   // at SAS's threshold
-        const Row read = c_.sas ? compute((c_.by_prefill_kernel ? 4 * kGrid : 1e-4) + off, &unsure) : r;
-        double about_mean = 0.0, longest = 0.0, steps = 0.0;
+        const double off = flip + largest_score * 4e-7;
+        double unsure = 0.0;  // at SAS's threshold
+        const Row read = c_.sas ? compute((c_.by_prefill_kernel ? 2 * kGrid : 1e-4) + off, &unsure) : r;
+        double about_mean = 0.0, longest = 0.0;
         for (size_t i = 0; i < read.weight.size(); ++i) {
             const float* v = value(read.begin + int64_t(i));
             double apart = 0.0;
             for (int64_t ch = 0; ch < c_.head_dim; ++ch) apart += std::pow(double(v[ch]) - read.o[size_t(ch)], 2);
             about_mean += read.weight[i] * std::sqrt(apart);
-            const auto j = size_t(read.begin) + i;
-            longest = std::max(longest, sizes_.length[j]);
-            steps +=
-                read.weight[i] * (c_.v_has_token_scales ? sizes_.largest[j] : sizes_.page_largest[j / size_t(kPage)]) / 119.0;
+            longest = std::max(longest, sizes_.length[size_t(read.begin) + i]);
         }
         Doubt d;
-        d.o = by_units(read, c_.by_prefill_kernel) + std::expm1(off) * about_mean +
-              kStep * steps * std::sqrt(double(c_.head_dim));
+        d.o = by_units(read, c_.by_prefill_kernel) + std::expm1(off) * about_mean;
         d.lse = off;
         if (c_.sas) d.o += unsure * (longest + read.length), d.lse += 2.0 * unsure;
         // Where queries and keys are nearly parallel, weights may be off by up to a tenth.
@@ -358,7 +359,7 @@ std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
 std::string judge(const JudgedCall& c, Shares& shares) {
     const int64_t q_heads = c.kv_heads * c.group;
     const double rounding = c.out_type == TA_DTYPE_F16 ? 6e-4 : c.out_type == TA_DTYPE_BF16 ? 4e-3 : 0.0;
-    const double least = std::max(c.out_type == TA_DTYPE_F16 ? 1e-7 : 1e-18,
+    const double least = std::max(c.out_type == TA_DTYPE_F16 ? 1e-7 : kNothing,
                                   kZero * largest_of(c.v, c.n_keys * c.kv_heads * c.head_dim));  // of an element
     struct Of {
         int64_t row;
