@@ -71,7 +71,8 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
 
 namespace {
 
-// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows that the key asks for.
+// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows that the key asks for. A chunk has whole
+// pages of its sequence, those that its rows see something of: what a page's tokens have in common, they have in the sequence.
 template <class Fn>
 void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, Fn fn) {
     const int32_t tokens = cuda::kDecodeRows / key.group;
@@ -85,19 +86,15 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
             SequenceArgs c = s;
             c.n_query = std::min(tokens, end - first);
             c.row = s.row + first;
-            int32_t position = s.n_keys - s.n_query + first;
-            if (key.causal) {
-                // Below zero: none of the rows sees a key, which is so with no keys too.
-                c.n_keys = std::max(0, position + c.n_query);
-            } else if (key.window > 0) {
-                // From the page of the first key that a row sees to the last key.
-                const int32_t page = cuda::visible_keys(false, key.window, s.n_keys, position).begin / kPageTokens;
-                c.n_keys = cuda::visible_keys(false, key.window, s.n_keys, position + c.n_query - 1).end - page * kPageTokens;
-                c.first_entry += page;
-                position -= page * kPageTokens;
-                if (c.n_keys <= 0) c.n_keys = 0;
+            const int32_t position = s.n_keys - s.n_query + first, last = position + c.n_query - 1;
+            const int32_t keys = cuda::visible_keys(key.causal, key.window, s.n_keys, last).end;
+            int32_t left_out = 0;  // of keys, before the window
+            if (keys > 0 && key.window > 0) {
+                left_out = cuda::visible_keys(key.causal, key.window, s.n_keys, position).begin / kPageTokens * kPageTokens;
             }
-            fn(c, position);
+            c.n_keys = std::min<int32_t>(s.n_keys, (keys + kPageTokens - 1) / kPageTokens * kPageTokens) - left_out;
+            c.first_entry += left_out / kPageTokens;
+            fn(c, position - left_out);
         }
     }
 }
@@ -132,7 +129,7 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
     max_rows_of_one = cuda::kDecodeRows / key.group * key.group;
     counts_at = round_up(size_t(chunks) * sizeof(SequenceArgs), 16);
     positions_at = counts_at + size_t(chunks + 1) * sizeof(int32_t);
-    bytes = positions_at + (key.causal ? 0 : size_t(chunks) * sizeof(int32_t));
+    bytes = positions_at + size_t(chunks) * sizeof(int32_t);
 }
 
 void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
@@ -145,7 +142,7 @@ void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> seque
     auto* position = reinterpret_cast<int32_t*>(to + positions_at);
     for_each_chunk(key, sequences, [&](const SequenceArgs& c, int32_t first_position) {
         *next++ = c;
-        if (!key.causal) *position++ = first_position;
+        *position++ = first_position;
     });
     cuda::count_pages({first, next}, reinterpret_cast<int32_t*>(to + counts_at));
 }
@@ -179,8 +176,7 @@ void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
     }
     work.args.sequences = reinterpret_cast<const SequenceArgs*>(schedule);
     work.args.pages_before = reinterpret_cast<const int32_t*>(schedule + rows.counts_at);
-    // A causal chunk is a sequence that ends with its queries.
-    if (!work.args.causal) work.args.first_position = reinterpret_cast<const int32_t*>(schedule + rows.positions_at);
+    work.args.first_position = reinterpret_cast<const int32_t*>(schedule + rows.positions_at);
 }
 
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {

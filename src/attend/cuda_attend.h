@@ -59,8 +59,7 @@ void set_p(ta_p p, int64_t rows, int32_t range_pages, cuda::AttendArgs& args);
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendArgs& args);
 
 // The prefill kernel's tiles or, where it cannot run the call, chunks of up to 16 rows for the decode kernel: query tokens [i,
-// i + c) of a sequence are the last ones of a shorter sequence under a causal mask; under a full one they come with their
-// positions, and with a window only with the pages that it reaches.
+// i + c) of a sequence, with their positions and the pages that they see something of.
 struct ManyRows {
     size_t bytes = 0;
     bool by_kernel = false;
@@ -68,7 +67,7 @@ struct ManyRows {
     int ctas = 0;             // ManyRowsKey's
     int chunks = 0;           // sequences that the decode kernel sees
     size_t counts_at = 0;     // their pages_before
-    size_t positions_at = 0;  // their first_position, under a full mask
+    size_t positions_at = 0;  // their first_position
     int64_t pages = 0;        // of all of them
     int max_rows_of_one = 0;  // query tokens x group of any of them
 

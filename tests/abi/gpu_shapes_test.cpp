@@ -30,6 +30,7 @@ struct Types {
 struct Rules {
     ta_attend_options attend = sized<ta_attend_options>();
     bool alibi = false, sinks = false;
+    int64_t loud = 0;  // of the new tokens, the last so many have V 20 times as large
 };
 
 struct Tolerance {
@@ -93,6 +94,9 @@ class Pair {
             for (int64_t row = 0; spoil && row < rows; row += 3) {
                 k.set(row, row % heads_, row % d_, row % 2 ? NAN : INFINITY);
                 v.set(row, row % heads_, (row + 7) % d_, row % 2 ? -INFINITY : NAN);
+            }
+            for (int64_t row = std::max<int64_t>(0, rows - rules.loud); row < rows; ++row) {
+                for (int64_t i = 0; i < heads_ * d_; ++i) v.set(row, i / d_, i % d_, 20.0f * v.get(row, i / d_, i % d_));
             }
             const DeviceCopy gk(k), gv(v), gq(q), gout(out);
             std::vector<float> lse(size_t(queries * q_heads) + 1, -777.0f), got_lse = lse;
@@ -246,6 +250,24 @@ TEST_F(GpuShapes, OptionsTogether) {
                 pair.step({a, b, c}, {0, 0, 0}, {n, 1, n}, tolerance_of(n * 4, (which & 32) != 0), rules);
                 if (HasFatalFailure()) return;
             }
+        }
+    }
+}
+
+// Where P is in units of the running maximum it takes V's scale in a page from all tokens there, which the decode kernel, to
+// which a prompt of these head_dims goes 16 rows at a time, finds also where no row of the chunk sees them.
+TEST_F(GpuShapes, TokensThatNoRowSeesHaveAPartInAPagesScale) {
+    for (const uint32_t d : {96u, 256u}) {
+        for (const int64_t window : {0, 25}) {
+            SCOPED_TRACE("head_dim " + std::to_string(d) + ", window " + std::to_string(window));
+            Pair pair(gpu, cpu, pool(1, 2, d, 8), 3, stream, 21);
+            Rules rules;
+            rules.attend.p = TA_P_S8_127_RUNNING;
+            rules.attend.exp = TA_EXP_EXACT;  // by the cubic one of 127 levels is often another
+            rules.attend.window = window;
+            rules.loud = 3;
+            pair.step({pair.add()}, {120}, {120}, {2 * kDecodeError, kDecodeLse}, rules);
+            if (HasFatalFailure()) return;
         }
     }
 }
