@@ -41,7 +41,14 @@ struct Settings {
         if (head_dim == 96) return false;
         return numerics.hadamard == TA_DEFAULT ? !paper() : numerics.hadamard == TA_ON;
     }
+    bool universal() const { return numerics.open_scale ? numerics.open_scale == TA_OPEN_SCALE_UNIVERSAL : paper(); }
     bool v_exponents() const { return numerics.v_exponents == TA_DEFAULT ? !paper() : numerics.v_exponents == TA_ON; }
+    // In each page, be it closed or not.
+    bool v_scales_of_tokens() const {
+        if (universal()) return false;
+        if (numerics.v_granularity == TA_GRANULARITY_TOKEN) return true;
+        return bits == 8 ? numerics.v_granularity == TA_DEFAULT && !paper() : v_exponents();
+    }
     int64_t sinks() const {
         return numerics.sink_blocks < 0 ? 0 : numerics.sink_blocks > 0 ? numerics.sink_blocks : paper() ? 0 : 1;
     }
@@ -120,6 +127,7 @@ struct WalkSequence {
     int64_t length = 0;
     std::vector<Known> layers;      // what is stored
     std::vector<DataStyle> styles;  // [layers]
+    std::vector<double> v_most;     // [layers] the largest V ever appended, be it truncated since
 };
 
 // What one attend is asked for.
@@ -245,6 +253,7 @@ class Walk {
         s->cpu = make_sequence(cpu_pool_);
         s->shadow = make_sequence(shadow_pool_);
         s->layers.resize(s_.layers);
+        s->v_most.resize(s_.layers);
         for (uint32_t i = 0; i < s_.layers; ++i) s->styles.push_back(draw_style(random_));
         sequences_.push_back(s);
         history_ << "\n  create";
@@ -367,6 +376,8 @@ class Walk {
             const int64_t from = m.new_row * s_.row(), to = (m.new_row + m.n_new) * s_.row();
             known.k.insert(known.k.end(), k_values.begin() + from, k_values.begin() + to);
             known.v.insert(known.v.end(), v_values.begin() + from, v_values.begin() + to);
+            double& most = m.sequence->v_most[layer];
+            for (int64_t i = from; i < to; ++i) most = std::max(most, std::fabs(double(v_values[size_t(i)])));
         }
     }
 
@@ -439,6 +450,21 @@ class Walk {
     ta_p p_of(const Call& c) const {
         if (c.options.p != TA_P_DEFAULT) return c.options.p;
         return s_.numerics.p != TA_P_DEFAULT ? s_.numerics.p : s_.paper() ? TA_P_S8_119 : TA_P_AUTO;
+    }
+    double levels_of(const Call& c, int64_t n_query) const {
+        switch (p_of(c)) {
+            case TA_P_U16:
+                return 65535.0;
+            case TA_P_S8_127:
+            case TA_P_S8_127_RUNNING:
+                return 127.0;
+            case TA_P_S8_119:
+                return 119.0;
+            case TA_P_AUTO:
+                return n_query * s_.group <= 16 ? 65535.0 : 255.0;
+            default:
+                return 255.0;
+        }
     }
     double scale_of(const Call& c) const {
         return c.options.scale != 0.0f ? double(c.options.scale) : 1.0 / std::sqrt(double(s_.head_dim));
@@ -531,7 +557,9 @@ class Walk {
         if (!c.sinks.empty()) j.sinks = c.sinks.data();
         if (!s_.k_offset.empty()) j.k_offset = s_.k_offset.data() + a.layer * s_.row();
         j.sas = sas_of(c), j.with_lse = c.with_lse, j.rotated = s_.rotated();
-        j.v_has_token_scales = s_.v_exponents() || s_.numerics.v_granularity == TA_GRANULARITY_TOKEN;
+        j.v_has_token_scales = s_.v_scales_of_tokens();
+        j.p_levels = levels_of(c, m.n_query);
+        if (s_.universal()) j.v_most = m.sequence->v_most[a.layer];
         j.by_prefill_kernel = by_prefill_kernel(c, m.n_query);
         j.out_type = c.out_type;
         j.q = a.q.data() + at * s_.head_dim, j.k = read.k.data(), j.v = read.v.data();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <sstream>
 
 namespace ta::testing {
@@ -20,8 +21,15 @@ constexpr double kDecodeTimes = 1.6, kDecodeRest = 2e-3, kDecodeLse = 1e-3;
 // over few it is a matter of luck by how much. Equal scores have P without an error on a CPU, here that of the grid: 0.01, as
 // in prefill_test.cu. Half a step of the grid and rounding are 5e-3 of LSE (docs/gpu.md).
 constexpr double kPrefillTimes = 2.5, kPrefillRest = 3e-3, kFewRows = 1e-2, kEqualScores = 1e-2, kPrefillLse = 5e-3;
+// Whatever the data, it may have this times the error that P of 8 bits in units of the row's largest has.
+constexpr double kTimesEightBits = 1.25;
+// The prefill kernel has V's codes plus 128, the decode kernel V's zero points, and both take that off in fp32: so much of what
+// V's scale could hold stays.
+constexpr double kOffsetRest = 0x1p-22;
 // A key at SAS's threshold is in on one side and out on the other, where scores are rounded to the grid.
 constexpr double kSasRest = 2e-2, kSasLse = 1.2e-2;
+// A code of a query may differ by one; of a query along a key many may, since they lie half way between two codes together.
+constexpr double kCodes = 6.0;
 // A row by itself: never an error as large as O where the CPU has none of the kind.
 constexpr double kFar = 0.1, kFarTimes = 10.0;
 // P of 16 bits beside float64: 2^-17 of a page's largest weight for each key.
@@ -164,7 +172,8 @@ class RowJudge {
     // eyes as well, the token's own, within a power of two, or, where codes are 0, more than they show. A page whose largest is
     // below 2^-60 of what its largest V would have is nothing to a row (docs/numerics.md, 8.6).
     double by_units(const Row& r, bool prefill) const {
-        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
+        // Where the prefill kernel rounds up for some keys and down for others of the same weight, as it does, a unit.
+        const double half = prefill ? 1.0 / 255.0 : 0.55 / c_.p_levels, grid = prefill ? kGrid : 1e-5;
         const int64_t end = r.begin + int64_t(r.weight.size()), block_tokens = prefill ? 2 * kPage : kPage;
         double gone = 0.0, squares = 0.0;
         const auto look_at = [&](int64_t from, int64_t to, double largest_of_page) {
@@ -180,8 +189,10 @@ class RowJudge {
             for (int64_t j = from; j < to; ++j) {
                 const double w = r.weight[size_t(j - r.begin)], length = sizes_.length[size_t(j)];
                 const double own = sizes_.largest[size_t(j)], of_page = sizes_.page_largest[size_t(j / kPage)];
-                const double unsure = half * std::max({of_page > 0.0 ? by_pages / of_page : 0.0,
-                                                       own > 0.0 ? 2.0 * by_tokens / own : 0.0, unscaled});
+                double unsure = half * std::max({of_page > 0.0 ? by_pages / of_page : 0.0,
+                                                 own > 0.0 ? 2.0 * by_tokens / own : 0.0, unscaled});
+                // One page may have a scale, the tokens of the other theirs.
+                if (!c_.v_has_token_scales && own > 0.0) unsure = std::max(unsure, half * by_pages / own);
                 if (nothing || w <= unsure) {
                     gone += w * (length + (prefill && !c_.with_lse ? r.length : 0.0));
                 } else if (prefill) {
@@ -204,8 +215,29 @@ class RowJudge {
         return gone + 2.0 * std::sqrt(squares);
     }
 
-    // The keys that matter most to O, for the text of a failure.
-    std::string keys_text() const {
+    // What P of 8 bits in units of the row's largest does to O.
+    double by_eight_bits(const Row& r) const {
+        double most = 0.0;
+        for (const double w : r.weight) most = std::max(most, w);
+        if (most == 0.0) return 0.0;
+        std::vector<double> off(size_t(c_.head_dim));
+        for (size_t i = 0; i < r.weight.size(); ++i) {
+            const double rounding = std::round(255.0 * r.weight[i] / most) * most / 255.0 - r.weight[i];
+            const float* v = value(r.begin + int64_t(i));
+            for (size_t ch = 0; ch < off.size(); ++ch) off[ch] += rounding * double(v[ch]);
+        }
+        return std::sqrt(std::inner_product(off.begin(), off.end(), off.begin(), 0.0));
+    }
+    // What is left of the 128 that V's codes are stored plus.
+    double by_offset(const Row& r) const {
+        double sum = 0.0;
+        for (size_t i = 0; i < r.weight.size(); ++i)
+            sum += r.weight[i] * std::max(c_.v_most, sizes_.page_most[size_t(r.begin + int64_t(i)) / size_t(kPage)]);
+        return kOffsetRest * sum * std::sqrt(double(c_.head_dim));
+    }
+
+    // The keys that matter most to O, for the text of a failure. `got`: O, from which what they seem to weigh.
+    std::string keys_text(const float* got) const {
         const Row r = compute(0.0, nullptr);
         std::vector<size_t> order(r.weight.size());
         for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -215,10 +247,15 @@ class RowJudge {
                           [&](size_t a, size_t b) { return part(a) > part(b); });
         std::ostringstream text;
         text.precision(5);
-        text << "\n  LSE " << r.lse << ", |O| " << r.length << "; key: score, weight, |v|, largest of v, of its page";
+        text << "\n  LSE " << r.lse << ", |O| " << r.length
+             << "; key: score, weight, what that seems to be, |v|, largest of v, of its page";
         for (size_t i = 0; i < n; ++i) {
             const size_t at = order[i], j = size_t(r.begin) + at;
-            text << "\n  " << j << ": " << r.score[at] << ", " << r.weight[at] << ", " << sizes_.length[j] << ", "
+            double along = 0.0;  // O less all other keys, along v
+            for (int64_t ch = 0; ch < c_.head_dim; ++ch)
+                along += (double(got[ch]) - r.o[size_t(ch)]) * double(value(int64_t(j))[ch]);
+            text << "\n  " << j << ": " << r.score[at] << ", " << r.weight[at] << ", "
+                 << r.weight[at] + along / std::pow(sizes_.length[j], 2) << ", " << sizes_.length[j] << ", "
                  << sizes_.largest[j] << ", " << sizes_.page_largest[j / size_t(kPage)];
         }
         return text.str();
@@ -242,18 +279,19 @@ class RowJudge {
     // What docs/gpu.md says may come on top in this row. Only asked for where the plain bounds do not hold.
     Doubt doubt() const {
         const Row r = compute(0.0, nullptr);
-        // A query's code may differ by one, and scores of hundreds have few bits after the point.
+        // Scores of hundreds have few bits after the point.
         const double q_step = Sizes::peak_of(c_, q_) / 119.0;
-        double flip = 0.0, largest_score = 0.0, largest_of_codes = 0.0;
+        double flip = 0.0, largest_score = 0.0, largest_of_codes = 0.0, most = 0.0;
+        for (const double w : r.weight) most = std::max(most, w);
         for (size_t i = 0; i < r.weight.size(); ++i) {
             const auto j = size_t(r.begin) + i;
             const double step = q_step * sizes_.page_peak[j / size_t(kPage)] / 119.0;
             if (step > 0.0) largest_of_codes = std::max(largest_of_codes, std::fabs(r.product[i]) / step);
-            if (r.weight[i] < 1e-4) continue;
+            if (r.weight[i] < 1e-4 * most) continue;
             flip = std::max(flip, q_step * sizes_.peak[j] * c_.scale);
             largest_score = std::max(largest_score, std::fabs(r.score[i]));
         }
-        const double off = flip + largest_score * 4e-7;
+        const double off = kCodes * flip + largest_score * 4e-7;
         double unsure = 0.0;  // at SAS's threshold
         const Row read = c_.sas ? compute((c_.by_prefill_kernel ? 2 * kGrid : 1e-4) + off, &unsure) : r;
         double about_mean = 0.0, longest = 0.0;
@@ -266,6 +304,8 @@ class RowJudge {
         }
         Doubt d;
         d.o = by_units(read, c_.by_prefill_kernel) + std::expm1(off) * about_mean;
+        d.o += by_offset(read);
+        if (c_.by_prefill_kernel) d.o += kTimesEightBits * by_eight_bits(read);
         d.lse = off;
         if (c_.sas) d.o += unsure * (longest + read.length), d.lse += 2.0 * unsure;
         // Where queries and keys are nearly parallel, weights may be off by up to a tenth.
@@ -345,7 +385,8 @@ std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
             std::ostringstream text;
             text.precision(9);
             text << "query " << row / q_heads << " of " << c.n_query << " over " << c.n_keys << " keys, head " << row % q_heads
-                 << ": LSE " << got << ", not " << truth << "; it may be off by " << bound << codes.row(row).keys_text();
+                 << ": LSE " << got << ", not " << truth << "; it may be off by " << bound
+                 << codes.row(row).keys_text(c.got + row * c.head_dim);
             return text.str();
         }
         double& share = c.by_prefill_kernel ? shares.lse_prefill : shares.lse_decode;
@@ -407,7 +448,7 @@ std::string judge(const JudgedCall& c, Shares& shares) {
                      << " of itself, the CPU's by " << beside / norm << "; the bound is " << bound / norm << ", and "
                      << (std::sqrt(all.error) - std::sqrt(left)) / norm
                      << " for what is known of rows\n  the worst row: " << row_text(c, rows[0].row, rows[0].x)
-                     << codes.row(rows[0].row).keys_text();
+                     << codes.row(rows[0].row).keys_text(c.got + rows[0].row * c.head_dim);
                 return text.str();
             }
             for (const Of& of : rows) {
@@ -416,7 +457,8 @@ std::string judge(const JudgedCall& c, Shares& shares) {
                 if (std::sqrt(of.x.error) <= far || known(of) <= far) continue;
                 std::ostringstream text;
                 text << "a row is far off: " << row_text(c, of.row, of.x) << "; what is known of it explains "
-                     << (std::sqrt(of.x.error) - known(of)) / std::sqrt(of.x.norm) << codes.row(of.row).keys_text();
+                     << (std::sqrt(of.x.error) - known(of)) / std::sqrt(of.x.norm)
+                     << codes.row(of.row).keys_text(c.got + of.row * c.head_dim);
                 return text.str();
             }
             shares.o_excused += excused;

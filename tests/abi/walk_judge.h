@@ -20,8 +20,10 @@ struct JudgedCall {
     bool sas = false;
     bool by_prefill_kernel = false;
     bool with_lse = false;
+    double p_levels = 65535.0;  // of the decode kernel
     bool rotated = false;
-    bool v_has_token_scales = false;  // else one for a page
+    bool v_has_token_scales = false;  // all of them; else pages may have one
+    double v_most = 0.0;              // under universal open scales: of all V that the sequence ever had
     ta_dtype out_type = TA_DTYPE_F32;
     const float *k = nullptr, *v = nullptr;
     const float* q = nullptr;                        // [n_query, q_heads, head_dim]
