@@ -159,6 +159,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
     if (rows.by_kernel) {
         // A graph that this call becomes part of may be replayed with parts.
         work.parts_bytes = cuda::prefill_workspace_bytes(args.head_dim, rows.ctas);
+        work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
         return {};
     }
     if (rows.pages * args.kv_heads > INT32_MAX) {

@@ -130,6 +130,7 @@ AttendArgs DenseRun::attend_args() const {
     a.lse = call_.lse;
     a.q_levels = call_.levels();
     a.saturate = call_.saturate;
+    a.long_tiles = call_.variant == TA_DENSE_INT8_PAGE;
     set_options(call_.settings, a);
     return a;
 }

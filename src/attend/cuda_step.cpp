@@ -352,6 +352,9 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
         TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
         a.heads = nullptr;
     }
+    // A graph is replayed with tiles of other lengths, and what it would launch may not be loaded.
+    const Numerics& n = pool_.numerics();
+    a.long_tiles = !captured && (pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits);
     return add_schedule(a, key, captured, work);
 }
 

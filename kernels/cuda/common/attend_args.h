@@ -76,6 +76,8 @@ struct AttendArgs {
     int32_t range_pages;  // kDecodeRangePages or kPromptRangePages: the decode kernel's alone
     bool may_lack_pages;  // entries may have kEntryDropped
     bool has_low;         // entries may have kEntryLow
+    // Most tiles of the prefill kernel have many pages, and keys of a page one scale: a hint, by which it is chosen.
+    bool long_tiles;
 };
 
 // Keys that the query at position p sees: [begin, end), the same rule as the CPU's.

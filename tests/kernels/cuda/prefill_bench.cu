@@ -89,6 +89,7 @@ class Bench {
         a.lse = s.lse ? d_lse_.get() : nullptr, a.signs = d_signs_.get(), a.q_levels = kStage1Levels,
         a.scale = float(1.0 / std::sqrt(double(s.d)));
         a.causal = s.causal, a.exp = s.exp, a.p_levels = 255;
+        a.long_tiles = plan.has_long_tiles() && s.pages != Pages::kTokenOwnScale;
     }
 
     void run(Device<uint8_t>& flush, size_t flush_bytes, int runs) {

@@ -131,6 +131,11 @@ TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {
     EXPECT_EQ(plan({{32768, 64}}, 0).slots(), 0);
     EXPECT_EQ(plan({{16384, 16384}}, 132).slots(), 0);
     EXPECT_EQ(plan({{100, 100}}, 132).slots(), 0) << "too short for parts";
+    EXPECT_TRUE(plan({{16384, 16384}}, 132).has_long_tiles());
+    EXPECT_TRUE(plan({{32768, 2048}, {100, 50}}, 132).has_long_tiles());
+    EXPECT_FALSE(plan({{4096, 4096}}, 132).has_long_tiles()) << "causal: 32 pages on the average";
+    EXPECT_FALSE(plan({{16384, 64}, {1024, 1024}, {1024, 1024}}, 0).has_long_tiles()) << "most are short";
+    EXPECT_FALSE(plan({}, 132).has_long_tiles());
 }
 
 // A CTA takes the next item when it is done with one.

@@ -118,8 +118,13 @@ class Problem {
         Device<uint8_t> out(out_elements_ * dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
-        for (const bool with_lse : {true, false}) {
+        struct Kind {
+            bool with_lse, long_tiles;
+        };
+        for (const auto [with_lse, long_tiles] : {Kind{true, false}, {false, false}, {false, true}}) {
+            if (long_tiles && args_.heads) continue;  // the same kernel
             args_.lse = with_lse ? lse.get() : nullptr;
+            args_.long_tiles = long_tiles;
             std::vector<uint8_t> first;
             std::vector<float> first_lse;
             for (const Run& r : runs) {
@@ -134,8 +139,9 @@ class Problem {
                 if (!only_rows_written(got)) return false;
                 if (first.empty()) first = got, first_lse = got_lse;
                 if (first == got && std::memcmp(first_lse.data(), got_lse.data(), got_lse.size() * 4) == 0) continue;
-                std::printf("    runs differ: %d CTAs, pages %s, %s LSE\n", r.ctas,
-                            r.host ? "in both memories" : "on the device", with_lse ? "with" : "without");
+                std::printf("    runs differ: %d CTAs, pages %s, %s LSE%s\n", r.ctas,
+                            r.host ? "in both memories" : "on the device", with_lse ? "with" : "without",
+                            long_tiles ? ", as long tiles" : "");
                 return false;
             }
             if (!compare(first, with_lse ? &first_lse : nullptr, rows_to_check, errors)) return false;

@@ -4,6 +4,8 @@
 // with P and O in registers. A warpgroup waits for each of its products: the other two keep the tensor cores busy meanwhile.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/sm90/prefill/general_scores.cuh"
 #include "kernels/cuda/sm90/prefill/join.cuh"
@@ -42,12 +44,12 @@ TA_DEVICE void add_fractions(const int32_t (&eighths)[2][2], int32_t (&s)[64]) {
         s[n] = kFine ? s[n] * 8 + sum : s[n] + ((sum + 4) >> 3);
     }
 }
-// 64 of V's channels or, with N = 40, the last 64 and the sums.
-template <int N>
+// 64 of V's channels or, with N = 40, the last 64 and the sums. Steps [kFrom, kTo) of four.
+template <int kFrom = 0, int kTo = 4, int N>
 TA_DEVICE void multiply_v(const uint32_t (&p)[4][4], const uint8_t* v, int32_t (&product)[N]) {
     const uint64_t columns = sm90::tile_descriptor<kBlockTokens>(v);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = kFrom; step < kTo; ++step) {
         if constexpr (N == 40) {
             sm90::wgmma_u8_n80(product, p[step], columns + 2 * step, step > 0);
         } else {
@@ -113,14 +115,18 @@ struct ConsumerLane {
     }
 };
 
-// One warpgroup's share of the tiles. kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS.
-template <int D, bool kChannels, bool kOptions>
+// One warpgroup's share of the tiles. kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS. kLong:
+// tiles have many blocks, of which most take a loop of their own.
+template <int D, bool kChannels, bool kOptions, bool kLong>
 TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_t* workspace,
                        SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
     // What a block needs is found while the product with V before it runs, or while that with K does, whichever measured less.
     constexpr bool kLooksAhead = !kChannels && D == 128;
     // Where pages of 8 bits are all there is, those with a scale per token have a way of their own.
     constexpr bool kTokenPath = !kChannels && !kOptions;
+    // A loop of its own makes P a quarter after the other there, and V's first half is multiplied by each as soon as it is made.
+    constexpr bool kQuarters = kLong && D == 128 && !kOptions;
+    static_assert(!(kLong && kChannels), "channel blocks have such a loop anyway");
     const int i = lane & 3, row_in_tile = 64 * group + 16 * warp + lane / 4;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
     RowInfo* info = shared.rows + row_in_tile;
@@ -143,16 +149,17 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             shared.lanes[me.thread] = {{}, {of[0].scale, of[8].scale}, {kNever, kNever}, {}};
         }
-        // With channels the warps of a group take one of two loops together: a wgmma is one instruction of all four. So they
-        // share their limits.
+        // Where there are two loops the warps of a group take one of them together: a wgmma is one instruction of all four. So
+        // they share their limits.
+        constexpr bool kTwoLoops = kChannels || kLong;
         WarpLimits(&all_limits)[4] = shared.all_limits[at.slot % 2][group];
-        if (kChannels) find_limits(args, info, all_limits[warp], lane);
+        if (kTwoLoops) find_limits(args, info, all_limits[warp], lane);
         sm90::fence_async_proxy();
         sm90::named_barrier(1 + group, 128);
         float o[D / 2];
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
-        if (kChannels) {
+        if (kTwoLoops) {
             join_limits(all_limits, limits, lane);
         } else {
             find_limits(args, info, limits, lane);
@@ -171,10 +178,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
             const BlockScales& scales = shared.scales[stage.slot];
             if constexpr (kChannels) bare = is_bare(limits, scales);
-            if constexpr (kLooksAhead) {
-                bound = fast_bound(limits, scales);
-                factors = find_factors(rows, scales);
-            }
+            if constexpr (kLooksAhead || kLong) bound = fast_bound(limits, scales);
+            if constexpr (kLooksAhead) factors = find_factors(rows, scales);
         };
         const auto multiply_keys = [&](int32_t(&s)[64], int32_t(&k_fractions)[8]) {
             sm90::wgmma_fence();
@@ -195,15 +200,17 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             if (shared.kFreesKeys && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
         };
         // Adds the block to O and goes on to the next. m: the rows' maxima.
-        // `in_bare_loop`, a constant: there are fractions, no exact sums, and O is not due to be settled.
-        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, Sums how, auto in_bare_loop) {
+        // `in_own_loop`, a constant: with channels there are fractions, there are no exact sums, and O is not due to be settled.
+        // With kQuarters `make_quarter(n)` makes P's n-th then.
+        const auto add_block = [&](const uint32_t(&p)[4][4], const float(&m)[2], bool fractions, Sums how, auto in_own_loop,
+                                   auto make_quarter) {
             float factor[2];
             const int used = stage.slot;
             const uint8_t *v = shared.v[used], *v_fraction = shared.v_fraction;
             // Every 8192 keys O is settled: the terms of 128 would cost it precision.
             const auto prepare_factors = [&] {
                 float above[2] = {m[0] - rows.reference[0], m[1] - rows.reference[1]};
-                const bool due = !in_bare_loop && uint32_t(key) % kSettleKeys < kBlockTokens;
+                const bool due = !in_own_loop && uint32_t(key) % kSettleKeys < kBlockTokens;
                 if (__any_sync(~0u, fmaxf(above[0], above[1]) > kRaise) || due) {
                     settle(rows, m, o);
                     above[0] = m[0] - rows.reference[0], above[1] = m[1] - rows.reference[1];
@@ -213,15 +220,30 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             };
             // A half of the channels after the other where there are 128: all at once they would take the registers that the
             // producers need.
-            uint32_t sums_of_p[2], step[4];
-            if constexpr (in_bare_loop) step_of_sums(p, used, i, step);
+            uint32_t sums_of_p[2];
+            [[maybe_unused]] uint32_t step[4];
+            constexpr bool kStepOfSums = kChannels && in_own_loop;
+            if constexpr (kStepOfSums) step_of_sums(p, used, i, step);
             // Of blocks that may have none: a wgmma under a condition would hold up the others.
-            const bool by_mma = !in_bare_loop && fractions;
+            const bool by_mma = !in_own_loop && fractions;
             if constexpr (D == 128) {
                 int32_t product[32];
                 sm90::wgmma_fence();
-                multiply_v(p, v, product);
-                if constexpr (in_bare_loop) multiply_v_fractions(step, v_fraction, 0, product);
+                if constexpr (kQuarters && in_own_loop) {
+                    const auto go_on = [&](auto n) {
+                        sm90::wgmma_commit();
+                        make_quarter(n);
+                        sm90::wgmma_fence();
+                        multiply_v<n, n + 1>(p, v, product);
+                    };
+                    multiply_v<0, 1>(p, v, product);
+                    go_on(std::integral_constant<int, 1>());
+                    go_on(std::integral_constant<int, 2>());
+                    go_on(std::integral_constant<int, 3>());
+                } else {
+                    multiply_v(p, v, product);
+                }
+                if constexpr (kStepOfSums) multiply_v_fractions(step, v_fraction, 0, product);
                 sm90::wgmma_commit();
                 prepare_factors();
                 if (by_mma) operand_of_sums(p, sums_of_p);
@@ -234,7 +256,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             int32_t product[40];
             sm90::wgmma_fence();
             multiply_v(p, v + kLast * 64 * kBlockTokens, product);
-            if constexpr (in_bare_loop) multiply_v_fractions(step, v_fraction, kLast * 64, product);
+            if constexpr (kStepOfSums) multiply_v_fractions(step, v_fraction, kLast * 64, product);
             sm90::wgmma_commit();
             if (D == 64) {
                 prepare_factors();
@@ -267,7 +289,35 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             rows.sums = sums;
         };
         if (key < key_stop) await_block();
+        // With kLong, whether all of the group's warps have seen in the tile's first block that the factors' rounding does not
+        // show.
+        bool is_first = true, all_trust = false;
         while (key < key_stop) {
+            if constexpr (kLong) {
+                // Most blocks: scores of 16 bits, no mask, no LSE; of the options SAS, where no range of pages begins.
+                constexpr int kRange = kOptions ? int(kPromptRangePages * kPageTokens) : kSettleKeys;
+                static_assert(kSettleKeys % kRange == 0);
+                const bool begins = uint32_t(key) % kRange < kBlockTokens;
+                const int stop = !all_trust || begins || key < limits.begin
+                                     ? 0
+                                     : min(min(key_stop, limits.end - kBlockTokens + 1), (key / kRange + 1) * kRange);
+                while (key < stop && __any_sync(~0u, bound < kHighest * 65536.0f)) {
+                    const BlockScales& scales = shared.scales[stage.slot];
+                    if (kOptions && !__any_sync(~0u, pages_have_scales(scales))) break;
+                    int32_t s[64], k_fractions[8];
+                    Scores scores;
+                    uint32_t p[4][4];
+                    multiply_keys(s, k_fractions);
+                    if constexpr (!kLooksAhead) factors = find_factors(rows, scales);
+                    await_scores(s, k_fractions);
+                    free_keys();
+                    fast_scores<false, kOptions>(s, factors, info, rows, scales, false, key, Pass::kBothPages, i, scores);
+                    make_p<Ex2::kQuarter, kOptions, 0, kQuarters ? 1 : 4>(scores, p);
+                    add_block(p, scores.m, false, Sums::kOfP, std::true_type(),
+                              [&](auto n) { make_p<Ex2::kQuarter, kOptions, n, n + 1>(scores, p); });
+                }
+                if (key >= key_stop) break;
+            }
             if constexpr (kChannels) {
                 const bool due = uint32_t(key) % kSettleKeys < kBlockTokens;
                 // Most blocks: fractions that shift scores of 16 bits, no mask, no options. A loop of their own.
@@ -286,7 +336,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                     factors = find_factors(rows, scales);
                     shifted_scores(s, factors, shifts_of(eighths, factors), scales, i, scores);
                     make_p<Ex2::kAll>(scores, p);
-                    add_block(p, scores.m, true, Sums::kOfP, std::true_type());
+                    add_block(p, scores.m, true, Sums::kOfP, std::true_type(), [](auto) {});
                 }
                 if (key >= key_stop) break;
             }
@@ -371,7 +421,14 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                     }
                 }
             }
-            add_block(p, scores.m, channel, how, std::false_type());
+            add_block(p, scores.m, channel, how, std::false_type(), [](auto) {});
+            if (kLong && is_first) {
+                sm90::named_barrier(1 + group, 128);
+                const WarpLimits* of = shared.limits + 4 * group;
+                const float known = of[0].trusted + of[1].trusted + of[2].trusted + of[3].trusted;
+                all_trust = __any_sync(~0u, known < INFINITY) && !args.lse && (!kOptions || args.exp == ExpMode::kSas);
+                is_first = false;
+            }
         }
         const ConsumerLane me;
         LaneRows& mine = shared.lanes[me.thread];
@@ -385,7 +442,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
     }
 }
 
-template <int D, bool kChannels, bool kOptions>
+template <int D, bool kChannels, bool kOptions, bool kLong>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule, uint8_t* workspace) {
     extern __shared__ __align__(1024) uint8_t memory[];
@@ -419,7 +476,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         produce<D, kChannels>(args, schedule, shared, warp - 4 * kConsumerGroups, lane);
     } else {
         sm90::grow_registers<kConsumerRegisters>();
-        consume<D, kChannels, kOptions>(args, schedule, workspace, shared, warp / 4, warp % 4, lane);
+        consume<D, kChannels, kOptions, kLong>(args, schedule, workspace, shared, warp / 4, warp % 4, lane);
     }
 }
 

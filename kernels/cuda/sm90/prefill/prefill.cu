@@ -7,23 +7,29 @@ namespace ta::cuda {
 namespace {
 
 // Loads the kernel and allows it its shared memory.
-template <int D, bool kChannels, bool kOptions>
+template <int D, bool kChannels, bool kOptions, bool kLong = false>
 cudaError_t load() {
     constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kChannels>);
     static_assert(kBytes <= 227 * 1024, "what a CTA of Hopper may have");
-    return cudaFuncSetAttribute(prefill::prefill_kernel<D, kChannels, kOptions>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                int(kBytes));
+    return cudaFuncSetAttribute(prefill::prefill_kernel<D, kChannels, kOptions, kLong>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes));
 }
 
 bool has_options(const AttendArgs& args) {
     return args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
 }
 
-template <int D, bool kChannels, bool kOptions>
+// The loop of its own that most blocks of long tiles have costs the others, and calls that do not take it, registers: 4%.
+bool takes_long_kernel(const AttendArgs& args) {
+    const bool other_options = args.softcap > 0.0f || args.alibi_slope;
+    return args.long_tiles && !args.heads && !args.lse && !other_options;
+}
+
+template <int D, bool kChannels, bool kOptions, bool kLong = false>
 cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {
-    const auto kernel = prefill::prefill_kernel<D, kChannels, kOptions>;
+    const auto kernel = prefill::prefill_kernel<D, kChannels, kOptions, kLong>;
     constexpr size_t kBytes = sizeof(prefill::SharedMemory<D, kChannels>);
-    if (cudaError_t e = load<D, kChannels, kOptions>(); e != cudaSuccess) return e;
+    if (cudaError_t e = load<D, kChannels, kOptions, kLong>(); e != cudaSuccess) return e;
     return launch_kernel(kernel, unsigned(ctas), prefill::kThreads, kBytes, stream, args,
                          static_cast<PrefillSchedule*>(schedule), static_cast<uint8_t*>(workspace));
 }
@@ -31,8 +37,9 @@ cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int 
 template <int D>
 cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {
     const bool options = has_options(args);
-    const auto kernel = args.heads ? (options ? launch<D, true, true> : launch<D, true, false>)
-                                   : (options ? launch<D, false, true> : launch<D, false, false>);
+    const auto kernel = args.heads                ? (options ? launch<D, true, true> : launch<D, true, false>)
+                        : takes_long_kernel(args) ? (options ? launch<D, false, true, true> : launch<D, false, false, true>)
+                                                  : (options ? launch<D, false, true> : launch<D, false, false>);
     return kernel(args, schedule, workspace, ctas, stream);
 }
 

@@ -18,6 +18,7 @@ namespace ta::cuda {
 
 inline constexpr int kPrefillRows = 192;  // query rows of a tile: query token * group + query head within the group
 inline constexpr int kPrefillWarps = kPrefillRows / 16;
+inline constexpr int kLongTilePages = 64;  // tiles with as many pages, on the average, are AttendArgs::long_tiles
 
 // The same rows of each kv head.
 struct alignas(16) PrefillTile {
@@ -53,10 +54,12 @@ class PrefillPlan {
     void write(void* to) const;
     std::span<const PrefillTile> tiles() const { return tiles_; }
     int slots() const { return slots_; }
+    bool has_long_tiles() const { return !tiles_.empty() && pages_ >= kLongTilePages * int64_t(tiles_.size()); }
 
   private:
     std::vector<PrefillTile> tiles_;
     int slots_ = 0;
+    int64_t pages_ = 0;  // of all tiles
 };
 
 // Memory that a launch needs for the parts of split tiles, whatever the schedule.

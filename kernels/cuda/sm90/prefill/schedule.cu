@@ -175,7 +175,8 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
     };
     const auto sort = [&](const std::vector<PrefillTile>& tiles) {
         place = {};
-        for (const PrefillTile& t : tiles) ++place[size_t(class_of(t))];
+        pages_ = 0;
+        for (const PrefillTile& t : tiles) ++place[size_t(class_of(t))], pages_ += pages_of(t);
         int32_t before = 0;
         for (int32_t& n : place) {
             before += n;

@@ -67,13 +67,13 @@ TA_DEVICE uint32_t exponential_by_ex2(uint32_t f, uint32_t mask) {
 // do, for whom every instruction less counts.
 enum class Ex2 { kNone, kQuarter, kAll = 4 };
 
-// P as operand A of the four products with V. kSas: what is below scores.least has none.
-template <Ex2 kEx2 = Ex2::kNone, bool kSas = false>
+// P as operand A of the products with V, of which steps [kFrom, kTo) are made. kSas: what is below scores.least has none.
+template <Ex2 kEx2 = Ex2::kNone, bool kSas = false, int kFrom = 0, int kTo = 4>
 TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 2 * kFrom; n < 2 * kTo; ++n) {
             uint32_t e[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
