@@ -22,7 +22,7 @@ TA_HD constexpr uint64_t entry_flags(PageKind kind) {
 
 struct alignas(16) SequenceArgs {
     int32_t n_keys;       // keys visible to the call, those of the open page included
-    int32_t n_query;      // query tokens; under a causal mask they are the last n_query positions. 0: nothing to do
+    int32_t n_query;      // query tokens; the last n_query positions, unless first_position says where. 0: nothing to do
     int32_t row;          // first row in q, out and lse
     int32_t first_entry;  // of the sequence's ceil(n_keys / 64) entries in `table`
 };

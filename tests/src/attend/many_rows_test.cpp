@@ -2,6 +2,7 @@
 // sequence. What the kernel makes of a chunk is its own rule, so this needs no GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ void check_keys(const Case& c, const cuda::SequenceArgs& s, const cuda::Sequence
     ASSERT_LE(skipped + (part.n_keys + kPageTokens - 1) / kPageTokens, (s.n_keys + kPageTokens - 1) / kPageTokens);
     // Whole pages: what is asked of all tokens of a page, rows of later chunks see or not.
     ASSERT_TRUE(part.n_keys % int32_t(kPageTokens) == 0 || part.n_keys + skipped * int32_t(kPageTokens) == s.n_keys);
+    int32_t last_seen = 0;  // keys up to the last that a row sees
     for (int32_t i = 0; i < part.n_query; ++i) {
         const int32_t row = part.row - s.row + i, position = s.n_keys - s.n_query + row;
         const cuda::KeyRange want = cuda::visible_keys(c.causal, c.window, s.n_keys, position);
@@ -33,9 +35,11 @@ void check_keys(const Case& c, const cuda::SequenceArgs& s, const cuda::Sequence
         const int32_t before = skipped * int32_t(kPageTokens);
         ASSERT_EQ(got.end - got.begin, want.end - want.begin) << "query " << row;
         if (want.begin == want.end) continue;
+        last_seen = std::max(last_seen, got.end);
         ASSERT_EQ(before + got.begin, want.begin) << "query " << row;
         ASSERT_EQ(before + first + i, position) << "query " << row;  // distances
     }
+    ASSERT_LE(part.n_keys - last_seen, int32_t(kPageTokens) - 1) << "pages that no row sees";
 }
 
 // What the kernel would be given of the sequences.

@@ -424,6 +424,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             add_block(p, scores.m, channel, how, std::false_type(), [](auto) {});
             if (kLong && is_first) {
                 sm90::named_barrier(1 + group, 128);
+                // No warp decides anew before the next product, which takes all four.
                 const WarpLimits* of = shared.limits + 4 * group;
                 const float known = of[0].trusted + of[1].trusted + of[2].trusted + of[3].trusted;
                 all_trust = __any_sync(~0u, known < INFINITY) && !args.lse && (!kOptions || args.exp == ExpMode::kSas);

@@ -37,6 +37,9 @@ cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int 
 template <int D>
 cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {
     const bool options = has_options(args);
+    if (takes_long_kernel(args)) {  // what a captured call takes after this one is then loaded, too
+        if (cudaError_t e = options ? load<D, false, true>() : load<D, false, false>(); e != cudaSuccess) return e;
+    }
     const auto kernel = args.heads                ? (options ? launch<D, true, true> : launch<D, true, false>)
                         : takes_long_kernel(args) ? (options ? launch<D, false, true, true> : launch<D, false, false, true>)
                                                   : (options ? launch<D, false, true> : launch<D, false, false>);
