@@ -451,21 +451,6 @@ class Walk {
         if (c.options.p != TA_P_DEFAULT) return c.options.p;
         return s_.numerics.p != TA_P_DEFAULT ? s_.numerics.p : s_.paper() ? TA_P_S8_119 : TA_P_AUTO;
     }
-    double levels_of(const Call& c, int64_t n_query) const {
-        switch (p_of(c)) {
-            case TA_P_U16:
-                return 65535.0;
-            case TA_P_S8_127:
-            case TA_P_S8_127_RUNNING:
-                return 127.0;
-            case TA_P_S8_119:
-                return 119.0;
-            case TA_P_AUTO:
-                return n_query * s_.group <= 16 ? 65535.0 : 255.0;
-            default:
-                return 255.0;
-        }
-    }
     double scale_of(const Call& c) const {
         return c.options.scale != 0.0f ? double(c.options.scale) : 1.0 / std::sqrt(double(s_.head_dim));
     }
@@ -558,12 +543,11 @@ class Walk {
         if (!s_.k_offset.empty()) j.k_offset = s_.k_offset.data() + a.layer * s_.row();
         j.sas = sas_of(c), j.with_lse = c.with_lse, j.rotated = s_.rotated();
         j.v_has_token_scales = s_.v_scales_of_tokens();
-        j.p_levels = levels_of(c, m.n_query);
         if (s_.universal()) j.v_most = m.sequence->v_most[a.layer];
         j.by_prefill_kernel = by_prefill_kernel(c, m.n_query);
         j.out_type = c.out_type;
         j.q = a.q.data() + at * s_.head_dim, j.k = read.k.data(), j.v = read.v.data();
-        j.read_codes = [&] { return codes_of(j.q, m.n_query); };
+        j.read_codes = [&](const float* q) { return codes_of(q, m.n_query); };
         j.got = a.got.data() + at * s_.head_dim;
         j.beside = (j.by_prefill_kernel ? a.eight : a.same).out.data() + at * s_.head_dim;
         j.truth = a.truth.out.data() + at * s_.head_dim;

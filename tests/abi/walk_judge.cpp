@@ -5,6 +5,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <random>
 #include <sstream>
 
 namespace ta::testing {
@@ -28,8 +29,9 @@ constexpr double kTimesEightBits = 1.25;
 constexpr double kOffsetRest = 0x1p-22;
 // A key at SAS's threshold is in on one side and out on the other, where scores are rounded to the grid.
 constexpr double kSasRest = 2e-2, kSasLse = 1.2e-2;
-// A code of a query may differ by one; of a query along a key many may, since they lie half way between two codes together.
-constexpr double kCodes = 6.0;
+// A code of a query that is so near half way between two, as a share of the largest, may be either. Of a query along a key many
+// codes may be so together.
+constexpr double kNearHalf = 2e-6;
 // A row by itself: never an error as large as O where the CPU has none of the kind.
 constexpr double kFar = 0.1, kFarTimes = 10.0;
 // P of 16 bits beside float64: 2^-17 of a page's largest weight for each key.
@@ -74,6 +76,7 @@ struct Sizes {
             for (int64_t ch = 0; c.k_offset && ch < c.head_dim; ++ch)
                 stored[size_t(ch)] -= c.k_offset[kv_head * c.head_dim + ch];
             peak.push_back(peak_of(c, stored.data()));
+            key_length.push_back(norm_of(stored.data(), c.head_dim));
             length.push_back(norm_of(c.v + at, c.head_dim));
             largest.push_back(largest_of(c.v + at, c.head_dim));
             double &keys = page_peak[size_t(j / kPage)], &values = page_largest[size_t(j / kPage)];
@@ -87,7 +90,8 @@ struct Sizes {
     static double peak_of(const JudgedCall& c, const float* x) {
         return c.rotated ? 3.2 * norm_of(x, c.head_dim) / std::sqrt(double(c.head_dim)) : largest_of(x, c.head_dim);
     }
-    std::vector<double> peak, length, largest;    // of a key; of a value
+    std::vector<double> peak, key_length;         // of a key as it is stored
+    std::vector<double> length, largest;          // of a value
     std::vector<double> page_peak, page_largest;  // with a page of zeros at the end
     std::vector<double> page_most;                // what V's scale may follow, where codes of 0 hide it: of all pages so far
     // May the scales of V in a page and the next be within fourfold of each other?
@@ -96,15 +100,61 @@ struct Sizes {
     }
 };
 
+// The queries as their codes say them, asked for when that is needed first, and how far they are off where codes may be others.
+class Queries {
+  public:
+    explicit Queries(const JudgedCall& call) : c_(call) {}
+    const float* read(int64_t row) {
+        if (read_.empty()) read_ = c_.read_codes(c_.q);
+        return read_.data() + row * c_.head_dim;
+    }
+    double off(int64_t row) {
+        if (off_.empty()) find_off();
+        return off_[size_t(row)];
+    }
+
+  private:
+    // By queries that differ by as little: of the codes that lie half way half are others then.
+    void find_off() {
+        constexpr int kTries = 6;
+        const int64_t rows = c_.n_query * c_.kv_heads * c_.group, d = c_.head_dim;
+        std::minstd_rand random(1);
+        off_.assign(size_t(rows), 0.0);
+        for (int n = 0; n < kTries; ++n) {
+            std::vector<float> near(c_.q, c_.q + rows * d);
+            for (int64_t row = 0; row < rows; ++row) {
+                const double step = kNearHalf * Sizes::peak_of(c_, c_.q + row * d);
+                for (int64_t i = 0; i < d; ++i)
+                    near[size_t(row * d + i)] += float(step * (double(random() % 2001) - 1000.0) / 1000.0);
+            }
+            near = c_.read_codes(near.data());
+            for (int64_t row = 0; row < rows; ++row) {
+                const float* as_read = read(row);
+                double squares = 0.0;
+                for (int64_t i = 0; i < d; ++i) squares += std::pow(double(near[size_t(row * d + i)]) - double(as_read[i]), 2);
+                // Less than half a step is the queries' own difference.
+                const double step = Sizes::peak_of(c_, c_.q + row * d) / 240.0;
+                if (squares > 0.25 * step * step) off_[size_t(row)] = std::max(off_[size_t(row)], std::sqrt(2.0 * squares));
+            }
+        }
+    }
+
+    const JudgedCall& c_;
+    std::vector<float> read_;
+    std::vector<double> off_;
+};
+
 class RowJudge {
   public:
-    RowJudge(const JudgedCall& call, const std::vector<float>& read, const Sizes& sizes, int64_t row)
+    RowJudge(const JudgedCall& call, Queries& queries, const Sizes& sizes, int64_t row)
         : c_(call),
+          queries_(queries),
           sizes_(sizes),
+          row_(row),
           token_(row / q_heads()),
           head_(row % q_heads()),
           q_(call.q + row * call.head_dim),
-          read_(read.data() + row * call.head_dim) {}
+          read_(queries.read(row)) {}
 
     const float* key(int64_t j) const { return c_.k + (j * c_.kv_heads + head_ / c_.group) * c_.head_dim; }
     const float* value(int64_t j) const { return c_.v + (j * c_.kv_heads + head_ / c_.group) * c_.head_dim; }
@@ -172,8 +222,8 @@ class RowJudge {
     // eyes as well, the token's own, within a power of two, or, where codes are 0, more than they show. A page whose largest is
     // below 2^-60 of what its largest V would have is nothing to a row (docs/numerics.md, 8.6).
     double by_units(const Row& r, bool prefill) const {
-        // Where the prefill kernel rounds up for some keys and down for others of the same weight, as it does, a unit.
-        const double half = prefill ? 1.0 / 255.0 : 0.55 / c_.p_levels, grid = prefill ? kGrid : 1e-5;
+        // The prefill kernel may round up for some keys and down for others of the same weight: a unit, not half of one.
+        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, most = prefill ? 1.8 : 1.0, grid = prefill ? kGrid : 1e-5;
         const int64_t end = r.begin + int64_t(r.weight.size()), block_tokens = prefill ? 2 * kPage : kPage;
         double gone = 0.0, squares = 0.0;
         const auto look_at = [&](int64_t from, int64_t to, double largest_of_page) {
@@ -196,7 +246,7 @@ class RowJudge {
                 if (nothing || w <= unsure) {
                     gone += w * (length + (prefill && !c_.with_lse ? r.length : 0.0));
                 } else if (prefill) {
-                    squares += std::pow((unsure + grid * w) * length, 2);
+                    squares += std::pow((most * unsure + grid * w) * length, 2);
                 } else {
                     gone += (unsure + grid * w) * length;
                 }
@@ -279,19 +329,17 @@ class RowJudge {
     // What docs/gpu.md says may come on top in this row. Only asked for where the plain bounds do not hold.
     Doubt doubt() const {
         const Row r = compute(0.0, nullptr);
-        // Scores of hundreds have few bits after the point.
-        const double q_step = Sizes::peak_of(c_, q_) / 119.0;
-        double flip = 0.0, largest_score = 0.0, largest_of_codes = 0.0, most = 0.0;
-        for (const double w : r.weight) most = std::max(most, w);
+        const double q_step = Sizes::peak_of(c_, q_) / 119.0, codes_off = queries_.off(row_);
+        double off = 0.0, largest_of_codes = 0.0, top = kMinusInf;
+        for (const double score : r.score) top = std::max(top, score);
         for (size_t i = 0; i < r.weight.size(); ++i) {
             const auto j = size_t(r.begin) + i;
             const double step = q_step * sizes_.page_peak[j / size_t(kPage)] / 119.0;
             if (step > 0.0) largest_of_codes = std::max(largest_of_codes, std::fabs(r.product[i]) / step);
-            if (r.weight[i] < 1e-4 * most) continue;
-            flip = std::max(flip, q_step * sizes_.peak[j] * c_.scale);
-            largest_score = std::max(largest_score, std::fabs(r.score[i]));
+            // Scores of hundreds have few bits after the point.
+            const double of_score = codes_off * sizes_.key_length[j] * c_.scale + std::fabs(r.score[i]) * 4e-7;
+            if (r.score[i] + of_score > top - 9.2) off = std::max(off, of_score);
         }
-        const double off = kCodes * flip + largest_score * 4e-7;
         double unsure = 0.0;  // at SAS's threshold
         const Row read = c_.sas ? compute((c_.by_prefill_kernel ? 2 * kGrid : 1e-4) + off, &unsure) : r;
         double about_mean = 0.0, longest = 0.0;
@@ -303,20 +351,22 @@ class RowJudge {
             longest = std::max(longest, sizes_.length[size_t(read.begin) + i]);
         }
         Doubt d;
-        d.o = by_units(read, c_.by_prefill_kernel) + std::expm1(off) * about_mean;
-        d.o += by_offset(read);
+        d.o = by_units(read, c_.by_prefill_kernel) + by_offset(read);
+        if (about_mean > 0.0) d.o += std::expm1(off) * about_mean;
         if (c_.by_prefill_kernel) d.o += kTimesEightBits * by_eight_bits(read);
         d.lse = off;
         if (c_.sas) d.o += unsure * (longest + read.length), d.lse += 2.0 * unsure;
         // Where queries and keys are nearly parallel, weights may be off by up to a tenth.
         if (c_.by_prefill_kernel && largest_of_codes > 110000.0) d.o += 0.1 * about_mean, d.lse += 0.1;
+        d.o = std::min(d.o, 2.0 * longest);  // O is between the values, whatever the weights
         return d;
     }
 
   private:
     const JudgedCall& c_;
+    Queries& queries_;
     const Sizes& sizes_;
-    const int64_t token_, head_;
+    const int64_t row_, token_, head_;
     const float *q_, *read_;
 };
 
@@ -351,24 +401,23 @@ std::string row_text(const JudgedCall& c, int64_t row, const Difference& x) {
     return text.str();
 }
 
-// The queries' codes, asked for when they are needed first.
-class Codes {
+// What is known of rows, found when it is needed first.
+class Rows {
   public:
-    explicit Codes(const JudgedCall& call) : call_(call) {}
+    explicit Rows(const JudgedCall& call) : call_(call), queries_(call) {}
     RowJudge row(int64_t row) {
-        if (read_.empty()) read_ = call_.read_codes();
         const int64_t kv_head = row % (call_.kv_heads * call_.group) / call_.group;
         const auto [sizes, added] = sizes_.try_emplace(kv_head, call_, kv_head);
-        return {call_, read_, sizes->second, row};
+        return {call_, queries_, sizes->second, row};
     }
 
   private:
     const JudgedCall& call_;
-    std::vector<float> read_;
+    Queries queries_;
     std::map<int64_t, Sizes> sizes_;
 };
 
-std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
+std::string judge_lse(const JudgedCall& c, Rows& known_rows, Shares& shares) {
     const int64_t q_heads = c.kv_heads * c.group;
     for (int64_t row = 0; row < c.n_query * q_heads; ++row) {
         const double got = c.got_lse[row], truth = c.truth_lse[row];
@@ -378,7 +427,7 @@ std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
         const double error = std::fabs(got - truth);
         double bound = plain + 1e-6 * std::fabs(truth);
         if (std::isfinite(truth) && !(error <= bound)) {
-            bound += codes.row(row).doubt().lse;
+            bound += known_rows.row(row).doubt().lse;
             ++shares.lse_excused;
         }
         if (!(error <= bound)) {
@@ -386,7 +435,7 @@ std::string judge_lse(const JudgedCall& c, Codes& codes, Shares& shares) {
             text.precision(9);
             text << "query " << row / q_heads << " of " << c.n_query << " over " << c.n_keys << " keys, head " << row % q_heads
                  << ": LSE " << got << ", not " << truth << "; it may be off by " << bound
-                 << codes.row(row).keys_text(c.got + row * c.head_dim);
+                 << known_rows.row(row).keys_text(c.got + row * c.head_dim);
             return text.str();
         }
         double& share = c.by_prefill_kernel ? shares.lse_prefill : shares.lse_decode;
@@ -407,7 +456,7 @@ std::string judge(const JudgedCall& c, Shares& shares) {
         Difference x;
     };
     std::vector<Of> rows;
-    Codes codes(c);
+    Rows known_rows(c);
     for (int64_t first = 0; first < c.n_query; first += kSetTokens) {
         for (int64_t kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
             rows.clear();
@@ -434,7 +483,7 @@ std::string judge(const JudgedCall& c, Shares& shares) {
             bool excused = false;
             const auto known = [&](const Of& of) {  // the error that is left when what is known of the row is taken off
                 excused = true;
-                const double doubt = codes.row(of.row).doubt().o;
+                const double doubt = known_rows.row(of.row).doubt().o;
                 return std::max(0.0, std::sqrt(of.x.error) - doubt);
             };
             for (size_t i = 0; i < rows.size() && !(std::sqrt(left) <= bound); ++i) {
@@ -448,7 +497,7 @@ std::string judge(const JudgedCall& c, Shares& shares) {
                      << " of itself, the CPU's by " << beside / norm << "; the bound is " << bound / norm << ", and "
                      << (std::sqrt(all.error) - std::sqrt(left)) / norm
                      << " for what is known of rows\n  the worst row: " << row_text(c, rows[0].row, rows[0].x)
-                     << codes.row(rows[0].row).keys_text(c.got + rows[0].row * c.head_dim);
+                     << known_rows.row(rows[0].row).keys_text(c.got + rows[0].row * c.head_dim);
                 return text.str();
             }
             for (const Of& of : rows) {
@@ -458,7 +507,7 @@ std::string judge(const JudgedCall& c, Shares& shares) {
                 std::ostringstream text;
                 text << "a row is far off: " << row_text(c, of.row, of.x) << "; what is known of it explains "
                      << (std::sqrt(of.x.error) - known(of)) / std::sqrt(of.x.norm)
-                     << codes.row(of.row).keys_text(c.got + of.row * c.head_dim);
+                     << known_rows.row(of.row).keys_text(c.got + of.row * c.head_dim);
                 return text.str();
             }
             shares.o_excused += excused;
@@ -466,15 +515,15 @@ std::string judge(const JudgedCall& c, Shares& shares) {
             share = std::max(share, std::sqrt(std::max(0.0, left)) / bound);
         }
     }
-    return c.with_lse ? judge_lse(c, codes, shares) : std::string();
+    return c.with_lse ? judge_lse(c, known_rows, shares) : std::string();
 }
 
 std::string judge_truth(const JudgedCall& c, Shares& shares) {
     const int64_t q_heads = c.kv_heads * c.group, all = c.n_query * q_heads, step = std::max<int64_t>(1, all / 24) | 1;
-    Codes codes(c);
+    Rows known_rows(c);
     for (int64_t row = 0; row < all; row += step) {
         double unsure = 0.0;
-        const RowJudge judge = codes.row(row);
+        const RowJudge judge = known_rows.row(row);
         const Row r = judge.compute(1e-3, &unsure);
         if (unsure > 0.0) continue;
         double error = 0.0;

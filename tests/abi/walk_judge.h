@@ -20,15 +20,14 @@ struct JudgedCall {
     bool sas = false;
     bool by_prefill_kernel = false;
     bool with_lse = false;
-    double p_levels = 65535.0;  // of the decode kernel
     bool rotated = false;
     bool v_has_token_scales = false;  // all of them; else pages may have one
     double v_most = 0.0;              // under universal open scales: of all V that the sequence ever had
     ta_dtype out_type = TA_DTYPE_F32;
     const float *k = nullptr, *v = nullptr;
-    const float* q = nullptr;                        // [n_query, q_heads, head_dim]
-    const float* k_offset = nullptr;                 // [kv_heads, head_dim] or nullptr
-    std::function<std::vector<float>()> read_codes;  // q as its INT8 codes say it
+    const float* q = nullptr;                                      // [n_query, q_heads, head_dim]
+    const float* k_offset = nullptr;                               // [kv_heads, head_dim] or nullptr
+    std::function<std::vector<float>(const float* q)> read_codes;  // queries like q as their INT8 codes say them
     // [n_query, q_heads, head_dim]: of the context under test; of a CPU with the same settings, or with P of 8 bits beside the
     // prefill kernel; of a CPU with P of 16 bits, which stands for the truth.
     const float *got = nullptr, *beside = nullptr, *truth = nullptr;
