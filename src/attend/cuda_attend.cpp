@@ -88,10 +88,9 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
             c.row = s.row + first;
             const int32_t position = s.n_keys - s.n_query + first, last = position + c.n_query - 1;
             const int32_t keys = cuda::visible_keys(key.causal, key.window, s.n_keys, last).end;
-            int32_t left_out = 0;  // of keys, before the window
-            if (keys > 0 && key.window > 0) {
-                left_out = cuda::visible_keys(key.causal, key.window, s.n_keys, position).begin / kPageTokens * kPageTokens;
-            }
+            // Before the window.
+            const int32_t left_out =
+                cuda::visible_keys(key.causal, key.window, s.n_keys, position).begin / kPageTokens * kPageTokens;
             c.n_keys = std::min<int32_t>(s.n_keys, (keys + kPageTokens - 1) / kPageTokens * kPageTokens) - left_out;
             c.first_entry += left_out / kPageTokens;
             fn(c, position - left_out);

@@ -130,7 +130,6 @@ AttendArgs DenseRun::attend_args() const {
     a.lse = call_.lse;
     a.q_levels = call_.levels();
     a.saturate = call_.saturate;
-    a.long_tiles = call_.variant == TA_DENSE_INT8_PAGE;
     set_options(call_.settings, a);
     return a;
 }
@@ -147,6 +146,7 @@ Status DenseRun::prepare() {
     if (!many_.empty()) {
         many_key_ = choose_for_many_rows(device_, call_.settings.p, a);
         many_rows_ = ManyRows(many_key_, many_);
+        a.long_tiles = call_.variant == TA_DENSE_INT8_PAGE;
         TA_RETURN_IF_ERROR(plan_many_rows(device_, a, many_rows_, many_work_));
     }
 

@@ -346,15 +346,14 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
     if (!key.by_kernel && captured) a.may_lack_pages = pool_.may_drop();  // when it is replayed
-    // Prompts of new sequences take the kernel that knows no channel pages. A graph is replayed with other steps: what it
-    // captures takes the other, which is loaded by then.
-    if (key.by_kernel && a.heads && !captured && !tables_.may_have_channel_blocks()) {
+    // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
+    // with other steps: what it captures takes the one for all of them, which is loaded by then.
+    if (key.by_kernel && !captured) {
         TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
-        a.heads = nullptr;
+        if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
+        const Numerics& n = pool_.numerics();
+        a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
     }
-    // A graph is replayed with tiles of other lengths, and what it would launch may not be loaded.
-    const Numerics& n = pool_.numerics();
-    a.long_tiles = !captured && (pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits);
     return add_schedule(a, key, captured, work);
 }
 

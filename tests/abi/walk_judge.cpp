@@ -223,7 +223,8 @@ class RowJudge {
     // below 2^-60 of what its largest V would have is nothing to a row (docs/numerics.md, 8.6).
     double by_units(const Row& r, bool prefill) const {
         // The prefill kernel may round up for some keys and down for others of the same weight: a unit, not half of one.
-        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, most = prefill ? 1.8 : 1.0, grid = prefill ? kGrid : 1e-5;
+        constexpr double kUnitOfHalf = 1.0 / 0.55;
+        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
         const int64_t end = r.begin + int64_t(r.weight.size()), block_tokens = prefill ? 2 * kPage : kPage;
         double gone = 0.0, squares = 0.0;
         const auto look_at = [&](int64_t from, int64_t to, double largest_of_page) {
@@ -246,7 +247,7 @@ class RowJudge {
                 if (nothing || w <= unsure) {
                     gone += w * (length + (prefill && !c_.with_lse ? r.length : 0.0));
                 } else if (prefill) {
-                    squares += std::pow((most * unsure + grid * w) * length, 2);
+                    squares += std::pow((kUnitOfHalf * unsure + grid * w) * length, 2);
                 } else {
                     gone += (unsure + grid * w) * length;
                 }
@@ -358,7 +359,8 @@ class RowJudge {
         if (c_.sas) d.o += unsure * (longest + read.length), d.lse += 2.0 * unsure;
         // Where queries and keys are nearly parallel, weights may be off by up to a tenth.
         if (c_.by_prefill_kernel && largest_of_codes > 110000.0) d.o += 0.1 * about_mean, d.lse += 0.1;
-        d.o = std::min(d.o, 2.0 * longest);  // O is between the values, whatever the weights
+        const double most = 2.0 * longest;  // O is between the values, whatever the weights
+        if (!(d.o <= most)) d.o = most;     // nor is it no number
         return d;
     }
 

@@ -292,15 +292,20 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         // With kLong, whether all of the group's warps have seen in the tile's first block that the factors' rounding does not
         // show.
         bool is_first = true, all_trust = false;
+        // How far a loop of its own may go: through blocks of which nothing is masked, to the end of a range of `range` keys. Not
+        // at all where one begins: there O is due to be settled, or SAS forgets its maxima.
+        const auto end_of_own_loop = [&](bool may, int range) {
+            const bool begins = uint32_t(key) % range < kBlockTokens;
+            return !may || begins || key < limits.begin
+                       ? 0
+                       : min(min(key_stop, limits.end - kBlockTokens + 1), (key / range + 1) * range);
+        };
         while (key < key_stop) {
             if constexpr (kLong) {
-                // Most blocks: scores of 16 bits, no mask, no LSE; of the options SAS, where no range of pages begins.
+                // Most blocks: scores of 16 bits, no LSE, no options but SAS.
                 constexpr int kRange = kOptions ? int(kPromptRangePages * kPageTokens) : kSettleKeys;
                 static_assert(kSettleKeys % kRange == 0);
-                const bool begins = uint32_t(key) % kRange < kBlockTokens;
-                const int stop = !all_trust || begins || key < limits.begin
-                                     ? 0
-                                     : min(min(key_stop, limits.end - kBlockTokens + 1), (key / kRange + 1) * kRange);
+                const int stop = end_of_own_loop(all_trust, kRange);
                 while (key < stop && __any_sync(~0u, bound < kHighest * 65536.0f)) {
                     const BlockScales& scales = shared.scales[stage.slot];
                     if (kOptions && !__any_sync(~0u, pages_have_scales(scales))) break;
@@ -319,11 +324,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 if (key >= key_stop) break;
             }
             if constexpr (kChannels) {
-                const bool due = uint32_t(key) % kSettleKeys < kBlockTokens;
-                // Most blocks: fractions that shift scores of 16 bits, no mask, no options. A loop of their own.
-                const int stop = kOptions || args.lse || due || key < limits.begin
-                                     ? 0
-                                     : min(min(key_stop, limits.end - kBlockTokens + 1), (key / kSettleKeys + 1) * kSettleKeys);
+                // Most blocks: fractions that shift scores of 16 bits, no LSE, no options.
+                const int stop = end_of_own_loop(!kOptions && !args.lse, kSettleKeys);
                 while (key < stop && bare) {
                     const BlockScales& scales = shared.scales[stage.slot];
                     int32_t s[64], k_fractions[8], eighths[2][2];

@@ -35,11 +35,15 @@ cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int 
 }
 
 template <int D>
+cudaError_t load(const AttendArgs& args) {
+    const bool options = has_options(args);
+    if (args.heads) return options ? load<D, true, true>() : load<D, true, false>();
+    return options ? load<D, false, true>() : load<D, false, false>();
+}
+
+template <int D>
 cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {
     const bool options = has_options(args);
-    if (takes_long_kernel(args)) {  // what a captured call takes after this one is then loaded, too
-        if (cudaError_t e = options ? load<D, false, true>() : load<D, false, false>(); e != cudaSuccess) return e;
-    }
     const auto kernel = args.heads                ? (options ? launch<D, true, true> : launch<D, true, false>)
                         : takes_long_kernel(args) ? (options ? launch<D, false, true, true> : launch<D, false, false, true>)
                                                   : (options ? launch<D, false, true> : launch<D, false, false>);
@@ -55,8 +59,7 @@ const char* prefill_refusal(const AttendArgs& args) {
 }
 
 cudaError_t load_prefill(const AttendArgs& args) {
-    if (has_options(args)) return args.head_dim == 128 ? load<128, true, true>() : load<64, true, true>();
-    return args.head_dim == 128 ? load<128, true, false>() : load<64, true, false>();
+    return args.head_dim == 128 ? load<128>(args) : load<64>(args);
 }
 
 cudaError_t launch_prefill(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {

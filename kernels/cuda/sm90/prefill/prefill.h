@@ -68,7 +68,8 @@ size_t prefill_workspace_bytes(int head_dim, int ctas);
 // Why the kernel cannot run a call, or nullptr when it can.
 const char* prefill_refusal(const AttendArgs& args);
 
-// Loads the kernel for channel pages that a call with these options takes, so that its first launch may be a captured one.
+// Loads the kernel that a captured call with these arguments takes, never that for long tiles, so that its first launch may be
+// a captured one.
 cudaError_t load_prefill(const AttendArgs& args);
 
 // Enqueues the call on `ctas` CTAs, at best as many as multiprocessors; `schedule` and `workspace` are in device memory, both
