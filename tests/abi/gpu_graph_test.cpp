@@ -41,14 +41,19 @@ class Graph {
         }
     }
 
-    void run(Random& random, double tolerance) {
+    enum class Way { kReplay, kEager };
+    void run(Random& random, double tolerance, Way way = Way::kReplay) {
         const std::vector<float> kv = random.normals(rows_ * heads_ * d_), qv = random.normals(rows_ * q_heads_ * d_);
         k_.set(kv);
         v_.set(kv);
         q_.set(qv);
         begin(twins_.gpu_plan, on_gpu_, added_);
-        if (!graph_) capture();
-        ASSERT_EQ(graph_.launch(stream_), cudaSuccess);
+        if (way == Way::kEager) {
+            call();
+        } else {
+            if (!graph_) graph_.capture(stream_, [&] { call(); });
+            ASSERT_EQ(graph_.launch(stream_), cudaSuccess);
+        }
         end(twins_.gpu_plan);
         ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
         begin(twins_.cpu_plan, on_cpu_, added_);
@@ -76,14 +81,12 @@ class Graph {
     }
 
   private:
-    void capture() {
-        graph_.capture(stream_, [&] {
-            ta_error err;
-            for (uint32_t layer = 0; layer < kLayers; ++layer) {
-                require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
-                require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, gpu_options_, &err), err);
-            }
-        });
+    void call() {
+        ta_error err;
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            require(ta_append(twins_.gpu_plan.get(), layer, k_.view(), v_.view(), &err), err);
+            require(ta_attend(twins_.gpu_plan.get(), layer, q_.view(), out_.view(), nullptr, gpu_options_, &err), err);
+        }
     }
 
     Twins& twins_;
@@ -178,6 +181,24 @@ TEST_F(GpuGraph, AGraphOfPromptsAfterNewSequencesAlone) {
     const size_t a = twins.add(), b = twins.add();
     twins.step({a, b}, {300, 130}, {300, 130}, kPrefillError);
     replay_a_graph(twins, stream, shape, 50, 20, kPrefillError);
+}
+
+// Outside graphs, prompts over many pages of one scale take a kernel that no graph does.
+TEST_F(GpuGraph, AGraphOfPromptsAfterLongTiles) {
+    const Shape shape{8, 64, 8, 16};
+    auto numerics = sized<ta_numerics>();
+    numerics.k_granularity = TA_GRANULARITY_PAGE;
+    Twins twins(gpu, cpu, shape, stream, 41, &numerics);
+    const size_t a = twins.add();
+    twins.step({a}, {8192}, {1}, kDecodeError);
+    const std::vector<size_t> one{a};
+    Graph graph(twins, stream, shape, one, 200);
+    Random random(42);
+    for (const auto way : {Graph::Way::kEager, Graph::Way::kReplay, Graph::Way::kReplay, Graph::Way::kEager}) {
+        graph.run(random, kPrefillError, way);
+        if (HasFatalFailure()) return;
+    }
+    twins.compare_pages();
 }
 
 // Every kernel that a captured call may become: bits, head sizes, and prompts that the decode kernel takes in chunks.
