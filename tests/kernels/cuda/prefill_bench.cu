@@ -45,9 +45,12 @@ class Bench {
         for (int n = 0; n < kDistinct; ++n) {
             const float *pk = k.data() + n * page, *pv = v.data() + n * page;
             models[0].push_back(pool_.add(PageKind::kToken, pk, pv, 64, false));
-            if (s.pages != Pages::kTokenOwnScale) give_page_scales(pool_, models[0].back(), pk, pv, 64);
+            const ScaleRule v_rule = s.pages == Pages::kPrompt ? ScaleRule::kPageExp : ScaleRule::kPage;
+            if (s.pages != Pages::kTokenOwnScale) give_page_scales(pool_, models[0].back(), pk, pv, 64, v_rule);
             if (cached) models[1].push_back(pool_.add(PageKind::kChannel, pk, pv, 64, false));
         }
+        const uint64_t first =
+            s.pages == Pages::kPrompt ? pool_.add(PageKind::kToken, k.data(), v.data(), 64, false) : models[0][0];
         std::vector<uint8_t> bytes;
         std::vector<uint64_t> table;
         std::vector<SequenceArgs> sequences;
@@ -55,7 +58,7 @@ class Bench {
             sequences.push_back({s.n_keys, s.n_query, b * s.n_query, int32_t(table.size())});
             for (int n = 0; n < pages; ++n) {
                 const bool channel = n > 0 && n < cached;
-                const uint64_t from = models[channel][size_t(n % kDistinct)];
+                const uint64_t from = n == 0 ? first : models[channel][size_t(n % kDistinct)];
                 const size_t size = pool_.slot_bytes(channel ? PageKind::kChannel : PageKind::kToken);
                 table.push_back(bytes.size() | (from & kEntryFlags));
                 const auto* slot = pool_.bytes().data() + (from & ~kEntryFlags);
@@ -148,11 +151,14 @@ int bench(const std::string& only, bool whole) {
         {"b1 h32/8 n1024 causal", 1, 1024, 1024, true, Pages::kToken, 4},
         {"b1 h32/8 n2048 causal", 1, 2048, 2048, true, Pages::kToken, 4},
         {"chunk 2048 on 30720 INT8", 1, 32768, 2048, true, Pages::kToken, 4},
+        {"n16384 full, a prompt", 1, 16384, 16384, false, Pages::kPrompt, 4},
+        {"n16384 causal, a prompt", 1, 16384, 16384, true, Pages::kPrompt, 4},
         {"n16384 causal, token scales", 1, 16384, 16384, true, Pages::kTokenOwnScale, 4},
         {"n16384 causal, LSE", 1, 16384, 16384, true, Pages::kToken, 4, 128, true},
         {"chunk 2048 on 30720 INT4, SAS", 1, 32768, 2048, true, Pages::kPrefix, 4, 128, false, ExpMode::kSas},
         {"n16384 causal, SAS", 1, 16384, 16384, true, Pages::kToken, 4, 128, false, ExpMode::kSas},
         {"b1 h32/8 n16384 causal d64", 1, 16384, 16384, true, Pages::kToken, 4, 64},
+        {"n16384 causal d64, a prompt", 1, 16384, 16384, true, Pages::kPrompt, 4, 64},
     };
     for (const Shape& s : shapes) {
         if (std::string(s.name).find(only) == std::string::npos) continue;

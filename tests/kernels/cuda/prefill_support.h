@@ -56,14 +56,16 @@ class DevicePool {
 
 enum class Pages {
     kToken,          // 8 bits, one scale per page
+    kPrompt,         // as a step of new sequences: the first has a scale per token, V in others exponents of tokens
     kTokenOwnScale,  // 8 bits, a scale per token
     kPrefix,         // channel pages below the chunk but for the first page, then kToken
     kChannel,        // channel pages wherever a page is full, the first too
     kRandom,
 };
 
-// Writes all heads of a token page again, with one scale for K and one for V.
-inline void give_page_scales(PagePool& pool, uint64_t entry, const float* k, const float* v, int tokens) {
+// Writes all heads of a token page again, with one scale for K and, but for what `v_rule` adds, one for V.
+inline void give_page_scales(PagePool& pool, uint64_t entry, const float* k, const float* v, int tokens,
+                             ScaleRule v_rule = ScaleRule::kPage) {
     const cpu::PageCodec& codec = *cpu::find_kernels(TA_CPU_ISA_AUTO)->codec;
     const size_t d = size_t(pool.shape().head_dim), heads = size_t(pool.shape().kv_heads);
     const auto in = std::make_unique<cpu::HeadStage1>();
@@ -74,8 +76,8 @@ inline void give_page_scales(PagePool& pool, uint64_t entry, const float* k, con
                 std::memcpy(x.data() + t * d, (is_k ? k : v) + (t * heads + h) * d, d * sizeof(float));
                 amax[t] = codec.amax(x.data() + t * d, int64_t(d));
             }
-            quantize_tokens(codec, x.data(), amax.data(), int(d), 0, tokens, ScaleRule::kPage, 0.0f, kStage1Levels,
-                            is_k ? in->k : in->v, is_k ? in->k_scale : in->v_scale);
+            quantize_tokens(codec, x.data(), amax.data(), int(d), 0, tokens, is_k ? ScaleRule::kPage : v_rule, 0.0f,
+                            kStage1Levels, is_k ? in->k : in->v, is_k ? in->k_scale : in->v_scale);
         }
         codec.store_token_piece(*in, int(d), 0, tokens, const_cast<uint8_t*>(pool.piece(entry, int(h))));
     }

@@ -221,8 +221,10 @@ class Problem {
                 table_.push_back((low ? low_pool_ : pool_)
                                      .add(channel ? PageKind::kChannel : PageKind::kToken, k, v, tokens, random.chance(20)) |
                                  (low ? kEntryLow : 0));
-                if (!channel && c_.pages != Pages::kTokenOwnScale && !(c_.pages == Pages::kRandom && random.chance(50)))
-                    give_page_scales(pool_, table_.back(), k, v, tokens);
+                const bool prompt = c_.pages == Pages::kPrompt;
+                if (!channel && c_.pages != Pages::kTokenOwnScale && !(c_.pages == Pages::kRandom && random.chance(50)) &&
+                    !(prompt && n == 0))
+                    give_page_scales(pool_, table_.back(), k, v, tokens, prompt ? ScaleRule::kPageExp : ScaleRule::kPage);
             }
             const int32_t padding = int32_t(random.below(3));
             sequences_.push_back({s.n_keys, s.n_query, rows_, int32_t(table_.size()) - n_pages});
@@ -284,7 +286,7 @@ class Problem {
         AttendArgs& a = args_;
         a = {};
         a.head_dim = c_.d, a.kv_heads = c_.kv_heads, a.group = c_.group, a.batch = int32_t(sequences_.size());
-        const bool all_token = (c_.pages == Pages::kToken || c_.pages == Pages::kTokenOwnScale) && c_.low == 0;
+        const bool all_token = c_.pages <= Pages::kTokenOwnScale && c_.low == 0;
         a.heads = all_token ? nullptr : d_heads_.get();
         a.token_layer_offset = pool_.token_layer_offset(), a.channel_layer_offset = pool_.channel_layer_offset();
         a.low_layer_offset = low_pool_.channel_layer_offset() + kFurther, a.has_low = c_.low > 0;
@@ -505,6 +507,12 @@ std::vector<Case> all_cases(bool quick) {
         c.sequences = {{1500, 300}}, c.data = DataKind::kOutliers, c.causal = false;
     });
     add("ragged", [](Case& c) { c.sequences = {{700, 700}, {1, 1}, {65, 3}, {512, 130}, {64, 64}, {40, 0}, {900, 33}}; });
+    for (const ExpMode exp : {ExpMode::kPoly, ExpMode::kSas}) {
+        add(exp == ExpMode::kSas ? "sas, a prompt" : "a prompt", [&](Case& c) {
+            c.sequences = {{1500, 700}, {300, 300}, {1100, 50}, {9000, 60}};
+            c.pages = Pages::kPrompt, c.exp = exp;
+        });
+    }
     add("token scales", [](Case& c) { c.sequences = {{600, 300}, {77, 77}}, c.pages = Pages::kTokenOwnScale; });
     for (const auto& [kb, vb] : {std::pair{4, 4}, {2, 2}, {4, 2}, {0, 0}}) {
         const std::string bits = "k" + std::to_string(kb) + "v" + std::to_string(vb);

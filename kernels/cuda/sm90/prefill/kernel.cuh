@@ -289,9 +289,9 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             rows.sums = sums;
         };
         if (key < key_stop) await_block();
-        // With kLong, whether all of the group's warps have seen in the tile's first block that the factors' rounding does not
-        // show.
-        bool is_first = true, all_trust = false;
+        // With kLong, whether all of the group's warps have seen that the factors' rounding does not show. Most do in the tile's
+        // first block, but of pages with scales per token nothing is seen.
+        bool all_decided = false, all_trust = false;
         // How far a loop of its own may go: through blocks of which nothing is masked, to the end of a range of `range` keys. Not
         // at all where one begins: there O is due to be settled, or SAS forgets its maxima.
         const auto end_of_own_loop = [&](bool may, int range) {
@@ -424,13 +424,13 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 }
             }
             add_block(p, scores.m, channel, how, std::false_type(), [](auto) {});
-            if (kLong && is_first) {
+            if (kLong && !all_decided) {
                 sm90::named_barrier(1 + group, 128);
                 // No warp decides anew before the next product, which takes all four.
                 const WarpLimits* of = shared.limits + 4 * group;
                 const float known = of[0].trusted + of[1].trusted + of[2].trusted + of[3].trusted;
                 all_trust = __any_sync(~0u, known < INFINITY) && !args.lse && (!kOptions || args.exp == ExpMode::kSas);
-                is_first = false;
+                all_decided = __any_sync(~0u, known != INFINITY);
             }
         }
         const ConsumerLane me;
