@@ -265,7 +265,8 @@ class Walk {
         Sequence sequence;
         int32_t n_new = 0, n_query = 0;
         int64_t new_row = 0, query_row = 0;
-        std::vector<Known> open = {};  // [layers] what its open block had before
+        std::vector<Known> open = {};                // [layers] what its open block had before
+        std::vector<std::vector<float>> new_v = {};  // [layers]
     };
 
     void step() {
@@ -376,6 +377,8 @@ class Walk {
             const int64_t from = m.new_row * s_.row(), to = (m.new_row + m.n_new) * s_.row();
             known.k.insert(known.k.end(), k_values.begin() + from, k_values.begin() + to);
             known.v.insert(known.v.end(), v_values.begin() + from, v_values.begin() + to);
+            m.new_v.resize(s_.layers);
+            m.new_v[layer] = {v_values.begin() + from, v_values.begin() + to};
             double& most = m.sequence->v_most[layer];
             for (int64_t i = from; i < to; ++i) most = std::max(most, std::fabs(double(v_values[size_t(i)])));
         }
@@ -392,6 +395,12 @@ class Walk {
         const Stored shadow = dequantize(shadow_pool_, s.shadow, layer, from, to - from, row);
         std::copy(shadow.k.begin(), shadow.k.end(), read.k.begin() + from * row);
         std::copy(shadow.v.begin(), shadow.v.end(), read.v.begin() + from * row);
+        // Nor have pools of 8 bits V's exponents beside a universal scale. What was appended comes near.
+        const int64_t whole = std::max((before + 63) / 64 * 64, from);
+        if (s_.universal() && s_.v_exponents() && whole < to) {
+            const auto v = m.new_v[layer].begin();
+            std::copy(v + (whole - before) * row, v + (to - before) * row, read.v.begin() + whole * row);
+        }
         if (from == before / 64 * 64) {
             std::copy(m.open[layer].k.begin(), m.open[layer].k.end(), read.k.begin() + from * row);
             std::copy(m.open[layer].v.begin(), m.open[layer].v.end(), read.v.begin() + from * row);
@@ -450,6 +459,21 @@ class Walk {
     ta_p p_of(const Call& c) const {
         if (c.options.p != TA_P_DEFAULT) return c.options.p;
         return s_.numerics.p != TA_P_DEFAULT ? s_.numerics.p : s_.paper() ? TA_P_S8_119 : TA_P_AUTO;
+    }
+    double levels_of(const Call& c, int64_t n_query) const {
+        switch (p_of(c)) {
+            case TA_P_U16:
+                return 65535.0;
+            case TA_P_S8_127:
+            case TA_P_S8_127_RUNNING:
+                return 127.0;
+            case TA_P_S8_119:
+                return 119.0;
+            case TA_P_AUTO:
+                return n_query * s_.group <= 16 ? 65535.0 : 255.0;
+            default:
+                return 255.0;
+        }
     }
     double scale_of(const Call& c) const {
         return c.options.scale != 0.0f ? double(c.options.scale) : 1.0 / std::sqrt(double(s_.head_dim));
@@ -543,6 +567,7 @@ class Walk {
         if (!s_.k_offset.empty()) j.k_offset = s_.k_offset.data() + a.layer * s_.row();
         j.sas = sas_of(c), j.with_lse = c.with_lse, j.rotated = s_.rotated();
         j.v_has_token_scales = s_.v_scales_of_tokens();
+        j.p_levels = levels_of(c, m.n_query);
         if (s_.universal()) j.v_most = m.sequence->v_most[a.layer];
         j.by_prefill_kernel = by_prefill_kernel(c, m.n_query);
         j.out_type = c.out_type;

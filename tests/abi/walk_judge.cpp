@@ -20,7 +20,7 @@ constexpr double kMinusInf = -std::numeric_limits<double>::infinity();
 constexpr double kDecodeTimes = 1.6, kDecodeRest = 2e-3, kDecodeLse = 1e-3;
 // The prefill kernel: 1.1 to 2.2 times the CPU's error with 8-bit P (docs/kernels.md, Measured), which was seen over many rows;
 // over few it is a matter of luck by how much. Equal scores have P without an error on a CPU, here that of the grid: 0.01, as
-// in prefill_test.cu. Half a step of the grid and rounding are 5e-3 of LSE (docs/gpu.md).
+// in prefill_test.cu. Of LSE half a step of the grid is 3.1e-3, and there is rounding; that of factors comes on top (doubt()).
 constexpr double kPrefillTimes = 2.5, kPrefillRest = 3e-3, kFewRows = 1e-2, kEqualScores = 1e-2, kPrefillLse = 5e-3;
 // Whatever the data, it may have this times the error that P of 8 bits in units of the row's largest has.
 constexpr double kTimesEightBits = 1.25;
@@ -51,6 +51,7 @@ struct Row {
     std::vector<double> o;
     double lse = kMinusInf;
     std::vector<double> product;  // of q and k, before scale, softcap and ALiBi
+    double of_offset = 0.0;       // of q and K's offset, which the product of the codes is without
     double length = 0.0;          // |o|
 };
 
@@ -116,7 +117,7 @@ class Queries {
   private:
     // By queries that differ by as little: of the codes that lie half way half are others then.
     void find_off() {
-        constexpr int kTries = 6;
+        constexpr int kTries = 24;
         const int64_t rows = c_.n_query * c_.kv_heads * c_.group, d = c_.head_dim;
         std::minstd_rand random(1);
         off_.assign(size_t(rows), 0.0);
@@ -167,7 +168,8 @@ class RowJudge {
         Row r;
         double bias = 0.0;  // K's offset multiplies q itself, not its codes
         for (int64_t ch = 0; c_.k_offset && ch < c_.head_dim; ++ch) {
-            bias += (double(q_[ch]) - double(read_[ch])) * double(c_.k_offset[head_ / c_.group * c_.head_dim + ch]);
+            const double offset = double(c_.k_offset[head_ / c_.group * c_.head_dim + ch]);
+            bias += (double(q_[ch]) - double(read_[ch])) * offset, r.of_offset += double(q_[ch]) * offset;
         }
         r.o.assign(size_t(c_.head_dim), 0.0);
         int64_t end = c_.causal ? std::min(c_.n_keys, position() + 1) : c_.n_keys;
@@ -221,10 +223,16 @@ class RowJudge {
     // 128 keys, or a page where two pages' scales are more than fourfold apart. V's scale is one of the page or, in the judge's
     // eyes as well, the token's own, within a power of two, or, where codes are 0, more than they show. A page whose largest is
     // below 2^-60 of what its largest V would have is nothing to a row (docs/numerics.md, 8.6).
-    double by_units(const Row& r, bool prefill) const {
+    double by_units(const Row& r) const {
+        if (!c_.by_prefill_kernel) return by_units(r, c_.p_levels, false, false);
+        // Under a window the 128 keys begin at whichever page the first row of some others sees first.
+        return std::max(by_units(r, 255.0, true, false), c_.window > 0 ? by_units(r, 255.0, true, true) : 0.0);
+    }
+    double by_units_of_truth(const Row& r) const { return by_units(r, 65535.0, false, false); }
+    double by_units(const Row& r, double levels, bool prefill, bool begins_odd) const {
         // The prefill kernel may round up for some keys and down for others of the same weight: a unit, not half of one.
         constexpr double kUnitOfHalf = 1.0 / 0.55;
-        const double half = prefill ? 0.55 / 255.0 : 0.55 / 65535.0, grid = prefill ? kGrid : 1e-5;
+        const double half = 0.55 / levels, grid = prefill ? kGrid : 1e-5;
         const int64_t end = r.begin + int64_t(r.weight.size()), block_tokens = prefill ? 2 * kPage : kPage;
         double gone = 0.0, squares = 0.0;
         const auto look_at = [&](int64_t from, int64_t to, double largest_of_page) {
@@ -253,10 +261,12 @@ class RowJudge {
                 }
             }
         };
-        for (int64_t from = r.begin / block_tokens * block_tokens; from < end; from += block_tokens) {
-            const auto page = size_t(from / kPage);
-            const double a = sizes_.page_largest[page], b = prefill ? sizes_.page_largest[page + 1] : 0.0;
-            if (prefill && sizes_.may_be_near(page)) {
+        const int64_t first = r.begin / block_tokens * block_tokens + (begins_odd ? kPage - block_tokens : 0);
+        for (int64_t from = first; from < end; from += block_tokens) {
+            const int64_t page = from / kPage;
+            const double a = from < 0 ? 0.0 : sizes_.page_largest[size_t(page)];
+            const double b = prefill ? sizes_.page_largest[size_t(page + 1)] : 0.0;
+            if (prefill && from >= 0 && sizes_.may_be_near(size_t(page))) {
                 look_at(from, from + block_tokens, std::max(a, b));
             } else {
                 look_at(from, from + kPage, a);
@@ -336,7 +346,7 @@ class RowJudge {
         for (size_t i = 0; i < r.weight.size(); ++i) {
             const auto j = size_t(r.begin) + i;
             const double step = q_step * sizes_.page_peak[j / size_t(kPage)] / 119.0;
-            if (step > 0.0) largest_of_codes = std::max(largest_of_codes, std::fabs(r.product[i]) / step);
+            if (step > 0.0) largest_of_codes = std::max(largest_of_codes, std::fabs(r.product[i] - r.of_offset) / step);
             // Scores of hundreds have few bits after the point.
             const double of_score = codes_off * sizes_.key_length[j] * c_.scale + std::fabs(r.score[i]) * 4e-7;
             if (r.score[i] + of_score > top - 9.2) off = std::max(off, of_score);
@@ -352,15 +362,18 @@ class RowJudge {
             longest = std::max(longest, sizes_.length[size_t(read.begin) + i]);
         }
         Doubt d;
-        d.o = by_units(read, c_.by_prefill_kernel) + by_offset(read);
+        d.o = by_units(read) + by_units_of_truth(read);
         if (about_mean > 0.0) d.o += std::expm1(off) * about_mean;
         if (c_.by_prefill_kernel) d.o += kTimesEightBits * by_eight_bits(read);
         d.lse = off;
         if (c_.sas) d.o += unsure * (longest + read.length), d.lse += 2.0 * unsure;
-        // Where queries and keys are nearly parallel, weights may be off by up to a tenth.
+        // Factors of scores are rounded: a step of the grid for products of the codes of 2^17. Where queries and keys are nearly
+        // parallel, weights may be off by up to a tenth.
+        if (c_.by_prefill_kernel) d.lse += 2.0 * kGrid * largest_of_codes * 0x1p-17;
         if (c_.by_prefill_kernel && largest_of_codes > 110000.0) d.o += 0.1 * about_mean, d.lse += 0.1;
         const double most = 2.0 * longest;  // O is between the values, whatever the weights
         if (!(d.o <= most)) d.o = most;     // nor is it no number
+        d.o += 2.0 * by_offset(read);       // the truth's, too
         return d;
     }
 
@@ -538,7 +551,7 @@ std::string judge_truth(const JudgedCall& c, Shares& shares) {
         const double lse_bound = times * kTruthLse + 2e-6 * std::max(std::fabs(r.lse), judge.largest_product());
         ++shares.exact_rows;
         if (!(error <= bound)) {
-            bound += judge.by_units(r, false);
+            bound += judge.by_units_of_truth(r);
             if (c.sas) bound += kSasCubic * judge.without_cancelling(r);
             ++shares.exact_excused;
         }

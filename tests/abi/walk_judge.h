@@ -21,6 +21,7 @@ struct JudgedCall {
     bool by_prefill_kernel = false;
     bool with_lse = false;
     bool rotated = false;
+    double p_levels = 65535.0;        // of the decode kernel
     bool v_has_token_scales = false;  // all of them; else pages may have one
     double v_most = 0.0;              // under universal open scales: of all V that the sequence ever had
     ta_dtype out_type = TA_DTYPE_F32;
