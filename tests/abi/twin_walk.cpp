@@ -266,7 +266,7 @@ class Walk {
         int32_t n_new = 0, n_query = 0;
         int64_t new_row = 0, query_row = 0;
         std::vector<Known> open = {};                // [layers] what its open block had before
-        std::vector<std::vector<float>> new_v = {};  // [layers]
+        std::vector<std::vector<float>> new_v = {};  // [layers] what was appended
     };
 
     void step() {
@@ -395,7 +395,7 @@ class Walk {
         const Stored shadow = dequantize(shadow_pool_, s.shadow, layer, from, to - from, row);
         std::copy(shadow.k.begin(), shadow.k.end(), read.k.begin() + from * row);
         std::copy(shadow.v.begin(), shadow.v.end(), read.v.begin() + from * row);
-        // Nor have pools of 8 bits V's exponents beside a universal scale. What was appended comes near.
+        // Beside a universal scale pools of 8 bits have no scales of V's tokens either: what was appended comes near.
         const int64_t whole = std::max((before + 63) / 64 * 64, from);
         if (s_.universal() && s_.v_exponents() && whole < to) {
             const auto v = m.new_v[layer].begin();
