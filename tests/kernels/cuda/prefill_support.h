@@ -62,6 +62,9 @@ enum class Pages {
     kChannel,        // channel pages wherever a page is full, the first too
     kRandom,
 };
+inline bool are_token_pages(Pages pages) {
+    return pages == Pages::kToken || pages == Pages::kPrompt || pages == Pages::kTokenOwnScale;
+}
 
 // Writes all heads of a token page again, with one scale for K and, but for what `v_rule` adds, one for V.
 inline void give_page_scales(PagePool& pool, uint64_t entry, const float* k, const float* v, int tokens,

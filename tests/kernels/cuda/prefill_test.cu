@@ -286,7 +286,7 @@ class Problem {
         AttendArgs& a = args_;
         a = {};
         a.head_dim = c_.d, a.kv_heads = c_.kv_heads, a.group = c_.group, a.batch = int32_t(sequences_.size());
-        const bool all_token = c_.pages <= Pages::kTokenOwnScale && c_.low == 0;
+        const bool all_token = are_token_pages(c_.pages) && c_.low == 0;
         a.heads = all_token ? nullptr : d_heads_.get();
         a.token_layer_offset = pool_.token_layer_offset(), a.channel_layer_offset = pool_.channel_layer_offset();
         a.low_layer_offset = low_pool_.channel_layer_offset() + kFurther, a.has_low = c_.low > 0;
