@@ -412,7 +412,7 @@ void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int
         }
         const int exponent = piece[layout.v_exponents() + j / 2] >> (j % 2 * 4) & 15;
         out.k_scale[j] = k_scale;
-        out.v_scale[j] = times_pow2(v_scale, -exponent);
+        out.v_scale[j] = reopened_scale(v_scale, exponent);
     }
 }
 

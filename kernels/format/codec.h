@@ -29,9 +29,9 @@ TA_HD inline int8_t stage1_code(float x, float scale, int levels) {
     return int8_t(r > limit ? limit : r < -limit ? -limit : r);
 }
 
-// The largest e <= 15 with x 2^e <= limit; 0 where x is 0.
+// The largest e <= 15 with x 2^e <= limit.
 TA_HD inline int exponent_below(float x, float limit) {
-    if (!(x > 0.0f)) return 0;
+    if (!(x > 0.0f)) return kMaxExponent;
     int e = 0;
     float scaled = x;
     while (e < kMaxExponent && scaled * 2.0f <= limit) {
@@ -48,8 +48,10 @@ TA_HD inline float token_magnitude(int sum_of_codes, float token_scale) {
 
 // The power-of-two scale of a V token: as large as the token's magnitude allows next to the largest magnitude of the page, and
 // its scale next to the largest scale. The scale alone follows the token's largest channel: it would blow up tokens of ordinary
-// size beside one with an outlier, and with them the range of every channel.
+// size beside one with an outlier, and with them the range of every channel. A token whose codes are all 0 takes the largest
+// exponent, whatever its scale: stage 2 stores noise for it, which so stays near 0, and P's unit does not follow its weight.
 TA_HD inline int v_exponent(float token_scale, float max_scale, float magnitude, float max_magnitude) {
+    if (!(magnitude > 0.0f)) return kMaxExponent;
     const int by_scale = exponent_below(token_scale, max_scale), by_magnitude = exponent_below(magnitude, max_magnitude);
     return by_scale < by_magnitude ? by_scale : by_magnitude;
 }
@@ -57,6 +59,17 @@ TA_HD inline int v_exponent(float token_scale, float max_scale, float magnitude,
 // Multiplies by 2^n exactly while the result is normal.
 TA_HD inline float times_pow2(float x, int n) {
     return n < 0 ? x / float(1 << -n) : x * float(1 << n);
+}
+
+// The scale of a whole page's V token whose own scale would be `own`; 0 for a token of zeros.
+TA_HD inline float exponent_scale(float own, float page_scale) {
+    return own > 0.0f ? times_pow2(page_scale, -exponent_below(own, page_scale)) : 0.0f;
+}
+
+// The scale of a V token that a closed page gives back. Exponents of tokens that are not zero keep it normal.
+TA_HD inline float reopened_scale(float page_scale, int exponent) {
+    const float scale = times_pow2(page_scale, -exponent);
+    return scale < 0x1p-126f ? 0.0f : scale;
 }
 
 // ------------------------------------------------------------------------------------------------------- stage 1 -> stage 2

@@ -29,7 +29,7 @@ inline int64_t quantize_tokens(const cpu::PageCodec& codec, const float* x, cons
     for (int t = first; t < last; ++t) {
         const float own = stage1_scale(amax[t - first], levels);
         float scale = rule == ScaleRule::kToken ? own : shared;
-        if (rule == ScaleRule::kPageExp) scale = times_pow2(shared, -exponent_below(own, shared));
+        if (rule == ScaleRule::kPageExp) scale = exponent_scale(own, shared);
         scales[t] = scale;
         clamped += codec.quantize(x + int64_t(t - first) * d, d, scale, levels, codes + int64_t(t) * d);
     }

@@ -412,6 +412,44 @@ TEST_P(PageCodecTest, EncodesChannelPiecesAsDefined) {
     }
 }
 
+// Tokens of zeros of either sign and tokens whose codes are all 0 under the page's scale, beside some that are not, beside one,
+// and alone; K is 0 in the last.
+TEST_P(PageCodecTest, TokensOfZerosOfVTakeTheLargestExponent) {
+    std::mt19937 random(8);
+    for (int d : kHeadDims) {
+        for (int bits : {4, 2}) {
+            for (int present : {40, 1, 0}) {
+                const auto head = draw_head(Data::kRandom, d, random);
+                for (int t = present; t < kPageTokens; ++t) {
+                    std::fill_n(head->v + t * d, d, int8_t(0));
+                    if (t % 2) head->v_scale[t] = 0.0f;
+                }
+                if (present == 0) {
+                    std::fill_n(head->v_scale, kPageTokens, 0.0f);
+                    std::fill_n(head->k_scale, kPageTokens, 0.0f);
+                    std::fill_n(head->k, kPageTokens * d, int8_t(0));
+                }
+                const ChannelLayout layout(d, bits, bits);
+                Piece piece(layout.bytes(), 0xA5);
+                codec->encode_channel_piece(*head, layout, kOptions[2], piece.data.get());
+                auto out = std::make_unique<HeadStage1>();
+                codec->decode_channel_piece(piece.data.get(), layout, kPageTokens, *out);
+                const float page_scale = present ? *std::max_element(head->v_scale, head->v_scale + present) : 0.0f;
+                for (int t = 0; t < kPageTokens; ++t) {
+                    const int e = piece.data[layout.v_exponents() + t / 2] >> (t % 2 * 4) & 15;
+                    if (t < present) {
+                        ASSERT_LT(e, 15) << t;
+                    } else {
+                        ASSERT_EQ(e, 15) << t;
+                        ASSERT_EQ(out->v_scale[t], page_scale * 0x1p-15f) << t;
+                    }
+                }
+                for (int c = 0; c < d && present == 0; ++c) ASSERT_EQ(out->k[c], 0);
+            }
+        }
+    }
+}
+
 TEST_P(PageCodecTest, EncodingIgnoresBytesBeyondTheHead) {
     std::mt19937 random(6);
     const ChannelLayout layout(96, 2, 2);

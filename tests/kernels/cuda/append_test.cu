@@ -31,7 +31,20 @@ constexpr uint64_t kSlot = 4096;  // alignment of slots
 
 // -------------------------------------------------------------------------------------------------------------- one case
 
-enum class Data { kNormal, kOutliers, kTokens, kZeros, kDenormal, kTiny, kConstant, kHuge, kNonfinite, kGrowing, kCount };
+enum class Data {
+    kNormal,
+    kOutliers,
+    kTokens,
+    kZeros,
+    kDenormal,
+    kTiny,
+    kTinyAndZeros,
+    kConstant,
+    kHuge,
+    kNonfinite,
+    kGrowing,
+    kCount
+};
 
 struct Settings {
     bool hadamard = true, k_offset = false;
@@ -218,6 +231,8 @@ class Problem {
                 return x * 1e-41f;
             case Data::kTiny:
                 return std::ldexp(x, -100 - row % 25);
+            case Data::kTinyAndZeros:
+                return row % 5 == 2 ? 0.0f : std::ldexp(x, -110 - row % 12);
             case Data::kConstant:
                 return channel % 4 == 0 ? -1.5f : channel % 4 == 1 ? float(channel) : channel % 4 == 2 ? last : x;
             case Data::kHuge:

@@ -101,8 +101,8 @@ TEST(VExponent, IsTheLargestThatStaysBelowTheLimit) {
             ASSERT_GT(std::ldexp(double(own), e + 1), double(max));
         }
     }
-    EXPECT_EQ(exponent_below(0.0f, 1.0f), 0);
-    EXPECT_EQ(exponent_below(0.0f, 0.0f), 0);
+    EXPECT_EQ(exponent_below(0.0f, 1.0f), 15);
+    EXPECT_EQ(exponent_below(0.0f, 0.0f), 15);
     EXPECT_EQ(exponent_below(1.0f, 1.0f), 0);
     EXPECT_EQ(exponent_below(0x1p-15f, 1.0f), 15);
     EXPECT_EQ(exponent_below(0x1p-40f, 1.0f), 15);
@@ -113,8 +113,23 @@ TEST(VExponent, FollowsTheMagnitudeWithinTheScale) {
     EXPECT_EQ(v_exponent(1.0f, 8.0f, 100.0f, 100.0f), 0);
     EXPECT_EQ(v_exponent(1.0f, 8.0f, 100.0f, 399.0f), 1);
     EXPECT_EQ(v_exponent(1.0f, 8.0f, 1.0f, 400.0f), 3) << "the codes must stay within INT8";
-    EXPECT_EQ(v_exponent(0.0f, 8.0f, 0.0f, 400.0f), 0);
     EXPECT_EQ(token_magnitude(119 * 256, 0x1p-3f), 3808.0f);
+}
+
+TEST(VExponent, OfATokenOfZerosIsTheLargest) {
+    EXPECT_EQ(v_exponent(0.0f, 8.0f, 0.0f, 400.0f), 15);
+    EXPECT_EQ(v_exponent(0.0f, 0.0f, 0.0f, 0.0f), 15) << "a head of zeros";
+    EXPECT_EQ(v_exponent(8.0f, 8.0f, 0.0f, 400.0f), 15) << "codes of zeros under the page's scale";
+    EXPECT_EQ(exponent_scale(0.0f, 8.0f), 0.0f);
+    EXPECT_EQ(exponent_scale(3.0f, 8.0f), 4.0f);
+}
+
+// Beside tokens of zeros a page may be so small that its scale times 2^-15 would be denormal.
+TEST(VExponent, GivesNoDenormalScaleBack) {
+    EXPECT_EQ(reopened_scale(0x1p-111f, 15), 0x1p-126f);
+    EXPECT_EQ(reopened_scale(0x1.8p-112f, 15), 0.0f);
+    EXPECT_EQ(reopened_scale(0x1.8p-112f, 14), 0x1.8p-126f);
+    EXPECT_EQ(reopened_scale(0.0f, 15), 0.0f);
 }
 
 TEST(Merge, IsTheRoundedProductWithAnExactPowerOfTwo) {

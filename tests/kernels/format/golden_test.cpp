@@ -39,7 +39,8 @@ class Lcg {
     uint64_t state_;
 };
 
-// fp16 values [64, d]: a spread of magnitudes, outlier channels, one small and one large token, zeros of both signs.
+// fp16 values [64, d]: a spread of magnitudes, outlier channels, one small and one large token and one of zeros, zeros of both
+// signs.
 std::vector<uint16_t> make_values(int d, uint64_t seed) {
     Lcg random(seed);
     std::vector<uint16_t> x(size_t(kPageTokens) * d);
@@ -52,7 +53,7 @@ std::vector<uint16_t> make_values(int d, uint64_t seed) {
             if (t == 40) exponent += 3;
             uint32_t h = (r >> 20 & 1) << 15 | exponent << 10 | (r & 1023);
             if (c % 29 == 3 && t != 9) h &= 0x7fff;  // an outlier channel keeps its sign
-            if ((r >> 21) % 64 == 0) h &= 0x8000;
+            if ((r >> 21) % 64 == 0 || t == 17) h &= 0x8000;
             x[size_t(t) * d + c] = uint16_t(h);
         }
     }

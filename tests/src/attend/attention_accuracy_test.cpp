@@ -585,6 +585,27 @@ TEST(Accuracy, OutlierChannelsOfKAreWhatTheOffsetTakesAway) {
     for (size_t i = 0; i < r.lse.size(); ++i) ASSERT_NEAR(r.lse[i], j.exact.lse[i], 0.02 * std::fabs(j.exact.lse[i]) + 0.3);
 }
 
+// A token that takes most of the weight and whose V is 0, or nearly: it takes nothing but its weight from the result.
+TEST(Accuracy, TokensWithoutVAddNothing) {
+    const Context context = make_context(2);
+    constexpr int64_t kDim = 128, kToken = 100;
+    for (const float v : {0.0f, -0.0f, 1e-6f, 1e-12f}) {
+        AttentionData data = make_data(DataKind::kNormal, {1, 192, 1, 1, kDim}, 3);
+        for (int64_t c = 0; c < kDim; ++c) {
+            data.v[size_t(kToken * kDim + c)] *= v;
+            data.k[size_t(kToken * kDim + c)] = 0.75f * data.q[size_t(c)];
+        }
+        const Attention exact = exact_attention(data.shape, {}, data.q.data(), data.k.data(), data.v.data());
+        for (uint32_t bits : {4, 2}) {
+            for (const auto& chunks : {std::vector<int64_t>{192}, {70, 122}, std::vector<int64_t>(192, 1)}) {
+                const Results r = attend_after(context, data, profile(TA_PROFILE_ACCURATE, bits), chunks);
+                EXPECT_LE(relative_l2(std::span<const float>(r.out), exact.out), bits == 4 ? 0.3 : 0.8)
+                    << bits << " bits, V times " << v << ", " << chunks.size() << " chunks";
+            }
+        }
+    }
+}
+
 // --------------------------------------------------------------------------------------------------------- hostile values
 
 class Hostile : public ::testing::TestWithParam<DataKind> {};

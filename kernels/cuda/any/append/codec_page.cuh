@@ -420,8 +420,9 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponent
     if (v_exponents) {
         const auto magnitude = [&](int j) { return token_magnitude(page.v_sum[j], page.scale[1][j]); };
         const float most = warp_max(fmaxf(magnitude(lane), magnitude(lane + 32)));
-        const int by_scale = exponent_below_normal(page.scale[1][t], v_max);
-        exponent = min(by_scale, exponent_below_normal(magnitude(t), most));
+        const float own = magnitude(t);  // v_exponent of codec.h
+        exponent = exponent_below_normal(own, most);
+        if (own > 0.0f) exponent = min(exponent, exponent_below_normal(page.scale[1][t], v_max));
     }
     const float v_ratio = merge_ratio(page.scale[1][t], v_max, exponent);
     page.ratio[0][t] = k_ratio;

@@ -185,7 +185,7 @@ __device__ __forceinline__ void rotate_row(float (&x)[8], const float (&sign)[8]
 
 // exponent_below of codec.h for x and limit that are 0 or normal, without its loop.
 __device__ __forceinline__ int exponent_below_normal(float x, float limit) {
-    if (!(x > 0.0f)) return 0;
+    if (!(x > 0.0f)) return kMaxExponent;
     const uint32_t a = __float_as_uint(x), b = __float_as_uint(limit);
     const int e = int(b >> 23) - int(a >> 23) - int((a & 0x7fffffu) > (b & 0x7fffffu));
     return e < 0 ? 0 : e > kMaxExponent ? kMaxExponent : e;

@@ -228,7 +228,8 @@ class Appender {
         __device__ float operator()(float amax) const {
             const float own = page_stage1_scale(amax);
             if (!page && !universal) return own;
-            return exponents ? times_pow2(shared, -exponent_below_normal(own, shared)) : shared;
+            if (!exponents) return shared;
+            return own > 0.0f ? times_pow2(shared, -exponent_below_normal(own, shared)) : 0.0f;  // exponent_scale of codec.h
         }
     };
 

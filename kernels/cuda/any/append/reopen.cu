@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ Reo
         const int exponent = piece[from.v_exponents() + t / 2] >> t % 2 * 4 & 15;
         const auto scale = [piece](size_t at) { return *reinterpret_cast<const float*>(piece + at); };
         reinterpret_cast<float*>(out + to.k_scale())[t] = scale(from.k_scale());
-        reinterpret_cast<float*>(out + to.v_scale())[t] = times_pow2(scale(from.v_scale()), -exponent);
+        reinterpret_cast<float*>(out + to.v_scale())[t] = reopened_scale(scale(from.v_scale()), exponent);
     }
 }
 

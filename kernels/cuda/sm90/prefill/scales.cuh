@@ -106,7 +106,10 @@ struct Scales {
         }
         int e[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) e[n] = raw[layout.v_exponents() + lane / 2 + 16 * n] >> (lane % 2 * 4) & 15;
+        for (int n = 0; n < 2; ++n) {
+            e[n] = raw[layout.v_exponents() + lane / 2 + 16 * n] >> (lane % 2 * 4) & 15;
+            e[n] = scale > 0.0f ? e[n] : 0;  // 2^-15 of kNoScale is beyond the reach
+        }
         const int least = __reduce_min_sync(~0u, min(e[0], e[1])), most = __reduce_max_sync(~0u, max(e[0], e[1]));
         const bool equal = least == most;
         const float known = scale > 0.0f ? scale : kNoScale, log2 = log2_fast(known),
