@@ -169,6 +169,10 @@ struct PlacedBlock {
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
 
+// Whether attention may compute with the values in a slot that comes from a file, beside what its hashes say. TA_E_CORRUPT names
+// layer, head and block.
+Status check_values(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t block_index);
+
 // Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their
 // place.
 void write_trailer(const Geometry& geometry, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,

@@ -1,0 +1,22 @@
+// Whether the values of a page are ones that attention may compute with. Pages that an encoder wrote are; those of a file need
+// not be, whatever their hashes say. docs/FORMAT.md, sections 2 and 3.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/format/layout.h"
+
+namespace ta {
+
+// Larger than any scale of an encoder: an offset as large as an input doubles it, a rotation multiplies it by 16 at most, and a
+// scale is a 119th of that. Scores of queries within kMaxMagnitude then stay finite.
+inline constexpr float kMaxScale = 0x1.2p54f;
+
+// 0, or a normal number up to kMaxScale.
+bool is_good_scale(float scale);
+
+// One head's piece. The places of tokens that a block lacks must be good too; zeros are.
+bool is_good_token_piece(const uint8_t* piece, int d);
+bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& layout);
+
+}  // namespace ta
