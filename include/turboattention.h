@@ -44,11 +44,13 @@
  *    zero. Structs that the library fills in are filled in up to their struct_size.
  *  - Ownership. Create gives the caller a handle that it passes to the matching destroy once. Handles may be destroyed in any
  *    order, children keep their parents alive; destroy(NULL) does nothing. Strings and arrays passed in are copied.
+ *  - Release, destroy and close do not fail because something is in use: the id or handle is stale at once, memory goes with
+ *    its last user.
  *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
  *    ta_calibrator is used by one thread at a time: a call on it while another runs gives TA_E_BUSY. No handle may be
  *    destroyed while a call on it runs.
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
- *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, a lost GPU every call that needs it with
+ *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, but for ta_plan_abort of an open plan; a lost GPU every call that needs it with
  *    TA_E_DEVICE_LOST.
  *  - Nothing here prints, exits, aborts, installs signal handlers or throws.
  */
@@ -87,7 +89,7 @@ enum {
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
     TA_E_STATE = 0x0201,  /* wrong order of calls: the text says which call belongs first */
-    TA_E_BUSY = 0x0202,   /* in use: the sequence or pool (an open plan), the file, the plan; or moves take a step's blocks */
+    TA_E_BUSY = 0x0202,   /* in use: the sequence (an open plan), the file, the plan; or moves take a step's blocks */
     TA_E_STALE = 0x0203,  /* the id (sequence, namespace, ticket) was released, or was never given out */
     TA_E_CLOSED = 0x0204, /* the pool is closed */
     TA_E_FORKED = 0x0205, /* the handle was made by the parent process */
@@ -433,7 +435,8 @@ typedef struct ta_kv_pool_stats {
  * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
  * TA_E_CORRUPT (the file is damaged). */
 TA_API ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* options, ta_kv_pool** out, ta_error* err);
-/* Releases every sequence; later calls on the pool, this one too, return TA_E_CLOSED. Errors: TA_E_BUSY (a plan is open). */
+/* Releases every sequence and drops what is published. Later calls on the pool, this one too, return TA_E_CLOSED, and so does a
+ * begin that waits. An open plan keeps its blocks until it is aborted or destroyed. */
 TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
 /* Gives up the caller's handle. The pool ends with its last plan. */
 TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
@@ -458,7 +461,9 @@ TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, t
 /* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a
  * load; a fork has that of its source. May be called while the sequence is in a plan. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err);
-/* Ends the sequence; its id is stale from then on. Errors: TA_E_STALE, TA_E_BUSY. */
+/* Ends the sequence; its id is stale from then on. May be called while the sequence is in an open plan: the plan's calls go on
+ * and take and give the sequence's rows like the others, ta_plan_end commits nothing to it. Its blocks go, and it ceases to
+ * count among max_sequences, when the plan ends or is aborted. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err);
 /* Number of tokens; those of an open plan are not counted before ta_plan_end. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_error* err);
@@ -522,7 +527,7 @@ typedef struct ta_namespace_stats {
 
 /* Errors: TA_E_INVALID (no salt, or the pool has a namespace with this one), TA_E_LIMIT (65536). */
 TA_API ta_status ta_namespace_create(ta_kv_pool* pool, const ta_namespace_options* options, ta_namespace* out, ta_error* err);
-/* Drops its entries; sequences that have the blocks keep them. Errors: TA_E_STALE. */
+/* Drops its entries; sequences that have the blocks keep them, in open plans too. Errors: TA_E_STALE. */
 TA_API ta_status ta_namespace_destroy(ta_kv_pool* pool, ta_namespace space, ta_error* err);
 /* Fills in `stats`. Errors: TA_E_STALE. */
 TA_API ta_status ta_namespace_get_stats(const ta_kv_pool* pool, ta_namespace space, ta_namespace_stats* stats, ta_error* err);
@@ -694,7 +699,8 @@ typedef struct ta_plan ta_plan;
 
 /* Creates a plan; it can be begun and ended any number of times. `options` is reserved and must be NULL. */
 TA_API ta_status ta_plan_create(ta_kv_pool* pool, const void* options, ta_plan** out, ta_error* err);
-/* Aborts the plan if it is open, then frees it. An open plan must not be destroyed while its stream is being captured. */
+/* Aborts the plan if it is open, then frees it. While its stream is being captured this may invalidate the capture; calls of
+ * the open step that were not captured must be complete then, and the graph must not be launched. */
 TA_API void ta_plan_destroy(ta_plan* plan);
 
 /* The CUDA stream that the plan's later calls enqueue on, default NULL; it must outlive them. A step's append and attend calls

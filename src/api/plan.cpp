@@ -5,16 +5,24 @@ using namespace ta::api;
 
 namespace {
 
-// The body of a call on a plan of an open pool; no other runs meanwhile.
+// The body of a call on a plan; no other runs meanwhile.
 template <class Body>
-ta_status call(ta_plan* plan, ta_error* err, Body&& body) noexcept {
+ta_status call_on_any(ta_plan* plan, ta_error* err, Body&& body) noexcept {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(plan, "plan", 0));
         TA_RETURN_IF_ERROR(check_process(plan->impl->pool().context()));
         const Use use(plan->use);
         TA_RETURN_IF_ERROR(use.status("plan"));
-        TA_RETURN_IF_ERROR(plan->impl->pool().check_open());
         return body(*plan->impl);
+    });
+}
+
+// The same of a pool that is open.
+template <class Body>
+ta_status call(ta_plan* plan, ta_error* err, Body&& body) noexcept {
+    return call_on_any(plan, err, [&](Plan& p) -> Status {
+        TA_RETURN_IF_ERROR(p.pool().check_open());
+        return body(p);
     });
 }
 
@@ -83,7 +91,7 @@ ta_status ta_plan_end(ta_plan* plan, ta_error* err) {
 }
 
 ta_status ta_plan_abort(ta_plan* plan, ta_error* err) {
-    return call(plan, err, [&](Plan& p) { return p.abort(); });
+    return call_on_any(plan, err, [&](Plan& p) { return p.abort(); });
 }
 
 }  // extern "C"

@@ -16,6 +16,7 @@ CudaStaging::~CudaStaging() {
         cudaStreamSynchronize(copies_);
         cudaStreamDestroy(copies_);
     }
+    release();  // of a step that ended within a capture
     for (const Part& part : parts_) {
         if (part.arrived) cudaEventDestroy(part.arrived);
         if (part.read) cudaEventDestroy(part.read);

@@ -133,7 +133,9 @@ Status CudaStep::begin(Step& step) {
     tables_are_last_ = true;
     step_ = &step;
     TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
-    return staging_.begin(step, tables_, schedules_.any_captured(), stream_);
+    TA_RETURN_IF_ERROR(staging_.begin(step, tables_, schedules_.any_captured(), stream_));
+    // For a plan that is destroyed within a capture, where nothing can be recorded any more.
+    return device_.check(cudaEventRecord(fence_, stream_), "recording an event");
 }
 
 Status CudaStep::prepare() {
@@ -472,7 +474,7 @@ void CudaStep::finish() {
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());
-    if (!may_end().ok()) return;  // destroyed within a capture, against the rules: the fence must not become a part of it
+    if (!may_end().ok()) return;  // destroyed within a capture: the fence of begin stands, a later one would be part of it
     staging_.finish(stream_);
     cudaEventRecord(fence_, stream_);
     staging_.release();

@@ -90,6 +90,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     pool_->start_step();
     step_.turn = turn_;
     TA_RETURN_IF_ERROR(backend_->begin(step_));
+    TA_RETURN_IF_ERROR(pool_->check_open());  // closed while this waited
     pool_->count_step(lookups);
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
     last_layer_ = -1;
@@ -325,23 +326,22 @@ Status Plan::end() {
     }
     TA_RETURN_IF_ERROR(backend_->may_end());
     TA_RETURN_IF_ERROR(backend_->seal());
-    Pool::Counters& counters = pool_->counters();
-    bool filled = false;
-    for (StepMember& m : step_.members) {
-        const auto first = std::max<int64_t>(m.length / kPageTokens, pool_->numerics().sink_blocks);
-        filled = filled || (m.length + m.n_new) / kPageTokens > first;
-        for (const StepBlock& t : m.touched) counters.closed_pages += t.channel ? g.layers : 0;
-        counters.copied_blocks += m.copied;
-        counters.reopened_blocks += m.reopened;
-    }
-    counters.appended_tokens += uint64_t(step_.total_new);
     // Steps without queries in between, and steps that are done again, must not make some layers miss their turns.
     if (step_.total_query > 0) ++turn_;
-    pool_->commit_plan([this] {
+    Pool::Counters& counters = pool_->counters();
+    bool filled = false;
+    pool_->commit_plan([&] {
         for (StepMember& m : step_.members) {
             Sequence& s = *m.sequence;
+            if (s.released) continue;  // its blocks go with the step
+            const auto first = std::max<int64_t>(m.length / kPageTokens, pool_->numerics().sink_blocks);
+            filled = filled || (m.length + m.n_new) / kPageTokens > first;
+            counters.appended_tokens += uint64_t(m.n_new);
+            counters.copied_blocks += m.copied;
+            counters.reopened_blocks += m.reopened;
             ++s.version;
             for (StepBlock& t : m.touched) {
+                counters.closed_pages += t.channel ? g.layers : 0;
                 BlockPtr& now = t.channel ? t.channel : t.token;
                 if (size_t(t.index) < s.blocks.size()) {
                     s.blocks[size_t(t.index)].swap(now);
@@ -364,6 +364,7 @@ Status Plan::end() {
 }
 
 Status Plan::abort() {
+    if (!open_) TA_RETURN_IF_ERROR(pool_->check_open());
     if (!open_) return fail(TA_E_STATE, "the plan is not open; ta_plan_begin belongs first");
     TA_RETURN_IF_ERROR(backend_->may_end());
     clear();
@@ -377,7 +378,6 @@ void Plan::clear() {
     if (reading_) pool_->blocks().stop_reading(*reading_);
     reading_.reset();
     pool_->unlock_for_plan(sequences_);
-    sequences_.clear();
     open_ = false;
 }
 

@@ -98,6 +98,7 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
     if (!pool_.mover()) return find_on_device();
     turn_.give_way();
     for (;;) {
+        TA_RETURN_IF_ERROR(pool_.check_open());
         const Others others = look_at_others();
         std::optional<Status> s = bring_blocks();
         if (s && s->ok()) s = take_new_blocks(reading);
@@ -108,6 +109,7 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
 // Without tiers below.
 Status StepRoom::find_on_device() {
     for (;;) {
+        TA_RETURN_IF_ERROR(pool_.check_open());
         const Others others = look_at_others();
         const bool held = pool_.blocks_are_held();
         Status s = reserve_();

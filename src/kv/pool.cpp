@@ -108,8 +108,9 @@ Status Pool::busy(ta_seq seq) {
 
 Result<Sequence*> Pool::find(ta_seq seq) const {
     const uint32_t slot = uint32_t(seq), generation = uint32_t(seq >> 32);
-    if (slot < sequences_.size() && sequences_[slot]->alive && sequences_[slot]->generation == generation) {
-        return sequences_[slot].get();
+    if (slot < sequences_.size() && sequences_[slot]->generation == generation) {
+        Sequence& s = *sequences_[slot];
+        if (s.alive && !s.released) return &s;
     }
     // Every call of one sequence has it there.
     return fail(TA_E_STALE, "0x%llx is no living sequence of this pool", (unsigned long long)seq).argument(1);
@@ -165,22 +166,23 @@ void Pool::give_slot(const Sequence& s) {
     if (s.generation != UINT32_MAX) free_slots_.push_back(s.slot);
 }
 
+// Nothing is created in a closed pool, so no sequence comes behind the loop.
 Status Pool::close() {
-    std::vector<std::unique_ptr<Sequence>> ended;
     {
         std::lock_guard lock(mutex_);
         TA_RETURN_IF_ERROR(check_open());
-        for (const auto& s : sequences_) {
-            if (s->in_plan) return fail(TA_E_BUSY, "a plan is open on the pool; end or abort it first");
-        }
         closed_ = true;
-        sequences_.swap(ended);
-        free_slots_.clear();
+        ++plan_changes_;
     }
     if (mover_) mover_->cancel_all();
     blocks_->keep_records();
     prefixes_.close();
-    ended.clear();
+    for (size_t slot = 0;; ++slot) {
+        std::vector<BlockPtr> dropped;  // after the lock
+        std::lock_guard lock(mutex_);
+        if (slot == sequences_.size()) break;
+        if (sequences_[slot]->alive) release_locked(*sequences_[slot], dropped);
+    }
     blocks_->trim();
     return {};
 }
@@ -257,7 +259,7 @@ Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() cons
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open());
     for (const auto& s : sequences_) {
-        if (!s->alive) continue;
+        if (!s->alive || s->released) continue;
         if (s->in_plan) return busy(id_of(s->slot));
         all.emplace_back(id_of(s->slot), Snapshot{});
         TA_RETURN_IF_ERROR(copy_locked(*s, all.back().second));
@@ -346,15 +348,24 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
 Status Pool::release(ta_seq seq) {
     std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
-    Result<Sequence*> found = find_idle(seq);
+    TA_RETURN_IF_ERROR(check_open());
+    Result<Sequence*> found = find(seq);
     if (!found.ok()) return std::move(found).status();
-    Sequence& s = *found.value();
-    end_locked(s, dropped);
+    release_locked(*found.value(), dropped);
     return {};
 }
 
+// A plan that has it reads and writes its blocks until it ends, on a GPU behind the kernels that it has enqueued.
+void Pool::release_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
+    if (s.in_plan) {
+        s.released = true;
+    } else {
+        end_locked(s, dropped);
+    }
+}
+
 void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
-    s.alive = false;
+    s.alive = s.released = false;
     s.length = 0;
     s.blocks.swap(dropped);
     give_slot(s);
@@ -457,11 +468,28 @@ void Pool::forget_use(std::span<Sequence* const> seqs) {
     }
 }
 
-void Pool::unlock_for_plan(std::span<Sequence* const> seqs) {
-    std::lock_guard lock(mutex_);
-    for (Sequence* s : seqs) s->in_plan = false;
-    in_plans_ -= seqs.size();
+void Pool::unlock_for_plan(std::vector<Sequence*>& seqs) {
+    const size_t n = seqs.size();
+    std::unique_lock lock(mutex_);
+    // Those that are not released may be another's as soon as the lock is open.
+    std::erase_if(seqs, [](Sequence* s) {
+        if (!s->released) s->in_plan = false;
+        return !s->released;
+    });
+    for (Sequence* s : seqs) {
+        std::vector<BlockPtr> dropped;
+        s->in_plan = false;
+        end_locked(*s, dropped);
+        lock.unlock();
+        dropped.clear();
+        lock.lock();
+    }
+    // Who waits for room looks once more when it is there.
+    in_plans_ -= n;
     ++plan_changes_;
+    lock.unlock();
+    seqs.clear();
+    if (closed_) blocks_->trim();
 }
 
 Pool::SequenceStats Pool::sequence_stats() const {
@@ -470,7 +498,7 @@ Pool::SequenceStats Pool::sequence_stats() const {
     {
         std::lock_guard lock(mutex_);
         for (const auto& s : sequences_) {
-            if (!s->alive) continue;
+            if (!s->alive || s->released) continue;
             ++r.sequences;
             r.tokens += uint64_t(s->length);
             if (s->in_plan) continue;

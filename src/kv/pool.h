@@ -35,6 +35,7 @@ struct Sequence {
     uint32_t generation = 0;
     bool alive = false;
     bool in_plan = false;
+    bool released = false;  // in a plan: the id is stale, the slot and the blocks are the plan's until it ends
     RoomQueue::Waits waits = RoomQueue::Waits::kNot;  // for room, its plan's begin
     bool may_be_read() const { return in_plan && waits == RoomQueue::Waits::kNot; }
     uint64_t last_used = 0;  // by a plan, or moved to the device for one: the pool's count of uses then
@@ -142,9 +143,10 @@ class Pool {
     Result<int64_t> length(ta_seq seq) const;
     Status verify(ta_seq seq) const;
 
-    // Takes all sequences for a plan, or none. They stay where they are until unlock_for_plan.
+    // Takes all sequences for a plan, or none. They stay where they are until unlock_for_plan, released or not.
     Result<std::vector<Sequence*>> lock_for_plan(std::span<const ta_seq> seqs);
-    void unlock_for_plan(std::span<Sequence* const> seqs);
+    // Empties `seqs`. Those that were released meanwhile end now.
+    void unlock_for_plan(std::vector<Sequence*>& seqs);
     // The begin that took them failed: what leaves a tier first is as before it.
     void forget_use(std::span<Sequence* const> seqs);
     // Runs `change` on sequences that a plan holds, while nobody reads their lengths. It does not fail.
@@ -375,6 +377,7 @@ class Pool {
     Status write_open_amax(const std::vector<float>& values, Sequence& to);
     Status copy_locked(const Sequence& s, Snapshot& copy) const;
     Result<ta_seq> adopt_locked(Snapshot&& s);
+    void release_locked(Sequence& s, std::vector<BlockPtr>& dropped);
     void end_locked(Sequence& s, std::vector<BlockPtr>& dropped);
     static size_t first_even(size_t n) { return (n + 1) / 2 * 2; }
     ta_seq id_of(uint32_t slot) const { return uint64_t(sequences_[slot]->generation) << 32 | slot; }

@@ -114,15 +114,12 @@ TEST_F(BadOrder, SequencesInAnOpenPlanAreBusy) {
              "is in an open plan"},
             {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), short_seq, 0, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
-            {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), short_seq, err); }, TA_E_BUSY, -1,
-             "is in an open plan"},
             {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), short_seq, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
             {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), short_seq, 0, &block, nullptr, 0, err); },
              TA_E_BUSY, -1, "is in an open plan"},
             {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), short_seq, 0, 0, 1, value, value, err); },
              TA_E_BUSY, -1, "is in an open plan"},
-            {"close", [&](ta_error* err) { return ta_kv_pool_close(pool.get(), err); }, TA_E_BUSY, -1, "a plan is open"},
         },
         true);
     EXPECT_EQ(fork, 5u);

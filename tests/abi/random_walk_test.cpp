@@ -260,6 +260,9 @@ class Walk {
         int32_t n_new, n_query;
         int64_t new_row, query_row;
         std::vector<std::shared_ptr<ModelBlock>> blocks;  // afterwards
+        uint64_t closed = 0, reopened = 0, copied = 0;
+        std::vector<std::pair<ModelBlock*, bool>> in_place;  // written to where they are, and whether that fills them
+        bool released = false;                               // since begin
     };
 
     // Blocks of a member after the step, and what begin has to take for them.
@@ -279,9 +282,9 @@ class Walk {
                 const bool shared = present.use_count() > 2;  // beside the sequence's list and the member's copy of it
                 if (present->sealed || shared) {
                     ++need_token_;
-                    ++(present->sealed ? reopened_now_ : copied_now_);
+                    ++(present->sealed ? m.reopened : m.copied);
                 } else if (!closes) {
-                    in_place_.push_back({present.get(), block->sealed});
+                    m.in_place.push_back({present.get(), block->sealed});
                     block = present;
                 }
             } else if (!closes) {
@@ -289,7 +292,7 @@ class Walk {
             }
             if (closes) {
                 ++need_channel_;
-                closed_now_ += c_.layers;
+                m.closed += c_.layers;
             }
             if (size_t(b) < m.blocks.size()) {
                 m.blocks[size_t(b)] = block;
@@ -308,11 +311,10 @@ class Walk {
         std::vector<ta_seq> seqs;
         std::vector<int32_t> n_new, n_query;
         int64_t total_new = 0, total_query = 0;
-        need_token_ = need_channel_ = reopened_now_ = copied_now_ = closed_now_ = 0;
-        in_place_.clear();
+        need_token_ = need_channel_ = 0;
         note() << "step:";
         for (const Sequence& s : chosen) {
-            Member m{s, 0, 0, total_new, total_query, {}};
+            Member m{s, 0, 0, total_new, total_query, {}, 0, 0, 0, {}, false};
             const int64_t to_full = 64 - s->length % 64;
             m.n_new = int32_t(random_.chance(15)   ? 0
                               : random_.chance(30) ? 1
@@ -350,6 +352,7 @@ class Walk {
         if (random_.chance(30)) std::reverse(order.begin(), order.end());
         std::vector<std::vector<float>> new_k(c_.layers), new_v(c_.layers);
         for (uint32_t layer : order) {
+            if (random_.chance(5)) release_within(members);
             if (aborts && random_.chance(50)) break;
             new_k[layer] = values(total_new, 0);
             new_v[layer] = values(total_new, size_t(c_.row()));
@@ -369,24 +372,42 @@ class Walk {
             check_sequences(members);
             return;
         }
+        if (random_.chance(5)) release_within(members);
         ASSERT_EQ(ta_plan_end(plan_.get(), &err), TA_OK) << err.message;
-        appended_ += uint64_t(total_new);
-        closed_ += closed_now_;
-        reopened_ += reopened_now_;
-        copied_ += copied_now_;
-        for (auto& [block, sealed] : in_place_) block->sealed = sealed;
-        for (Member& m : members) commit(m, new_k, new_v);
+        for (Member& m : members) {
+            if (m.released) continue;
+            appended_ += uint64_t(m.n_new);
+            closed_ += m.closed;
+            reopened_ += m.reopened;
+            copied_ += m.copied;
+            for (auto& [block, sealed] : m.in_place) block->sealed = sealed;
+            commit(m, new_k, new_v);
+        }
+    }
+
+    // One of the step's sequences ends before the step does, whose results are the same.
+    void release_within(std::vector<Member>& members) {
+        Member& m = members[size_t(random_.below(int64_t(members.size())))];
+        history_ << " (released " << m.sequence->length << ")";
+        ASSERT_EQ(ta_seq_release(pool_.get(), m.sequence->id, nullptr), m.released ? TA_E_STALE : TA_OK);
+        if (m.released) return;
+        m.released = true;
+        int64_t n = 0;
+        EXPECT_EQ(ta_seq_length(pool_.get(), m.sequence->id, &n, nullptr), TA_E_STALE);
+        dead_.push_back(m.sequence->id);
+        std::erase(sequences_, m.sequence);
+        EXPECT_EQ(stats(pool_).sequences, sequences_.size());
     }
 
     void wrong_calls_within(uint32_t layer, int64_t total_new, int64_t total_query, Tensor& k, Tensor& v,
                             const std::vector<Member>& members) {
-        const ta_seq busy = members[size_t(random_.below(int64_t(members.size())))].sequence->id;
+        const Member& member = members[size_t(random_.below(int64_t(members.size())))];
+        const ta_seq busy = member.sequence->id;
+        const ta_status refusal = member.released ? TA_E_STALE : TA_E_BUSY;
         ta_seq out = 0;
-        EXPECT_EQ(ta_seq_truncate(pool_.get(), busy, 0, nullptr), TA_E_BUSY);
-        EXPECT_EQ(ta_seq_release(pool_.get(), busy, nullptr), TA_E_BUSY);
-        EXPECT_EQ(ta_seq_fork(pool_.get(), busy, &out, nullptr), TA_E_BUSY);
-        EXPECT_EQ(ta_plan_begin(other_plan_.get(), 1, &busy, nullptr, nullptr, nullptr), TA_E_BUSY);
-        EXPECT_EQ(ta_kv_pool_close(pool_.get(), nullptr), TA_E_BUSY);
+        EXPECT_EQ(ta_seq_truncate(pool_.get(), busy, 0, nullptr), refusal);
+        EXPECT_EQ(ta_seq_fork(pool_.get(), busy, &out, nullptr), refusal);
+        EXPECT_EQ(ta_plan_begin(other_plan_.get(), 1, &busy, nullptr, nullptr, nullptr), refusal);
         EXPECT_EQ(ta_append(plan_.get(), c_.layers, k.view(), v.view(), nullptr), TA_E_INVALID);
         if (total_new > 0) {
             EXPECT_EQ(ta_plan_end(plan_.get(), nullptr), TA_E_STATE);
@@ -535,7 +556,9 @@ class Walk {
         }
     }
     void check_sequences(const std::vector<Member>& members) {
-        for (const Member& m : members) check_sequence_values(*m.sequence);
+        for (const Member& m : members) {
+            if (!m.released) check_sequence_values(*m.sequence);
+        }
     }
     void check_sequence_values(const ModelSequence& s) {
         ASSERT_EQ(length(pool_, s.id), s.length);
@@ -586,8 +609,7 @@ class Walk {
     std::vector<ta_seq> dead_;
     std::set<ta_seq> ids_;
     uint64_t appended_ = 0, closed_ = 0, reopened_ = 0, copied_ = 0;
-    uint64_t need_token_ = 0, need_channel_ = 0, reopened_now_ = 0, copied_now_ = 0, closed_now_ = 0;
-    std::vector<std::pair<ModelBlock*, bool>> in_place_;
+    uint64_t need_token_ = 0, need_channel_ = 0;
     std::ostringstream history_;
 };
 

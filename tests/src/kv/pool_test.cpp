@@ -73,7 +73,7 @@ TEST(Pool, ASlotWithoutGenerationsLeftIsRetired) {
     Result<std::vector<Sequence*>> locked = pool->lock_for_plan(std::span(&first, 1));
     ASSERT_TRUE(locked.ok());
     Sequence* s = locked.value()[0];
-    pool->unlock_for_plan(std::span(&s, 1));
+    pool->unlock_for_plan(locked.value());
     s->generation = UINT32_MAX;
     const ta_seq last = uint64_t{UINT32_MAX} << 32 | uint32_t(first);
     EXPECT_EQ(pool->length(first).ok(), false);
