@@ -88,11 +88,11 @@ enum {
     TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its element */
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
-    TA_E_STATE = 0x0201,  /* wrong order of calls: the text says which call belongs first */
-    TA_E_BUSY = 0x0202,   /* in use: the sequence (an open plan), the file, the plan; or moves take a step's blocks */
-    TA_E_STALE = 0x0203,  /* the id (sequence, namespace, ticket) was released, or was never given out */
-    TA_E_CLOSED = 0x0204, /* the pool is closed */
-    TA_E_FORKED = 0x0205, /* the handle was made by the parent process */
+    TA_E_STATE = 0x0201,     /* wrong order of calls: the text says which call belongs first */
+    TA_E_BUSY = 0x0202,      /* in use: the sequence (an open plan), the file, the plan; or moves take a step's blocks */
+    TA_E_STALE = 0x0203,     /* the id (sequence, namespace, ticket) was released, or was never given out */
+    TA_E_CLOSED = 0x0204,    /* the pool is closed */
+    TA_E_FORKED = 0x0205,    /* the handle was made by the parent process */
     TA_E_CANCELLED = 0x0206, /* a callback of the caller asked to stop */
     /* 0x03xx: something ran out */
     TA_E_MEMORY = 0x0301,    /* the allocator returned NULL */
