@@ -1,7 +1,6 @@
 #include "src/core/context.h"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdarg>
@@ -21,8 +20,7 @@ int available_cpus() {
 }  // namespace
 
 Context::Context(const Options& options, Seams seams)
-    : pid_(getpid()),
-      allocator_(options.allocator),
+    : allocator_(options.allocator),
       log_(options.log),
       log_user_(options.log_user),
       log_level_(options.log_level),
@@ -45,10 +43,6 @@ Result<std::shared_ptr<Context>> Context::create(const Options& options, Seams s
     TA_RETURN_IF_ERROR(context->threads_.start(threads));
     context->log(TA_LOG_INFO, "context: cpu %s, %d threads", context->kernels_->name, threads);
     return context;
-}
-
-bool Context::owned_by_this_process() const {
-    return getpid() == pid_;
 }
 
 void Context::log(ta_log_level level, const char* format, ...) const {

@@ -1,8 +1,6 @@
 // A device with its kernels, memory and threads. Shared by the pools, plans and calibrators made from it.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <memory>
 #include <string>
@@ -10,6 +8,7 @@
 #include "kernels/cpu/kernels.h"
 #include "src/core/device.h"
 #include "src/core/memory.h"
+#include "src/core/process_mark.h"
 #include "src/core/status.h"
 #include "src/core/thread_pool.h"
 #include "src/io/file_system.h"
@@ -48,13 +47,13 @@ class Context {
     int thread_count() const { return threads_.threads(); }
 
     // False in a child process of the one that made the context: threads and locks do not survive fork().
-    bool owned_by_this_process() const;
+    bool owned_by_this_process() const { return process_.is_here(); }
     void log(ta_log_level level, const char* format, ...) const __attribute__((format(printf, 3, 4)));
 
   private:
     Context(const Options& options, Seams seams);
 
-    pid_t pid_;
+    const ProcessMark process_ = ProcessMark::here();
     const cpu::Kernels* kernels_ = nullptr;
     Allocator allocator_;
     ta_log_fn log_;

@@ -1,6 +1,7 @@
 // Handles: destroyed in any order, used after their parents' are gone, carried into a child process; the allocator and the log.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -254,6 +256,38 @@ TEST(Fork, ChildrenOfABusyPoolDoNotHang) {
                   }),
                   0);
     }
+}
+
+// Handlers of pthread_atfork do not run in such a child.
+TEST(Fork, AChildOfARawCloneKnowsItself) {
+    Family f(nullptr, 1);
+    const auto child_says = [](auto&& check) {
+        const long child = syscall(SYS_clone, SIGCHLD, nullptr, nullptr, nullptr, nullptr);
+        if (child == 0) {
+            alarm(30);
+            _exit(check());
+        }
+        int status = 0;
+        if (child < 0 || waitpid(pid_t(child), &status, 0) != child) return -1;
+        return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+    };
+    EXPECT_EQ(child_says([&] {
+                  ta_error err;
+                  int64_t n = 0;
+                  if (ta_seq_length(f.pool.get(), f.seq, &n, &err) != TA_E_FORKED) return 1;
+                  // What the child makes is its own, and none of its child's.
+                  Family own(nullptr, 1);
+                  if (own.use_plan().empty()) return 2;
+                  if (ta_seq_length(f.pool.get(), f.seq, &n, &err) != TA_E_FORKED) return 3;
+                  const int grandchild = child_says([&] {
+                      if (ta_seq_length(f.pool.get(), f.seq, &n, &err) != TA_E_FORKED) return 1;
+                      if (ta_seq_length(own.pool.get(), own.seq, &n, &err) != TA_E_FORKED) return 2;
+                      return Family(nullptr, 1).use_plan().empty() ? 3 : 0;
+                  });
+                  return grandchild == 0 ? 0 : 10 + grandchild;
+              }),
+              0);
+    EXPECT_FALSE(f.use_plan().empty());
 }
 
 // ThreadSanitizer and AddressSanitizer reserve more address space than this lets them have.

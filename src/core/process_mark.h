@@ -1,0 +1,26 @@
+// Which process made a thing, told without a system call.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace ta {
+
+// Fork-like children have another mark, whatever made them, as long as they do not share their parent's memory (vfork,
+// CLONE_VM).
+class ProcessMark {
+  public:
+    // That of this process.
+    static ProcessMark here();
+
+    bool is_here() const { return place_ ? place_->load(std::memory_order_relaxed) == value_ : is_pid(); }
+
+  private:
+    ProcessMark(const std::atomic<uint64_t>* place, uint64_t value) : place_(place), value_(value) {}
+    bool is_pid() const;
+
+    const std::atomic<uint64_t>* place_;  // where a child finds another number; nullptr: value_ is a process id
+    uint64_t value_;
+};
+
+}  // namespace ta
