@@ -29,7 +29,7 @@ double cpu_seconds() {
 void run(int64_t tokens, int bits) {
     Context::Options options;
     options.threads = 1;
-    const std::shared_ptr<Context> context = Context::create(options).take();
+    const std::shared_ptr<Context> context = Context::create(std::move(options)).take();
     const cpu::PageCodec& codec = *context->kernels().codec;
     std::mt19937 random(1);
     std::normal_distribution<float> normal;

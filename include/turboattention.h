@@ -52,6 +52,11 @@
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
  *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, but for ta_plan_abort of an open plan; a lost GPU every call that needs it with
  *    TA_E_DEVICE_LOST.
+ *  - Callback sets (ta_allocator, ta_log_sink, ta_progress) are copied. The library calls a set's release(user), unless it is
+ *    NULL, exactly once when it lets go of the set: after the last of its other functions has returned, from any thread, and
+ *    also when the call that was given the set fails. Where struct_size of the set, or of the struct that points to it, is that
+ *    of no header (TA_E_STRUCT), nothing else of it is read and nothing called; nor is it called in a child process for sets of
+ *    its parent. No function of a set may unwind, or call this library unless its comment says so.
  *  - Nothing here prints, exits, aborts, installs signal handlers or throws.
  */
 #ifndef TURBOATTENTION_H
@@ -240,28 +245,39 @@ typedef struct CUstream_st* ta_stream;
 
 typedef struct ta_context ta_context;
 
-/* Where host memory comes from. Both functions are called from any thread, do not unwind and do not call this library; NULL
- * means out of memory. */
+/* Of a callback set: it is not used any more. See Callback sets above. */
+typedef void (*ta_release_fn)(void* user);
+
+/* Where host memory comes from. Both functions are called from any thread; NULL means out of memory. Released with the context,
+ * when all memory was given back. */
 typedef struct ta_allocator {
     uint32_t struct_size;
     void* (*allocate)(size_t bytes, size_t alignment, void* user); /* alignment: a power of two, at most 4096 */
     void (*deallocate)(void* ptr, size_t bytes, size_t alignment, void* user);
     void* user;
+    ta_release_fn release; /* may be NULL */
 } ta_allocator;
 
-/* Called from any thread, never while a lock of the library is held; does not unwind. `message` lives for the call. */
+/* Called from any thread, never while a lock of the library is held. `message` lives for the call. */
 typedef void (*ta_log_fn)(ta_log_level level, const char* message, void* user);
+
+/* What the library has to say. Released with the context. */
+typedef struct ta_log_sink {
+    uint32_t struct_size;
+    ta_log_level level; /* most detailed level that is delivered; default TA_LOG_WARNING */
+    ta_log_fn log;      /* NULL: none */
+    void* user;
+    ta_release_fn release; /* may be NULL */
+} ta_log_sink;
 
 typedef struct ta_context_options {
     uint32_t struct_size;
     ta_device_kind device;         /* TA_DEVICE_CUDA: an NVIDIA GPU from sm_80 on, in a build with CUDA */
+    int32_t device_ordinal;        /* which GPU, as cudaSetDevice numbers them */
     int32_t threads;               /* 1..1024 including the calling one; default: CPUs this process may run on */
     ta_cpu_isa cpu_isa;            /* default: the best this CPU has; one it lacks is TA_E_UNSUPPORTED */
     const ta_allocator* allocator; /* default: the C library; for pages and workspaces, not small bookkeeping */
-    ta_log_fn log;                 /* default: none */
-    void* log_user;
-    ta_log_level log_level; /* most detailed level that is delivered; default TA_LOG_WARNING */
-    int32_t device_ordinal; /* which GPU, as cudaSetDevice numbers them */
+    const ta_log_sink* log;        /* default: none */
 } ta_context_options;
 
 typedef struct ta_context_info {
@@ -471,16 +487,23 @@ TA_API ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out,
  * page is named), TA_E_IO (a block on disk cannot be read), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err);
 
-/* Called from time to time with the bytes done and the total, on the calling thread; anything but 0 stops the work. It must not
- * call the library with the same pool, and must not unwind. */
+/* Called from time to time with the bytes done and the total, on the calling thread; anything but 0 stops the work. It may call
+ * the library, but not with the same pool. */
 typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
 
+/* Who wants to know how far a call is. Released before the call returns. */
+typedef struct ta_progress {
+    uint32_t struct_size;
+    ta_progress_fn report; /* NULL: none */
+    void* user;
+    ta_release_fn release; /* may be NULL */
+} ta_progress;
+
 /* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A
- * block is checked before it is written. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
+ * block is checked before it is written. `progress` may be NULL. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
  * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STATE (blocks were
  * dropped), TA_E_STALE, TA_E_BUSY. */
-TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user,
-                             ta_error* err);
+TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, const ta_progress* progress, ta_error* err);
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape of the one that saved it, and what says how
  * stored bytes are read: bits, rotation and its seed, sink blocks, K offset, falling precision. Every byte is checked against
  * hashes: damage is found, forgery by somebody who can compute them is not. The sequence belongs to the namespace of the same
@@ -490,8 +513,7 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (another
  * version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
  * created and something in the pool is of), TA_E_MEMORY. */
-TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out,
-                             ta_error* err);
+TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progress* progress, ta_seq* out, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ prefix reuse
  *
@@ -566,12 +588,12 @@ typedef struct ta_loaded_seq {
 /* Writes all sequences of a pool, as ta_seq_save does one; blocks that several share are written once.
  *   flags   0, or TA_SAVE_PUBLISHED
  * Errors: as ta_seq_save, TA_E_BUSY (a sequence is in an open plan), TA_E_LIMIT (an index of more than 4 GiB). */
-TA_API ta_status ta_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flags, ta_progress_fn progress, void* user,
+TA_API ta_status ta_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flags, const ta_progress* progress,
                                  ta_error* err);
 /* Adds the sequences of a file to the pool, all or nothing, as ta_seq_load does one; they share blocks as they did.
  *   loaded  [most] gets old and new ids; NULL: nothing is loaded, `n` gets how many sequences the file has
  * Errors: as ta_seq_load, TA_E_INVALID also when the file has more than `most` sequences. */
-TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_loaded_seq* loaded,
+TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, const ta_progress* progress, ta_loaded_seq* loaded,
                                  uint64_t most, uint64_t* n, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ moves

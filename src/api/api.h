@@ -15,6 +15,7 @@
 
 #include "include/turboattention.h"
 #include "src/attend/plan.h"
+#include "src/core/callback_set.h"
 #include "src/core/context.h"
 #include "src/core/status.h"
 #include "src/kv/calibrator.h"
@@ -142,12 +143,14 @@ Result<uint32_t> read_struct_size(const T* given, const char* name, int argument
         .argument(argument);
 }
 
-// The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.
+// What this library knows of a struct into `known`, which stays as it is where struct_size is that of no header. Fails also
+// where the caller's header has fields that this one lacks, unless they are zero.
 template <class T>
-Result<T> read_struct(const T* given, const char* name, int argument) {
+Status read_known(const T* given, const char* name, int argument, T& known) {
     Result<uint32_t> read = read_struct_size(given, name, argument);
     if (!read.ok()) return std::move(read).status();
     const uint32_t size = read.value();
+    std::memcpy(&known, given, size < sizeof(T) ? size : sizeof(T));
     const auto* bytes = reinterpret_cast<const unsigned char*>(given);
     for (size_t i = sizeof(T); i < size; ++i) {
         if (bytes[i] == 0) continue;
@@ -155,9 +158,26 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
                     i, unsigned(sizeof(T)))
             .argument(argument);
     }
+    return {};
+}
+
+// The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.
+template <class T>
+Result<T> read_struct(const T* given, const char* name, int argument) {
     T known{};
-    std::memcpy(&known, given, size < sizeof(T) ? size : sizeof(T));
+    TA_RETURN_IF_ERROR(read_known(given, name, argument, known));
     return known;
+}
+
+// Takes a set of callbacks that a call was given, which may be null, so that it is released whatever becomes of the call. The
+// status is for later.
+template <class Set>
+Status take_set(const Set* given, const char* name, int argument, CallbackSet<Set>& to) {
+    if (!given) return {};
+    Set known{};
+    Status read = read_known(given, name, argument, known);
+    to = CallbackSet<Set>(known);
+    return read;
 }
 
 // The struct_size of what a call will write.
@@ -200,11 +220,22 @@ inline Status at_argument(Status s, int argument) {
     return wrong && s.detail() && s.detail()->argument < 0 ? std::move(s).argument(argument) : std::move(s);
 }
 
-// A callback of the caller's; may be null.
-inline std::function<bool(uint64_t done, uint64_t total)> progress_of(ta_progress_fn progress, void* user) {
-    if (!progress) return {};
-    return [=](uint64_t done, uint64_t total) { return progress(user, done, total) == 0; };
-}
+// The progress set of a call, taken before anything of the call can fail.
+class GivenProgress {
+  public:
+    GivenProgress(const ta_progress* given, int argument) : status_(take_set(given, "progress", argument, set_)) {}
+
+    Status take_status() { return std::move(status_); }
+    // What the work calls; false: it shall stop.
+    std::function<bool(uint64_t done, uint64_t total)> function() const {
+        if (!set_->report) return {};
+        return [this](uint64_t done, uint64_t total) { return set_->report(set_->user, done, total) == 0; };
+    }
+
+  private:
+    CallbackSet<ta_progress> set_;
+    Status status_;
+};
 
 // The pool behind a handle, once it may be used here.
 inline Status check_pool(const ta_kv_pool* pool) {

@@ -8,8 +8,8 @@ using namespace ta::api;
 
 namespace {
 
-Result<Context::Options> resolve_options(const ta_context_options& o) {
-    Context::Options r;
+// Into `r`, which has the sets of callbacks already.
+Status resolve_options(const ta_context_options& o, Context::Options& r) {
     if (o.device != TA_DEVICE_CPU && o.device != TA_DEVICE_CUDA) {
         return fail(TA_E_INVALID, "options.device is %d; it takes a ta_device_kind", o.device);
     }
@@ -21,24 +21,14 @@ Result<Context::Options> resolve_options(const ta_context_options& o) {
     if (o.cpu_isa < TA_CPU_ISA_AUTO || o.cpu_isa > TA_CPU_ISA_AVX512) {
         return fail(TA_E_INVALID, "options.cpu_isa is %d; it takes a ta_cpu_isa", o.cpu_isa);
     }
-    if (o.log_level < 0 || o.log_level > TA_LOG_DEBUG) {
-        return fail(TA_E_INVALID, "options.log_level is %d; it takes a ta_log_level", o.log_level);
-    }
-    if (o.allocator) {
-        Result<ta_allocator> allocator = read_struct(o.allocator, "options.allocator", 0);
-        if (!allocator.ok()) return std::move(allocator).status();
-        if (!allocator.value().allocate || !allocator.value().deallocate) {
-            return fail(TA_E_INVALID, "options.allocator lacks allocate or deallocate");
-        }
-        r.allocator = allocator.value();
-    }
+    if (o.allocator && (!r.allocator->allocate || !r.allocator->deallocate))
+        return fail(TA_E_INVALID, "options.allocator lacks allocate or deallocate");
+    if (r.log->level < 0 || r.log->level > TA_LOG_DEBUG)
+        return fail(TA_E_INVALID, "options.log.level is %d; it takes a ta_log_level", r.log->level);
     if (o.device == TA_DEVICE_CUDA) r.gpu = o.device_ordinal;
     r.threads = o.threads;
     r.isa = o.cpu_isa;
-    r.log = o.log;
-    r.log_user = o.log_user;
-    r.log_level = o.log_level ? o.log_level : TA_LOG_WARNING;
-    return r;
+    return {};
 }
 
 }  // namespace
@@ -47,16 +37,19 @@ extern "C" {
 
 ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err) {
     return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        // What has to be released comes first, whatever else is wrong with the call.
         ta_context_options known{};
-        if (options) {
-            Result<ta_context_options> read = read_struct(options, "options", 0);
-            if (!read.ok()) return std::move(read).status();
-            known = read.value();
-        }
-        Result<Context::Options> resolved = resolve_options(known);
-        if (!resolved.ok()) return std::move(resolved).status().argument(0);
-        Result<std::shared_ptr<Context>> context = Context::create(resolved.value());
+        Status read;
+        if (options) read = read_known(options, "options", 0, known);
+        Context::Options resolved;
+        Status allocator = take_set(known.allocator, "options.allocator", 0, resolved.allocator);
+        Status log = take_set(known.log, "options.log", 0, resolved.log);
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        TA_RETURN_IF_ERROR(std::move(read));
+        TA_RETURN_IF_ERROR(std::move(allocator));
+        TA_RETURN_IF_ERROR(std::move(log));
+        if (Status s = resolve_options(known, resolved); !s.ok()) return std::move(s).argument(0);
+        Result<std::shared_ptr<Context>> context = Context::create(std::move(resolved));
         if (!context.ok()) return std::move(context).status().argument(0);
         *out = new ta_context{context.take()};
         return {};

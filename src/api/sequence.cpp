@@ -67,21 +67,24 @@ ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err) {
     });
 }
 
-ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, ta_progress_fn progress, void* user, ta_error* err) {
+ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, const ta_progress* progress, ta_error* err) {
     return guard(err, [&]() -> Status {
+        GivenProgress reports(progress, 3);
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_path(path, 2));
-        return at_argument(save_sequence(*pool->impl, seq, path, progress_of(progress, user), pool->impl->context().files()),
-                           2);
+        TA_RETURN_IF_ERROR(reports.take_status());
+        return at_argument(save_sequence(*pool->impl, seq, path, reports.function(), pool->impl->context().files()), 2);
     });
 }
 
-ta_status ta_seq_load(ta_kv_pool* pool, const char* path, ta_progress_fn progress, void* user, ta_seq* out, ta_error* err) {
+ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progress* progress, ta_seq* out, ta_error* err) {
     return guard(err, [&]() -> Status {
+        GivenProgress reports(progress, 2);
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_path(path, 1));
-        TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
-        Result<ta_seq> seq = load_sequence(*pool->impl, path, progress_of(progress, user), pool->impl->context().files());
+        TA_RETURN_IF_ERROR(reports.take_status());
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 3));
+        Result<ta_seq> seq = load_sequence(*pool->impl, path, reports.function(), pool->impl->context().files());
         if (!seq.ok()) return at_argument(std::move(seq).status(), 1);
         *out = seq.value();
         return {};

@@ -19,15 +19,11 @@ int available_cpus() {
 
 }  // namespace
 
-Context::Context(const Options& options, Seams seams)
-    : allocator_(options.allocator),
-      log_(options.log),
-      log_user_(options.log_user),
-      log_level_(options.log_level),
-      seams_(std::move(seams)) {}
+Context::Context(Options&& options, Seams&& seams)
+    : allocator_(std::move(options.allocator)), log_(std::move(options.log)), seams_(std::move(seams)) {}
 
-Result<std::shared_ptr<Context>> Context::create(const Options& options, Seams seams) {
-    std::shared_ptr<Context> context(new Context(options, std::move(seams)));
+Result<std::shared_ptr<Context>> Context::create(Options options, Seams seams) {
+    std::shared_ptr<Context> context(new Context(std::move(options), std::move(seams)));
     context->kernels_ = cpu::find_kernels(options.isa);
     if (!context->kernels_) {
         return fail(TA_E_UNSUPPORTED, "this CPU lacks the instruction set asked for; its best is %s",
@@ -46,13 +42,14 @@ Result<std::shared_ptr<Context>> Context::create(const Options& options, Seams s
 }
 
 void Context::log(ta_log_level level, const char* format, ...) const {
-    if (!log_ || level > log_level_) return;
+    const ta_log_level most = log_->level ? log_->level : TA_LOG_WARNING;
+    if (!log_->log || level > most) return;
     char text[512];
     va_list args;
     va_start(args, format);
     std::vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    log_(level, text, log_user_);
+    log_->log(level, text, log_->user);
 }
 
 }  // namespace ta

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kernels/cpu/kernels.h"
+#include "src/core/callback_set.h"
 #include "src/core/device.h"
 #include "src/core/memory.h"
 #include "src/core/process_mark.h"
@@ -28,13 +29,11 @@ class Context {
     struct Options {
         int threads = 0;  // 0: as many as this process may run on
         ta_cpu_isa isa = TA_CPU_ISA_AUTO;
-        ta_allocator allocator{};
-        ta_log_fn log = nullptr;
-        void* log_user = nullptr;
-        ta_log_level log_level = TA_LOG_WARNING;
+        CallbackSet<ta_allocator> allocator{};
+        CallbackSet<ta_log_sink> log{};
         int gpu = -1;  // CUDA ordinal; -1: a CPU context
     };
-    static Result<std::shared_ptr<Context>> create(const Options& options, Seams seams = {});
+    static Result<std::shared_ptr<Context>> create(Options options, Seams seams = {});
 
     const cpu::Kernels& kernels() const { return *kernels_; }
     Allocator& allocator() { return allocator_; }
@@ -51,14 +50,12 @@ class Context {
     void log(ta_log_level level, const char* format, ...) const __attribute__((format(printf, 3, 4)));
 
   private:
-    Context(const Options& options, Seams seams);
+    Context(Options&& options, Seams&& seams);
 
     const ProcessMark process_ = ProcessMark::here();
     const cpu::Kernels* kernels_ = nullptr;
     Allocator allocator_;
-    ta_log_fn log_;
-    void* log_user_;
-    ta_log_level log_level_;
+    const CallbackSet<ta_log_sink> log_;
     Seams seams_;
     ThreadPool threads_;
 };

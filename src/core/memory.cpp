@@ -7,8 +7,8 @@ namespace ta {
 
 void* Allocator::allocate(size_t bytes, size_t alignment) {
     void* ptr = nullptr;
-    if (hooks_.allocate) {
-        ptr = hooks_.allocate(bytes, alignment, hooks_.user);
+    if (hooks_->allocate) {
+        ptr = hooks_->allocate(bytes, alignment, hooks_->user);
     } else if (posix_memalign(&ptr, alignment, bytes) != 0) {
         ptr = nullptr;
     }
@@ -26,8 +26,8 @@ void Allocator::count_allocated(size_t bytes) {
 void Allocator::deallocate(void* ptr, size_t bytes, size_t alignment) {
     if (!ptr) return;
     count_freed(bytes);
-    if (hooks_.allocate) {
-        hooks_.deallocate(ptr, bytes, alignment, hooks_.user);
+    if (hooks_->allocate) {
+        hooks_->deallocate(ptr, bytes, alignment, hooks_->user);
     } else {
         std::free(ptr);
     }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "include/turboattention.h"
+#include "src/core/callback_set.h"
 
 namespace ta {
 
@@ -14,6 +15,7 @@ namespace ta {
 class Allocator {
   public:
     // `hooks` with null functions: the C library.
+    explicit Allocator(CallbackSet<ta_allocator> hooks) : hooks_(std::move(hooks)) {}
     explicit Allocator(const ta_allocator& hooks) : hooks_(hooks) {}
     Allocator(const Allocator&) = delete;
     Allocator& operator=(const Allocator&) = delete;
@@ -23,7 +25,7 @@ class Allocator {
     void deallocate(void* ptr, size_t bytes, size_t alignment);
 
     // For memory that comes straight from the system where there are no hooks.
-    bool has_hooks() const { return hooks_.allocate != nullptr; }
+    bool has_hooks() const { return hooks_->allocate != nullptr; }
     void count_allocated(size_t bytes);
     void count_freed(size_t bytes) { in_use_.fetch_sub(bytes, std::memory_order_relaxed); }
 
@@ -31,7 +33,7 @@ class Allocator {
     uint64_t bytes_peak() const { return peak_.load(std::memory_order_relaxed); }
 
   private:
-    ta_allocator hooks_;
+    CallbackSet<ta_allocator> hooks_;
     std::atomic<uint64_t> in_use_{0}, peak_{0};
 };
 

@@ -29,6 +29,9 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
     static const auto allocate = [](size_t, size_t, void*) -> void* { return nullptr; };
     static ta_allocator lacks_free = sized<ta_allocator>(), lacks_allocate = sized<ta_allocator>(), no_size{};
     lacks_free.allocate = allocate;
+    static ta_log_sink too_detailed = sized<ta_log_sink>(), negative = too_detailed;
+    too_detailed.level = 5;
+    negative.level = -7;
     lacks_allocate.deallocate = [](void*, size_t, size_t, void*) {};
     using Options = ta_context_options;
     expect_failures({
@@ -46,8 +49,8 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
         {"INT32_MIN threads", create([](Options& o) { o.threads = INT32_MIN; }), TA_E_INVALID, 0, "threads is -2147483648"},
         {"isa", create([](Options& o) { o.cpu_isa = 5; }), TA_E_INVALID, 0, "cpu_isa is 5"},
         {"negative isa", create([](Options& o) { o.cpu_isa = -1; }), TA_E_INVALID, 0, "cpu_isa is -1"},
-        {"log level", create([](Options& o) { o.log_level = 5; }), TA_E_INVALID, 0, "log_level is 5"},
-        {"negative log level", create([](Options& o) { o.log_level = -7; }), TA_E_INVALID, 0, "log_level is -7"},
+        {"log level", create([](Options& o) { o.log = &too_detailed; }), TA_E_INVALID, 0, "log.level is 5"},
+        {"negative log level", create([](Options& o) { o.log = &negative; }), TA_E_INVALID, 0, "log.level is -7"},
         {"allocator without free", create([](Options& o) { o.allocator = &lacks_free; }), TA_E_INVALID, 0, "deallocate"},
         {"allocator without allocate", create([](Options& o) { o.allocator = &lacks_allocate; }), TA_E_INVALID, 0, "allocate"},
         {"allocator without size", create([](Options& o) { o.allocator = &no_size; }), TA_E_STRUCT, 0,

@@ -287,8 +287,7 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
             {"unpin", [&](ta_error* err) { return ta_seq_unpin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
             {"publish", [&](ta_error* err) { return ta_seq_publish(pool.get(), seq, space, key, 1, err); }, TA_E_STALE, 1,
              text},
-            {"save", [&](ta_error* err) { return ta_seq_save(pool.get(), seq, "nowhere", nullptr, nullptr, err); }, TA_E_STALE,
-             1, text},
+            {"save", [&](ta_error* err) { return ta_seq_save(pool.get(), seq, "nowhere", nullptr, err); }, TA_E_STALE, 1, text},
             {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, 2,
              text},
         };

@@ -1,6 +1,9 @@
 // struct_size: what programs built with an older or a younger header may pass, for every struct of the ABI.
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
 
 #include "abi/wrong_calls.h"
@@ -115,6 +118,28 @@ TEST_F(BadStructs, Allocator) {
         ta_context* out = nullptr;
         const ta_status status = ta_context_create(&options, &out, err);
         ta_context_destroy(out);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, LogSink) {
+    check_input(sized<ta_log_sink>(), 8, 0, [](const ta_log_sink* sink, ta_error* err) {
+        auto options = sized<ta_context_options>();
+        options.threads = 1;
+        options.log = sink;
+        ta_context* out = nullptr;
+        const ta_status status = ta_context_create(&options, &out, err);
+        ta_context_destroy(out);
+        return status;
+    });
+}
+
+TEST_F(BadStructs, Progress) {
+    check_input(sized<ta_progress>(), 8, 3, [&](const ta_progress* progress, ta_error* err) {
+        const std::filesystem::path path =
+            std::filesystem::temp_directory_path() / ("ta-bad-structs-" + std::to_string(getpid()));
+        const ta_status status = ta_seq_save(pool.get(), long_seq, path.c_str(), progress, err);
+        std::filesystem::remove(path);
         return status;
     });
 }

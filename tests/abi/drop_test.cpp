@@ -186,7 +186,7 @@ TEST_F(Dropping, WhatCanBeDoneWithTheRest) {
     ta_error err;
     const Folder folder;
     const std::string path = folder.file("sequence");
-    EXPECT_EQ(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, nullptr, &err), TA_E_STATE) << err.message;
+    EXPECT_EQ(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, &err), TA_E_STATE) << err.message;
     EXPECT_GE(err.block, 1);
     EXPECT_FALSE(std::filesystem::exists(path));
     const std::vector<float> none(10 * kRow, -1.0f);

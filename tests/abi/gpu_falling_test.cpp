@@ -137,9 +137,9 @@ TEST_P(GpuFalling, BytesAreTheCpusAndOutputsDoNotDependOnPlaces) {
     require(ta_seq_verify(on_gpu.get(), b, &err), err);
     // A file of the CPU, all of it in GPU memory.
     const std::filesystem::path path = std::filesystem::temp_directory_path() / ("ta-falling-" + std::to_string(getpid()));
-    require(ta_seq_save(on_cpu.get(), a, path.c_str(), nullptr, nullptr, &err), err);
+    require(ta_seq_save(on_cpu.get(), a, path.c_str(), nullptr, &err), err);
     ta_seq c = 0;
-    require(ta_seq_load(loaded_pool.get(), path.c_str(), nullptr, nullptr, &c, &err), err);
+    require(ta_seq_load(loaded_pool.get(), path.c_str(), nullptr, &c, &err), err);
     std::filesystem::remove(path);
     EXPECT_EQ(tier_stats(loaded_pool, TA_TIER_DEVICE).blocks, kBlocks);
     for (const int32_t n : {1, 3, 1, 30, 1}) {

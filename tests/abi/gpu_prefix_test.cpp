@@ -110,7 +110,7 @@ TEST_F(GpuPrefix, FilesAndADiskTierThatLasts) {
         grow(pool, seq, 260, 1);
         require(ta_seq_publish(pool.get(), seq, space, keys(4).data(), 4, &err), err);
         require(ta_namespace_flush(pool.get(), space, &err), err);
-        require(ta_kv_pool_save(pool.get(), file.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, &err), err);
+        require(ta_kv_pool_save(pool.get(), file.c_str(), TA_SAVE_PUBLISHED, nullptr, &err), err);
         require(ta_seq_truncate(pool.get(), seq, 256, &err), err);
         expected = grow(pool, seq, 3, 2);
     }
@@ -124,7 +124,7 @@ TEST_F(GpuPrefix, FilesAndADiskTierThatLasts) {
     const KvPool pool = make_pool(gpu, options);
     ta_loaded_seq loaded[1];
     uint64_t count = 0;
-    require(ta_kv_pool_load(pool.get(), file.c_str(), nullptr, nullptr, loaded, 1, &count, &err), err);
+    require(ta_kv_pool_load(pool.get(), file.c_str(), nullptr, loaded, 1, &count, &err), err);
     ASSERT_EQ(count, 1u);
     EXPECT_EQ(length(pool, loaded[0].loaded), 260);
     const auto [seq, n] = match(pool, make_namespace(pool, 1), 4);

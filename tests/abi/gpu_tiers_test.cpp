@@ -174,7 +174,7 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
     const size_t a = add(), b = add(), idle = add();
     step({b}, {kLoaded});
     ta_error err;
-    require(ta_seq_save(pool.get(), seqs[b], path.c_str(), nullptr, nullptr, &err), err);
+    require(ta_seq_save(pool.get(), seqs[b], path.c_str(), nullptr, &err), err);
     step({a, idle}, {500, 500});
     uint64_t evicted = 0;
     for (int round = 0; round < 6; ++round) {
@@ -199,7 +199,7 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
         ta_seq loaded = 0;
         ta_error load_err;
         ta_status status = TA_OK;
-        const auto load = [&] { status = ta_seq_load(pool.get(), path.c_str(), nullptr, nullptr, &loaded, &load_err); };
+        const auto load = [&] { status = ta_seq_load(pool.get(), path.c_str(), nullptr, &loaded, &load_err); };
         const uint64_t before = tier_stats(pool, TA_TIER_DEVICE).evicted_blocks;
         if (round % 2) {
             std::thread loader(load);

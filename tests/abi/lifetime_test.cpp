@@ -7,10 +7,14 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -106,6 +110,7 @@ TEST(Lifetime, HandlesGoInAnyOrder) {
             } else if (which == 3) {
                 f.use_calibrator();
             }
+            EXPECT_EQ(allocator.released(), 0);
             f.destroy(which);
             if (f.plan) {
                 EXPECT_EQ(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, nullptr), TA_E_STATE) << "open still";
@@ -113,6 +118,7 @@ TEST(Lifetime, HandlesGoInAnyOrder) {
         }
         EXPECT_EQ(allocator.bytes_alive(), 0u);
         EXPECT_EQ(allocator.faults(), 0u);
+        EXPECT_EQ(allocator.released(), 1);
     } while (std::next_permutation(order.begin(), order.end()));
 }
 
@@ -418,6 +424,134 @@ TEST(Hooks, ArraysOfThePoolOptionsAreCopied) {
     EXPECT_EQ(run(true), expected);
 }
 
+// A set of each kind that counts how often it is released.
+struct CountedSets {
+    CountedSets() {
+        allocator.allocate = [](size_t bytes, size_t alignment, void*) {
+            return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+        };
+        allocator.deallocate = [](void* p, size_t, size_t, void*) { std::free(p); };
+        allocator.user = &allocators;
+        log.user = &logs;
+        progress.user = &progresses;
+        allocator.release = log.release = progress.release = [](void* user) { ++*static_cast<std::atomic<int>*>(user); };
+        options.threads = 1;
+        options.allocator = &allocator;
+        options.log = &log;
+    }
+
+    std::atomic<int> allocators{0}, logs{0}, progresses{0};
+    ta_allocator allocator = sized<ta_allocator>();
+    ta_log_sink log = sized<ta_log_sink>();
+    ta_progress progress = sized<ta_progress>();
+    ta_context_options options = sized<ta_context_options>();
+};
+
+TEST(CallbackSets, ACreateThatFailsReleasesThem) {
+    struct Longer {
+        ta_context_options options;
+        uint64_t unknown = 1;
+    };
+    struct LongerAllocator {
+        ta_allocator allocator;
+        uint64_t unknown = 1;
+    };
+    struct Case {
+        const char* what;
+        std::function<void(CountedSets&)> spoil;
+        ta_status status;
+        int allocators = 1, logs = 1;
+    };
+    Longer longer{};
+    LongerAllocator longer_allocator{};
+    const Case cases[] = {
+        {"device", [](CountedSets& s) { s.options.device = 9; }, TA_E_INVALID},
+        {"threads", [](CountedSets& s) { s.options.threads = -1; }, TA_E_INVALID},
+        {"level", [](CountedSets& s) { s.log.level = 9; }, TA_E_INVALID},
+        {"no allocate", [](CountedSets& s) { s.allocator.allocate = nullptr; }, TA_E_INVALID},
+        {"a field that this library does not know",
+         [&](CountedSets& s) {
+             longer_allocator.allocator = s.allocator;
+             longer_allocator.allocator.struct_size = sizeof longer_allocator;
+             s.options.allocator = &longer_allocator.allocator;
+         },
+         TA_E_STRUCT},
+        {"an allocator of no header's size", [](CountedSets& s) { s.allocator.struct_size = 9; }, TA_E_STRUCT, 0, 1},
+        {"a log of no header's size", [](CountedSets& s) { s.log.struct_size = 0; }, TA_E_STRUCT, 1, 0},
+        {"options of no header's size", [](CountedSets& s) { s.options.struct_size = 3; }, TA_E_STRUCT, 0, 0},
+    };
+    for (const Case& c : cases) {
+        CountedSets sets;
+        c.spoil(sets);
+        ta_context* out = nullptr;
+        EXPECT_EQ(ta_context_create(&sets.options, &out, nullptr), c.status) << c.what;
+        EXPECT_EQ(sets.allocators, c.allocators) << c.what;
+        EXPECT_EQ(sets.logs, c.logs) << c.what;
+    }
+    CountedSets sets;
+    EXPECT_EQ(ta_context_create(&sets.options, nullptr, nullptr), TA_E_INVALID);
+    EXPECT_EQ(sets.allocators, 1);
+    EXPECT_EQ(sets.logs, 1);
+    longer.options = sets.options;
+    longer.options.struct_size = sizeof longer;
+    ta_context* out = nullptr;
+    EXPECT_EQ(ta_context_create(&longer.options, &out, nullptr), TA_E_STRUCT);
+    EXPECT_EQ(sets.allocators, 2);
+    EXPECT_EQ(sets.logs, 2);
+}
+
+TEST(CallbackSets, TheLastHandleReleasesThemOnWhateverThread) {
+    CountedSets sets;
+    Context context = make_context(sets.options);
+    KvPool pool = make_pool(context, pool_options(1, kHeads, kDim));
+    Plan plan = make_plan(pool);
+    context.reset();
+    pool.reset();
+    EXPECT_EQ(sets.allocators + sets.logs, 0);
+    std::thread([&] { plan.reset(); }).join();
+    EXPECT_EQ(sets.allocators, 1);
+    EXPECT_EQ(sets.logs, 1);
+}
+
+TEST(CallbackSets, FilesReleaseTheirProgressBeforeTheyReturn) {
+    Family f;
+    end(f.plan);
+    CountedSets sets;
+    const std::filesystem::path path = std::filesystem::temp_directory_path() / ("ta-sets-" + std::to_string(getpid()));
+    ta_seq loaded = 0;
+    uint64_t n = 0;
+    ta_loaded_seq all[4];
+    ta_kv_pool* const pool = f.pool.get();
+    const ta_progress* const p = &sets.progress;
+    int given = 0;
+    const auto released = [&](ta_status status, ta_status wanted) {
+        EXPECT_EQ(status, wanted) << "call " << given;
+        EXPECT_EQ(sets.progresses, ++given);
+    };
+    released(ta_seq_save(nullptr, f.seq, path.c_str(), p, nullptr), TA_E_INVALID);
+    released(ta_seq_save(pool, f.seq, nullptr, p, nullptr), TA_E_INVALID);
+    released(ta_seq_save(pool, 0, path.c_str(), p, nullptr), TA_E_STALE);
+    released(ta_seq_load(pool, path.c_str(), p, &loaded, nullptr), TA_E_IO);
+    released(ta_seq_load(pool, path.c_str(), p, nullptr, nullptr), TA_E_INVALID);
+    released(ta_seq_save(pool, f.seq, path.c_str(), p, nullptr), TA_OK);
+    released(ta_seq_load(pool, path.c_str(), p, &loaded, nullptr), TA_OK);
+    std::filesystem::remove(path);
+    released(ta_kv_pool_save(pool, path.c_str(), 77, p, nullptr), TA_E_INVALID);
+    released(ta_kv_pool_load(pool, path.c_str(), p, all, 4, nullptr, nullptr), TA_E_INVALID);
+    released(ta_kv_pool_load(pool, path.c_str(), p, nullptr, 0, &n, nullptr), TA_E_IO);
+    released(ta_kv_pool_save(pool, path.c_str(), 0, p, nullptr), TA_OK);
+    released(ta_kv_pool_load(pool, path.c_str(), p, nullptr, 0, &n, nullptr), TA_OK);
+    released(ta_kv_pool_load(pool, path.c_str(), p, all, 4, &n, nullptr), TA_OK);
+    ta_kv_pool_close(pool, nullptr);
+    released(ta_kv_pool_save(pool, path.c_str(), 0, p, nullptr), TA_E_CLOSED);
+    std::filesystem::remove(path);
+    EXPECT_EQ(in_child([&] {
+                  released(ta_kv_pool_save(pool, path.c_str(), 0, p, nullptr), TA_E_FORKED);
+                  return sets.progresses == given ? 0 : 1;
+              }),
+              0);
+}
+
 struct Log {
     std::mutex mutex;
     std::vector<std::pair<ta_log_level, std::string>> lines;
@@ -431,11 +565,13 @@ struct Log {
 TEST(Hooks, TheLogGetsItsLevelsAndNoOthers) {
     for (ta_log_level level = 0; level <= TA_LOG_DEBUG; ++level) {
         Log log;
+        auto sink = sized<ta_log_sink>();
+        sink.log = Log::take;
+        sink.user = &log;
+        sink.level = level;
         auto options = sized<ta_context_options>();
         options.threads = 1;
-        options.log = Log::take;
-        options.log_user = &log;
-        options.log_level = level;
+        options.log = &sink;
         const Context context = make_context(options);
         const ta_log_level most = level == 0 ? TA_LOG_WARNING : level;
         bool said_hello = false;

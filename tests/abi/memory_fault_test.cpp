@@ -67,7 +67,9 @@ class Life {
         options.allocator = &hooks;
         call("ta_context_create", [&](ta_error* err) {
             ta_context* p = nullptr;
+            const int released = allocator_.released();
             const ta_status status = ta_context_create(&options, &p, err);
+            EXPECT_EQ(allocator_.released() - released, status != TA_OK) << "a set that was given is released";
             context.reset(p);
             return status;
         });
@@ -424,13 +426,12 @@ TEST_P(MemoryFaults, PrefixesAndPoolFiles) {
             });
             r.step({2}, {70});
             std::remove(path.c_str());
-            r.call("ta_kv_pool_save", [&](ta_error* err) {
-                return ta_kv_pool_save(r.pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, err);
-            });
+            r.call("ta_kv_pool_save",
+                   [&](ta_error* err) { return ta_kv_pool_save(r.pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, err); });
             r.call("ta_kv_pool_load", [&](ta_error* err) {
                 ta_loaded_seq loaded[3] = {};
                 uint64_t n = 0;
-                const ta_status status = ta_kv_pool_load(r.pool.get(), path.c_str(), nullptr, nullptr, loaded, 3, &n, err);
+                const ta_status status = ta_kv_pool_load(r.pool.get(), path.c_str(), nullptr, loaded, 3, &n, err);
                 EXPECT_EQ(n, status == TA_OK ? 3u : 0u);
                 for (uint64_t i = 0; i < n; ++i) r.sequences.push_back(loaded[i].loaded);
                 return status;

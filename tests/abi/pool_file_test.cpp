@@ -23,14 +23,14 @@ class PoolFile : public PrefixSteps {
     std::string path(const char* name) const { return folder.file(name); }
     static void save(const KvPool& pool, const std::string& to, ta_save_flags flags = 0) {
         ta_error err;
-        require(ta_kv_pool_save(pool.get(), to.c_str(), flags, nullptr, nullptr, &err), err);
+        require(ta_kv_pool_save(pool.get(), to.c_str(), flags, nullptr, &err), err);
     }
     static std::vector<ta_loaded_seq> load(const KvPool& pool, const std::string& from) {
         uint64_t n = 0, m = 0;
         ta_error err;
-        require(ta_kv_pool_load(pool.get(), from.c_str(), nullptr, nullptr, nullptr, 0, &n, &err), err);
+        require(ta_kv_pool_load(pool.get(), from.c_str(), nullptr, nullptr, 0, &n, &err), err);
         std::vector<ta_loaded_seq> loaded(n + 1);
-        require(ta_kv_pool_load(pool.get(), from.c_str(), nullptr, nullptr, loaded.data(), loaded.size(), &m, &err), err);
+        require(ta_kv_pool_load(pool.get(), from.c_str(), nullptr, loaded.data(), loaded.size(), &m, &err), err);
         EXPECT_EQ(n, m);
         loaded.resize(m);
         return loaded;
@@ -121,8 +121,7 @@ TEST_F(PoolFile, OfAPoolWithOtherScales) {
             ta_loaded_seq out[1];
             uint64_t n = 0;
             ta_error err;
-            EXPECT_EQ(ta_kv_pool_load(pool->get(), file->c_str(), nullptr, nullptr, out, 1, &n, &err), TA_E_INVALID)
-                << err.message;
+            EXPECT_EQ(ta_kv_pool_load(pool->get(), file->c_str(), nullptr, out, 1, &n, &err), TA_E_INVALID) << err.message;
         }
     }
 }
@@ -143,7 +142,7 @@ TEST_F(PoolFile, DamageIsFoundAndChangesNothing) {
         ta_loaded_seq out[4] = {{77, 77}, {77, 77}, {77, 77}, {77, 77}};
         uint64_t n = 77;
         ta_error err;
-        const ta_status s = ta_kv_pool_load(pool.get(), path("bad").c_str(), nullptr, nullptr, out, 4, &n, &err);
+        const ta_status s = ta_kv_pool_load(pool.get(), path("bad").c_str(), nullptr, out, 4, &n, &err);
         EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_UNSUPPORTED) << what << ": " << ta_status_name(s);
         EXPECT_EQ(n, 77u) << what;
         EXPECT_EQ(out[0].loaded, 77u) << what;
@@ -215,7 +214,7 @@ TEST_F(PoolFile, ForgedFields) {
                 ta_loaded_seq out[4] = {};
                 uint64_t n = 0;
                 ta_error err;
-                const ta_status s = ta_kv_pool_load(pool.get(), path("bad").c_str(), nullptr, nullptr, out, 4, &n, &err);
+                const ta_status s = ta_kv_pool_load(pool.get(), path("bad").c_str(), nullptr, out, 4, &n, &err);
                 if (s == TA_OK) {
                     ++taken;
                     for (uint64_t i = 0; i < n; ++i) {
@@ -251,7 +250,7 @@ TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
     save(from, path("all"));
     const std::vector<ta_seq> seqs = {of, before, matched, fresh, gone, free};
     for (size_t i = 0; i < seqs.size(); ++i)
-        require(ta_seq_save(from.get(), seqs[i], path(std::to_string(i).c_str()).c_str(), nullptr, nullptr, &err), err);
+        require(ta_seq_save(from.get(), seqs[i], path(std::to_string(i).c_str()).c_str(), nullptr, &err), err);
     for (const bool one_by_one : {false, true}) {
         for (const bool there_already : {false, true}) {
             SCOPED_TRACE(std::string(one_by_one ? "sequences" : "a pool") + (there_already ? ", namespace there" : ""));
@@ -260,9 +259,7 @@ TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
             std::vector<ta_seq> loaded(seqs.size());
             if (one_by_one) {
                 for (size_t i = 0; i < seqs.size(); ++i)
-                    require(
-                        ta_seq_load(pool.get(), path(std::to_string(i).c_str()).c_str(), nullptr, nullptr, &loaded[i], &err),
-                        err);
+                    require(ta_seq_load(pool.get(), path(std::to_string(i).c_str()).c_str(), nullptr, &loaded[i], &err), err);
             } else {
                 const std::vector<ta_loaded_seq> all = load(pool, path("all"));
                 for (size_t i = 0; i < seqs.size(); ++i) loaded[i] = loaded_as(all, seqs[i]);
@@ -317,12 +314,12 @@ TEST_F(PoolFile, RefusedFilesNameNothing) {
         const auto [seq, none] = match(from, make_namespace(from, salt), 0, 0);
         grow(from, seq, 70, salt);
         ta_error err;
-        require(ta_seq_save(from.get(), seq, path(std::to_string(salt).c_str()).c_str(), nullptr, nullptr, &err), err);
+        require(ta_seq_save(from.get(), seq, path(std::to_string(salt).c_str()).c_str(), nullptr, &err), err);
         if (salt == 1) save(from, path("one"));
     }
     const auto load_one = [&](const KvPool& to, const char* name, ta_seq& seq) {
         ta_error err;
-        return ta_seq_load(to.get(), path(name).c_str(), nullptr, nullptr, &seq, &err);
+        return ta_seq_load(to.get(), path(name).c_str(), nullptr, &seq, &err);
     };
     const auto publish_one = [&](const KvPool& to, ta_seq seq, uint8_t salt) {
         ta_error err;
@@ -333,16 +330,15 @@ TEST_F(PoolFile, RefusedFilesNameNothing) {
     ta_seq seq = 0;
     ta_error err;
     write_file(path("blocks of nothing"), many_namespaces(read_file(path("one")), kMostNamed));
-    EXPECT_EQ(
-        ta_kv_pool_load(pool.get(), path("blocks of nothing").c_str(), nullptr, nullptr, out.data(), kMostNamed, &n, &err),
-        TA_E_CORRUPT)
+    EXPECT_EQ(ta_kv_pool_load(pool.get(), path("blocks of nothing").c_str(), nullptr, out.data(), kMostNamed, &n, &err),
+              TA_E_CORRUPT)
         << err.message;
     EXPECT_EQ(load_one(pool, "1", seq), TA_OK);
     EXPECT_EQ(publish_one(pool, seq, 1), TA_OK);
 
     // One more can be named: what is refused does not take its place.
     write_file(path("taken"), many_namespaces(read_file(path("empty")), kMostNamed - 1));
-    require(ta_kv_pool_load(third.get(), path("taken").c_str(), nullptr, nullptr, out.data(), kMostNamed, &n, &err), err);
+    require(ta_kv_pool_load(third.get(), path("taken").c_str(), nullptr, out.data(), kMostNamed, &n, &err), err);
     Bytes bad = read_file(path("2"));
     bad.back() = char(bad.back() ^ 1);
     write_file(path("bad"), bad);
@@ -369,15 +365,15 @@ TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     uint64_t n = 77;
     ta_loaded_seq out[2] = {{77, 77}, {77, 77}};
     const auto load_status = [&](const KvPool& to, const std::string& from, uint64_t most = 2) {
-        return ta_kv_pool_load(to.get(), from.c_str(), nullptr, nullptr, out, most, &n, &err);
+        return ta_kv_pool_load(to.get(), from.c_str(), nullptr, out, most, &n, &err);
     };
-    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("file").c_str(), 0, nullptr, nullptr, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("file").c_str(), 0, nullptr, &err), TA_E_INVALID) << err.message;
     EXPECT_EQ(err.argument, 1);
-    EXPECT_EQ(ta_kv_pool_save(pool.get(), "", 0, nullptr, nullptr, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), "", 0, nullptr, &err), TA_E_INVALID);
     EXPECT_STREQ(err.message, "path is empty");
     EXPECT_EQ(err.argument, 1);
-    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("new").c_str(), 2, nullptr, nullptr, &err), TA_E_INVALID) << err.message;
-    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("none/file").c_str(), 0, nullptr, nullptr, &err), TA_E_IO) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("new").c_str(), 2, nullptr, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("none/file").c_str(), 0, nullptr, &err), TA_E_IO) << err.message;
     EXPECT_EQ(load_status(pool, ""), TA_E_INVALID);
     EXPECT_STREQ(err.message, "path is empty");
     EXPECT_EQ(err.argument, 1);
@@ -388,11 +384,11 @@ TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     EXPECT_EQ(load_status(pool, path("absent")), TA_E_IO) << err.message;
     EXPECT_EQ(load_status(pool, folder.path()), TA_E_INVALID) << err.message;
     EXPECT_EQ(err.argument, 1);
-    EXPECT_EQ(ta_kv_pool_load(other.get(), path("file").c_str(), nullptr, nullptr, nullptr, 0, &n, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_kv_pool_load(other.get(), path("file").c_str(), nullptr, nullptr, 0, &n, &err), TA_E_INVALID);
     EXPECT_EQ(err.argument, 1) << "asked for its number of sequences";
     std::filesystem::create_symlink(path("file"), path("link"));
     EXPECT_EQ(load_status(pool, path("link")), TA_E_IO) << err.message;
-    require(ta_seq_save(pool.get(), a, path("sequence").c_str(), nullptr, nullptr, &err), err);
+    require(ta_seq_save(pool.get(), a, path("sequence").c_str(), nullptr, &err), err);
     EXPECT_EQ(load_status(pool, path("sequence")), TA_E_CORRUPT) << err.message;
     auto few = options();
     few.max_sequences = 1;
@@ -406,7 +402,7 @@ TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     EXPECT_EQ(load_status(make_pool(context, few), path("file")), TA_E_TIER_FULL) << err.message;
     const Plan plan = make_plan(pool);
     begin(plan, {b}, {1});
-    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("new").c_str(), 0, nullptr, nullptr, &err), TA_E_BUSY) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path("new").c_str(), 0, nullptr, &err), TA_E_BUSY) << err.message;
     require(ta_plan_abort(plan.get(), &err), err);
     EXPECT_EQ(n, 77u);
     EXPECT_EQ(out[1].loaded, 77u);
@@ -424,14 +420,15 @@ TEST_F(PoolFile, WrongFilesRoomAndCallbacks) {
     };
     for (int stop = 0; stop < 7; ++stop) {  // before each of six blocks, and at the end
         Calls c{stop};
-        EXPECT_EQ(ta_kv_pool_save(pool.get(), path("stopped").c_str(), 0, progress, &c, &err), TA_E_CANCELLED) << err.message;
+        EXPECT_EQ(ta_kv_pool_save(pool.get(), path("stopped").c_str(), 0, ReportTo(progress, &c), &err), TA_E_CANCELLED)
+            << err.message;
         c = {stop};
-        EXPECT_EQ(ta_kv_pool_load(pool.get(), path("file").c_str(), progress, &c, out, 2, &n, &err), TA_E_CANCELLED)
+        EXPECT_EQ(ta_kv_pool_load(pool.get(), path("file").c_str(), ReportTo(progress, &c), out, 2, &n, &err), TA_E_CANCELLED)
             << err.message;
     }
     EXPECT_EQ(stats(pool).sequences, 2u);
     Calls all{100};
-    require(ta_kv_pool_load(pool.get(), path("file").c_str(), progress, &all, out, 2, &n, &err), err);
+    require(ta_kv_pool_load(pool.get(), path("file").c_str(), ReportTo(progress, &all), out, 2, &n, &err), err);
     EXPECT_EQ(all.done, all.total);
     EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
     EXPECT_EQ(folder.entries(), 3u);  // nothing else is left behind
@@ -465,7 +462,7 @@ TEST_F(PoolFile, ALoadUsesTheDiskBelowAHostTier) {
     for (uint64_t text = 0; text < 6; ++text) seqs.push_back(write(from, 700, text));
     save(from, path("all"));
     ta_error err;
-    require(ta_seq_save(from.get(), write(from, 6 * 700, 7), path("long").c_str(), nullptr, nullptr, &err), err);
+    require(ta_seq_save(from.get(), write(from, 6 * 700, 7), path("long").c_str(), nullptr, &err), err);
     for (const bool pinned : {false, true}) {
         SCOPED_TRACE(pinned ? "others pinned" : "others published");
         auto tiers = sized<ta_tier_options>();
@@ -485,7 +482,7 @@ TEST_F(PoolFile, ALoadUsesTheDiskBelowAHostTier) {
         }
         const std::vector<ta_loaded_seq> all = load(pool, path("all"));
         ta_seq alone = 0;
-        require(ta_seq_load(pool.get(), path("long").c_str(), nullptr, nullptr, &alone, &err), err);
+        require(ta_seq_load(pool.get(), path("long").c_str(), nullptr, &alone, &err), err);
         EXPECT_GT(tier_stats(pool, TA_TIER_DISK).blocks, 60u);
         EXPECT_EQ(space_stats(pool, space).entries, 6u);
         verify(pool, alone);
@@ -493,7 +490,7 @@ TEST_F(PoolFile, ALoadUsesTheDiskBelowAHostTier) {
         // Then the disk is too small.
         tiers.disk_bytes = uint64_t{256} << 10;
         const KvPool small = make_pool(context, small_options(20, &tiers));
-        EXPECT_EQ(ta_seq_load(small.get(), path("long").c_str(), nullptr, nullptr, &alone, &err), TA_E_TIER_FULL);
+        EXPECT_EQ(ta_seq_load(small.get(), path("long").c_str(), nullptr, &alone, &err), TA_E_TIER_FULL);
         EXPECT_EQ(stats(small).bytes_used + tier_stats(small, TA_TIER_DISK).blocks, 0u);
     }
 }
@@ -536,7 +533,7 @@ TEST_F(PoolFile, AFailedLoadDropsNothingThatIsPublished) {
         ta_loaded_seq loaded[4];
         uint64_t n = 0;
         ta_error err;
-        EXPECT_EQ(ta_kv_pool_load(to.get(), path(name).c_str(), nullptr, nullptr, loaded, 4, &n, &err), why) << err.message;
+        EXPECT_EQ(ta_kv_pool_load(to.get(), path(name).c_str(), nullptr, loaded, 4, &n, &err), why) << err.message;
         EXPECT_EQ(stats(to).sequences, 0u);
         EXPECT_EQ(space_stats(to, space).entries, 10u) << name;
     };
@@ -578,7 +575,7 @@ TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
         ta_loaded_seq out[1];
         uint64_t n = 0;
         ta_error err;
-        ASSERT_EQ(ta_kv_pool_load(pool.get(), path(c.file).c_str(), c.progress, nullptr, out, 1, &n, &err), c.status)
+        ASSERT_EQ(ta_kv_pool_load(pool.get(), path(c.file).c_str(), ReportTo(c.progress, nullptr), out, 1, &n, &err), c.status)
             << err.message;
         EXPECT_EQ(slots.returned_dirty.load(), 0) << "given back to the embedder while it read";
         if (c.tiered) {
@@ -616,7 +613,7 @@ TEST_F(PoolFile, MoreSequencesThanThePoolTakes) {
         ta_loaded_seq out[3] = {{77, 77}, {77, 77}, {77, 77}};
         uint64_t n = 77;
         ta_error err;
-        EXPECT_EQ(ta_kv_pool_load(pool.get(), path("three").c_str(), count, &blocks, out, 3, &n, &err), TA_E_LIMIT)
+        EXPECT_EQ(ta_kv_pool_load(pool.get(), path("three").c_str(), ReportTo(count, &blocks), out, 3, &n, &err), TA_E_LIMIT)
             << err.message;
         EXPECT_EQ(blocks, 0);
         EXPECT_EQ(n, 77u);

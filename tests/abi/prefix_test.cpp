@@ -241,11 +241,11 @@ TEST_F(Prefix, WhatIsPublishedAlreadyNeedsNoQuota) {
     const KvPool from = make_pool(context, options()), pool = make_pool(context, options());
     publish(from, write(from, 192, 1), make_namespace(from, 1), 1, 3);
     ta_error err;
-    require(ta_kv_pool_save(from.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, &err), err);
+    require(ta_kv_pool_save(from.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, &err), err);
     const ta_namespace space = make_namespace(pool, 1, 1000);
     ta_loaded_seq loaded{};
     uint64_t n = 0;
-    const ta_status s = ta_kv_pool_load(pool.get(), path.c_str(), nullptr, nullptr, &loaded, 1, &n, &err);
+    const ta_status s = ta_kv_pool_load(pool.get(), path.c_str(), nullptr, &loaded, 1, &n, &err);
     std::remove(path.c_str());
     require(s, err);
     ASSERT_EQ(n, 1u);

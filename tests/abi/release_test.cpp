@@ -129,12 +129,12 @@ TEST_F(Release, ASavedPoolDoesNotHaveIt) {
     begin(plan, {short_seq}, {1});
     const std::filesystem::path path = std::filesystem::temp_directory_path() / ("ta-release-" + std::to_string(::getpid()));
     std::filesystem::remove(path);
-    EXPECT_EQ(ta_kv_pool_save(pool.get(), path.c_str(), 0, nullptr, nullptr, nullptr), TA_E_BUSY);
+    EXPECT_EQ(ta_kv_pool_save(pool.get(), path.c_str(), 0, nullptr, nullptr), TA_E_BUSY);
     ASSERT_EQ(release(short_seq), TA_OK);
     ta_error err;
-    ASSERT_EQ(ta_kv_pool_save(pool.get(), path.c_str(), 0, nullptr, nullptr, &err), TA_OK) << err.message;
+    ASSERT_EQ(ta_kv_pool_save(pool.get(), path.c_str(), 0, nullptr, &err), TA_OK) << err.message;
     uint64_t n = 0;
-    EXPECT_EQ(ta_kv_pool_load(pool.get(), path.c_str(), nullptr, nullptr, nullptr, 0, &n, &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_kv_pool_load(pool.get(), path.c_str(), nullptr, nullptr, 0, &n, &err), TA_OK) << err.message;
     EXPECT_EQ(n, 1u);
     std::filesystem::remove(path);
 }

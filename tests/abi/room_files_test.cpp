@@ -19,7 +19,7 @@ class RoomFiles : public PrefixSteps {
         const KvPool pool = make_pool(context, options());
         const std::string file = path("sequence");
         ta_error err;
-        require(ta_seq_save(pool.get(), write(pool, n, 1), file.c_str(), nullptr, nullptr, &err), err);
+        require(ta_seq_save(pool.get(), write(pool, n, 1), file.c_str(), nullptr, &err), err);
         return file;
     }
     // Runs once, from a callback of progress, in a thread of its own.
@@ -59,7 +59,7 @@ TEST_F(RoomFiles, ALoadWaitsForPlans) {
     });
     ta_seq loaded = 0;
     ta_error err;
-    EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), nullptr, nullptr, &loaded, &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), nullptr, &loaded, &err), TA_OK) << err.message;
 }
 
 // What a load has read belongs to no sequence yet, and goes down for a begin like other blocks.
@@ -71,7 +71,7 @@ TEST_F(RoomFiles, ABeginBesideALoad) {
     WorkBeside beside{[&] { write(pool, 12 * 64, 2); }, {}};
     ta_seq loaded = 0;
     ta_error err;
-    EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), WorkBeside::start, &beside, &loaded, &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), ReportTo(WorkBeside::start, &beside), &loaded, &err), TA_OK) << err.message;
     ASSERT_TRUE(beside.thread.joinable());
     beside.thread.join();
     verify(pool, loaded);
@@ -94,7 +94,8 @@ TEST_F(RoomFiles, ABeginThatNeedsRoomOnlyBesideASave) {
         ASSERT_EQ(stats(pool).bytes_used, o.budget_bytes);
         WorkBeside beside{[&] { grow(pool, seq, 1, 1); }, {}};
         ta_error err;
-        EXPECT_EQ(ta_seq_save(pool.get(), seq, path(may_drop ? "1" : "0").c_str(), WorkBeside::start, &beside, &err), TA_OK);
+        EXPECT_EQ(ta_seq_save(pool.get(), seq, path(may_drop ? "1" : "0").c_str(), ReportTo(WorkBeside::start, &beside), &err),
+                  TA_OK);
         ASSERT_TRUE(beside.thread.joinable());
         beside.thread.join();
         EXPECT_EQ(length(pool, seq), 646);
@@ -133,8 +134,8 @@ TEST_F(RoomFiles, ABeginWaitsForASave) {
             return 0;
         };
         ta_error err;
-        require(ta_kv_pool_save(pool.get(), path(tiered ? "tiered" : "plain").c_str(), TA_SAVE_PUBLISHED, begin_beside, &beside,
-                                &err),
+        require(ta_kv_pool_save(pool.get(), path(tiered ? "tiered" : "plain").c_str(), TA_SAVE_PUBLISHED,
+                                ReportTo(begin_beside, &beside), &err),
                 err);
         ASSERT_TRUE(beside.thread.joinable());
         beside.thread.join();

@@ -52,12 +52,12 @@ class SequenceFile : public ::testing::Test {
     static ta_seq load(const KvPool& pool, const std::string& from) {
         ta_seq seq = 0;
         ta_error err;
-        require(ta_seq_load(pool.get(), from.c_str(), nullptr, nullptr, &seq, &err), err);
+        require(ta_seq_load(pool.get(), from.c_str(), nullptr, &seq, &err), err);
         return seq;
     }
     static void save(const KvPool& pool, ta_seq seq, const std::string& to) {
         ta_error err;
-        require(ta_seq_save(pool.get(), seq, to.c_str(), nullptr, nullptr, &err), err);
+        require(ta_seq_save(pool.get(), seq, to.c_str(), nullptr, &err), err);
     }
 
     const Folder folder;
@@ -121,7 +121,7 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
         write_file(path("bad"), bytes);
         ta_seq out = 77;
         ta_error err;
-        const ta_status s = ta_seq_load(pool.get(), path("bad").c_str(), nullptr, nullptr, &out, &err);
+        const ta_status s = ta_seq_load(pool.get(), path("bad").c_str(), nullptr, &out, &err);
         EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_UNSUPPORTED) << what << ": " << ta_status_name(s);
         EXPECT_EQ(out, 77u) << what;
         EXPECT_EQ(stats(pool).sequences, before.sequences) << what;
@@ -194,7 +194,7 @@ TEST_F(SequenceFile, AForgedSinkIsRefused) {
     EXPECT_EQ(length(pool, load(pool, path("first"))), 64);
     write_file(path("second"), forge(1));
     ta_seq out = 77;
-    EXPECT_EQ(ta_seq_load(pool.get(), path("second").c_str(), nullptr, nullptr, &out, nullptr), TA_E_CORRUPT);
+    EXPECT_EQ(ta_seq_load(pool.get(), path("second").c_str(), nullptr, &out, nullptr), TA_E_CORRUPT);
     EXPECT_EQ(out, 77u);
 }
 
@@ -214,8 +214,8 @@ TEST_F(SequenceFile, OfAPoolWithOtherScales) {
     save_one(b, "b");
     ta_seq out = 0;
     ta_error err;
-    EXPECT_EQ(ta_seq_load(a.get(), path("b").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
-    EXPECT_EQ(ta_seq_load(b.get(), path("a").c_str(), nullptr, nullptr, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_load(a.get(), path("b").c_str(), nullptr, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_EQ(ta_seq_load(b.get(), path("a").c_str(), nullptr, &out, &err), TA_E_INVALID) << err.message;
 }
 
 // What a process of the same number left when it was killed in a save is in nobody's way, and stays.
@@ -261,9 +261,9 @@ TEST_F(SequenceFile, ErrorsOfLongAndOddNames) {
     const auto text = [&](const std::string& file) {
         ta_error err;
         ta_seq out = 0;
-        EXPECT_EQ(ta_seq_save(pool.get(), seq, (file + "/x").c_str(), nullptr, nullptr, &err), TA_E_IO);
+        EXPECT_EQ(ta_seq_save(pool.get(), seq, (file + "/x").c_str(), nullptr, &err), TA_E_IO);
         EXPECT_NE(std::string(err.message).find(reason), std::string::npos) << err.message;
-        EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), nullptr, nullptr, &out, &err), TA_E_IO);
+        EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), nullptr, &out, &err), TA_E_IO);
         EXPECT_NE(std::string(err.message).find(reason), std::string::npos) << err.message;
         return std::string(err.message);
     };
@@ -295,9 +295,9 @@ TEST_F(SequenceFile, WrongFilesAndCallbacks) {
     save(pool, seq, path("file"));
     ta_error err;
     ta_seq out = 0;
-    const auto save_to = [&](const char* to) { return ta_seq_save(pool.get(), seq, to, nullptr, nullptr, &err); };
+    const auto save_to = [&](const char* to) { return ta_seq_save(pool.get(), seq, to, nullptr, &err); };
     const auto load_from = [&](const KvPool& into, const char* from) {
-        return ta_seq_load(into.get(), from, nullptr, nullptr, &out, &err);
+        return ta_seq_load(into.get(), from, nullptr, &out, &err);
     };
     const auto expect_argument = [&](int argument, const char* text) {
         EXPECT_EQ(err.argument, argument) << err.message;
@@ -318,10 +318,10 @@ TEST_F(SequenceFile, WrongFilesAndCallbacks) {
     EXPECT_EQ(load_from(pool, nullptr), TA_E_INVALID);
     EXPECT_EQ(load_from(pool, ""), TA_E_INVALID);
     expect_argument(1, "path is empty");
-    EXPECT_EQ(ta_seq_save(pool.get(), seq + 1, path("x").c_str(), nullptr, nullptr, &err), TA_E_STALE);
+    EXPECT_EQ(ta_seq_save(pool.get(), seq + 1, path("x").c_str(), nullptr, &err), TA_E_STALE);
     expect_argument(1, "no living sequence");
     std::filesystem::create_symlink(path("file"), path("link"));
-    EXPECT_EQ(ta_seq_load(pool.get(), path("link").c_str(), nullptr, nullptr, &out, &err), TA_E_IO) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), path("link").c_str(), nullptr, &out, &err), TA_E_IO) << err.message;
 
     struct Calls {
         int left;
@@ -336,15 +336,17 @@ TEST_F(SequenceFile, WrongFilesAndCallbacks) {
     };
     for (int stop = 0; stop < 6; ++stop) {  // before each of five blocks, and at the end
         Calls c{stop};
-        EXPECT_EQ(ta_seq_save(pool.get(), seq, path("stopped").c_str(), progress, &c, &err), TA_E_CANCELLED) << err.message;
+        EXPECT_EQ(ta_seq_save(pool.get(), seq, path("stopped").c_str(), ReportTo(progress, &c), &err), TA_E_CANCELLED)
+            << err.message;
         EXPECT_FALSE(std::filesystem::exists(path("stopped")));
         c = {stop};
-        EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), progress, &c, &out, &err), TA_E_CANCELLED) << err.message;
+        EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), ReportTo(progress, &c), &out, &err), TA_E_CANCELLED)
+            << err.message;
     }
     EXPECT_EQ(out, 0u);
     EXPECT_EQ(stats(pool).sequences, 1u);
     Calls all{100};
-    EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), progress, &all, &out, &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_seq_load(pool.get(), path("file").c_str(), ReportTo(progress, &all), &out, &err), TA_OK) << err.message;
     EXPECT_EQ(all.done, all.total);
     EXPECT_EQ(all.total, std::filesystem::file_size(path("file")));
     EXPECT_EQ(folder.entries(), 2u);  // the file and the link: nothing else is left behind
@@ -365,7 +367,7 @@ TEST_F(SequenceFile, FilesBeyondTheLimitOfTheProcess) {
     const rlimit less{20000, before.rlim_max};
     ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &less), 0);
     ta_error err;
-    const ta_status saved = ta_seq_save(pool.get(), seq, path("large").c_str(), nullptr, nullptr, &err);
+    const ta_status saved = ta_seq_save(pool.get(), seq, path("large").c_str(), nullptr, &err);
     ta_kv_pool* none = nullptr;
     const ta_status made = ta_kv_pool_create(context.get(), &with_disk, &none, &err);
     ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
@@ -423,7 +425,7 @@ TEST_F(SequenceFile, AFailedLoadLeavesOthersWhereTheyAre) {
     const auto refuse = [&](const std::string& file, ta_status why, ta_progress_fn progress = nullptr, void* user = nullptr) {
         ta_seq out = 77;
         ta_error err;
-        EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), progress, user, &out, &err), why) << err.message;
+        EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), ReportTo(progress, user), &out, &err), why) << err.message;
         EXPECT_EQ(out, 77u);
         EXPECT_EQ(residency(pool, other).device_blocks, 15u);
         EXPECT_EQ(stats(pool).bytes_used, used);

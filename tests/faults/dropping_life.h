@@ -56,7 +56,7 @@ class Life {
             device_ = simulated.get();
             seams.device = std::move(simulated);
         }
-        Result<std::shared_ptr<ta::Context>> made = ta::Context::create(options, std::move(seams));
+        Result<std::shared_ptr<ta::Context>> made = ta::Context::create(std::move(options), std::move(seams));
         if (!made.ok()) throw std::runtime_error("no context");
         context_.reset(new ta_context{made.take()});
         auto o = pool_options(kLayers, kHeads, kDim);

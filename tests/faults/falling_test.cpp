@@ -46,7 +46,7 @@ struct Life {
         seams.io_retry_after = std::chrono::milliseconds(1);
         ta::Context::Options options;
         options.threads = 2;
-        Result<std::shared_ptr<ta::Context>> made = ta::Context::create(options, std::move(seams));
+        Result<std::shared_ptr<ta::Context>> made = ta::Context::create(std::move(options), std::move(seams));
         if (!made.ok()) throw std::runtime_error("no context");
         context.reset(new ta_context{made.take()});
         auto o = pool_options(kShape.layers, kShape.kv_heads, kShape.head_dim, 8);

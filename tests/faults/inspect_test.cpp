@@ -59,7 +59,7 @@ TEST_F(Inspect, NothingOfADamagedBlockIsGivenOut) {
     EXPECT_EQ(v, none);
 
     const std::string file = world.folder() + "/pool";
-    EXPECT_EQ(ta_kv_pool_save(world.pool.get(), file.c_str(), 0, nullptr, nullptr, &err), TA_E_CORRUPT) << err.message;
+    EXPECT_EQ(ta_kv_pool_save(world.pool.get(), file.c_str(), 0, nullptr, &err), TA_E_CORRUPT) << err.message;
     EXPECT_EQ(err.block, 2);
     char name[32];
     std::snprintf(name, sizeof name, "sequence 0x%llx", (unsigned long long)seq);

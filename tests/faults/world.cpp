@@ -342,7 +342,7 @@ Status World::create_context() {
         device = simulated.get();
         seams.device = std::move(simulated);
     }
-    Result<std::shared_ptr<ta::Context>> made = ta::Context::create(options, std::move(seams));
+    Result<std::shared_ptr<ta::Context>> made = ta::Context::create(std::move(options), std::move(seams));
     if (!made.ok()) return std::move(made).status();
     context.reset(new ta_context{made.take()});
     device_ = device;
@@ -517,7 +517,7 @@ size_t World::save_and_load(size_t s) {
         faults_on_ = false;
     }
     call("ta_seq_save", Kind::kCommon, [&](ta_error* err) {
-        const ta_status status = ta_seq_save(pool.get(), seqs[s], path.c_str(), nullptr, nullptr, err);
+        const ta_status status = ta_seq_save(pool.get(), seqs[s], path.c_str(), nullptr, err);
         return status;
     });
     // What cannot be unlinked stays.
@@ -525,7 +525,7 @@ size_t World::save_and_load(size_t s) {
     EXPECT_TRUE(folder_.entries() == 1 || !unlinks) << "a save that failed has left something behind";
     call("ta_seq_load", Kind::kCommon, [&](ta_error* err) {
         ta_seq seq = 0;
-        const ta_status status = ta_seq_load(pool.get(), path.c_str(), nullptr, nullptr, &seq, err);
+        const ta_status status = ta_seq_load(pool.get(), path.c_str(), nullptr, &seq, err);
         if (status == TA_OK) seqs.push_back(seq);
         return status;
     });

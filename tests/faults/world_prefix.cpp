@@ -127,7 +127,7 @@ void World::save_pool() {
     const std::string path = folder_.file("pool");
     const size_t others = shape_.persistent && tiered() ? 1 : 0;
     call("ta_kv_pool_save", Kind::kCommon,
-         [&](ta_error* err) { return ta_kv_pool_save(pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, err); });
+         [&](ta_error* err) { return ta_kv_pool_save(pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, err); });
     const bool unlinks = !fault_.forever || fault_.kind == FaultKind::kEnospc || !is_file(fault_.kind);
     EXPECT_TRUE(folder_.entries() == 1 + others || !unlinks) << "a save that failed has left something behind";
     saved_ = seqs;
@@ -145,8 +145,7 @@ size_t World::load_pool() {
     std::vector<ta_loaded_seq> loaded(saved_.size());
     uint64_t n = 0;
     call("ta_kv_pool_load", Kind::kCommon, [&](ta_error* err) {
-        const ta_status status =
-            ta_kv_pool_load(pool.get(), path.c_str(), nullptr, nullptr, loaded.data(), loaded.size(), &n, err);
+        const ta_status status = ta_kv_pool_load(pool.get(), path.c_str(), nullptr, loaded.data(), loaded.size(), &n, err);
         for (size_t s = 0; status == TA_OK && s < saved_.size(); ++s) {
             const auto found = std::find_if(loaded.begin(), loaded.begin() + ptrdiff_t(n),
                                             [&](const ta_loaded_seq& l) { return l.saved == saved_[s]; });

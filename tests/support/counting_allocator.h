@@ -33,6 +33,7 @@ class CountingAllocator {
             static_cast<CountingAllocator*>(user)->deallocate(p, bytes, alignment);
         };
         a.user = this;
+        a.release = [](void* user) { ++static_cast<CountingAllocator*>(user)->released_; };
         return a;
     }
 
@@ -47,6 +48,8 @@ class CountingAllocator {
         return alive_.size();
     }
     uint64_t allocations() const { return allocations_.load(); }
+    // How often a set of hooks was let go of.
+    int released() const { return released_.load(); }
     // Requests that the ABI excludes: sizes and alignments, and blocks given back with others than they were asked for.
     uint64_t faults() const { return faults_.load(); }
 
@@ -94,6 +97,7 @@ class CountingAllocator {
     }
 
     std::atomic<uint64_t> bytes_alive_{0}, allocations_{0}, faults_{0};
+    std::atomic<int> released_{0};
     mutable std::mutex mutex_;
     std::map<void*, Block, std::less<>, Malloc<std::pair<void* const, Block>>> alive_;
 };

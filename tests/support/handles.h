@@ -21,6 +21,15 @@ T sized() {
     return x;
 }
 
+// A set with a progress callback, for a call: ta_seq_save(..., ReportTo(report, &state), ...).
+struct ReportTo : ta_progress {
+    ReportTo(ta_progress_fn fn, void* to) : ta_progress(sized<ta_progress>()) {
+        report = fn;
+        user = to;
+    }
+    operator const ta_progress*() const { return this; }
+};
+
 struct Deleter {
     void operator()(ta_context* p) const { ta_context_destroy(p); }
     void operator()(ta_kv_pool* p) const { ta_kv_pool_destroy(p); }

@@ -33,7 +33,8 @@ class MoverTest : public ::testing::Test {
         Context::Options options;
         options.threads = 2;
         files->has_queues = false;
-        Result<std::shared_ptr<Context>> context = Context::create(options, {.files = files, .device = std::move(late)});
+        Result<std::shared_ptr<Context>> context =
+            Context::create(std::move(options), {.files = files, .device = std::move(late)});
         ASSERT_TRUE(context.ok());
         Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr);
         const ta_numerics defaults{};

@@ -41,7 +41,7 @@ struct Decoded {
 Decoded decode(int high, int low) {
     Context::Options context_options;
     context_options.threads = 1;
-    Result<std::shared_ptr<Context>> context = Context::create(context_options);
+    Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
     Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
     ta_numerics settings{};
     settings.sink_blocks = -1;
@@ -118,7 +118,7 @@ class Choices final : public AttentionSource {
 TEST(SteadyState, StepsDoNotLookInVainForWhatMayLeave) {
     Context::Options context_options;
     context_options.threads = 1;
-    Result<std::shared_ptr<Context>> context = Context::create(context_options);
+    Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
     Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
     ta_numerics settings{};
     settings.sink_blocks = 1;
@@ -165,7 +165,7 @@ TEST(SteadyState, BeginWaitsForScratch) {
     for (const milliseconds patience : {milliseconds(60000), milliseconds(0)}) {
         Context::Options context_options;
         context_options.threads = 1;
-        Result<std::shared_ptr<Context>> context = Context::create(context_options);
+        Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
         Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
         ta_numerics settings{};
         Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);

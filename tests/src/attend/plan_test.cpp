@@ -46,7 +46,7 @@ class PlanRoom : public ::testing::Test {
         if (gpu) seams.device = std::make_unique<SimulatedDevice>(1);
         Context::Options options;
         options.threads = 1;
-        Result<std::shared_ptr<Context>> context = Context::create(options, std::move(seams));
+        Result<std::shared_ptr<Context>> context = Context::create(std::move(options), std::move(seams));
         ASSERT_TRUE(context.ok());
         Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr, falls);
         ta_numerics settings{};

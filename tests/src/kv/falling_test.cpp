@@ -212,11 +212,11 @@ TEST_P(Falling, AttentionIsThatOverThePoolThatGotTheSameBlocksByHand) {
         } else {  // universal scales have state beside the blocks: the file is the pool's own
             std::filesystem::remove(path);
             ta_error err;
-            require(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, nullptr, &err), err);
+            require(ta_seq_save(pool.get(), seq, path.c_str(), nullptr, &err), err);
         }
         ta_seq loaded = 0;
         ta_error err;
-        require(ta_seq_load(by_hand.get(), path.c_str(), nullptr, nullptr, &loaded, &err), err);
+        require(ta_seq_load(by_hand.get(), path.c_str(), nullptr, &loaded, &err), err);
         EXPECT_EQ(tier_stats(by_hand, TA_TIER_DEVICE).blocks, uint64_t(kBlocks));
         for (uint64_t b = 0; b < kBlocks; ++b) EXPECT_TRUE(read_block(by_hand, loaded, b).payload == blocks[b].payload);
         Steps other = steps;
@@ -518,12 +518,12 @@ TEST(FallingBlocks, FilesAndTruncatesKeepTheBits) {
     const std::vector<uint32_t> bits = {8, 2, 2, 2, 2, 4, 4, 4, 8, 8};
     ta_error err;
     ta_seq loaded = 0;
-    require(ta_seq_save(pool.get(), seq, folder.file("s").c_str(), nullptr, nullptr, &err), err);
-    require(ta_seq_load(other.get(), folder.file("s").c_str(), nullptr, nullptr, &loaded, &err), err);
-    require(ta_kv_pool_save(pool.get(), folder.file("p").c_str(), 0, nullptr, nullptr, &err), err);
+    require(ta_seq_save(pool.get(), seq, folder.file("s").c_str(), nullptr, &err), err);
+    require(ta_seq_load(other.get(), folder.file("s").c_str(), nullptr, &loaded, &err), err);
+    require(ta_kv_pool_save(pool.get(), folder.file("p").c_str(), 0, nullptr, &err), err);
     ta_loaded_seq ids[2];
     uint64_t n = 0;
-    require(ta_kv_pool_load(other.get(), folder.file("p").c_str(), nullptr, nullptr, ids, 2, &n, &err), err);
+    require(ta_kv_pool_load(other.get(), folder.file("p").c_str(), nullptr, ids, 2, &n, &err), err);
     for (const ta_seq copy : {loaded, ids[0].loaded}) {
         for (uint64_t b = 0; b < bits.size(); ++b) {
             const BlockBits a = read_block(pool, seq, b), c = read_block(other, copy, b);
@@ -538,8 +538,7 @@ TEST(FallingBlocks, FilesAndTruncatesKeepTheBits) {
     }
     // Pools in which nothing falls do not take the file.
     settings.falls = TA_OFF;
-    EXPECT_EQ(ta_seq_load(make_pool(context, settings).get(), folder.file("s").c_str(), nullptr, nullptr, &loaded, &err),
-              TA_E_INVALID);
+    EXPECT_EQ(ta_seq_load(make_pool(context, settings).get(), folder.file("s").c_str(), nullptr, &loaded, &err), TA_E_INVALID);
     // A truncate into a fallen block: it is opened at 8 bits from what it has.
     for (const int64_t length : {5 * 64 + 30, 2 * 64 + 30}) {
         const uint64_t block = uint64_t(length) / 64;

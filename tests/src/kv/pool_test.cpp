@@ -15,7 +15,7 @@ constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
 std::shared_ptr<Context> make_context() {
     Context::Options options;
     options.threads = 1;
-    Result<std::shared_ptr<Context>> c = Context::create(options);
+    Result<std::shared_ptr<Context>> c = Context::create(std::move(options));
     return c.take();
 }
 

@@ -21,7 +21,7 @@ class Prefix : public ::testing::Test {
     void SetUp() override {
         Context::Options options;
         options.threads = 1;
-        Result<std::shared_ptr<Context>> context = Context::create(options);
+        Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
         Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
         const ta_numerics plain{};
         Result<Numerics> n = resolve_numerics(&plain, 1, 1, 64);

@@ -14,7 +14,7 @@ namespace {
 std::shared_ptr<Pool> make_pool(Eviction eviction, uint64_t budget) {
     Context::Options options;
     options.threads = 1;
-    Result<std::shared_ptr<Context>> context = Context::create(options);
+    Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
     Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
     const ta_numerics defaults{};
     Result<Numerics> n = resolve_numerics(&defaults, 1, 1, 64);
