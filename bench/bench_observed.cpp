@@ -64,14 +64,7 @@ void run(int64_t tokens, int bits) {
     std::vector<float> q(kHeads * kGroup * kDim), out(q.size()), mass(pages);
     for (float& x : q) x = normal(random);
     const auto view = [](std::vector<float>& x) {
-        ta_tensor t{};
-        t.struct_size = sizeof t;
-        t.dtype = TA_DTYPE_F32;
-        t.data = x.data();
-        t.tokens = 1;
-        t.heads = kHeads * kGroup;
-        t.head_dim = kDim;
-        return view_tensor(t, "q").value();
+        return view_tensor(ta_tensor_make(x.data(), TA_DTYPE_F32, 1, kHeads * kGroup, kDim), "q").value();
     };
     AttendCall call;
     call.head_dim = kDim;

@@ -12,14 +12,7 @@ namespace ta::bench {
 namespace {
 
 ta_tensor view(const float* data, int64_t tokens, int64_t heads, int64_t d) {
-    ta_tensor t{};
-    t.struct_size = sizeof t;
-    t.dtype = TA_DTYPE_F32;
-    t.data = const_cast<float*>(data);
-    t.tokens = tokens;
-    t.heads = heads;
-    t.head_dim = d;
-    return t;
+    return ta_tensor_make(data, TA_DTYPE_F32, tokens, heads, d);
 }
 
 }  // namespace

@@ -226,17 +226,57 @@ enum {
 
 /* ------------------------------------------------------------------------------------------------ tensors */
 
-/* A view of [tokens, heads, head_dim] elements in the context's memory, owned by the caller. The innermost stride is 1. */
+/* A view of [tokens, heads, head_dim] elements in the context's memory, owned by the caller. The innermost stride is 1.
+ * ta_tensor_make and ta_tensor_make_strided below fill one in.
+ *
+ * Strides are in elements and at least head_dim in magnitude; they may be negative. The stride of an axis of one element is not
+ * looked at. Both strides 0, as in a struct that was zeroed: the tensor is dense, with strides heads * head_dim and head_dim. One
+ * stride 0 on an axis of more than one element is refused (TA_E_SHAPE), for inputs too: it is what broadcast views have (expand
+ * of PyTorch, broadcast_to of NumPy), whose elements have to be copied apart first.
+ *
+ * Calls take const ta_tensor*: the struct is only read. `data` is only read where the tensor is an input, and written where it
+ * is an output (`out`). */
 typedef struct ta_tensor {
     uint32_t struct_size;
     ta_dtype dtype;
-    void* data;           /* aligned to its element; only read when passed as an input; may be NULL when tokens is 0 */
+    void* data;           /* aligned to its element; may be NULL when tokens is 0 */
     int64_t tokens;       /* 0 and up */
     int64_t heads;        /* 1 and up */
     int64_t head_dim;     /* channels */
-    int64_t stride_token; /* in elements, between tokens; default heads * head_dim; at least head_dim in magnitude */
-    int64_t stride_head;  /* in elements, between heads; default head_dim; at least head_dim in magnitude */
+    int64_t stride_token; /* between tokens */
+    int64_t stride_head;  /* between heads */
 } ta_tensor;
+
+#define TA_STRIDE_BROADCAST INT64_MIN /* a stride of 0 that is meant: always refused on an axis of more than one element */
+
+/* A view with these strides. A stride of 0 is taken for what it is, never for a default. `data` of an input may be const. */
+static inline ta_tensor ta_tensor_make_strided(const void* data, ta_dtype dtype, int64_t tokens, int64_t heads,
+                                               int64_t head_dim, int64_t stride_token, int64_t stride_head) {
+    ta_tensor t;
+    t.struct_size = (uint32_t)sizeof(ta_tensor);
+    t.dtype = dtype;
+#ifdef __cplusplus
+    t.data = const_cast<void*>(data);
+#else
+    t.data = (void*)(uintptr_t)data;
+#endif
+    t.tokens = tokens;
+    t.heads = heads;
+    t.head_dim = head_dim;
+    t.stride_token = stride_token != 0 ? stride_token : TA_STRIDE_BROADCAST;
+    t.stride_head = stride_head != 0 ? stride_head : TA_STRIDE_BROADCAST;
+    return t;
+}
+
+/* A dense one: [tokens, heads, head_dim] without gaps. */
+static inline ta_tensor ta_tensor_make(const void* data, ta_dtype dtype, int64_t tokens, int64_t heads, int64_t head_dim) {
+    /* Of a shape that overflows both strides are left to the library, which refuses it. */
+    const int fits = heads > 0 && head_dim > 0 && heads <= INT64_MAX / head_dim;
+    ta_tensor t = ta_tensor_make_strided(data, dtype, tokens, heads, head_dim, 1, 1);
+    t.stride_token = fits ? heads * head_dim : 0;
+    t.stride_head = fits ? head_dim : 0;
+    return t;
+}
 
 /* ------------------------------------------------------------------------------------------------ context */
 

@@ -19,9 +19,10 @@ int main(void) {
     for (int i = 0; i < PROMPT * Q_HEADS * DIM; ++i) q[i] = (float)(i * 97 % 1999) / 999 - 1;
     for (int step = 0; step < 10; ++step) { /* the prompt first, then one token at a time */
         int32_t n = step ? 1 : PROMPT;
-        ta_tensor tq = {.struct_size = sizeof tq, .dtype = TA_DTYPE_F32, .data = q, .tokens = n, .heads = Q_HEADS, .head_dim = DIM};
-        ta_tensor tk = tq, tv = tq, to = tq;
-        tk.data = k, tv.data = v, to.data = out, tk.heads = tv.heads = KV_HEADS;
+        ta_tensor tq = ta_tensor_make(q, TA_DTYPE_F32, n, Q_HEADS, DIM);
+        ta_tensor tk = ta_tensor_make(k, TA_DTYPE_F32, n, KV_HEADS, DIM);
+        ta_tensor tv = ta_tensor_make(v, TA_DTYPE_F32, n, KV_HEADS, DIM);
+        ta_tensor to = ta_tensor_make(out, TA_DTYPE_F32, n, Q_HEADS, DIM);
         CHECK(ta_plan_begin(plan, 1, &seq, &n, NULL, &err));
         for (uint32_t layer = 0; layer < LAYERS; ++layer) {
             CHECK(ta_append(plan, layer, &tk, &tv, &err));

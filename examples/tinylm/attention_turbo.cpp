@@ -49,14 +49,7 @@ Handle<ta_context> make_context(int threads, bool gpu = false) {
 }
 
 ta_tensor tensor(const float* data, int tokens, int heads, int head_dim) {
-    ta_tensor t{};
-    t.struct_size = sizeof t;
-    t.dtype = TA_DTYPE_F32;
-    t.data = const_cast<float*>(data);  // the library only reads its inputs
-    t.tokens = tokens;
-    t.heads = heads;
-    t.head_dim = head_dim;
-    return t;
+    return ta_tensor_make(data, TA_DTYPE_F32, tokens, heads, head_dim);
 }
 
 // Room for the sequence even if every block stayed at 8 bits: twice its codes, and more for the padding of small blocks.

@@ -48,8 +48,19 @@ Result<TensorView> view_tensor(const ta_tensor& t, const char* name) {
     v.head_dim = t.head_dim;
     const std::optional<int64_t> row = checked_mul(t.heads, t.head_dim);
     if (!row) return fail(TA_E_SHAPE, "%s: heads x head_dim does not fit 64 bits", name);
-    v.stride_token = t.stride_token ? t.stride_token : *row;
-    v.stride_head = t.stride_head ? t.stride_head : t.head_dim;
+    const bool dense = t.stride_token == 0 && t.stride_head == 0;
+    const auto is_broadcast = [&](int64_t stride, int64_t n) {
+        return n > 1 && ((stride == 0 && !dense) || stride == TA_STRIDE_BROADCAST);
+    };
+    if (is_broadcast(t.stride_token, t.tokens) || is_broadcast(t.stride_head, t.heads)) {
+        return fail(TA_E_SHAPE,
+                    "%s has stride 0 over %lld %s, a broadcast view; copy its elements apart, or leave both strides 0 for a "
+                    "dense tensor",
+                    name, (long long)(is_broadcast(t.stride_token, t.tokens) ? t.tokens : t.heads),
+                    is_broadcast(t.stride_token, t.tokens) ? "tokens" : "heads");
+    }
+    v.stride_token = t.tokens > 1 && !dense ? t.stride_token : *row;
+    v.stride_head = t.heads > 1 && !dense ? t.stride_head : t.head_dim;
     if ((v.tokens > 1 && v.stride_token > -v.head_dim && v.stride_token < v.head_dim) ||
         (v.heads > 1 && v.stride_head > -v.head_dim && v.stride_head < v.head_dim)) {
         return fail(TA_E_SHAPE, "%s: a stride is shorter than head_dim %lld", name, (long long)t.head_dim);

@@ -106,6 +106,10 @@ TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
         {"token stride INT64_MAX", [](ta_tensor& t) { t.stride_token = INT64_MAX; }, TA_E_SHAPE},
         {"token stride INT64_MIN", [](ta_tensor& t) { t.stride_token = INT64_MIN; }, TA_E_SHAPE},
         {"head stride INT64_MIN", [](ta_tensor& t) { t.stride_head = INT64_MIN; }, TA_E_SHAPE},
+        {"token stride 0 alone", [](ta_tensor& t) { t.stride_head = t.head_dim; }, TA_E_SHAPE},
+        {"head stride 0 alone", [](ta_tensor& t) { t.stride_token = t.heads * t.head_dim; }, TA_E_SHAPE},
+        {"a view of one row",
+         [](ta_tensor& t) { t = ta_tensor_make_strided(t.data, t.dtype, t.tokens, t.heads, t.head_dim, 0, 0); }, TA_E_SHAPE},
         {"strides whose sum wraps",
          [](ta_tensor& t) {
              t.stride_token = INT64_MAX / 2 - 10;
@@ -134,6 +138,46 @@ TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
     attend(plan, 1, q, out);
     EXPECT_EQ(ta_attend_dense(context.get(), q.view(), k.view(), v.view(), out.view(), nullptr, nullptr, nullptr), TA_OK);
     end(plan);
+}
+
+TEST_F(BadTensors, ViewsOfOneRowAreCalledByTheirName) {
+    open_plan();
+    const auto with = [&](int64_t stride_token, int64_t stride_head) {
+        return [=, this](ta_error* err) {
+            const ta_tensor t =
+                ta_tensor_make_strided(k.view()->data, TA_DTYPE_F32, kTokens, kHeads, kDim, stride_token, stride_head);
+            return ta_append(plan.get(), 1, &t, v.view(), err);
+        };
+    };
+    expect_failures({{"tokens", with(0, kDim), TA_E_SHAPE, 2, "k has stride 0 over 3 tokens, a broadcast view"},
+                     {"heads", with(kHeads * kDim, 0), TA_E_SHAPE, 2, "k has stride 0 over 2 heads, a broadcast view"},
+                     {"both", with(0, 0), TA_E_SHAPE, 2, "leave both strides 0 for a dense tensor"}},
+                    true);
+    // Where an axis has one element its stride is anything.
+    const std::vector<float> values(size_t(kHeads) * kDim, 0.5f);
+    const ta_seq one = make_sequence(pool);
+    const Plan other = make_plan(pool);
+    for (const int64_t stride : {int64_t{0}, int64_t{1}, INT64_MAX, INT64_MIN, -int64_t{3}}) {
+        begin(other, {one}, {1}, {0});
+        const ta_tensor t = ta_tensor_make_strided(values.data(), TA_DTYPE_F32, 1, kHeads, kDim, stride, kDim);
+        ta_error err;
+        EXPECT_EQ(ta_append(other.get(), 0, &t, &t, &err), TA_OK) << stride << ": " << err.message;
+        EXPECT_EQ(ta_plan_abort(other.get(), nullptr), TA_OK);
+    }
+}
+
+TEST_F(BadTensors, TensorsThatAreMadeCarryStrides) {
+    float x[6 * 64] = {};
+    const ta_tensor t = ta_tensor_make(x, TA_DTYPE_F32, 3, 2, 64);
+    EXPECT_EQ(t.struct_size, sizeof t);
+    EXPECT_EQ(t.data, x);
+    EXPECT_EQ(t.stride_token, 128);
+    EXPECT_EQ(t.stride_head, 64);
+    const ta_tensor huge = ta_tensor_make(x, TA_DTYPE_F32, 3, INT64_MAX, 2),
+                    negative = ta_tensor_make(x, TA_DTYPE_F32, 3, -1, 2);
+    EXPECT_EQ(huge.stride_token, 0);
+    EXPECT_EQ(negative.stride_token, 0);
+    EXPECT_EQ(ta_attend_dense(context.get(), &huge, &huge, &huge, &huge, nullptr, nullptr, nullptr), TA_E_SHAPE);
 }
 
 TEST_F(BadTensors, TokenAndChannelCountsMustBeThoseOfTheCall) {
@@ -179,6 +223,7 @@ TEST_F(BadTensors, TheOutputMustNotOverlapInputs) {
     const ta_tensor second = view_of(zeros.data() + kQHeads * kDim, kTokens, kQHeads, kDim);
     ta_tensor backwards = view_of(zeros.data() + kTokens * kQHeads * kDim, kTokens, kQHeads, kDim);
     backwards.stride_token = -int64_t(kQHeads) * kDim;
+    backwards.stride_head = kDim;
     for (const ta_tensor* o : {&first, &second, static_cast<const ta_tensor*>(&backwards)}) {
         expect_failures(
             {

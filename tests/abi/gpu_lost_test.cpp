@@ -45,11 +45,12 @@ TEST(GpuLost, TheErrorIsRememberedAndNothingElseBreaks) {
     ta_tensor q = *k.view();
     q.tokens = 2;
     q.stride_token = (out.view()->data > q.data ? -1 : 1) * (int64_t{1} << 40);
+    q.stride_head = q.head_dim;
     begin(plan, {seq}, {0}, {2});
     require(ta_attend(plan.get(), 0, &q, out.view(), nullptr, nullptr, &err), err);
     EXPECT_NE(cudaStreamSynchronize(stream), cudaSuccess);
     EXPECT_EQ(ta_attend(plan.get(), 0, k.view(), out.view(), nullptr, nullptr, &err), TA_E_SHAPE);  // not looked at by the GPU
-    q.stride_token = 0;
+    q.stride_token = q.stride_head = 0;
     EXPECT_EQ(ta_attend(plan.get(), 0, &q, out.view(), nullptr, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
     EXPECT_EQ(ta_context_health(gpu.get(), &err), TA_E_DEVICE_LOST);
     EXPECT_NE(err.message[0], '\0');

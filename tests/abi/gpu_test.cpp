@@ -317,9 +317,9 @@ TEST_F(Gpu, ACalibratorLooksAtDeviceMemory) {
     const struct {
         int64_t first, tokens, stride_token, stride_head;
     } views[] = {{0, kTokens, 0, 0},
-                 {row, kTokens, 3 * row, 0},               // the middle of three interleaved tensors
-                 {0, kTokens, kDim, kTokens * kDim},       // head by head
-                 {(kTokens - 1) * row, kTokens, -row, 0},  // the last token first
+                 {row, kTokens, 3 * row, kDim},               // the middle of three interleaved tensors
+                 {0, kTokens, kDim, kTokens * kDim},          // head by head
+                 {(kTokens - 1) * row, kTokens, -row, kDim},  // the last token first
                  {(kHeads - 1) * kTokens * kDim, kTokens, kDim, -kTokens * kDim},
                  {7, 1, 0, 0},
                  {0, kTokens, kDim, kDim}};  // rows that share memory
