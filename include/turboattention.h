@@ -385,17 +385,9 @@ enum {
                             * evenly over it */
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
     /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over the layers that
-     * the step observes (attention_layers), query heads and the last 16 query tokens, summed, halving in attention_half_life
-     * steps */
+     * the step observes, query heads and the last 16 query tokens, summed, halving with the pool's steps (docs/tiers.md) */
     TA_EVICT_ATTENTION = 2
 };
-
-/* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for
- * each piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels.
- * TA_MOVE_ROUTE_AUTO: the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the
- * background or is prefetched goes by copy engine. */
-typedef int32_t ta_move_route;
-enum { TA_MOVE_ROUTE_AUTO = 0, TA_MOVE_ROUTE_COPY_ENGINE = 1, TA_MOVE_ROUTE_KERNEL = 2 };
 
 /* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages while the layers before it
  * run, into room that the device tier has free, or read it in place. Results are the same to the bit. TA_STAGING_AUTO:
@@ -407,6 +399,7 @@ enum { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place;
  * those on disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk
  * tier needs one. */
+struct ta_x_tier_tuning;
 typedef struct ta_tier_options {
     uint32_t struct_size;
     uint32_t host_node;      /* 1 + the NUMA node of the host tier; default: the GPU's, on a CPU where the system puts it */
@@ -416,11 +409,9 @@ typedef struct ta_tier_options {
     int32_t high_percent; /* of the device budget: a step that ends above it makes blocks leave in the background; default 94 */
     int32_t low_percent;  /* of the device budget: until no more than this is in use; default high_percent - 4 */
     ta_eviction eviction; /* default TA_EVICT_LRU */
-    ta_move_route route;  /* between a GPU and the host; default: measured when the context's first such pool is created */
     /* A disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies there is found by the next
      * pool of the same shape and settings, also after a crash. NULL: it ends with the pool. */
     const char* disk_path;
-    int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps, all of the pool counted; default 128 */
     /* Default off. On: where nothing that may leave the device finds room below, a begin loses full blocks that one sequence
      * alone has, in the order of `eviction`, but no sink blocks and no pinned ones: their tokens keep their positions and get
      * no attention any more. Changes results. */
@@ -429,17 +420,11 @@ typedef struct ta_tier_options {
      * blocks away (default 10000); up to 86,400,000; -1: not at all. */
     int32_t begin_wait_ms;
     ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
-    /* How many bytes of the device budget a step may stage in, as far as they are free; default: an eighth of the budget. */
-    uint64_t staging_bytes;
     /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and
      * those on disk 2, of one of 4 bits those on disk 2. Sink blocks and what is published keep what they have. Changes
      * results; docs/tiers.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
     ta_switch falling_precision;
-    /* Under TA_EVICT_ATTENTION: a step observes one layer in so many, from step to step of a plan each in its turn. Captured
-     * calls are always observed in layers 0, attention_layers, 2 * attention_layers and so on. More than the pool's layers
-     * counts as all of them, so every step observes one. Default 8 on a GPU, where decode takes up to 16% longer in a layer
-     * that is observed; 1, all layers, on a CPU. */
-    int32_t attention_layers;
+    const struct ta_x_tier_tuning* tuning; /* turboattention_experimental.h; NULL: all as measured or by default */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -485,8 +470,8 @@ typedef struct ta_kv_pool_stats {
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the
  * budget is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the
- * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales, and up to 2% more where blocks
- * of several sizes share the memory (more in pools of few blocks): ta_context_info.device_bytes_in_use has the sum.
+ * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales, and what is left over where
+ * blocks of several sizes share the memory: ta_context_info.device_bytes_in_use has the sum.
  * Errors: TA_E_INVALID, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
  * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
  * TA_E_CORRUPT (the file is damaged). */
@@ -682,9 +667,6 @@ TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move
 /* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). Errors:
  * as ta_move_query. */
 TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
-/* Blocks until the moves are finished, so that work enqueued afterwards on any stream finds them done; `stream` is not used
- * yet. Errors: as ta_move_query, TA_E_UNSUPPORTED also on a CPU. */
-TA_API ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
 /* Blocks that have not moved yet stay where they are, also those that a disk works on. Errors: as ta_move_query. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);
 
@@ -700,33 +682,45 @@ typedef struct ta_residency {
 /* Errors: TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out, ta_error* err);
 
+/* Of one tier. Counters are since creation. */
 typedef struct ta_tier_stats {
     uint32_t struct_size;
     int32_t state; /* 0: ok; 1: read-only, tries again by itself; 2: failed */
     uint64_t bytes_budget;
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */
-    uint64_t largest_free; /* longest run of them that blocks can have */
+    uint64_t largest_free; /* longest run of them that blocks can have; 0 where that is not known */
+    double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
     uint64_t blocks;
-    uint64_t blocks_in, blocks_out; /* moved here and away since creation, as the next ones */
+    /* `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */
+    uint64_t token_blocks, channel_blocks, low_blocks;
+    uint64_t blocks_in, blocks_out; /* moved here and away */
     uint64_t bytes_in, bytes_out;
-    uint64_t failed;  /* of the device tier blocks that could not move, but for lack of room; of a disk requests; else 0 */
-    uint64_t corrupt; /* blocks that did not match their hashes */
-    uint64_t queued;  /* of the device tier tickets, of a disk requests that are not finished now */
-    uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* of all tiers: what moves were for */
-    char reason[192]; /* of the state, and what the tier lacks here; empty when nothing is missing */
-    uint64_t bytes_by_copy_engine, bytes_by_kernel; /* of all tiers: what carried moves between a GPU and the host */
-    /* Of all tiers, as measured: blocks of at least so many bytes go by copy engine to the host, and back; 0: not measured. */
-    uint64_t copy_engine_from_down, copy_engine_from_up;
-    double fragmentation;    /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
-    uint64_t hits;           /* since creation, as the rest: blocks of steps that were here when the step began */
-    uint64_t misses;         /* that were not here but in a slower tier */
-    uint64_t misses_failed;  /* that were here but could not be brought to where the step reads them */
-    uint64_t evicted_blocks; /* that left this tier to make room */
+    uint64_t fallen_blocks;     /* that came here with fewer bits than they had */
+    uint64_t hits;              /* blocks of steps that were here when the step began */
+    uint64_t misses;            /* that were not here but in a slower tier */
+    uint64_t misses_failed;     /* that were here but could not be brought to where the step reads them */
+    uint64_t evicted_blocks;    /* that left this tier to make room */
     double evicted_age_seconds; /* since the last step of their sequences, summed */
-    /* of all tiers */
-    uint64_t prefetch_used;   /* prefetched blocks that a step then found */
-    uint64_t prefetch_late;   /* that a step wanted before they came */
+    uint64_t requests_queued;   /* reads and writes of a disk that are not finished now; 0 elsewhere */
+    uint64_t requests_failed;   /* that failed, or did not end in time */
+    uint64_t requests_corrupt;  /* that read what does not match its hash, records refused at opening included */
+    char reason[192];           /* of the state, and what the tier lacks here; empty when nothing is missing */
+} ta_tier_stats;
+
+/* Fills in `stats`. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
+TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err);
+
+/* Of a pool with all its tiers: what moved and why, what steps waited for and staged. Counters are since creation. */
+typedef struct ta_move_stats {
+    uint32_t struct_size;
+    uint32_t reserved;
+    uint64_t queued_tickets;                                             /* that are not finished now */
+    uint64_t bytes_asked, bytes_prefetched, bytes_needed, bytes_evicted; /* what moves were for */
+    uint64_t failed_blocks;                                              /* that could not move, but for lack of room */
+    uint64_t corrupt_blocks;                                             /* that did not match their hashes where they lay */
+    uint64_t prefetch_used;                                              /* prefetched blocks that a step then found */
+    uint64_t prefetch_late;                                              /* that a step wanted before they came */
     uint64_t prefetch_wasted; /* that left again, or were released, before a step used them */
     /* Begins that found no room for new blocks and waited for others to leave; 0: high_percent and low_percent are right. */
     uint64_t waits_for_room;
@@ -737,13 +731,13 @@ typedef struct ta_tier_stats {
     uint64_t staged_steps;     /* those of them that staged some of these: ta_tier_options.staging */
     uint64_t staged_pages;     /* that they copied; a page is what a block has of one layer */
     uint64_t staged_bytes;
-    /* Of this tier: `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */
-    uint64_t token_blocks, channel_blocks, low_blocks;
-    uint64_t fallen_blocks; /* since creation: that came here with fewer bits than they had */
-} ta_tier_stats;
+    uint64_t bytes_by_copy_engine, bytes_by_kernel; /* what carried moves between a GPU and the host */
+    /* As measured: blocks of at least so many bytes go by copy engine to the host, and back; 0: not measured. */
+    uint64_t copy_engine_from_down, copy_engine_from_up;
+} ta_move_stats;
 
-/* Fills in `stats`. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
-TA_API ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tier_stats* stats, ta_error* err);
+/* Fills in `stats`; zeros for a pool without tiers below the device, but for waits and drops. */
+TA_API ta_status ta_kv_pool_get_move_stats(const ta_kv_pool* pool, ta_move_stats* stats, ta_error* err);
 
 typedef int32_t ta_metrics_format;
 enum { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };

@@ -42,6 +42,32 @@ TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_
  * Errors: TA_E_STALE, TA_E_INVALID (range), TA_E_UNSUPPORTED (a pool of another policy), TA_E_BUSY. */
 TA_API ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, float* mass, ta_error* err);
 
+/* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for
+ * each piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels.
+ * TA_X_MOVE_ROUTE_AUTO: the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the
+ * background or is prefetched goes by copy engine. */
+typedef int32_t ta_x_move_route;
+enum { TA_X_MOVE_ROUTE_AUTO = 0, TA_X_MOVE_ROUTE_COPY_ENGINE = 1, TA_X_MOVE_ROUTE_KERNEL = 2 };
+
+/* Settings of tiers that are right by default on what was measured so far: ta_tier_options.tuning. Copied. */
+typedef struct ta_x_tier_tuning {
+    uint32_t struct_size;
+    ta_x_move_route route; /* between a GPU and the host; default: measured when the context's first such pool is created */
+    /* How many bytes of the device budget a step may stage in, as far as they are free; default: an eighth of the budget. */
+    uint64_t staging_bytes;
+    int32_t attention_half_life; /* of weights under TA_EVICT_ATTENTION, in steps, all of the pool counted; default 128 */
+    /* Under TA_EVICT_ATTENTION: a step observes one layer in so many, from step to step of a plan each in its turn. Captured
+     * calls are always observed in layers 0, attention_layers, 2 * attention_layers and so on. More than the pool's layers
+     * counts as all of them, so every step observes one. Default 8 on a GPU, where decode takes longer in a layer that is
+     * observed (docs/tiers.md); 1, all layers, on a CPU. */
+    int32_t attention_layers;
+} ta_x_tier_tuning;
+
+/* Blocks the calling thread until the moves are finished, so that work that is enqueued afterwards on any stream finds them
+ * done. `stream` is not used yet: a later version may enqueue the wait there. Errors: as ta_move_query, TA_E_UNSUPPORTED also
+ * on a CPU. */
+TA_API ta_status ta_x_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -117,17 +117,17 @@ class TurboAttention final : public AttentionBackend {
         KvStats out{.description = description_, .bytes = s.bytes_used, .tokens = s.tokens};
         if (!tiers_) return out;
         const ta_residency r = residency();
-        ta_tier_stats disk{};
-        disk.struct_size = sizeof disk;
+        ta_move_stats moves{};
+        moves.struct_size = sizeof moves;
         ta_error err{};
-        check("ta_kv_pool_get_tier_stats", ta_kv_pool_get_tier_stats(pool_.get(), TA_TIER_DISK, &disk, &err), err);
+        check("ta_kv_pool_get_move_stats", ta_kv_pool_get_move_stats(pool_.get(), &moves, &err), err);
         out.bytes = r.device_bytes + r.host_bytes + r.disk_bytes;
         out.device_blocks = r.device_blocks;
         out.host_blocks = r.host_blocks;
         out.disk_blocks = r.disk_blocks;
-        out.evicted_bytes = disk.bytes_evicted;
-        out.disk_bytes = disk.bytes_asked;
-        out.returned_bytes = disk.bytes_needed;
+        out.evicted_bytes = moves.bytes_evicted;
+        out.disk_bytes = moves.bytes_asked;
+        out.returned_bytes = moves.bytes_needed;
         return out;
     }
 

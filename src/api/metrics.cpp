@@ -132,13 +132,16 @@ constexpr TierMetric kTierMetrics[] = {
     {"tier_fallen_blocks", "counter", "Blocks that came into a tier with fewer bits than they had.",
      [](auto& s) { return double(s.fallen_blocks); }},
     {"tier_state", "gauge", "0: ok, 1: read-only, 2: failed.", [](auto& s) { return double(s.state); }},
-    {"tier_queued", "gauge", "Moves, or requests of a disk, that are not finished.", [](auto& s) { return double(s.queued); }},
+    {"tier_requests_queued", "gauge", "Reads and writes of a disk that are not finished.",
+     [](auto& s) { return double(s.requests_queued); }},
     {"tier_in_blocks", "counter", "Blocks moved into a tier.", [](auto& s) { return double(s.blocks_in); }},
     {"tier_out_blocks", "counter", "Blocks moved out of a tier.", [](auto& s) { return double(s.blocks_out); }},
     {"tier_in_bytes", "counter", "Bytes moved into a tier.", [](auto& s) { return double(s.bytes_in); }},
     {"tier_out_bytes", "counter", "Bytes moved out of a tier.", [](auto& s) { return double(s.bytes_out); }},
-    {"tier_failed", "counter", "Requests that failed; of the device tier, moves.", [](auto& s) { return double(s.failed); }},
-    {"tier_corrupt", "counter", "Blocks that did not match their hashes.", [](auto& s) { return double(s.corrupt); }},
+    {"tier_requests_failed", "counter", "Reads and writes of a disk that failed, or did not end in time.",
+     [](auto& s) { return double(s.requests_failed); }},
+    {"tier_requests_corrupt", "counter", "Reads of a disk that found what does not match its hash.",
+     [](auto& s) { return double(s.requests_corrupt); }},
     {"tier_fragmentation_ratio", "gauge", "Share of the free bytes that the worse kind of blocks cannot have.",
      [](auto& s) { return s.fragmentation; }},
     {"tier_hits", "counter", "Blocks of steps that were in a tier when the step began.",
@@ -152,8 +155,16 @@ constexpr TierMetric kTierMetrics[] = {
      [](auto& s) { return s.evicted_age_seconds; }},
 };
 
-// What is counted of all tiers together.
-constexpr TierMetric kMoveMetrics[] = {
+struct MoveMetric {
+    const char *name, *type, *help;
+    double (*of)(const ta_move_stats& s);
+};
+constexpr MoveMetric kMoveMetrics[] = {
+    {"moves_queued", "gauge", "Tickets of moves that are not finished.", [](auto& s) { return double(s.queued_tickets); }},
+    {"moves_failed_blocks", "counter", "Blocks that could not move, but for lack of room.",
+     [](auto& s) { return double(s.failed_blocks); }},
+    {"moves_corrupt_blocks", "counter", "Blocks that did not match their hashes where they lay.",
+     [](auto& s) { return double(s.corrupt_blocks); }},
     {"prefetch_used", "counter", "Prefetched blocks that a step then found.", [](auto& s) { return double(s.prefetch_used); }},
     {"prefetch_late", "counter", "Prefetched blocks that a step wanted before they came.",
      [](auto& s) { return double(s.prefetch_late); }},
@@ -199,6 +210,9 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
         tiers[t].struct_size = sizeof tiers[t];
         has[t] = ta_kv_pool_get_tier_stats(pool, t, &tiers[t], &error) == TA_OK;
     }
+    ta_move_stats moves{};
+    moves.struct_size = sizeof moves;
+    if (ta_kv_pool_get_move_stats(pool, &moves, &error) != TA_OK) return fail(error.code, "%s", error.message);
     for (const PoolMetric& m : kPoolMetrics) {
         w.family(m.name, m.type, m.help);
         w.value(m.of(s));
@@ -209,21 +223,21 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
             if (has[t]) w.value(m.of(tiers[t]), "tier", kTiers[t]);
         }
     }
-    for (const TierMetric& m : kMoveMetrics) {
+    for (const MoveMetric& m : kMoveMetrics) {
         w.family(m.name, m.type, m.help);
-        w.value(m.of(tiers[0]));
+        w.value(m.of(moves));
     }
     w.family("moved_bytes", "counter", "Bytes moved, by what for.");
-    w.value(double(tiers[0].bytes_asked), "reason", "asked");
-    w.value(double(tiers[0].bytes_prefetched), "reason", "prefetch");
-    w.value(double(tiers[0].bytes_needed), "reason", "needed");
-    w.value(double(tiers[0].bytes_evicted), "reason", "eviction");
+    w.value(double(moves.bytes_asked), "reason", "asked");
+    w.value(double(moves.bytes_prefetched), "reason", "prefetch");
+    w.value(double(moves.bytes_needed), "reason", "needed");
+    w.value(double(moves.bytes_evicted), "reason", "eviction");
     w.family("moved_by_route_bytes", "counter", "Bytes moved between a GPU and the host, by what carried them.");
-    w.value(double(tiers[0].bytes_by_copy_engine), "route", "copy_engine");
-    w.value(double(tiers[0].bytes_by_kernel), "route", "kernel");
+    w.value(double(moves.bytes_by_copy_engine), "route", "copy_engine");
+    w.value(double(moves.bytes_by_kernel), "route", "kernel");
     w.family("copy_engine_from_bytes", "gauge", "Size of blocks from which on the copy engine carries them; 0: not measured.");
-    w.value(double(tiers[0].copy_engine_from_down), "direction", "down");
-    w.value(double(tiers[0].copy_engine_from_up), "direction", "up");
+    w.value(double(moves.copy_engine_from_down), "direction", "down");
+    w.value(double(moves.copy_engine_from_up), "direction", "up");
     if (const Mover* mover = pool->impl->mover()) {
         const MoveCounters c = mover->counters();
         w.family("move_seconds", "histogram", "Time of a batch of moves into a tier, by powers of two of a microsecond.");

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "include/turboattention_experimental.h"
 #include "src/api/api.h"
 
 using namespace ta;
@@ -9,6 +10,27 @@ using namespace ta::api;
 namespace {
 
 constexpr uint32_t kDefaultMaxSequences = 65536;
+
+Status read_tuning(const ta_x_tier_tuning* given, TierSettings& settings) {
+    Result<ta_x_tier_tuning> read = read_struct(given, "options.tiers.tuning", 1);
+    if (!read.ok()) return std::move(read).status();
+    const ta_x_tier_tuning& o = read.value();
+    if (o.route < TA_X_MOVE_ROUTE_AUTO || o.route > TA_X_MOVE_ROUTE_KERNEL)
+        return fail(TA_E_INVALID, "options.tiers.tuning.route is %d, no value of ta_x_move_route", int(o.route));
+    settings.route = MoveRoute(o.route);
+    settings.staging_bytes = o.staging_bytes;
+    if (o.attention_half_life < 0) {
+        return fail(TA_E_INVALID, "options.tiers.tuning.attention_half_life is %d; it takes 1 and more, or 0 for the default",
+                    int(o.attention_half_life));
+    }
+    if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
+    if (o.attention_layers < 0) {
+        return fail(TA_E_INVALID, "options.tiers.tuning.attention_layers is %d; it takes 1 and more, or 0 for the default",
+                    int(o.attention_layers));
+    }
+    settings.attention_layers = uint32_t(o.attention_layers);
+    return {};
+}
 
 Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& falls) {
     Result<ta_tier_options> read = read_struct(given, "options.tiers", 1);
@@ -35,18 +57,6 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     if (o.eviction < TA_EVICT_LRU || o.eviction > TA_EVICT_ATTENTION)
         return fail(TA_E_INVALID, "options.tiers.eviction is %d, no value of ta_eviction", int(o.eviction));
     settings.eviction = Eviction(o.eviction);
-    if (o.route < TA_MOVE_ROUTE_AUTO || o.route > TA_MOVE_ROUTE_KERNEL)
-        return fail(TA_E_INVALID, "options.tiers.route is %d, no value of ta_move_route", int(o.route));
-    settings.route = MoveRoute(o.route);
-    if (o.attention_half_life < 0) {
-        return fail(TA_E_INVALID, "options.tiers.attention_half_life is %d; it takes 1 and more, or 0 for the default",
-                    int(o.attention_half_life));
-    }
-    if (o.attention_layers < 0) {
-        return fail(TA_E_INVALID, "options.tiers.attention_layers is %d; it takes 1 and more, or 0 for the default",
-                    int(o.attention_layers));
-    }
-    settings.attention_layers = uint32_t(o.attention_layers);
     if (o.drop_coldest < TA_DEFAULT || o.drop_coldest > TA_OFF)
         return fail(TA_E_INVALID, "options.tiers.drop_coldest is %d, no value of ta_switch", int(o.drop_coldest));
     settings.drop_coldest = o.drop_coldest == TA_ON;
@@ -59,12 +69,10 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     falls = o.falling_precision == TA_ON;
     if (o.falling_precision < TA_DEFAULT || o.falling_precision > TA_OFF)
         return fail(TA_E_INVALID, "options.tiers.falling_precision is %d, no value of ta_switch", int(o.falling_precision));
-    if (o.attention_half_life > 0) settings.half_life = uint32_t(o.attention_half_life);
     if (o.staging < TA_STAGING_AUTO || o.staging > TA_STAGING_ALWAYS)
         return fail(TA_E_INVALID, "options.tiers.staging is %d, no value of ta_staging", int(o.staging));
     settings.staging = StagingMode(o.staging);
-    settings.staging_bytes = o.staging_bytes;
-    return {};
+    return o.tuning ? read_tuning(o.tuning, settings) : Status();
 }
 
 Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o) {

@@ -1,6 +1,7 @@
 #include <cstdio>
 #include <string>
 
+#include "include/turboattention_experimental.h"
 #include "src/api/api.h"
 
 using namespace ta;
@@ -71,21 +72,28 @@ void fill_tier_usage(const Tier& tier, ta_tier_stats& r) {
     r.token_blocks = s.slots_used[size_t(PageKind::kToken)];
     r.channel_blocks = s.slots_used[size_t(PageKind::kChannel)];
     r.low_blocks = s.slots_used[size_t(PageKind::kLow)];
-    r.failed = s.failed + s.stalled;
-    r.corrupt = s.corrupt;
-    r.queued = s.queued + s.in_flight;
+    r.requests_failed = s.failed + s.stalled;
+    r.requests_corrupt = s.corrupt;
+    r.requests_queued = s.queued + s.in_flight;
     std::string reason = health.reason;
     for (const std::string& missing : tier.degraded()) reason += (reason.empty() ? "" : "; ") + missing;
     std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
 }
 
-// What the pool's steps found and waited for.
-void fill_steps(const Pool& pool, TierKind kind, ta_tier_stats& r) {
+void fill_moves(const MoveCounters& c, TierKind kind, ta_tier_stats& r) {
     const auto i = size_t(kind);
+    r.evicted_blocks = c.evicted[i];
+    r.fallen_blocks = c.fallen[i];
+    r.evicted_age_seconds = c.evicted_age[i];
+    r.blocks_in = c.blocks_in[i];
+    r.blocks_out = c.blocks_out[i];
+    r.bytes_in = c.bytes_in[i];
+    r.bytes_out = c.bytes_out[i];
+}
+
+// What the pool's steps waited for and staged.
+void fill_steps(const Pool& pool, ta_move_stats& r) {
     const Pool::Counters& c = pool.counters();
-    r.hits = c.hits[i];
-    r.misses = c.absent[i];
-    r.misses_failed = c.failed[i];
     r.waits_for_room = c.waits_for_room;
     r.waits_for_blocks = c.waits_for_blocks;
     r.dropped_blocks = c.dropped_blocks;
@@ -101,32 +109,21 @@ void fill_steps(const Pool& pool, TierKind kind, ta_tier_stats& r) {
 }
 
 // `device`: the pool's; nullptr on a CPU.
-void fill_moves(const Mover& mover, const Device* device, TierKind kind, ta_tier_stats& r) {
-    const auto i = size_t(kind);
+void fill_moves(const Mover& mover, const Device* device, ta_move_stats& r) {
     const MoveCounters c = mover.counters();
-    r.evicted_blocks = c.evicted[i];
-    r.fallen_blocks = c.fallen[i];
-    r.evicted_age_seconds = c.evicted_age[i];
-    r.blocks_in = c.blocks_in[i];
-    r.blocks_out = c.blocks_out[i];
-    r.bytes_in = c.bytes_in[i];
-    r.bytes_out = c.bytes_out[i];
+    r.queued_tickets = mover.queued();
+    r.failed_blocks = c.failed;
+    r.corrupt_blocks = c.corrupt;
     r.bytes_asked = c.bytes_by_reason[size_t(MoveReason::kAsked)];
     r.bytes_prefetched = c.bytes_by_reason[size_t(MoveReason::kPrefetch)];
     r.bytes_needed = c.bytes_by_reason[size_t(MoveReason::kNeeded)];
     r.bytes_evicted = c.bytes_by_reason[size_t(MoveReason::kEviction)];
     r.bytes_by_copy_engine = c.bytes_by_engine;
     r.bytes_by_kernel = c.bytes_by_kernel;
-    if (device) {
-        const MoveCrossover crossover = device->move_crossover();
-        r.copy_engine_from_down = crossover.to_host;
-        r.copy_engine_from_up = crossover.to_device;
-    }
-    if (kind == TierKind::kDevice) {
-        r.failed = c.failed;
-        r.corrupt = c.corrupt;
-        r.queued = mover.queued();
-    }
+    if (!device) return;
+    const MoveCrossover crossover = device->move_crossover();
+    r.copy_engine_from_down = crossover.to_host;
+    r.copy_engine_from_up = crossover.to_device;
 }
 
 }  // namespace
@@ -178,7 +175,7 @@ ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanosec
     });
 }
 
-ta_status ta_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err) {
+ta_status ta_x_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err) {
     return guard(err, [&]() -> Status {
         Result<Mover*> mover = mover_of(pool);
         if (!mover.ok()) return std::move(mover).status();
@@ -241,12 +238,28 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
                 return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", tier == TA_TIER_HOST ? "host" : "disk").argument(1);
             }
             fill_tier_usage(*t, r);
-            if (kind.value() == TierKind::kDisk) r.corrupt += p.refused_records();
+            if (kind.value() == TierKind::kDisk) r.requests_corrupt += p.refused_records();
         }
         r.blocks = r.token_blocks + r.channel_blocks + r.low_blocks;
-        fill_steps(p, kind.value(), r);
-        if (const Mover* mover = p.mover()) fill_moves(*mover, p.context().device(), kind.value(), r);
+        const auto i = size_t(kind.value());
+        r.hits = p.counters().hits[i];
+        r.misses = p.counters().absent[i];
+        r.misses_failed = p.counters().failed[i];
+        if (const Mover* mover = p.mover()) fill_moves(mover->counters(), kind.value(), r);
         return write_struct(r, stats, "stats", 2);
+    });
+}
+
+ta_status ta_kv_pool_get_move_stats(const ta_kv_pool* pool, ta_move_stats* stats, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(stats, "stats", 1));
+        const Pool& p = *pool->impl;
+        TA_RETURN_IF_ERROR(p.check_open());
+        ta_move_stats r{};
+        fill_steps(p, r);
+        if (const Mover* mover = p.mover()) fill_moves(*mover, p.context().device(), r);
+        return write_struct(r, stats, "stats", 1);
     });
 }
 

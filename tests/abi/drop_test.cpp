@@ -86,7 +86,7 @@ class Dropping : public ::testing::Test {
         }
         return has;
     }
-    uint64_t dropped() const { return tier_stats(pool, TA_TIER_DEVICE).dropped_blocks; }
+    uint64_t dropped() const { return move_stats(pool).dropped_blocks; }
 
     Context context;
     KvPool pool;

@@ -32,7 +32,7 @@ TEST(Eviction, OutputsAreThoseOfAPoolThatHasAllBlocksInOnePlace) {
             twins.step({a, b}, {int32_t(random.between(1, 120)), 1});
             if (::testing::Test::HasFatalFailure()) return;
         }
-        EXPECT_GT(tier_stats(twins.pool, TA_TIER_HOST).bytes_evicted, 0u);
+        EXPECT_GT(move_stats(twins.pool).bytes_evicted, 0u);
         twins.verify();
     }
 }
@@ -55,7 +55,7 @@ TEST(Eviction, WhatWasPrefetchedStaysUntilItIsUsed) {
     EXPECT_EQ(on_host(next), 0u);
     EXPECT_GT(on_host(idle), 3u);
     twins.step({next}, {1});
-    const ta_tier_stats s = tier_stats(twins.pool, TA_TIER_DEVICE);
+    const ta_move_stats s = move_stats(twins.pool);
     EXPECT_EQ(s.prefetch_used, 9u);
     EXPECT_EQ(s.prefetch_wasted, 0u);
 }
@@ -139,7 +139,9 @@ TEST(Eviction, AttentionIsWhatTheQueriesGiveToBlocks) {
         ta_tier_options tiers;
         auto options = options_of({.eviction = TA_EVICT_ATTENTION}, tiers);
         options.budget_bytes = kPlenty;
-        tiers.attention_half_life = 4;
+        auto tuning = sized<ta_x_tier_tuning>();
+        tuning.attention_half_life = 4;
+        tiers.tuning = &tuning;
         const KvPool pool = make_pool(context, options);
         const Plan plan = make_plan(pool);
         const ta_seq seq = make_sequence(pool);
@@ -197,8 +199,10 @@ class LookedAt {
     LookedAt(const Context& context, const std::vector<uint32_t>& layers, int32_t attention_layers) : layers_(layers) {
         auto tiers = sized<ta_tier_options>();
         tiers.eviction = TA_EVICT_ATTENTION;
-        tiers.attention_half_life = 1 << 30;
-        tiers.attention_layers = attention_layers;
+        auto tuning = sized<ta_x_tier_tuning>();
+        tuning.attention_half_life = 1 << 30;
+        tuning.attention_layers = attention_layers;
+        tiers.tuning = &tuning;
         auto options = pool_options(uint32_t(layers.size()), kHeads, kDim);
         options.tiers = &tiers;
         pool_ = make_pool(context, options);
@@ -369,23 +373,25 @@ TEST(Eviction, WrongValuesAreRefused) {
     }
     ta_tier_options tiers;
     auto options = options_of({.host_bytes = kPlenty}, tiers);
-    tiers.route = 3;
+    auto tuning = sized<ta_x_tier_tuning>();
+    tiers.tuning = &tuning;
+    tuning.route = 3;
     ta_kv_pool* none = nullptr;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
-    tiers.route = TA_MOVE_ROUTE_AUTO;
-    tiers.attention_half_life = -1;
+    tuning.route = TA_X_MOVE_ROUTE_AUTO;
+    tuning.attention_half_life = -1;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
-    tiers.attention_half_life = 0;
+    tuning.attention_half_life = 0;
     for (const ta_eviction eviction : kPolicies) {
         tiers.eviction = eviction;
-        tiers.attention_layers = -1;
+        tuning.attention_layers = -1;
         EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
         EXPECT_NE(std::string(err.message).find("attention_layers is -1"), std::string::npos) << err.message;
-        tiers.attention_layers = 7;
+        tuning.attention_layers = 7;
         make_pool(context, options);
     }
     tiers.eviction = TA_EVICT_LRU;
-    tiers.attention_layers = 0;
+    tuning.attention_layers = 0;
     tiers.begin_wait_ms = -2;
     EXPECT_EQ(ta_kv_pool_create(context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
     tiers.begin_wait_ms = 86'400'001;

@@ -44,13 +44,15 @@ class GpuAttention : public GpuTest {
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = b.host_bytes;
         tiers.eviction = b.eviction;
-        tiers.attention_half_life = 4;
-        tiers.attention_layers = b.attention_layers;
+        auto tuning = sized<ta_x_tier_tuning>();
+        tuning.attention_half_life = 4;
+        tuning.attention_layers = b.attention_layers;
+        tiers.tuning = &tuning;
         tiers.drop_coldest = b.drop_coldest;
         options.tiers = &tiers;
         gpu_pool = make_pool(gpu, options);
-        if (b.attention_layers_on_cpu > 0) tiers.attention_layers = b.attention_layers_on_cpu;
-        if (cpu_follows) tiers.attention_layers = 1;
+        if (b.attention_layers_on_cpu > 0) tuning.attention_layers = b.attention_layers_on_cpu;
+        if (cpu_follows) tuning.attention_layers = 1;
         cpu_pool = make_pool(cpu, options);
         gpu_plan = make_plan(gpu_pool);
         cpu_plan = make_plan(cpu_pool);
@@ -526,7 +528,7 @@ class GpuDropping : public GpuAttention {
             EXPECT_LT(std::sqrt(error / norm), 0.03) << n << " tokens, layer " << layer;
         }
     }
-    uint64_t dropped(const KvPool& pool) const { return tier_stats(pool, TA_TIER_DEVICE).dropped_blocks; }
+    uint64_t dropped(const KvPool& pool) const { return move_stats(pool).dropped_blocks; }
 };
 
 TEST_F(GpuDropping, ASequenceGrowsBeyondAllBudgets) {

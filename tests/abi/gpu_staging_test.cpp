@@ -15,7 +15,7 @@ struct Shape {
     ta_staging staging = TA_STAGING_ALWAYS;
     uint64_t slots = 0;  // of the ring, blocks' size; 0: the default
     uint32_t bits = 4, layers = 3, heads = 2, head_dim = 128, group = 4;
-    ta_move_route route = TA_MOVE_ROUTE_AUTO;
+    ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO;
     uint64_t device_blocks = 0;  // of the budget, beside 6 token blocks; 0: plenty
     bool falls = false;          // precision, on the way down; the plain pool has tiers for that, too
 };
@@ -97,8 +97,10 @@ class GpuStaging : public GpuTest {
         plain_pool = make_pool(gpu, options);
         const ta_kv_pool_stats blocks = stats(plain_pool);
         tiers.staging = s.staging;
-        tiers.staging_bytes = s.slots * (s.bits == 8 ? blocks.token_block_bytes : blocks.channel_block_bytes);
-        tiers.route = s.route;
+        auto tuning = sized<ta_x_tier_tuning>();
+        tuning.staging_bytes = s.slots * (s.bits == 8 ? blocks.token_block_bytes : blocks.channel_block_bytes);
+        tuning.route = s.route;
+        tiers.tuning = &tuning;
         options.tiers = &tiers;
         if (s.device_blocks > 0)
             options.budget_bytes = 6 * blocks.token_block_bytes + s.device_blocks * blocks.channel_block_bytes;
@@ -170,7 +172,7 @@ class GpuStaging : public GpuTest {
                           &err),
                 err);
     }
-    ta_tier_stats counted() const { return tier_stats(pool, TA_TIER_DEVICE); }
+    ta_move_stats counted() const { return move_stats(pool); }
 
     Shape shape;
     KvPool pool, plain_pool;
@@ -349,7 +351,7 @@ TEST_F(GpuStaging, WhatIsPredicted) {
 
 // Copies that take longer than a layer, in steps behind one another: what is read too early is another layer's.
 TEST_F(GpuStaging, CopiesAreWaitedFor) {
-    for (const ta_move_route route : {TA_MOVE_ROUTE_COPY_ENGINE, TA_MOVE_ROUTE_KERNEL}) {
+    for (const ta_x_move_route route : {TA_X_MOVE_ROUTE_COPY_ENGINE, TA_X_MOVE_ROUTE_KERNEL}) {
         for (const uint64_t slots : {0, 70}) {
             make_pools({.slots = slots, .layers = 6, .heads = 4, .group = 2, .route = route});
             const size_t a = add(320, 1, 300);

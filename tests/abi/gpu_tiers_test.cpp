@@ -22,7 +22,7 @@ constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 128, kQHeads = 8;
 class GpuTiers : public GpuTest {
   protected:
     void make_pools(uint64_t device_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4,
-                    ta_move_route route = TA_MOVE_ROUTE_AUTO) {
+                    ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO) {
         auto options = pool_options(kLayers, kHeads, kDim, bits);
         options.budget_bytes = uint64_t{256} << 20;
         plain_pool = make_pool(gpu, options);
@@ -32,7 +32,9 @@ class GpuTiers : public GpuTest {
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
-        tiers.route = route;
+        auto tuning = sized<ta_x_tier_tuning>();
+        tuning.route = route;
+        tiers.tuning = &tuning;
         options.tiers = &tiers;
         pool = make_pool(gpu, options);
         plan = make_plan(pool);
@@ -122,7 +124,7 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
     // Work of a stream waits for a move that is on its way.
     const ta_ticket ticket = move(pool, seqs[a], 0, 30, TA_TIER_HOST);
     ta_error err;
-    require(ta_move_stream_wait(pool.get(), ticket, stream, &err), err);
+    require(ta_x_move_stream_wait(pool.get(), ticket, stream, &err), err);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     auto info = sized<ta_move_info>();
     require(ta_move_query(pool.get(), ticket, &info, &err), err);
@@ -236,7 +238,7 @@ TEST_F(GpuTiers, LoadsBesideStepsInFlight) {
 }
 
 TEST_F(GpuTiers, CopyEngineAndKernel) {
-    for (const ta_move_route route : {TA_MOVE_ROUTE_AUTO, TA_MOVE_ROUTE_COPY_ENGINE, TA_MOVE_ROUTE_KERNEL}) {
+    for (const ta_x_move_route route : {TA_X_MOVE_ROUTE_AUTO, TA_X_MOVE_ROUTE_COPY_ENGINE, TA_X_MOVE_ROUTE_KERNEL}) {
         SCOPED_TRACE("route " + std::to_string(route));
         seqs.clear();
         plain_seqs.clear();
@@ -252,14 +254,14 @@ TEST_F(GpuTiers, CopyEngineAndKernel) {
             step({a}, {1});
         }
         verify();
-        const ta_tier_stats s = tier_stats(pool, TA_TIER_HOST);
+        const ta_move_stats s = move_stats(pool);
         const uint64_t bytes = 3 * kMoved * stats(pool).channel_block_bytes;
         EXPECT_EQ(s.bytes_by_copy_engine + s.bytes_by_kernel, bytes);
-        if (route == TA_MOVE_ROUTE_AUTO) {
+        if (route == TA_X_MOVE_ROUTE_AUTO) {
             EXPECT_GT(s.copy_engine_from_down, 0u);
             EXPECT_GT(s.copy_engine_from_up, 0u);
         } else {
-            EXPECT_EQ(s.bytes_by_kernel, route == TA_MOVE_ROUTE_KERNEL ? bytes : 0u);
+            EXPECT_EQ(s.bytes_by_kernel, route == TA_X_MOVE_ROUTE_KERNEL ? bytes : 0u);
         }
     }
 }

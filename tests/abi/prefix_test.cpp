@@ -431,7 +431,7 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingThoughBlocksMayBeDropped) {
         const Plan plan = make_plan(pool);
         EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
         EXPECT_EQ(space_stats(pool, space).entries, 6u);
-        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).dropped_blocks, 0u);
+        EXPECT_EQ(move_stats(pool).dropped_blocks, 0u);
         // What nobody uses goes before what a sequence has.
         begin(plan, {next}, {much - 64});
         EXPECT_TRUE(host_bytes > 0 || space_stats(pool, space).entries == 0);

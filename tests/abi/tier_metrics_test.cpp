@@ -42,17 +42,17 @@ TEST(TierMetrics, HitsAndMissesOfEachTier) {
     EXPECT_EQ(disk.hits, 2u);
     EXPECT_EQ(disk.misses, 0u);
     EXPECT_EQ(disk.misses_failed, 0u);
-    EXPECT_EQ(device.waits_for_blocks, 1u);
-    EXPECT_GT(device.wait_seconds, 0.0);
-    EXPECT_EQ(device.waits_for_room, 0u);
+    EXPECT_EQ(move_stats(twins.pool).waits_for_blocks, 1u);
+    EXPECT_GT(move_stats(twins.pool).wait_seconds, 0.0);
+    EXPECT_EQ(move_stats(twins.pool).waits_for_room, 0u);
     twins.step({a}, {1});  // the open block is on the device too
     device = tier_stats(twins.pool, TA_TIER_DEVICE);
     host = tier_stats(twins.pool, TA_TIER_HOST);
     EXPECT_EQ(device.hits, 3u + 4u);
     EXPECT_EQ(host.hits, 5u + 7u);
-    EXPECT_EQ(device.waits_for_blocks, 1u);
-    EXPECT_EQ(device.host_steps, 2u);
-    EXPECT_EQ(device.staged_steps, 0u);  // a CPU reads in place
+    EXPECT_EQ(move_stats(twins.pool).waits_for_blocks, 1u);
+    EXPECT_EQ(move_stats(twins.pool).host_steps, 2u);
+    EXPECT_EQ(move_stats(twins.pool).staged_steps, 0u);  // a CPU reads in place
     EXPECT_EQ(tier_stats(twins.plain_pool, TA_TIER_DEVICE).hits, 10u + 11u);
 }
 
@@ -62,7 +62,7 @@ TEST(TierMetrics, PrefetchedBlocksAreUsedLateOrWasted) {
     twins.step({a}, {10 * 64});
     twins.step({b}, {10 * 64});
     const auto counted = [&] {
-        const ta_tier_stats s = tier_stats(twins.pool, TA_TIER_DEVICE);
+        const ta_move_stats s = move_stats(twins.pool);
         return std::vector<uint64_t>{s.prefetch_used, s.prefetch_late, s.prefetch_wasted};
     };
     move_now(twins.pool, twins.seqs[a], 1, 8, TA_TIER_DISK);
@@ -110,9 +110,10 @@ TEST(TierMetrics, ABeginThatIsRefusedCountsForNothing) {
         std::vector<uint64_t> all;
         for (const ta_tier tier : {TA_TIER_DEVICE, TA_TIER_HOST}) {
             const ta_tier_stats s = tier_stats(twins.pool, tier);
-            for (const uint64_t n : {s.hits, s.misses, s.host_steps, s.prefetch_used, s.prefetch_late, s.prefetch_wasted})
-                all.push_back(n);
+            for (const uint64_t n : {s.hits, s.misses}) all.push_back(n);
         }
+        const ta_move_stats m = move_stats(twins.pool);
+        for (const uint64_t n : {m.host_steps, m.prefetch_used, m.prefetch_late, m.prefetch_wasted}) all.push_back(n);
         return all;
     };
     const std::vector<uint64_t> before = counted();
@@ -122,8 +123,8 @@ TEST(TierMetrics, ABeginThatIsRefusedCountsForNothing) {
     EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, twice, one, nullptr, nullptr), TA_E_INVALID);
     EXPECT_EQ(counted(), before);
     twins.step({a}, {1});
-    EXPECT_EQ(tier_stats(twins.pool, TA_TIER_DEVICE).prefetch_used, 4u);
-    EXPECT_EQ(tier_stats(twins.pool, TA_TIER_DEVICE).host_steps, 1u);
+    EXPECT_EQ(move_stats(twins.pool).prefetch_used, 4u);
+    EXPECT_EQ(move_stats(twins.pool).host_steps, 1u);
 }
 
 TEST(TierMetrics, EvictionsHaveAnAge) {
@@ -132,7 +133,7 @@ TEST(TierMetrics, EvictionsHaveAnAge) {
     twins.step({a}, {10 * 64});
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     for (int i = 0; i < 10; ++i) twins.step({b}, {4 * 64});
-    expect_soon([&] { return tier_stats(twins.pool, TA_TIER_DEVICE).queued; }, 0);
+    expect_soon([&] { return move_stats(twins.pool).queued_tickets; }, 0);
     const ta_tier_stats s = tier_stats(twins.pool, TA_TIER_DEVICE);
     const ta_residency r = residency(twins.pool, twins.seqs[a]);
     EXPECT_EQ(r.host_blocks, 9u);
@@ -141,6 +142,28 @@ TEST(TierMetrics, EvictionsHaveAnAge) {
     EXPECT_EQ(tier_stats(twins.pool, TA_TIER_HOST).evicted_blocks, 0u);
     move_now(twins.pool, twins.seqs[b], 1, 2, TA_TIER_HOST);  // asked for: no eviction
     EXPECT_EQ(tier_stats(twins.pool, TA_TIER_DEVICE).evicted_blocks, s.evicted_blocks);
+}
+
+// A field means one thing: what is of the pool is not said of one of its tiers.
+TEST(TierMetrics, MovesAreOfThePool) {
+    Twins twins({.device_blocks = 100, .host_bytes = kPlenty, .disk_bytes = kPlenty});
+    const size_t a = twins.add();
+    twins.step({a}, {300});
+    const uint64_t block = stats(twins.pool).channel_block_bytes;
+    move_now(twins.pool, twins.seqs[a], 1, 2, TA_TIER_DISK);
+    expect_soon([&] { return move_stats(twins.pool).queued_tickets; }, 0);
+    const ta_move_stats s = move_stats(twins.pool);
+    EXPECT_EQ(s.bytes_asked, 2 * block);
+    EXPECT_EQ(s.bytes_prefetched + s.bytes_needed + s.bytes_evicted, 0u);
+    EXPECT_EQ(s.failed_blocks + s.corrupt_blocks, 0u);
+    for (const ta_tier tier : {TA_TIER_DEVICE, TA_TIER_HOST, TA_TIER_DISK}) {
+        const ta_tier_stats t = tier_stats(twins.pool, tier);
+        EXPECT_EQ(t.requests_failed + t.requests_corrupt + t.requests_queued, 0u);
+        EXPECT_EQ(t.blocks_in, tier == TA_TIER_DISK ? 2u : 0u);
+        EXPECT_EQ(t.blocks_out, tier == TA_TIER_DEVICE ? 2u : 0u);
+    }
+    const ta_move_stats plain = move_stats(twins.plain_pool);
+    EXPECT_EQ(plain.bytes_asked + plain.queued_tickets, 0u);
 }
 
 TEST(TierMetrics, AreInTheText) {
@@ -161,6 +184,10 @@ TEST(TierMetrics, AreInTheText) {
                                            "\nta_tier_misses_absent_total{tier=\"device\"} 2\n",
                                            "\nta_tier_misses_failed_total{tier=\"device\"} 0\n",
                                            "\nta_prefetch_late_total 0\n",
+                                           "\nta_moves_queued 0\n",
+                                           "\nta_moves_failed_blocks_total 0\n",
+                                           "\nta_tier_requests_failed_total{tier=\"host\"} 0\n",
+                                           "\nta_moved_bytes_total{reason=\"asked\"} ",
                                            "\nta_begin_waits_for_room_total 0\n",
                                            "\nta_tier_fragmentation_ratio{tier=\"host\"} ",
                                            "\nta_tier_evicted_age_seconds_total{tier=\"device\"} 0\n"}

@@ -25,7 +25,7 @@ TEST(Tiers, SequencesGrowPastTheDeviceBudgetIntoTheHostTier) {
         EXPECT_GT(r.host_blocks, 10u);
         EXPECT_EQ(ta_seq_pin(twins.pool.get(), twins.seqs[a], 26, 1, nullptr), TA_E_STATE);  // it is open
         EXPECT_LE(tier_stats(twins.pool, TA_TIER_DEVICE).bytes_used, tier_stats(twins.pool, TA_TIER_DEVICE).bytes_budget);
-        EXPECT_GT(tier_stats(twins.pool, TA_TIER_HOST).bytes_evicted, 0u);
+        EXPECT_GT(move_stats(twins.pool).bytes_evicted, 0u);
         twins.verify();
     }
 }
@@ -46,7 +46,7 @@ TEST(Tiers, BlocksOnDiskComeBackWhenAStepNeedsThem) {
     twins.truncate(s[1], 130);
     twins.step({f, s[1]}, {3, 70});
     twins.verify();
-    EXPECT_GT(tier_stats(twins.pool, TA_TIER_DISK).bytes_needed, 0u);
+    EXPECT_GT(move_stats(twins.pool).bytes_needed, 0u);
 }
 
 TEST(Tiers, ADiskWithoutAHostTier) {
@@ -112,7 +112,7 @@ TEST(Tiers, MovesThatAreAskedFor) {
     EXPECT_EQ(wait(twins.pool, ticket).moved, 5u);
     const ta_tier_stats host = tier_stats(twins.pool, TA_TIER_HOST);
     EXPECT_EQ(host.blocks, 5u);
-    EXPECT_GT(host.bytes_prefetched, 0u);
+    EXPECT_GT(move_stats(twins.pool).bytes_prefetched, 0u);
     twins.verify();
 }
 
@@ -236,7 +236,7 @@ TEST(Tiers, TicketsAndArguments) {
     begin(twins.plan, {twins.seqs[a]}, {1});
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_HOST, &ticket, &err), TA_E_BUSY);
     require(ta_plan_abort(twins.plan.get(), &err), err);
-    EXPECT_EQ(ta_move_stream_wait(twins.pool.get(), move(twins.pool, twins.seqs[a], 0, 1, TA_TIER_HOST), nullptr, &err),
+    EXPECT_EQ(ta_x_move_stream_wait(twins.pool.get(), move(twins.pool, twins.seqs[a], 0, 1, TA_TIER_HOST), nullptr, &err),
               TA_E_UNSUPPORTED);
     EXPECT_EQ(ta_move_query(twins.plain_pool.get(), 1, &info, &err), TA_E_UNSUPPORTED) << err.message;
     auto s = sized<ta_tier_stats>();

@@ -203,7 +203,7 @@ class Life {
     bool tier_missing(ta_tier t) const {
         return t == TA_TIER_HOST ? shape_->host_blocks == 0 : t == TA_TIER_DISK && shape_->disk_blocks == 0;
     }
-    uint64_t dropped() const { return shape_ ? tier_stats(pool_, TA_TIER_DEVICE).dropped_blocks : 0; }
+    uint64_t dropped() const { return shape_ ? move_stats(pool_).dropped_blocks : 0; }
     bool is_missing(ta_seq id, uint64_t b) const {
         auto info = sized<ta_x_block_info>();
         ta_error err;

@@ -20,6 +20,12 @@ inline ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
     require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
     return s;
 }
+inline ta_move_stats move_stats(const KvPool& pool) {
+    auto s = sized<ta_move_stats>();
+    ta_error err;
+    require(ta_kv_pool_get_move_stats(pool.get(), &s, &err), err);
+    return s;
+}
 inline ta_ticket move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
     ta_ticket ticket = 0;
     ta_error err;
@@ -37,7 +43,7 @@ inline ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uin
 }
 // Until what leaves in the background has left.
 inline void wait_for_moves(const KvPool& pool) {
-    for (int i = 0; i < 30000 && tier_stats(pool, TA_TIER_DEVICE).queued > 0; ++i)
+    for (int i = 0; i < 30000 && move_stats(pool).queued_tickets > 0; ++i)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 inline void verify(const KvPool& pool, ta_seq seq) {

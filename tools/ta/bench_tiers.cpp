@@ -36,10 +36,10 @@ struct Geometry {
 
 struct Route {
     const char* name;
-    ta_move_route value;
+    ta_x_move_route value;
 };
 constexpr Route kRoutes[] = {
-    {"auto", TA_MOVE_ROUTE_AUTO}, {"copy engine", TA_MOVE_ROUTE_COPY_ENGINE}, {"kernel", TA_MOVE_ROUTE_KERNEL}};
+    {"auto", TA_X_MOVE_ROUTE_AUTO}, {"copy engine", TA_X_MOVE_ROUTE_COPY_ENGINE}, {"kernel", TA_X_MOVE_ROUTE_KERNEL}};
 
 // A CPU has one way to copy.
 std::span<const Route> routes_of(const Machine& machine) {
@@ -50,7 +50,7 @@ std::span<const Route> routes_of(const Machine& machine) {
 class Cache {
   public:
     Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, uint64_t device_bytes, uint64_t host_bytes,
-          uint64_t disk_bytes, ta_move_route route = TA_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO,
+          uint64_t disk_bytes, ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO,
           bool falling = false)
         : machine_(machine), g_(g), k_(machine, kChunk, g.kv_heads, g.head_dim), v_(machine, kChunk, g.kv_heads, g.head_dim) {
         auto co = sized<ta_context_options>();
@@ -62,7 +62,9 @@ class Cache {
         tiers.host_node = options.host_node;
         tiers.disk_folder = options.disk_folder.empty() ? nullptr : options.disk_folder.c_str();
         tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
-        tiers.route = route;
+        auto tuning = sized<ta_x_tier_tuning>();
+        tuning.route = route;
+        tiers.tuning = &tuning;
         tiers.staging = staging;
         if (falling) tiers.falling_precision = TA_ON;
         auto po = sized<ta_kv_pool_options>();
@@ -124,8 +126,8 @@ class Cache {
     }
     // What was measured, and what carried the bytes since creation.
     void describe(json& row) {
-        auto s = sized<ta_tier_stats>();
-        TA_CHECK(ta_kv_pool_get_tier_stats(pool_, TA_TIER_DEVICE, &s, &error));
+        auto s = sized<ta_move_stats>();
+        TA_CHECK(ta_kv_pool_get_move_stats(pool_, &s, &error));
         row["copy_engine_from_down"] = s.copy_engine_from_down;
         row["copy_engine_from_up"] = s.copy_engine_from_up;
     }
@@ -171,8 +173,8 @@ class Cache {
         return s / g_.layers;
     }
     uint64_t staged_bytes() const {
-        auto s = sized<ta_tier_stats>();
-        TA_CHECK(ta_kv_pool_get_tier_stats(pool_, TA_TIER_DEVICE, &s, &error));
+        auto s = sized<ta_move_stats>();
+        TA_CHECK(ta_kv_pool_get_move_stats(pool_, &s, &error));
         return s.staged_bytes;
     }
     // Moves blocks so that of n behind the sink so many percent are on the host, spread evenly: every block b with b * away / n
@@ -414,12 +416,12 @@ void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::
     struct Way {
         const char* name;
         ta_staging staging;
-        ta_move_route route;
+        ta_x_move_route route;
     };
-    constexpr Way kWays[] = {{"in place", TA_STAGING_NEVER, TA_MOVE_ROUTE_AUTO},
-                             {"staged, copy engine", TA_STAGING_ALWAYS, TA_MOVE_ROUTE_COPY_ENGINE},
-                             {"staged, kernel", TA_STAGING_ALWAYS, TA_MOVE_ROUTE_KERNEL},
-                             {"auto", TA_STAGING_AUTO, TA_MOVE_ROUTE_AUTO}};
+    constexpr Way kWays[] = {{"in place", TA_STAGING_NEVER, TA_X_MOVE_ROUTE_AUTO},
+                             {"staged, copy engine", TA_STAGING_ALWAYS, TA_X_MOVE_ROUTE_COPY_ENGINE},
+                             {"staged, kernel", TA_STAGING_ALWAYS, TA_X_MOVE_ROUTE_KERNEL},
+                             {"auto", TA_STAGING_AUTO, TA_X_MOVE_ROUTE_AUTO}};
     constexpr Geometry g{8, 8};
     const uint64_t size = block_bytes_of(machine, options, g);
     const uint64_t n = std::clamp<uint64_t>(options.memory_bytes / size, 16, 511);
@@ -463,7 +465,7 @@ void bench_falling(Machine& machine, const BenchTiersOptions& options, const std
         const uint64_t n = std::clamp<uint64_t>(std::min(options.memory_bytes, options.disk_bytes) / 2 / size, 1, 4096);
         for (const bool falling : {false, true}) {
             Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size),
-                        TA_MOVE_ROUTE_AUTO, TA_STAGING_AUTO, falling);
+                        TA_X_MOVE_ROUTE_AUTO, TA_STAGING_AUTO, falling);
             std::vector<double> to_memory, to_disk;
             uint64_t host_bytes = 0, disk_bytes = 0;
             for (int i = 0; i < std::max(3, options.repeats / 3); ++i) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "turboattention.h"
+#include "turboattention_experimental.h"
 
 namespace ta::tools {
 

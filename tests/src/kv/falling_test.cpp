@@ -467,7 +467,7 @@ TEST(FallingEviction, ABeginKnowsWhatLeavingBlocksTake) {
         const int32_t n = 180 * 64;
         EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &n, nullptr, &err), fits ? TA_OK : TA_E_TIER_FULL) << err.message;
         EXPECT_EQ(entries(), 1u);
-        EXPECT_EQ(tier_stats(pool, TA_TIER_DEVICE).waits_for_room, fits ? 1u : 0u);
+        EXPECT_EQ(move_stats(pool).waits_for_room, fits ? 1u : 0u);
         EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).fallen_blocks, fits ? 179u : 0u);
         if (!fits) continue;
         require(ta_plan_abort(plan.get(), &err), err);
