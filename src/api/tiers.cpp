@@ -3,6 +3,7 @@
 
 #include "include/turboattention_experimental.h"
 #include "src/api/api.h"
+#include "src/core/text.h"
 
 using namespace ta;
 using namespace ta::api;
@@ -78,6 +79,7 @@ void fill_tier_usage(const Tier& tier, ta_tier_stats& r) {
     std::string reason = health.reason;
     for (const std::string& missing : tier.degraded()) reason += (reason.empty() ? "" : "; ") + missing;
     std::snprintf(r.reason, sizeof r.reason, "%s", reason.c_str());
+    make_plain(r.reason);
 }
 
 void fill_moves(const MoveCounters& c, TierKind kind, ta_tier_stats& r) {

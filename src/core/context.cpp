@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <thread>
 
+#include "src/core/text.h"
+
 namespace ta {
 namespace {
 
@@ -49,6 +51,7 @@ void Context::log(ta_log_level level, const char* format, ...) const {
     va_start(args, format);
     std::vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    make_plain(text);
     log_->log(level, text, log_->user);
 }
 
