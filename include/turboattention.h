@@ -39,6 +39,8 @@
  *    enum value), TA_E_ALIGNMENT (an array or tensor is not aligned to its elements), TA_E_STRUCT (struct_size), TA_E_CLOSED,
  *    TA_E_FORKED, TA_E_MEMORY (for its own bookkeeping), TA_E_INTERNAL, of a plan or a calibrator TA_E_BUSY (Threads)
  *    and, where it needs the GPU, TA_E_DEVICE and TA_E_DEVICE_LOST.
+ *  - Enums. Values are passed as int32_t typedefs (ta_tier); their constants are those of the enum beside it, whose name ends in
+ *    _code (enum ta_tier_code).
  *  - Structs. The caller sets `struct_size = sizeof(the struct)` and zeroes the rest; a zero field means its default. A
  *    shorter struct of an older header is accepted, but no part of a field; a longer one is accepted when the unknown tail is
  *    zero. Structs that the library fills in are filled in up to their struct_size.
@@ -83,7 +85,7 @@ extern "C" {
 /* ------------------------------------------------------------------------------------------------ status and errors */
 
 typedef int32_t ta_status; /* TA_OK or one of TA_E_*; the family is the value >> 8 */
-enum {
+enum ta_status_code {
     TA_OK = 0,
     /* 0x01xx: the arguments are wrong; the same call will fail again */
     TA_E_INVALID = 0x0101,     /* a null pointer, a value outside its range, an unknown enum value */
@@ -146,30 +148,36 @@ TA_API const char* ta_build_info(void);
 /* ------------------------------------------------------------------------------------------------ enums */
 
 typedef int32_t ta_dtype;
-enum { TA_DTYPE_F16 = 1, TA_DTYPE_BF16 = 2, TA_DTYPE_F32 = 3 };
+enum ta_dtype_code { TA_DTYPE_F16 = 1, TA_DTYPE_BF16 = 2, TA_DTYPE_F32 = 3 };
 
 typedef int32_t ta_device_kind;
-enum { TA_DEVICE_CPU = 0, TA_DEVICE_CUDA = 1 };
+enum ta_device_kind_code { TA_DEVICE_CPU = 0, TA_DEVICE_CUDA = 1 };
 
 typedef int32_t ta_cpu_isa; /* which CPU kernels run; all give the same integers */
-enum { TA_CPU_ISA_AUTO = 0, TA_CPU_ISA_SCALAR = 1, TA_CPU_ISA_AVX2 = 2, TA_CPU_ISA_AVX_VNNI = 3, TA_CPU_ISA_AVX512 = 4 };
+enum ta_cpu_isa_code {
+    TA_CPU_ISA_AUTO = 0,
+    TA_CPU_ISA_SCALAR = 1,
+    TA_CPU_ISA_AVX2 = 2,
+    TA_CPU_ISA_AVX_VNNI = 3,
+    TA_CPU_ISA_AVX512 = 4
+};
 
 typedef int32_t ta_log_level;
-enum { TA_LOG_ERROR = 1, TA_LOG_WARNING = 2, TA_LOG_INFO = 3, TA_LOG_DEBUG = 4 };
+enum ta_log_level_code { TA_LOG_ERROR = 1, TA_LOG_WARNING = 2, TA_LOG_INFO = 3, TA_LOG_DEBUG = 4 };
 
 typedef int32_t ta_switch; /* a setting that a profile decides unless it is given */
-enum { TA_DEFAULT = 0, TA_ON = 1, TA_OFF = 2 };
+enum ta_switch_code { TA_DEFAULT = 0, TA_ON = 1, TA_OFF = 2 };
 
 /* Sets of numeric settings; docs/numerics.md has the table and the sources. */
 typedef int32_t ta_profile;
-enum {
+enum ta_profile_code {
     TA_PROFILE_ACCURATE = 0, /* rotation, sink block, V token exponents, fractional zeros, V search, poly exp, 16-bit P */
     TA_PROFILE_PAPER = 1     /* TurboAttention as published: page scales, universal buffer scale, SAS, 8-bit P */
 };
 
 /* Stage 1, float -> INT8 (docs/numerics.md): what shares one scale. */
 typedef int32_t ta_granularity;
-enum {
+enum ta_granularity_code {
     TA_GRANULARITY_DEFAULT = 0, /* page, except in ta_attend_dense, where the variant decides */
     TA_GRANULARITY_TOKEN = 1,   /* each token of a head (INT-FlashAttention, arXiv 2409.16997, section 3) */
     TA_GRANULARITY_PAGE = 2,    /* the 64 tokens of a head's page, where they arrive together (TurboAttention, FlashQ) */
@@ -178,7 +186,7 @@ enum {
 
 /* The scale of tokens that join a page that is not full. */
 typedef int32_t ta_open_scale;
-enum {
+enum ta_open_scale_code {
     TA_OPEN_SCALE_DEFAULT = 0,
     TA_OPEN_SCALE_TOKEN = 1, /* each token has its own */
     /* one per page from the largest magnitude seen so far; larger values are clamped (FlashQ). Whole pages whose granularity is
@@ -188,7 +196,7 @@ enum {
 
 /* The exponential in P. The rescale of earlier pages always uses the exact one. */
 typedef int32_t ta_exp;
-enum {
+enum ta_exp_code {
     TA_EXP_DEFAULT = 0,
     TA_EXP_POLY = 1,  /* 2^-f as a cubic that is exact at both ends, no threshold; max. relative error 1.03e-4 */
     TA_EXP_EXACT = 2, /* within 2 ulp */
@@ -197,7 +205,7 @@ enum {
 
 /* Precision of the probabilities that multiply V. Each (query row, page) has one scale unless it says otherwise. */
 typedef int32_t ta_p;
-enum {
+enum ta_p_code {
     TA_P_DEFAULT = 0,
     TA_P_AUTO = 1,           /* U16 up to 16 rows (query tokens x query heads per kv head), U8 beyond */
     TA_P_U8 = 2,             /* 255 levels */
@@ -212,14 +220,14 @@ enum {
 
 /* What NaN, Inf and magnitudes above 2^56 in q, k, v do. On a GPU those of ta_attend's q are replaced and not reported. */
 typedef int32_t ta_nonfinite;
-enum {
+enum ta_nonfinite_code {
     TA_NONFINITE_DEFAULT = 0, /* reject */
     TA_NONFINITE_REJECT = 1,  /* the call fails with TA_E_NONFINITE and names the element; GPU: 0, a later call fails once */
     TA_NONFINITE_SATURATE = 2 /* NaN becomes 0, the others +-2^56 or the largest finite value of the element type; counted */
 };
 
 typedef int32_t ta_mask;
-enum {
+enum ta_mask_code {
     TA_MASK_CAUSAL = 0, /* query i of n_q sees keys j <= i + n_k - n_q */
     TA_MASK_FULL = 1    /* every query sees every key */
 };
@@ -375,12 +383,12 @@ typedef struct ta_numerics {
 
 /* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
 typedef int32_t ta_tier;
-enum { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
+enum ta_tier_code { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
 
 /* Which blocks leave a full tier first. Sink blocks, open and pinned ones stay; blocks that sequences share go when others are
  * not enough. */
 typedef int32_t ta_eviction;
-enum {
+enum ta_eviction_code {
     TA_EVICT_LRU = 0,      /* those of the sequence that no plan used, and no call moved to the device, for longest, spread
                             * evenly over it */
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
@@ -394,7 +402,7 @@ enum {
  * whichever is predicted to be faster; in place a step with many query rows reads a page many times. Captured calls read in
  * place. */
 typedef int32_t ta_staging;
-enum { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
+enum ta_staging_code { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
 
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place;
  * those on disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk
@@ -483,6 +491,32 @@ TA_API ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err);
 TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
 /* Fills in `stats`. */
 TA_API ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err);
+
+/* All that another holder of the handle may want to know of a pool. What pointers lead to lives as long as the handle. */
+typedef struct ta_kv_pool_description {
+    uint32_t struct_size;
+    ta_device_kind device;
+    int32_t device_ordinal; /* 0 on a CPU */
+    uint32_t layers, kv_heads, head_dim;
+    uint32_t bits; /* 8, 4 or 2; 0: not the same for all heads */
+    uint32_t max_sequences;
+    const uint8_t* k_bits; /* [layers, kv_heads] */
+    const uint8_t* v_bits;
+    uint64_t budget_bytes;        /* of the device tier */
+    uint64_t fingerprint;         /* of all that says how stored bytes are read: pools with the same one exchange files */
+    uint64_t token_block_bytes;   /* size of a block, all layers, metadata and trailer included */
+    uint64_t channel_block_bytes; /* 0: there are none */
+    uint64_t low_block_bytes;     /* likewise */
+    /* As in effect: no field is at its default, but for granularities that are DEFAULT where pages of 8 bits have another one
+     * than others. A pool that is created with these is the same. */
+    const ta_numerics* numerics;
+    /* As in effect, NULL: the device tier alone. Budgets are those of the tiers, paths absolute, seen from where the process was
+     * at the pool's creation; begin_wait_ms 0: the two defaults; `tuning` is there. */
+    const ta_tier_options* tiers;
+} ta_kv_pool_description;
+
+/* Fills in `out`. */
+TA_API ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* out, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ sequences */
 
@@ -602,7 +636,9 @@ TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const
 /* ------------------------------------------------------------------------------------------------ pools as files */
 
 typedef int32_t ta_save_flags;
-enum { TA_SAVE_PUBLISHED = 1 }; /* what is published, too; a namespace of the same salt has it again in the pool that loads */
+enum ta_save_flags_code {
+    TA_SAVE_PUBLISHED = 1
+}; /* what is published, too; a namespace of the same salt has it again in the pool that loads */
 
 /* A sequence of a file, and what it became. It has no struct_size: its layout is final. */
 typedef struct ta_loaded_seq {
@@ -632,7 +668,13 @@ TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, const ta_pr
 typedef uint64_t ta_ticket;
 
 typedef int32_t ta_move_state;
-enum { TA_MOVE_QUEUED = 1, TA_MOVE_RUNNING = 2, TA_MOVE_DONE = 3, TA_MOVE_FAILED = 4, TA_MOVE_CANCELLED = 5 };
+enum ta_move_state_code {
+    TA_MOVE_QUEUED = 1,
+    TA_MOVE_RUNNING = 2,
+    TA_MOVE_DONE = 3,
+    TA_MOVE_FAILED = 4,
+    TA_MOVE_CANCELLED = 5
+};
 
 typedef struct ta_move_info {
     uint32_t struct_size;
@@ -740,7 +782,7 @@ typedef struct ta_move_stats {
 TA_API ta_status ta_kv_pool_get_move_stats(const ta_kv_pool* pool, ta_move_stats* stats, ta_error* err);
 
 typedef int32_t ta_metrics_format;
-enum { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
+enum ta_metrics_format_code { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
 
 /* Writes what the statistics structs have, of all tiers, and how long batches of moves took, as text that ends in a NUL:
  * metrics for a scraper (https://openmetrics.io), or one JSON object. `needed` gets its size with the NUL; with buffer NULL
@@ -828,7 +870,7 @@ TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);
 
 /* How ta_attend_dense quantizes. */
 typedef int32_t ta_dense_variant;
-enum {
+enum ta_dense_variant_code {
     TA_DENSE_INT8_PAGE = 0, /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
     TA_DENSE_INT_FLASH = 1, /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127, exp EXACT */
     /* INT-FlashAttention, half INT8: Q, K as above, P, V in float whatever p and v_granularity say */

@@ -47,7 +47,7 @@ TA_API ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t
  * TA_X_MOVE_ROUTE_AUTO: the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the
  * background or is prefetched goes by copy engine. */
 typedef int32_t ta_x_move_route;
-enum { TA_X_MOVE_ROUTE_AUTO = 0, TA_X_MOVE_ROUTE_COPY_ENGINE = 1, TA_X_MOVE_ROUTE_KERNEL = 2 };
+enum ta_x_move_route_code { TA_X_MOVE_ROUTE_AUTO = 0, TA_X_MOVE_ROUTE_COPY_ENGINE = 1, TA_X_MOVE_ROUTE_KERNEL = 2 };
 
 /* Settings of tiers that are right by default on what was measured so far: ta_tier_options.tuning. Copied. */
 typedef struct ta_x_tier_tuning {

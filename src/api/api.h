@@ -10,10 +10,13 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "include/turboattention.h"
+#include "include/turboattention_experimental.h"
 #include "src/attend/plan.h"
 #include "src/core/callback_set.h"
 #include "src/core/context.h"
@@ -40,6 +43,13 @@ struct ta_context {
 };
 struct ta_kv_pool {
     std::shared_ptr<ta::Pool> impl;
+    // What ta_kv_pool_describe points to.
+    std::vector<uint8_t> all_8_bits{};  // where the geometry's maps say what falls
+    std::string disk_folder{}, disk_path{};
+    bool has_tiers = false;
+    ta_numerics numerics{};
+    ta_tier_options tiers{};
+    ta_x_tier_tuning tuning{};
 };
 struct ta_plan {
     std::unique_ptr<ta::Plan> impl;

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 
-#include "include/turboattention_experimental.h"
 #include "src/api/api.h"
 
 using namespace ta;
@@ -75,10 +75,55 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     return o.tuning ? read_tuning(o.tuning, settings) : Status();
 }
 
-Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o) {
+// Into the handle; a path of a folder that is no more stays as it was given.
+void describe_paths(const TierSettings& tiers, ta_kv_pool& handle) {
+    std::error_code none;
+    const auto absolute = [&](const std::string& path) {
+        const std::filesystem::path full = std::filesystem::absolute(path, none);
+        return none ? path : full.lexically_normal().string();
+    };
+    if (!tiers.disk_path.empty()) handle.disk_path = absolute(tiers.disk_path);
+    if (tiers.disk_path.empty() && tiers.disk_budget > 0) handle.disk_folder = absolute(tiers.disk_folder);
+}
+
+// What the handle's description points to, but for its paths. Nothing here fails: the pool is there.
+void describe_settings(ta_kv_pool& handle) {
+    const Pool& p = *handle.impl;
+    const TierSettings& t = p.tier_settings();
+    handle.numerics = describe_numerics(p.numerics());
+    const Device* device = p.context().device();
+    const int node = t.numa_node < 0 && device ? device->numa_node() : t.numa_node;
+    ta_x_tier_tuning& u = handle.tuning;
+    u.struct_size = sizeof u;
+    u.route = ta_x_move_route(t.route);
+    u.staging_bytes = t.staging_bytes;
+    u.attention_half_life = int32_t(t.half_life);
+    u.attention_layers = int32_t(t.attention_layers);
+    ta_tier_options& o = handle.tiers;
+    o.struct_size = sizeof o;
+    o.host_node = uint32_t(node + 1);
+    if (const Tier* host = p.tier(TierKind::kHost)) o.host_bytes = host->stats().budget;
+    if (const Tier* disk = p.tier(TierKind::kDisk)) o.disk_bytes = disk->stats().budget;
+    if (!handle.disk_folder.empty()) o.disk_folder = handle.disk_folder.c_str();
+    if (!handle.disk_path.empty()) o.disk_path = handle.disk_path.c_str();
+    o.high_percent = t.high_percent;
+    o.low_percent = t.low_percent;
+    o.eviction = ta_eviction(t.eviction);
+    o.drop_coldest = t.drop_coldest ? TA_ON : TA_OFF;
+    const auto wait = t.plans_patience.count();
+    o.begin_wait_ms = t.plans_patience != t.moves_patience ? 0 : wait == 0 ? -1 : int32_t(wait);
+    o.staging = ta_staging(t.staging);
+    o.falling_precision = p.geometry().falls ? TA_ON : TA_OFF;
+    o.tuning = &u;
+}
+
+// Into the handle. The pool comes last: it keeps its disk tier's file, and nothing fails behind it.
+Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o, ta_kv_pool& handle) {
     TierSettings tiers;
     bool falls = false;
     if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers, falls));
+    describe_paths(tiers, handle);
+    handle.has_tiers = o.tiers != nullptr;
     Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls);
     if (!geometry.ok()) return std::move(geometry).status();
     ta_numerics numerics{};
@@ -95,8 +140,14 @@ Result<std::shared_ptr<Pool>> make_pool(const std::shared_ptr<Context>& context,
         return fail(TA_E_INVALID, "options.budget_bytes is %llu; a single block of this pool takes %llu",
                     (unsigned long long)o.budget_bytes, (unsigned long long)least);
     }
+    if (geometry.value().all_8_bits) handle.all_8_bits.assign(geometry.value().k_bits.size(), 8);
     const uint32_t max_sequences = o.max_sequences ? o.max_sequences : kDefaultMaxSequences;
-    return Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences, tiers);
+    Result<std::shared_ptr<Pool>> pool =
+        Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences, tiers);
+    if (!pool.ok()) return std::move(pool).status();
+    handle.impl = pool.take();
+    describe_settings(handle);
+    return {};
 }
 
 }  // namespace
@@ -111,11 +162,8 @@ ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* optio
         TA_RETURN_IF_ERROR(check_process(*context->impl));
         Result<ta_kv_pool_options> known = read_struct(options, "options", 1);
         if (!known.ok()) return std::move(known).status();
-        // The pool comes last: it keeps its disk tier's file, and nothing fails behind it.
         auto handle = std::make_unique<ta_kv_pool>();
-        Result<std::shared_ptr<Pool>> pool = make_pool(context->impl, known.value());
-        if (!pool.ok()) return std::move(pool).status().argument(1);
-        handle->impl = pool.take();
+        if (Status s = make_pool(context->impl, known.value(), *handle); !s.ok()) return std::move(s).argument(1);
         *out = handle.release();
         return {};
     });
@@ -130,6 +178,40 @@ ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err) {
 
 void ta_kv_pool_destroy(ta_kv_pool* pool) {
     if (pool && pool->impl->context().owned_by_this_process()) delete pool;
+}
+
+ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        const Pool& p = *pool->impl;
+        TA_RETURN_IF_ERROR(p.check_open());
+        const Geometry& g = p.geometry();
+        const std::vector<uint8_t>&k_bits = g.all_8_bits ? pool->all_8_bits : g.k_bits,
+              &v_bits = g.all_8_bits ? pool->all_8_bits : g.v_bits;
+        const auto is_other = [&](uint8_t bits) { return bits != k_bits[0]; };
+        const bool alike =
+            std::none_of(k_bits.begin(), k_bits.end(), is_other) && std::none_of(v_bits.begin(), v_bits.end(), is_other);
+        const Device* device = p.context().device();
+        ta_kv_pool_description r{};
+        r.device = device ? TA_DEVICE_CUDA : TA_DEVICE_CPU;
+        r.device_ordinal = device ? device->ordinal() : 0;
+        r.layers = g.layers;
+        r.kv_heads = g.kv_heads;
+        r.head_dim = g.head_dim;
+        r.bits = alike ? k_bits[0] : 0;
+        r.max_sequences = p.max_sequences();
+        r.k_bits = k_bits.data();
+        r.v_bits = v_bits.data();
+        r.budget_bytes = p.blocks().budget();
+        r.fingerprint = p.fingerprint();
+        r.token_block_bytes = g.token_slot_bytes;
+        r.channel_block_bytes = g.channel_slot_bytes;
+        r.low_block_bytes = g.low_slot_bytes;
+        r.numerics = &pool->numerics;
+        r.tiers = pool->has_tiers ? &pool->tiers : nullptr;
+        return write_struct(r, out, "out", 1);
+    });
 }
 
 ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err) {

@@ -1,7 +1,6 @@
 #include <cstdio>
 #include <string>
 
-#include "include/turboattention_experimental.h"
 #include "src/api/api.h"
 #include "src/core/text.h"
 

@@ -81,6 +81,7 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
         return fail(TA_E_UNSUPPORTED, "options.numerics.hadamard is on, but head_dim %zu is not a power of two", head_dim);
     }
     Numerics r;
+    r.profile = n.profile;
     r.k_page_scale = n.k_granularity != TA_GRANULARITY_TOKEN;
     r.v_page_scale = n.v_granularity != TA_GRANULARITY_TOKEN;
     r.k_page_scale_at_8_bits = !accurate || n.k_granularity == TA_GRANULARITY_PAGE;
@@ -104,6 +105,30 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
             return fail(TA_E_INVALID, "options.numerics.k_offset[%zu] is not finite or above 2^56", i);
         }
     }
+    return r;
+}
+
+ta_numerics describe_numerics(const Numerics& n) {
+    const auto granularity = [](bool page, bool at_8_bits) {
+        return !page ? TA_GRANULARITY_TOKEN : at_8_bits ? TA_GRANULARITY_PAGE : TA_GRANULARITY_DEFAULT;
+    };
+    const auto on = [](bool x) { return x ? TA_ON : TA_OFF; };
+    ta_numerics r{};
+    r.struct_size = sizeof r;
+    r.profile = n.profile;
+    r.k_granularity = granularity(n.k_page_scale, n.k_page_scale_at_8_bits);
+    r.v_granularity = granularity(n.v_page_scale, n.v_page_scale_at_8_bits);
+    r.open_scale = n.universal_open_scale ? TA_OPEN_SCALE_UNIVERSAL : TA_OPEN_SCALE_TOKEN;
+    r.v_exponents = on(n.v_exponents);
+    r.fractional_zero = on(n.fractional_zero);
+    r.v_search = on(n.v_search);
+    r.hadamard = on(n.hadamard);
+    r.sink_blocks = n.sink_blocks > 0 ? int32_t(n.sink_blocks) : -1;
+    r.exp = n.exp == ExpMode::kPoly ? TA_EXP_POLY : n.exp == ExpMode::kExact ? TA_EXP_EXACT : TA_EXP_SAS;
+    r.p = n.p;
+    r.nonfinite = n.saturate ? TA_NONFINITE_SATURATE : TA_NONFINITE_REJECT;
+    r.hadamard_seed = n.hadamard_seed;
+    r.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data();
     return r;
 }
 

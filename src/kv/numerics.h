@@ -11,7 +11,8 @@
 namespace ta {
 
 struct Numerics {
-    bool k_page_scale = true;  // one stage-1 scale for 64 tokens of K that arrive together
+    ta_profile profile = TA_PROFILE_ACCURATE;  // where the rest came from that was not given
+    bool k_page_scale = true;                  // one stage-1 scale for 64 tokens of K that arrive together
     bool v_page_scale = true;
     bool k_page_scale_at_8_bits = false;  // also on pages that stay at 8 bits
     bool v_page_scale_at_8_bits = false;
@@ -30,6 +31,9 @@ struct Numerics {
 
 // `n` may be nullptr: profile accurate. Layers x heads x head_dim is the shape of k_offset.
 Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t head_dim);
+
+// The settings as a caller would give them, with every field decided. Points to `n`.
+ta_numerics describe_numerics(const Numerics& n);
 
 // `in`: what texts call the struct that has the field.
 Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback, const char* in);

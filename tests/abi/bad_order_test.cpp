@@ -312,11 +312,17 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
     int64_t n = 5;
     auto block = sized<ta_x_block_info>();
     auto s = sized<ta_kv_pool_stats>();
+    auto moves = sized<ta_move_stats>();
+    auto description = sized<ta_kv_pool_description>();
     auto* out_plan = untouched<ta_plan>();
     float value[kRow];
     const Wrong calls[] = {
         {"close", [&](ta_error* err) { return ta_kv_pool_close(pool.get(), err); }, TA_E_CLOSED, -1, "closed"},
         {"stats", [&](ta_error* err) { return ta_kv_pool_get_stats(pool.get(), &s, err); }, TA_E_CLOSED, -1, "closed"},
+        {"move stats", [&](ta_error* err) { return ta_kv_pool_get_move_stats(pool.get(), &moves, err); }, TA_E_CLOSED, -1,
+         "closed"},
+        {"describe", [&](ta_error* err) { return ta_kv_pool_describe(pool.get(), &description, err); }, TA_E_CLOSED, -1,
+         "closed"},
         {"create", [&](ta_error* err) { return ta_seq_create(pool.get(), &out_seq, err); }, TA_E_CLOSED, -1, "closed"},
         {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, &out_seq, err); }, TA_E_CLOSED, -1, "closed"},
         {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, 0, err); }, TA_E_CLOSED, -1, "closed"},

@@ -245,6 +245,10 @@ TEST_F(BadStructs, StructsThatTheLibraryFillsIn) {
         1, [&](ta_context_info* i, ta_error* err) { return ta_context_get_info(context.get(), i, err); });
     check_output<ta_kv_pool_stats>(
         1, [&](ta_kv_pool_stats* s, ta_error* err) { return ta_kv_pool_get_stats(pool.get(), s, err); });
+    check_output<ta_kv_pool_description>(
+        1, [&](ta_kv_pool_description* d, ta_error* err) { return ta_kv_pool_describe(pool.get(), d, err); });
+    check_output<ta_move_stats>(1,
+                                [&](ta_move_stats* s, ta_error* err) { return ta_kv_pool_get_move_stats(pool.get(), s, err); });
     check_output<ta_x_block_info>(
         3, [&](ta_x_block_info* i, ta_error* err) { return ta_x_seq_block(pool.get(), long_seq, 1, i, nullptr, 0, err); });
     // A text that is cut would not end.
