@@ -120,15 +120,18 @@ enum ta_status_code {
 };
 
 /* Where and why a call failed. Fields that do not apply are -1. Owned by the caller; may be NULL in every call. It has no
- * struct_size: its layout is final. */
+ * struct_size: its layout is final from ABI 1 on. */
 typedef struct ta_error {
     ta_status code;
     int32_t layer;     /* model layer */
     int32_t head;      /* kv head, or query head when the text says so */
     int32_t argument;  /* position of the wrong argument of the call, from 0; that of a struct where a field is wrong */
-    int64_t sequence;  /* index into the call's list of sequences */
+    int32_t tier;      /* a ta_tier: which one is full, or has the block or file that the call failed at */
+    int32_t rank;      /* of several GPUs: always -1 so far */
+    int64_t sequence;  /* index into the call's list of sequences; of a plan's calls into that of its begin */
     int64_t block;     /* index of the 64-token block within the sequence */
     int64_t token;     /* row of the tensor that has a bad value, from 0 */
+    int64_t bytes;     /* how many are lacking (TA_E_TIER_FULL, a quota), or were refused (TA_E_MEMORY) */
     char message[256]; /* one English sentence, null-terminated UTF-8 */
 } ta_error;
 

@@ -3,13 +3,7 @@
 namespace ta::api {
 
 ta_status report(const Status& status, ta_error* err) noexcept {
-    if (err) {
-        if (status.detail()) {
-            *err = *status.detail();
-        } else {
-            *err = ta_error{status.code(), -1, -1, -1, -1, -1, -1, {}};
-        }
-    }
+    if (err) *err = status.detail() ? *status.detail() : plain_error(status.code());
     return status.code();
 }
 

@@ -74,7 +74,8 @@ class CpuStep final : public StepBackend {
 Status CpuStep::begin(Step& step) {
     const size_t workspace_bytes = size_t(step.workspace_pages) * pool_.geometry().token_page_bytes;
     if (!workspace_.reserve(workspace_bytes)) {
-        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes);
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes)
+            .bytes(workspace_bytes);
     }
     slots_.clear();
     for (const StepMember& m : step.members) {
@@ -118,8 +119,9 @@ Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v)
         if (Status s = check_finite(codec(), v, "v"); !s.ok()) return std::move(s).argument(3);
     }
     ThreadPool& threads = pool_.context().threads();
-    if (!append_scratch_.reserve(sizeof(AppendScratch) * size_t(threads.threads()))) {
-        return fail(TA_E_MEMORY, "the allocator has no memory for the append workspace");
+    const size_t scratch_bytes = sizeof(AppendScratch) * size_t(threads.threads());
+    if (!append_scratch_.reserve(scratch_bytes)) {
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the append workspace", scratch_bytes).bytes(scratch_bytes);
     }
     // A decode step's few tokens are done before another thread would wake up.
     const int64_t tasks = int64_t(append_tasks_.size());

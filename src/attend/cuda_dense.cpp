@@ -326,7 +326,8 @@ Status CudaDense::attend(const DenseCall& call) {
     void* memory = nullptr;
     const cudaError_t taken = cudaMallocFromPoolAsync(&memory, run.bytes() + cuda::kEntryFlags, memory_, call.stream);
     if (taken == cudaErrorMemoryAllocation) {
-        return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for the INT8 pages of this call", device_.ordinal(), run.bytes());
+        return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for the INT8 pages of this call", device_.ordinal(), run.bytes())
+            .bytes(run.bytes());
     }
     TA_RETURN_IF_ERROR(device_.check(taken, "the workspace of a dense call"));
     ++calls_;

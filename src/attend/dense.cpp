@@ -72,7 +72,8 @@ class DenseRun {
         const size_t v_bytes = half() ? size_t(call_.v.tokens * kv_heads_ * d_) * sizeof(float) : 0;
         if (!pages_.reserve(n_pages * page_bytes) || !v_float_.reserve(v_bytes) ||
             !scratch_.reserve(sizeof(PageScratch) * size_t(context_.thread_count()))) {
-            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the INT8 pages of this call", n_pages * page_bytes);
+            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the INT8 pages of this call", n_pages * page_bytes)
+                .bytes(n_pages * page_bytes);
         }
         bases_.reserve(n_pages);
         uint8_t* next = pages_.data();

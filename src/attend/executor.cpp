@@ -143,7 +143,8 @@ Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
     const size_t mass_bytes = size_t(n_masses_) * sizeof(float);
     if (!scratch_.reserve(scratch_bytes) || !partials_.reserve(partial_bytes) || !masses_.reserve(mass_bytes)) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the workspace of this call",
-                    scratch_bytes + partial_bytes + mass_bytes);
+                    scratch_bytes + partial_bytes + mass_bytes)
+            .bytes(scratch_bytes + partial_bytes + mass_bytes);
     }
     std::atomic<uint64_t> replaced{0};
     int64_t work = 0;

@@ -127,11 +127,13 @@ Status Plan::check_member(size_t i) const {
     }
     const Geometry& g = pool_->geometry();
     const uint64_t budget = pool_->blocks().budget();
-    const uint64_t most_blocks = budget / (g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes);
+    const uint64_t block_bytes = g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes;
     const int64_t grows_by = blocks_for(total) - blocks_for(m.length);
-    if (uint64_t(grows_by) > most_blocks) {
+    if (uint64_t(grows_by) > budget / block_bytes) {
         return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the sequence needs %lld more blocks",
                     (unsigned long long)budget, (long long)grows_by)
+            .tier(TA_TIER_DEVICE)
+            .bytes(checked_mul(uint64_t(grows_by), block_bytes).value_or(UINT64_MAX) - budget)
             .sequence(int64_t(i))
             .block(blocks_for(total) - 1);
     }
@@ -249,6 +251,15 @@ Status Plan::check_layer(uint32_t layer) const {
     return {};
 }
 
+// Of a failure that names a row of a tensor: whose it is. `first`: of a member's rows.
+Status Plan::name_row(Status s, int64_t StepMember::*first) const {
+    if (!s.detail() || s.detail()->token < 0) return s;
+    const int64_t row = s.detail()->token;
+    const auto behind = std::upper_bound(step_.members.begin(), step_.members.end(), row,
+                                         [&](int64_t r, const StepMember& m) { return r < m.*first; });
+    return std::move(s).sequence(behind - step_.members.begin() - 1);
+}
+
 Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     const ProfileRange range("ta_append");
     TA_RETURN_IF_ERROR(check_layer(layer));
@@ -258,7 +269,7 @@ Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
         return std::move(s).argument(2).layer(layer);
     if (Status s = check_tensor_shape(v, "v", step_.total_new, g.kv_heads, g.head_dim); !s.ok())
         return std::move(s).argument(3).layer(layer);
-    if (Status s = backend_->append(layer, k, v); !s.ok()) return std::move(s).layer(layer);
+    if (Status s = backend_->append(layer, k, v); !s.ok()) return name_row(std::move(s), &StepMember::new_row).layer(layer);
     appended_[layer] = 1;
     last_layer_ = layer;
     return {};
@@ -308,7 +319,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
     call.saturate = n.saturate;
-    if (Status s = backend_->attend(layer, call); !s.ok()) return std::move(s).layer(layer);
+    if (Status s = backend_->attend(layer, call); !s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};
 }
 

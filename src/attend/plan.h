@@ -42,6 +42,7 @@ class Plan {
     Wanted list_wanted();
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
+    Status name_row(Status s, int64_t StepMember::*first) const;
     void clear();
 
     std::shared_ptr<Pool> pool_;

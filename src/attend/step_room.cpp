@@ -151,9 +151,12 @@ std::optional<Status> StepRoom::bring_blocks() {
     moving_ = pool_.mover()->busy();
     const uint64_t seen = store_.changes();
     Status s;
-    if (!is_possible_ && on_disk && !pool_.may_make_room(wanted_, sequences_)) {
+    uint64_t lacking = 0;
+    if (!is_possible_ && on_disk && !pool_.may_make_room(wanted_, sequences_, &lacking)) {
         if ((pool_.blocks_are_held() || store_.changes() != seen) && brief_looks_.again()) return {};
-        s = name(fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk"), *on_disk);
+        Status full = fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk");
+        const int32_t above = pool_.tier(TierKind::kHost) ? TA_TIER_HOST : TA_TIER_DEVICE;
+        s = name(std::move(full).tier(above).bytes(lacking), *on_disk);
     } else {
         s = pool_.make_resident(sequences_, wanted_, patience_ends_);
     }

@@ -60,7 +60,7 @@ class DeviceBuffer {
         uint8_t* data = device_.allocate(bytes);
         if (!data) {
             TA_RETURN_IF_ERROR(device_.health());
-            return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), bytes, what);
+            return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for %s", device_.ordinal(), bytes, what).bytes(bytes);
         }
         parts_.emplace_back(data, bytes);
         return {};

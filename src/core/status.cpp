@@ -9,15 +9,21 @@
 
 namespace ta {
 
+ta_error plain_error(ta_status code) {
+    ta_error e{};
+    e.code = code;
+    e.layer = e.head = e.argument = e.tier = e.rank = -1;
+    e.sequence = e.block = e.token = e.bytes = -1;
+    return e;
+}
+
 Status fail(ta_status code, const char* format, ...) {
     Status status;
     status.code_ = code;
     status.detail_.reset(new (std::nothrow) ta_error{});
     if (!status.detail_) return status;
     ta_error& e = *status.detail_;
-    e.code = code;
-    e.layer = e.head = e.argument = -1;
-    e.sequence = e.block = e.token = -1;
+    e = plain_error(code);
     va_list args;
     va_start(args, format);
     std::vsnprintf(e.message, sizeof e.message, format, args);

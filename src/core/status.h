@@ -9,6 +9,9 @@
 
 namespace ta {
 
+// A code whose place and cause are not known.
+ta_error plain_error(ta_status code);
+
 // OK, or a status with its text and place. Cheap to move when OK.
 class [[nodiscard]] Status {
   public:
@@ -29,6 +32,8 @@ class [[nodiscard]] Status {
     Status&& sequence(int64_t v) && { return set(&ta_error::sequence, v); }
     Status&& block(int64_t v) && { return set(&ta_error::block, v); }
     Status&& token(int64_t v) && { return set(&ta_error::token, v); }
+    Status&& tier(int32_t v) && { return set(&ta_error::tier, v); }
+    Status&& bytes(uint64_t v) && { return set(&ta_error::bytes, int64_t(v < INT64_MAX ? v : INT64_MAX)); }
 
   private:
     friend Status fail(ta_status code, const char* format, ...) __attribute__((format(printf, 2, 3)));

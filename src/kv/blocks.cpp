@@ -136,7 +136,9 @@ Status BlockStore::take_slab() {
         slots[kind] = bytes ? size_t(budget_ / bytes) : 0;
     }
     if (budget_ < uint64_t{1} << 48 && slab_->take(slots, strides)) return {};
-    return fail(TA_E_MEMORY, "the GPU has no memory for a pool of %llu bytes", (unsigned long long)budget_);
+    return fail(TA_E_MEMORY, "the GPU has no memory for a pool of %llu bytes", (unsigned long long)budget_)
+        .tier(TA_TIER_DEVICE)
+        .bytes(budget_);
 }
 
 BlockStore::~BlockStore() {
@@ -279,11 +281,14 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Take
                     cached_[size_t(wanted[i])].push_back(back);
                 }
             }
+            const size_t bytes = geometry_.slot_bytes(kind);
             if (slab_) {
                 return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
-                            geometry_.slot_bytes(kind));
+                            bytes)
+                    .tier(TA_TIER_DEVICE)
+                    .bytes(bytes);
             }
-            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", geometry_.slot_bytes(kind));
+            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", bytes).tier(TA_TIER_DEVICE).bytes(bytes);
         }
         slots.push_back({slot, fresh, tenant});
     }
@@ -307,7 +312,9 @@ Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_u
     }
     if (failed) *failed = fitting;
     return fail(TA_E_TIER_FULL, "the device tier holds %llu of %llu bytes; this needs %llu more", (unsigned long long)in_use,
-                (unsigned long long)budget_, (unsigned long long)need);
+                (unsigned long long)budget_, (unsigned long long)need)
+        .tier(TA_TIER_DEVICE)
+        .bytes(need - (budget_ - in_use));
 }
 
 // A slot that nobody uses: kept for reuse while there are few.

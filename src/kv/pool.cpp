@@ -67,7 +67,7 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
             const size_t bytes = pool->append_progress_offset() + progress.size();
             pool->open_amax_ = {device->allocate(bytes), FreeMemory{device, bytes}};
             if (!pool->open_amax_)
-                return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for universal scales", device->ordinal(), bytes);
+                return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for universal scales", device->ordinal(), bytes).bytes(bytes);
             TA_RETURN_IF_ERROR(device->write(pool->append_progress(), progress.data(), progress.size()));
         }
         pool->nonfinite_.reset(device->allocate_counters(first_even(max_sequences) + 2));
@@ -409,13 +409,16 @@ Status Pool::verify(ta_seq seq) const {
         } else if (device && at.tier == TierKind::kDevice) {
             on_device.push_back({blocks[b].get(), b, at.address, at.kind});
         } else {
-            TA_RETURN_IF_ERROR(blocks[b]->verify(geometry_, fingerprint_, b, at.address, at.kind));
+            Status s = blocks[b]->verify(geometry_, fingerprint_, b, at.address, at.kind);
+            if (!s.ok()) return std::move(s).tier(int32_t(at.tier));
         }
     }
     if (on_device.empty()) return {};
     std::vector<Status> statuses(on_device.size());
     TA_RETURN_IF_ERROR(verifier_->verify(on_device, statuses));
-    for (Status& s : statuses) TA_RETURN_IF_ERROR(std::move(s));
+    for (Status& s : statuses) {
+        if (!s.ok()) return std::move(s).tier(TA_TIER_DEVICE);
+    }
     return {};
 }
 

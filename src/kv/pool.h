@@ -213,7 +213,8 @@ class Pool {
     // TA_E_TIER_FULL: so many bytes of new blocks do not fit, whatever else moves or is dropped that nobody uses.
     Status check_may_take_in(uint64_t bytes) const;
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
-    bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const;
+    // `lacking` gets how many bytes there are too few then.
+    bool may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine, uint64_t* lacking = nullptr) const;
     // Where the blocks of a step lie as it looks for them. Sequences are in the caller's plan.
     struct Lookups {
         struct Prefetched {

@@ -70,7 +70,8 @@ Status Pool::check_may_take_in(uint64_t bytes) const {
     const double all = double(room[0]) + double(room[1] + room[2]) * times_on_disk(PageKind::kToken);
     if (double(bytes) <= all) return {};
     return fail(TA_E_TIER_FULL, "%llu more bytes of blocks do not fit: all tiers together have room for %.0f",
-                (unsigned long long)bytes, all);
+                (unsigned long long)bytes, all)
+        .bytes(bytes - uint64_t(all));
 }
 
 // What can happen to the blocks that there are, in bytes.
@@ -151,7 +152,7 @@ double Pool::gained_on_device(const Census& census, const std::array<uint64_t, 3
 }
 
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
-bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine) const {
+bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine, uint64_t* lacking) const {
     // Blocks that leave for nothing come back; not so bits that they lose on the way.
     if (!geometry_.falls && prefixes_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
     std::array<uint64_t, 3> room = count_room();
@@ -159,12 +160,16 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
     room[0] += census.moving;
     const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
     const uint64_t bytes = bytes_of(wanted), here = room[0] + census.droppable[0];
-    if (double(bytes) > double(here) + gained_on_device(census, room, largest)) return false;
+    const auto fits = [&](double need, double have) {
+        if (lacking && need > have) *lacking = uint64_t(need - have);
+        return need <= have;
+    };
+    if (!fits(double(bytes), double(here) + gained_on_device(census, room, largest))) return false;
     // All of the step's blocks lie in the device and the host tier.
     const uint64_t comes_up = bytes_on_disk(mine);
     const double to_disk = std::min(double(census.others), double(room[2] + comes_up) * times_on_disk(largest));
     const double dropped = double(census.droppable[1]) + double(census.droppable[2]) * times_on_disk(largest);
-    return double(bytes + comes_up) <= double(here + room[1] + census.shrinks) + dropped + to_disk;
+    return fits(double(bytes + comes_up), double(here + room[1] + census.shrinks) + dropped + to_disk);
 }
 
 // Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so

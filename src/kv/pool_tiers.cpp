@@ -64,7 +64,9 @@ Status Pool::check_tiers(const TierSettings& settings) const {
     const uint64_t memory = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
     if (settings.host_budget > memory) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
-                    (unsigned long long)settings.host_budget, (unsigned long long)memory);
+                    (unsigned long long)settings.host_budget, (unsigned long long)memory)
+            .tier(TA_TIER_HOST)
+            .bytes(settings.host_budget - memory);
     }
     return {};
 }

@@ -315,7 +315,8 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
             return fail(TA_E_LIMIT,
                         "namespace 0x%llx has a quota of %llu bytes; it holds %llu in use, and this needs %llu more",
                         (unsigned long long)id, (unsigned long long)space.quota, (unsigned long long)(space.bytes - unused),
-                        (unsigned long long)more);
+                        (unsigned long long)more)
+                .bytes(wanted - unused);
         }
     }
     for (auto& e : chain) {

@@ -42,7 +42,9 @@ Status DiskEngine::allocate() {
     void* p = mmap(nullptr, buffer_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
         buffer_bytes_ = 0;
-        return fail(TA_E_MEMORY, "no %zu bytes for the buffers of the disk tier", depth * largest_record_ + kDiskPage);
+        return fail(TA_E_MEMORY, "no %zu bytes for the buffers of the disk tier", depth * largest_record_ + kDiskPage)
+            .tier(TA_TIER_DISK)
+            .bytes(depth * largest_record_ + kDiskPage);
     }
     buffers_ = static_cast<uint8_t*>(p);
     zeros_ = buffers_ + depth * largest_record_;
@@ -361,9 +363,11 @@ void DiskEngine::leave_slot(Op& op) {
 
 Status DiskEngine::io_status(const Op& op, int64_t error) const {
     const bool read = op.kind == Op::Kind::kRead;
-    if (op.kind == Op::Kind::kSync) return fail(TA_E_IO, "fsync of the disk tier's file failed: %s", error_text(error).c_str());
+    if (op.kind == Op::Kind::kSync)
+        return fail(TA_E_IO, "fsync of the disk tier's file failed: %s", error_text(error).c_str()).tier(TA_TIER_DISK);
     return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s record %u of the disk tier failed: %s",
                 read ? "reading" : "writing", op.request.slot.index, error_text(error).c_str())
+        .tier(TA_TIER_DISK)
         .block(int64_t(op.request.identity.block_index));
 }
 
@@ -378,6 +382,7 @@ Status DiskEngine::check_and_copy(const Op& op) {
     if (wrong) {
         return fail(TA_E_CORRUPT, "record %u of the disk tier, at offset %llu of its file, %s", r.slot.index,
                     (unsigned long long)op.offset, wrong)
+            .tier(TA_TIER_DISK)
             .block(int64_t(r.identity.block_index));
     }
     if (options_.check) TA_RETURN_IF_ERROR(options_.check(r.identity, r.slot.slot_class, payload));

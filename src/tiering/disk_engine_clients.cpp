@@ -21,7 +21,7 @@ Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
     if (stopping_) return fail(TA_E_CLOSED, "the disk tier is closed");
     if (!not_erased_.empty() && Clock::now() >= erase_again_at_) erase_again();
     if (may_not_write() && Clock::now() < retry_at_) return refused_write();
-    Result<std::vector<Slot>> slots = map_.acquire_all(wanted, "disk");
+    Result<std::vector<Slot>> slots = map_.acquire_all(wanted, TierKind::kDisk);
     if (!slots.ok()) return slots;
     for (const Slot s : slots.value()) {
         slots_[s.index] = SlotInfo{};
@@ -127,7 +127,7 @@ void DiskEngine::unadmit(const Op& op) {
 }
 
 Status DiskEngine::refused_write() const {
-    return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_);
+    return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_).tier(TA_TIER_DISK);
 }
 
 // A tier that could not be written lets one batch through after a while, to see.
@@ -281,7 +281,8 @@ DiskEngine::Clock::time_point DiskEngine::next_deadline() const {
 }
 
 Status DiskEngine::overdue() const {
-    return fail(TA_E_IO, "the disk tier's file did not answer within %lld ms", (long long)options_.deadline.count());
+    return fail(TA_E_IO, "the disk tier's file did not answer within %lld ms", (long long)options_.deadline.count())
+        .tier(TA_TIER_DISK);
 }
 
 // What is told ----------------------------------------------------------------------------------------------------------------

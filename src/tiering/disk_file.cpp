@@ -46,7 +46,8 @@ auto retry(Operation&& operation) {
 
 Status io_failure(int64_t error, const char* what, const std::string& path) {
     return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s the disk tier's file %s failed: %s", what,
-                shown(path).c_str(), error_text(error).c_str());
+                shown(path).c_str(), error_text(error).c_str())
+        .tier(TA_TIER_DISK);
 }
 
 // Of open() with O_TMPFILE: not this kernel, or not this file system.

@@ -47,7 +47,7 @@ Result<std::unique_ptr<HostTier>> HostTier::create(std::shared_ptr<MemorySystem>
 
 Result<std::vector<Slot>> HostTier::acquire(std::span<const uint8_t> wanted) {
     std::lock_guard lock(mutex_);
-    return map_.acquire_all(wanted, "host");
+    return map_.acquire_all(wanted, TierKind::kHost);
 }
 
 void HostTier::release(std::span<const Slot> slots) {

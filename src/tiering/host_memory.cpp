@@ -55,7 +55,9 @@ Status HostMemory::map(HostMemoryOptions::Pages wanted) {
     mapped_ = system_->map(mapped_bytes_, false, error);
     if (!mapped_) {
         return fail(TA_E_MEMORY, "no %zu bytes of address space for the host tier: %s", mapped_bytes_,
-                    error_text(error).c_str());
+                    error_text(error).c_str())
+            .tier(TA_TIER_HOST)
+            .bytes(mapped_bytes_);
     }
     data_ = static_cast<uint8_t*>(mapped_);
     if (!huge) return {};
@@ -101,7 +103,9 @@ Status HostMemory::touch(ThreadPool& threads) {
         touch_all();
         if (error == 0) return {};
     }
-    return fail(TA_E_MEMORY, "the system has no %zu bytes for the host tier: %s", bytes_, error_text(error).c_str());
+    return fail(TA_E_MEMORY, "the system has no %zu bytes for the host tier: %s", bytes_, error_text(error).c_str())
+        .tier(TA_TIER_HOST)
+        .bytes(bytes_);
 }
 
 void HostMemory::look_where_it_is() {

@@ -421,7 +421,7 @@ void MovePart::fall_on_device(std::span<const size_t> list) {
     const size_t bytes = g.slot_bytes(PageKind::kChannel);
     on_device_ = sharing_.falling.take(n * bytes);
     if (!on_device_.data)
-        return fail_all(falling, fail(TA_E_MEMORY, "the GPU has no %zu bytes to encode blocks in", n * bytes));
+        return fail_all(falling, fail(TA_E_MEMORY, "the GPU has no %zu bytes to encode blocks in", n * bytes).bytes(n * bytes));
     for (size_t i = 0; i < n; ++i) {
         to.push_back(on_device_.data + i * bytes);
         work_[falling[i]].written = to.back();

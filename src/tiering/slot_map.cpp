@@ -97,7 +97,8 @@ bool SlotMap::acquire(uint8_t slot_class, Slot& slot) {
     return true;
 }
 
-Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, const char* tier) {
+Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, TierKind tier) {
+    const char* const name = tier == TierKind::kHost ? "host" : "disk";
     std::vector<Slot> slots;
     slots.reserve(wanted.size());
     for (const uint8_t slot_class : wanted) {
@@ -108,11 +109,18 @@ Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, 
         }
         for (const Slot s : slots) give(s);
         if (slot_class >= kSlotClasses || shape_.stride[slot_class] == 0)
-            return fail(TA_E_INVALID, "the %s tier has no slots of class %u", tier, slot_class);
+            return fail(TA_E_INVALID, "the %s tier has no slots of class %u", name, slot_class);
         TierStats now;
         describe(now);
-        return fail(TA_E_TIER_FULL, "the %s tier has no room for %zu more blocks: %llu of %llu bytes are in use", tier,
-                    wanted.size(), (unsigned long long)now.used, (unsigned long long)shape_.bytes());
+        uint64_t bytes = 0;
+        for (const uint8_t w : wanted) bytes += w < kSlotClasses ? shape_.stride[w] : 0;
+        // Where as much is free, but not in one piece, a place is lacking.
+        const uint64_t free = shape_.bytes() - now.used;
+        const uint64_t lacking = bytes > free ? bytes - free : shape_.stride[slot_class];
+        return fail(TA_E_TIER_FULL, "the %s tier has no room for %zu more blocks: %llu of %llu bytes are in use", name,
+                    wanted.size(), (unsigned long long)now.used, (unsigned long long)shape_.bytes())
+            .tier(int32_t(tier))
+            .bytes(lacking);
     }
     return slots;
 }

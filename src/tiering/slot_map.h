@@ -46,7 +46,7 @@ class SlotMap {
     bool acquire(uint8_t slot_class, Slot& slot);
     // One slot for each class in `wanted`, in that order, or none. TA_E_TIER_FULL; TA_E_INVALID: there is no such class. `tier`
     // is what the texts call it.
-    Result<std::vector<Slot>> acquire_all(std::span<const uint8_t> wanted, const char* tier);
+    Result<std::vector<Slot>> acquire_all(std::span<const uint8_t> wanted, TierKind tier);
     // This slot; false when it is taken, or its region serves another class.
     bool take(Slot slot);
     void give(Slot slot);

@@ -386,6 +386,13 @@ TEST_F(BadOrder, AFullTierRefusesBeginAndRecovers) {
         const int32_t n_new[] = {1, n};
         expect_failure({"begin", [&](ta_error* err) { return ta_plan_begin(p.get(), 2, both, n_new, nullptr, err); },
                         TA_E_TIER_FULL, -1, "needs"});
+        ta_error err;
+        EXPECT_EQ(ta_plan_begin(p.get(), 2, both, n_new, nullptr, &err), TA_E_TIER_FULL);
+        EXPECT_EQ(err.tier, TA_TIER_DEVICE);
+        EXPECT_EQ(err.sequence, 1);
+        const uint64_t blocks = uint64_t(n) / 64;  // of the second at least; the budget holds the first of the other, too
+        EXPECT_GE(err.bytes + int64_t(was.bytes_budget), int64_t(blocks * was.channel_block_bytes));
+        EXPECT_LE(err.bytes, int64_t((blocks + 3) * was.token_block_bytes));
         const auto now = stats(small);
         EXPECT_EQ(now.bytes_used, was.bytes_used);
         EXPECT_EQ(now.token_blocks, was.token_blocks);

@@ -410,5 +410,37 @@ TEST_F(BadTensors, SaturateReplacesAndCounts) {
     }
 }
 
+// Rows of a batch stand one after the other; the error says whose the bad one is, though others have none.
+TEST_F(BadTensors, NonfiniteRowsNameTheirSequence) {
+    const ta_seq seqs[] = {long_seq, make_sequence(pool), short_seq, make_sequence(pool)};
+    const int32_t n_new[] = {2, 0, 3, 1}, n_query[] = {1, 0, 0, 2};
+    const Plan batch = make_plan(pool);
+    ASSERT_EQ(ta_plan_begin(batch.get(), 4, seqs, n_new, n_query, nullptr), TA_E_INVALID);  // the last has but one token
+    const int32_t queries[] = {1, 0, 2, 1};
+    ASSERT_EQ(ta_plan_begin(batch.get(), 4, seqs, n_new, queries, nullptr), TA_OK);
+    const int64_t of_new[] = {0, 0, 2, 2, 2, 3}, of_query[] = {0, 2, 2, 3};
+    Random random(5);
+    ta_error err;
+    for (int64_t row = 0; row < 6; ++row) {
+        Tensor good(random.normals(6 * kRow), 6, kHeads, kDim), bad(random.normals(6 * kRow), 6, kHeads, kDim);
+        bad.set(row, 1, 7, std::numeric_limits<float>::quiet_NaN());
+        EXPECT_EQ(ta_append(batch.get(), 0, good.view(), bad.view(), &err), TA_E_NONFINITE);
+        EXPECT_EQ(err.sequence, of_new[row]) << row;
+        EXPECT_EQ(err.token, row);
+        EXPECT_EQ(err.head, 1);
+        EXPECT_EQ(err.layer, 0);
+    }
+    Tensor good(random.normals(6 * kRow), 6, kHeads, kDim), to(4, kQHeads, kDim);
+    append(batch, 0, good, good);
+    for (int64_t row = 0; row < 4; ++row) {
+        Tensor bad(random.normals(4 * kQHeads * kDim), 4, kQHeads, kDim);
+        bad.set(row, 3, 0, std::numeric_limits<float>::infinity());
+        EXPECT_EQ(ta_attend(batch.get(), 0, bad.view(), to.view(), nullptr, nullptr, &err), TA_E_NONFINITE);
+        EXPECT_EQ(err.sequence, of_query[row]) << row;
+        EXPECT_EQ(err.token, row);
+    }
+    EXPECT_TRUE(to.all_poison());
+}
+
 }  // namespace
 }  // namespace ta::testing

@@ -129,6 +129,9 @@ class WrongCalls : public ::testing::Test {
         EXPECT_EQ(err.sequence, -1);
         EXPECT_EQ(err.block, -1);
         EXPECT_EQ(err.token, -1);
+        EXPECT_EQ(err.tier, -1);
+        EXPECT_EQ(err.rank, -1);
+        EXPECT_EQ(err.bytes, -1);
         EXPECT_EQ(call(nullptr), TA_OK);
     }
 

@@ -212,7 +212,7 @@ TEST(SlotMap, AllOrNone) {
         return s.used;
     };
     const std::vector<uint8_t> some = {1, 0, 1}, none = {}, unknown = {0, 7}, absent = {1, 2}, many(100, 0);
-    Result<std::vector<Slot>> slots = map.acquire_all(some, "test");
+    Result<std::vector<Slot>> slots = map.acquire_all(some, TierKind::kHost);
     ASSERT_TRUE(slots.ok());
     ASSERT_EQ(slots.value().size(), 3u);
     for (size_t i = 0; i < 3; ++i) {
@@ -221,12 +221,12 @@ TEST(SlotMap, AllOrNone) {
     }
     const uint64_t before = used();
     EXPECT_EQ(before, 2 * 8192u + 4096u);
-    EXPECT_TRUE(map.acquire_all(none, "test").ok());
+    EXPECT_TRUE(map.acquire_all(none, TierKind::kHost).ok());
     for (const auto& [wanted, why] : {std::pair(&unknown, TA_E_INVALID), {&absent, TA_E_INVALID}, {&many, TA_E_TIER_FULL}}) {
-        const Status s = map.acquire_all(*wanted, "test").status();
+        const Status s = map.acquire_all(*wanted, TierKind::kHost).status();
         EXPECT_EQ(s.code(), why);
         ASSERT_NE(s.detail(), nullptr);
-        EXPECT_NE(std::string(s.detail()->message).find("the test tier has no "), std::string::npos) << s.detail()->message;
+        EXPECT_NE(std::string(s.detail()->message).find("the host tier has no "), std::string::npos) << s.detail()->message;
         EXPECT_EQ(used(), before);
     }
 }
