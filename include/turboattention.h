@@ -561,17 +561,20 @@ typedef struct ta_progress {
     ta_release_fn release; /* may be NULL */
 } ta_progress;
 
-/* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete. A
- * block is checked before it is written. `progress` may be NULL. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
+/* Writes a sequence, wherever its blocks are, to a new file of mode 0600; there is no file at `path` before it is complete and
+ * synced, and with TA_OK its name is too. The folder must be readable. A process that is killed leaves no file; where a file
+ * system has none without a name (O_TMPFILE), the next save in the folder removes what it left. A block is checked before it is
+ * written. `progress` may be NULL. docs/FORMAT.md has the format: a file of a GPU context loads on a CPU and the reverse.
  * Errors: TA_E_INVALID (path exists), TA_E_IO, TA_E_TIER_FULL (no space), TA_E_CORRUPT, TA_E_CANCELLED, TA_E_STATE (blocks were
  * dropped), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, const ta_progress* progress, ta_error* err);
 /* Makes a sequence of a file, all of it or nothing. The pool must have the shape of the one that saved it, and what says how
  * stored bytes are read: bits, rotation and its seed, sink blocks, K offset, falling precision. Every byte is checked against
- * hashes: damage is found, forgery by somebody who can compute them is not. The sequence belongs to the namespace of the same
- * salt as the one that it was saved from. Where room has to be made, as a begin makes it, all of the file is checked before, so
- * that one that is bad or cannot fit changes nothing. Where the load fails later (a disk, other calls that take the room, the
- * callback), other blocks may lie in slower tiers.
+ * hashes: damage is found, and so are blocks that come from another file, another place or an earlier state of the sequence;
+ * forgery by somebody who can compute hashes is not, but no values that attention cannot compute with are taken. The sequence
+ * belongs to the namespace of the same salt as the one that it was saved from. Where room has to be made, as a begin makes it,
+ * all of the file is checked before, so that one that is bad or cannot fit changes nothing. Where the load fails later (a disk,
+ * other calls that take the room, the callback), other blocks may lie in slower tiers.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (another
  * version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
  * created and something in the pool is of), TA_E_MEMORY. */

@@ -34,6 +34,24 @@ uint64_t hash_bytes(const void* data, size_t bytes) {
     return hash(data, bytes);
 }
 
+struct PiecewiseHash::State {
+    XXH3_state_t xxh;
+};
+
+PiecewiseHash::PiecewiseHash() : state_(std::make_unique<State>()) {
+    XXH3_64bits_reset(&state_->xxh);
+}
+
+PiecewiseHash::~PiecewiseHash() = default;
+
+void PiecewiseHash::add(const void* data, size_t bytes) {
+    XXH3_64bits_update(&state_->xxh, data, bytes);
+}
+
+uint64_t PiecewiseHash::value() const {
+    return XXH3_64bits_digest(&state_->xxh);
+}
+
 uint64_t page_hash(const PageIdentity& identity, const uint8_t* payload) {
     const uint64_t payload_hash = hash_bytes(payload, identity.payload_bytes);
     uint8_t bound[sizeof identity + sizeof payload_hash];

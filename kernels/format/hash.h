@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "kernels/format/slot.h"
 
@@ -13,5 +14,18 @@ uint64_t page_hash(const PageIdentity& identity, const uint8_t* payload);
 
 // XXH3_64 of any bytes.
 uint64_t hash_bytes(const void* data, size_t bytes);
+
+// The same of bytes that come in pieces.
+class PiecewiseHash {
+  public:
+    PiecewiseHash();
+    ~PiecewiseHash();
+    void add(const void* data, size_t bytes);
+    uint64_t value() const;
+
+  private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
 
 }  // namespace ta

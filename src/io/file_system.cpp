@@ -1,5 +1,6 @@
 #include "src/io/file_system.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <sys/file.h>
@@ -35,6 +36,12 @@ int describe(const struct stat& s, FileInfo& info) {
     info.links = s.st_nlink;
     return 0;
 }
+
+// Of an open file, for link(): by descriptor it takes a privilege.
+struct NameOf {
+    explicit NameOf(int fd) { std::snprintf(text, sizeof text, "/proc/self/fd/%d", fd); }
+    char text[32];
+};
 
 class SystemFiles final : public FileSystem {
   public:
@@ -88,11 +95,20 @@ class SystemFiles final : public FileSystem {
         return result_of(::unlink(from));
     }
     int link(int fd, const char* to) override {
-        char name[32];  // by descriptor it takes a privilege
-        std::snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
-        return result_of(::linkat(AT_FDCWD, name, AT_FDCWD, to, AT_SYMLINK_FOLLOW));
+        return result_of(::linkat(AT_FDCWD, NameOf(fd).text, AT_FDCWD, to, AT_SYMLINK_FOLLOW));
     }
+    bool can_link(int fd) override { return ::access(NameOf(fd).text, F_OK) == 0; }
     int unlink(const char* path) override { return result_of(::unlink(path)); }
+    int list(const char* folder, const std::function<void(const char*)>& each) override {
+        const std::unique_ptr<DIR, int (*)(DIR*)> open_folder(::opendir(folder), ::closedir);
+        if (!open_folder) return -errno;
+        for (;;) {
+            errno = 0;
+            const dirent* entry = ::readdir(open_folder.get());
+            if (!entry) return -errno;
+            each(entry->d_name);
+        }
+    }
     int lock(int fd) override { return result_of(::flock(fd, LOCK_EX | LOCK_NB)); }
     int unlock(int fd) override { return result_of(::flock(fd, LOCK_UN)); }
     int clear_direct(int fd) override {
@@ -181,7 +197,7 @@ std::string folder_of(const std::string& path) {
 std::string name_beside(const std::string& path, const std::string& suffix) {
     const size_t name = path.rfind('/') + 1;  // npos + 1 is 0
     char own[40];
-    std::snprintf(own, sizeof own, ".turboattention-%016llx",
+    std::snprintf(own, sizeof own, "%s%016llx", kOwnName,
                   (unsigned long long)hash_bytes(path.data() + name, path.size() - name));
     return path.substr(0, name) + own + suffix;
 }

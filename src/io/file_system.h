@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -67,7 +68,11 @@ class FileSystem {
     virtual int rename(const char* from, const char* to) = 0;
     // Gives a file without a name, from O_TMPFILE, the name `to`. Fails with -EEXIST rather than replace what has it.
     virtual int link(int fd, const char* to) = 0;
+    // Whether it can, before there is work in the file.
+    virtual bool can_link(int fd) = 0;
     virtual int unlink(const char* path) = 0;
+    // Calls `each` with every name in the folder.
+    virtual int list(const char* folder, const std::function<void(const char* name)>& each) = 0;
     // An exclusive lock that ends with the descriptor, in this process too; -EWOULDBLOCK when someone else has it.
     virtual int lock(int fd) = 0;
     // Ends it also for children that fork() gave the descriptor to.
@@ -88,6 +93,8 @@ ErrorText error_text(int64_t negative_errno);
 
 // With the slash, or "." where `path` has none.
 std::string folder_of(const std::string& path);
+// Names that name_beside() makes start with this.
+inline constexpr char kOwnName[] = ".turboattention-";
 // A name for what becomes `path` later: in its folder, and of a length of its own, so that it is no longer than names may be.
 std::string name_beside(const std::string& path, const std::string& suffix);
 // A path as texts of errors show it: of a long one the end, so that the reason behind it has room.

@@ -1,5 +1,5 @@
-// What the files of sequences and of pools share: checked reading and writing, and blocks with their headers. docs/FORMAT.md,
-// section 8.
+// What the files of sequences and of pools share: checked reading and writing, the list of blocks in their indices, and blocks
+// with their headers. docs/FORMAT.md, section 8.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/format/check.h"
+#include "kernels/format/codec.h"
 #include "kernels/format/hash.h"
 #include "src/io/file_system.h"
 #include "src/kv/pool.h"
@@ -18,6 +20,18 @@ using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
 inline constexpr uint32_t kBlockMagic = 0x4B4C4254;  // "TBLK" in little endian
 
+// What the index says of a block: which it is, to the last byte.
+struct StoredBlock {
+    uint64_t content_id;  // that the slot's trailer and hashes name
+    uint64_t slot_hash;   // XXH3 of the slot
+    uint64_t index;       // in its sequences
+    uint32_t tokens;
+    uint8_t kind;
+    uint8_t reserved[3];
+};
+static_assert(sizeof(StoredBlock) == 32);
+
+// In front of the block's slot. All of it follows from what the index says.
 struct BlockHeader {
     uint32_t magic;
     uint8_t kind;
@@ -25,15 +39,15 @@ struct BlockHeader {
     uint32_t tokens;
     uint32_t reserved1;
     uint64_t index;
-    uint64_t content_id;  // that the slot's trailer and hashes name
-    uint64_t slot_hash;   // XXH3 of the slot that follows
-    uint64_t hash;        // XXH3 of the fields above
+    uint64_t content_id;
+    uint64_t slot_hash;
+    uint64_t hash;  // XXH3 of the fields above
 };
 static_assert(sizeof(BlockHeader) == 48);
 
-// The largest |K| or |V| of a universal scale that files may say: the scale it stands for is one that blocks may have.
+// Whether a file may say this of the largest |K| or |V| of a universal scale: the scale it stands for is one that blocks have.
 inline bool is_good_amax(float x) {
-    return x >= 0.0f && x < 0x1p120f;
+    return x >= 0.0f && is_good_scale(stage1_scale(x, kStage1Levels));
 }
 
 // Of any header that ends in its hash.
@@ -42,20 +56,25 @@ uint64_t header_hash(const Header& h) {
     return hash_bytes(&h, offsetof(Header, hash));
 }
 
+template <class T>
+void put(std::vector<uint8_t>& bytes, const std::vector<T>& values) {
+    const auto* p = reinterpret_cast<const uint8_t*>(values.data());
+    bytes.insert(bytes.end(), p, p + values.size() * sizeof(T));
+}
+
 // A file with a position; keeps `files` by reference.
 class File {
   public:
     File(FileSystem& files, const std::string& path) : files_(files), path_(path), name_(shown(path)) {}
-    ~File() {
-        if (fd_ >= 0) files_.close(fd_);
-    }
+    ~File() { close(); }
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    // With O_CLOEXEC and O_NOFOLLOW; mode 0600.
-    Status open(int flags);
     // For reading, whatever the path names: it does not wait, and takes regular files only.
     Status open_regular(uint64_t& bytes);
+    // The descriptor of open() with O_CLOEXEC, O_NOFOLLOW and mode 0600, or -errno. `path`: where the file is, be it for a while.
+    int open(const std::string& path, int flags);
+    void close();
     int fd() const { return fd_; }
     // For texts of errors.
     const char* name() const { return name_.c_str(); }
@@ -93,8 +112,8 @@ Status open_with_header(const Pool& pool, const FileFormat& format, File& file, 
     if (h.magic != format.magic || h.hash != header_hash(h))
         return fail(TA_E_CORRUPT, "%s is no file of a %s, or damaged", file.name(), format.of);
     if (h.version != format.version) {
-        return fail(TA_E_UNSUPPORTED, "%s has version %u; this library reads %u", file.name(), unsigned(h.version),
-                    unsigned(format.version));
+        return fail(TA_E_UNSUPPORTED, "%s is of version %u of a %s's files; this library reads version %u alone", file.name(),
+                    unsigned(h.version), format.of, unsigned(format.version));
     }
     const Geometry& g = pool.geometry();
     if (h.slot_bytes[0] != g.token_slot_bytes || h.slot_bytes[1] != g.channel_slot_bytes) {
@@ -114,34 +133,52 @@ Status open_with_header(const Pool& pool, const FileFormat& format, File& file, 
 // TA_E_CANCELLED: the progress callback asked to stop.
 Status stopped(const File& file);
 
-// A file that has its name only when `write` has written all of it; else nothing is left. TA_E_INVALID: there is one of this
-// name.
+// A file that has its name only when `write` has written all of it and it is on the medium; else nothing is left. TA_E_INVALID:
+// there is one of this name.
 Status write_new_file(FileSystem& files, const std::string& path, const std::function<Status(File&)>& write);
 
-// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use.
-Status write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
+// Reads an index of so many bytes piece by piece. A file may say any number; it takes no more memory than what was read of it,
+// so callers look at each part before they read the next.
+class IndexReader {
+  public:
+    IndexReader(File& file, uint64_t bytes) : file_(file), left_(bytes) {}
+    // The next bytes, of those that there are.
+    Status read(void* to, size_t bytes);
+    template <class T>
+    Status read(T& value) {
+        return read(&value, sizeof value);
+    }
+    // TA_E_CORRUPT: what was read is not all that has this hash.
+    Status end(uint64_t hash) const;
+    // The failure of who finds that it says what cannot be.
+    Status damaged() const { return fail(TA_E_CORRUPT, "the index of %s is damaged", file_.name()); }
 
-// What the header of a block says of it.
-struct StoredBlock {
-    PageKind kind;
-    uint32_t tokens;
-    uint64_t index;  // in its sequences
+  private:
+    File& file_;
+    uint64_t left_;  // in the file
+    std::vector<uint8_t> piece_;
+    size_t at_ = 0;
+    PiecewiseHash hash_;
 };
 
-// The blocks of a file, behind all else that it holds.
-struct StoredBlocks {
-    uint64_t count = 0;
-    uint64_t file_bytes = 0;
-    bool in_order = false;  // block i of the file has index i
-    // Whether they are what the rest of the file says, beside what their own bytes say of them.
-    std::function<Status(std::span<const StoredBlock>)> check;
-    // Block i of the file is this one, before its bytes are in the pool's memory.
-    std::function<void(uint64_t i, Block& block)> claim;
-};
-// Reads them into new blocks of the pool. Where it has no room for some, the rest of the file is checked before any room is
+// The smallest part of a file that a block takes, its place in the index included.
+uint64_t least_block_bytes(const Geometry& geometry);
+// What the index says of n blocks. TA_E_CORRUPT: one is none that pools have. `good`: what else is known of block i.
+Status read_stored_blocks(const Pool& pool, IndexReader& index, uint64_t n, std::vector<StoredBlock>& blocks,
+                          const std::function<bool(uint64_t i, const StoredBlock&)>& good = {});
+// TA_E_CORRUPT: the file ends elsewhere than behind these blocks, the first of which is next.
+Status check_end(const Pool& pool, const File& file, uint64_t file_bytes, std::span<const StoredBlock> blocks);
+
+// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use. What the index is to say of it.
+Result<StoredBlock> write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens,
+                                std::vector<uint8_t>& slot);
+
+// Reads the blocks that the index names, which are next in the file, into new blocks of the pool; `claim` is told of each before
+// its bytes are in the pool's memory. Where the pool has no room for some, the rest of the file is checked before any room is
 // made, and whether there can be enough: who loads a bad file, or too large a one, has changed nothing. TA_E_CORRUPT,
 // TA_E_TIER_FULL.
-Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, const StoredBlocks& blocks, const Progress& progress);
+Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, std::span<const StoredBlock> blocks, uint64_t file_bytes,
+                                          const std::function<void(uint64_t i, Block& block)>& claim, const Progress& progress);
 
 // The block's slot in host memory, with a trailer, checked, and of which kind it is.
 Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);

@@ -9,7 +9,7 @@
 namespace ta {
 namespace {
 
-constexpr FileFormat kFormat{"pool", 0x4C4F5054, 2};  // "TPOL" in little endian
+constexpr FileFormat kFormat{"pool", 0x4C4F5054, 3};  // "TPOL" in little endian
 constexpr uint64_t kMostIndexBytes = uint64_t{1} << 32;
 constexpr uint64_t kNoState = UINT64_MAX;
 
@@ -30,7 +30,7 @@ struct FileHeader {
 };
 static_assert(sizeof(FileHeader) == 96);
 
-// The index: sequences, references (u64, which block of the file), entries, states.
+// The index: a StoredBlock for each block, sequences, references (u64, which block of the file), entries, states.
 struct SequenceRecord {
     uint64_t id;
     int64_t length;
@@ -46,24 +46,12 @@ struct EntryRecord {
 static_assert(sizeof(EntryRecord) == 56);
 
 struct Index {
+    std::vector<StoredBlock> blocks;
     std::vector<SequenceRecord> sequences;
     std::vector<uint64_t> references;
     std::vector<EntryRecord> entries;
-    std::vector<float> states;
+    std::vector<PrefixStore::OpenAmax> states;
 };
-
-template <class T>
-void put(std::vector<uint8_t>& bytes, const std::vector<T>& values) {
-    const auto* p = reinterpret_cast<const uint8_t*>(values.data());
-    bytes.insert(bytes.end(), p, p + values.size() * sizeof(T));
-}
-
-template <class T>
-void take(const uint8_t*& at, std::vector<T>& values, uint64_t n) {
-    values.resize(size_t(n));
-    if (n > 0) std::memcpy(values.data(), at, size_t(n) * sizeof(T));
-    at += n * sizeof(T);
-}
 
 uint64_t blocks_for(int64_t tokens) {
     return (uint64_t(tokens) + kPageTokens - 1) / kPageTokens;
@@ -97,88 +85,92 @@ Status name_owner(Status s, ta_seq owner) {
     return fail(e.code, "sequence 0x%llx: %s", (unsigned long long)owner, e.message).layer(e.layer).block(e.block);
 }
 
-// Everything but the blocks, checked as far as that goes without them.
+// Whether what the header says of the index fits the file. Each part of the index is looked at when it is read.
+bool has_good_counts(const Pool& pool, const FileHeader& h, uint64_t rest) {
+    const uint64_t state = pool.numerics().universal_open_scale ? pool.open_amax_record() * sizeof(float) : 0;
+    const std::pair<uint64_t, uint64_t> parts[] = {{h.blocks, sizeof(StoredBlock)},
+                                                   {h.sequences, sizeof(SequenceRecord)},
+                                                   {h.references, sizeof(uint64_t)},
+                                                   {h.entries, sizeof(EntryRecord)},
+                                                   {h.states, state}};
+    uint64_t bytes = 0;
+    for (const auto& [n, size] : parts) {
+        const auto part = checked_mul(n, size);
+        const auto sum = part ? checked_add(bytes, *part) : std::nullopt;
+        if (!sum) return false;
+        bytes = *sum;
+    }
+    return bytes == h.index_bytes && bytes <= rest && bytes <= kMostIndexBytes &&
+           h.blocks <= rest / least_block_bytes(pool.geometry()) && (state > 0 || h.states == 0);
+}
+
+// Everything but the blocks. No hash keeps a hostile file from saying what cannot be: each record is checked against those
+// before it, and takes memory only then.
 Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t& file_bytes) {
-    const Geometry& g = pool.geometry();
     TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, file_bytes));
     const bool has_states = pool.numerics().universal_open_scale;
     if (h.sequences + h.entries > 0 && (h.states > 0) != has_states)
         return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), has_states ? "out" : "");
-    const uint64_t state = has_states ? pool.open_amax_record() * sizeof(float) : 0, rest = file_bytes - sizeof h;
-    uint64_t bytes = 0;
-    const std::pair<uint64_t, uint64_t> parts[] = {{h.sequences, sizeof(SequenceRecord)},
-                                                   {h.references, sizeof(uint64_t)},
-                                                   {h.entries, sizeof(EntryRecord)},
-                                                   {h.states, state}};
-    bool fits = has_states || h.states == 0;
-    for (const auto& [n, size] : parts) {
-        const auto part = checked_mul(n, size);
-        const auto sum = part ? checked_add(bytes, *part) : std::nullopt;
-        fits = fits && sum.has_value();
-        bytes = sum.value_or(0);
-    }
-    const uint64_t smallest =
-        sizeof(BlockHeader) + (g.falls                  ? g.low_slot_bytes
-                               : g.has_channel_blocks() ? std::min(g.token_slot_bytes, g.channel_slot_bytes)
-                                                        : g.token_slot_bytes);
-    // A sequence has a block once.
-    const auto most_references = checked_mul(h.sequences, h.blocks);
-    if (!fits || bytes != h.index_bytes || bytes > rest || bytes > kMostIndexBytes || h.blocks > (rest - bytes) / smallest ||
-        (most_references && h.references > *most_references))
+    if (!has_good_counts(pool, h, file_bytes - sizeof h))
         return fail(TA_E_CORRUPT, "%s says more of its contents than it has bytes", file.name());
     if (h.sequences > pool.max_sequences()) {
         return fail(TA_E_LIMIT, "%s has %llu sequences; the pool takes %u at most", file.name(),
                     (unsigned long long)h.sequences, pool.max_sequences());
     }
-    std::vector<uint8_t> raw(static_cast<size_t>(bytes));
-    TA_RETURN_IF_ERROR(file.read(raw.data(), raw.size()));
-    if (hash_bytes(raw.data(), raw.size()) != h.index_hash)
-        return fail(TA_E_CORRUPT, "the index of %s is damaged", file.name());
-    const uint8_t* at = raw.data();
-    take(at, index.sequences, h.sequences);
-    take(at, index.references, h.references);
-    take(at, index.entries, h.entries);
-    take(at, index.states, state ? h.states * pool.open_amax_record() : 0);
-
-    // No hash keeps a hostile file from saying what cannot be.
-    bool good = true;
-    uint64_t references = 0;
-    const auto good_state = [&](uint64_t s) { return has_states ? s < h.states : s == kNoState; };
-    for (const SequenceRecord& s : index.sequences) {
-        good = good && s.length >= 0 && blocks_for(s.length) <= h.references - references && good_state(s.state);
-        if (!good) break;
+    IndexReader raw(file, h.index_bytes);
+    TA_RETURN_IF_ERROR(read_stored_blocks(pool, raw, h.blocks, index.blocks));
+    std::vector<bool> used(index.blocks.size());
+    uint64_t references = 0, states = 0;
+    // States are used one after the other, so that a file has no more of them than users.
+    const auto is_state = [&](uint64_t s) {
+        if (!has_states) return s == kNoState;
+        if (s > states) return false;
+        if (s == states) ++states;
+        return true;
+    };
+    for (uint64_t i = 0; i < h.sequences; ++i) {
+        SequenceRecord s;
+        TA_RETURN_IF_ERROR(raw.read(s));
+        if (s.length < 0 || blocks_for(s.length) > h.blocks || blocks_for(s.length) > h.references - references ||
+            !is_state(s.state))
+            return raw.damaged();
         references += blocks_for(s.length);
+        index.sequences.push_back(s);
     }
-    good = good && references == h.references;
-    for (uint64_t b : index.references) good = good && b < h.blocks;
-    for (const EntryRecord& e : index.entries)
-        good = good && e.block < h.blocks && (e.state == kNoState || good_state(e.state));
-    for (float x : index.states) good = good && is_good_amax(x);
-    return good ? Status() : fail(TA_E_CORRUPT, "the index of %s says what no pool has", file.name());
-}
-
-// Whether the blocks are those that the index speaks of, and no others.
-Status check_blocks(const File& file, const Index& index, bool has_states, std::span<const StoredBlock> all) {
-    std::vector<bool> used(all.size());
-    size_t reference = 0;
-    for (const SequenceRecord& r : index.sequences) {
-        for (uint64_t b = 0; b < blocks_for(r.length); ++b) {
-            const auto i = size_t(index.references[reference++]);
-            if (all[i].index != b ||
-                int64_t(all[i].tokens) < std::min<int64_t>(kPageTokens, r.length - int64_t(b) * kPageTokens))
-                return fail(TA_E_CORRUPT, "a sequence in %s has a block of another place", file.name()).block(int64_t(b));
-            used[i] = true;
+    if (references != h.references) return raw.damaged();
+    for (const SequenceRecord& s : index.sequences) {
+        for (uint64_t b = 0; b < blocks_for(s.length); ++b) {
+            uint64_t r;
+            TA_RETURN_IF_ERROR(raw.read(r));
+            const int64_t tokens = std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens);
+            if (r >= h.blocks || index.blocks[size_t(r)].index != b || index.blocks[size_t(r)].tokens < tokens)
+                return raw.damaged().block(int64_t(b));
+            used[size_t(r)] = true;
+            index.references.push_back(r);
         }
     }
-    for (const EntryRecord& e : index.entries) {
-        const StoredBlock& block = all[size_t(e.block)];
-        if (block.index != e.index || block.tokens != uint32_t(kPageTokens) || has_states != (e.state != kNoState))
-            return fail(TA_E_CORRUPT, "a published block in %s is another one", file.name()).block(int64_t(e.index));
+    for (uint64_t i = 0; i < h.entries; ++i) {
+        EntryRecord e;
+        TA_RETURN_IF_ERROR(raw.read(e));
+        SpaceTag space;  // the key's first bytes
+        std::memcpy(&space, e.key, sizeof space);
+        if (space == 0 || space == kEndedSpace || e.block >= h.blocks || !is_state(e.state)) return raw.damaged();
+        const StoredBlock& block = index.blocks[size_t(e.block)];
+        if (block.index != e.index || block.tokens != uint32_t(kPageTokens)) return raw.damaged().block(int64_t(e.index));
         used[size_t(e.block)] = true;
+        index.entries.push_back(e);
     }
-    if (std::find(used.begin(), used.end(), false) != used.end())
-        return fail(TA_E_CORRUPT, "%s has a block that belongs to nothing", file.name());
-    return {};
+    if (states != h.states || std::find(used.begin(), used.end(), false) != used.end()) return raw.damaged();
+    std::vector<float> state(has_states ? pool.open_amax_record() : 0);
+    for (uint64_t i = 0; i < h.states; ++i) {
+        TA_RETURN_IF_ERROR(raw.read(state.data(), state.size() * sizeof(float)));
+        if (!std::all_of(state.begin(), state.end(), is_good_amax)) return raw.damaged();
+        // Equal ones share their memory: zeros may be a hole in the file.
+        const bool is_last = !index.states.empty() && *index.states.back() == state;
+        index.states.push_back(is_last ? index.states.back() : std::make_shared<const std::vector<float>>(state));
+    }
+    TA_RETURN_IF_ERROR(raw.end(h.index_hash));
+    return check_end(pool, file, file_bytes, index.blocks);
 }
 
 }  // namespace
@@ -195,15 +187,14 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
 
     Index index;
     Contents contents;
-    const size_t record = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
-    uint64_t states = 0;
-    const auto add_state = [&](const std::vector<float>& state) {
-        if (record == 0 || state.empty()) return kNoState;
-        index.states.insert(index.states.end(), state.begin(), state.end());
-        return states++;
+    const auto add_state = [&](PrefixStore::OpenAmax state) {
+        if (!pool.numerics().universal_open_scale || !state || state->empty()) return kNoState;
+        index.states.push_back(std::move(state));
+        return uint64_t(index.states.size() - 1);
     };
     for (const auto& [id, s] : all) {
-        index.sequences.push_back({id, s.length, add_state(s.open_amax), pool.tag_of(s)});
+        const uint64_t state = add_state(std::make_shared<const std::vector<float>>(s.open_amax));
+        index.sequences.push_back({id, s.length, state, pool.tag_of(s)});
         for (size_t b = 0; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
             const auto tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens));
@@ -219,19 +210,34 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         e.state = kNoState;
         if (r.open_amax) {
             const auto [at, fresh] = known.emplace(r.open_amax.get(), 0);
-            if (fresh) at->second = add_state(*r.open_amax);
+            if (fresh) at->second = add_state(r.open_amax);
             e.state = at->second;
         }
         index.entries.push_back(e);
     }
-    std::vector<uint8_t> raw;
+    std::vector<uint8_t> raw;  // behind the blocks
     put(raw, index.sequences);
     put(raw, index.references);
     put(raw, index.entries);
-    put(raw, index.states);
-    if (raw.size() > kMostIndexBytes) return fail(TA_E_LIMIT, "the pool has more sequences and blocks than a file lists");
+    for (const PrefixStore::OpenAmax& state : index.states) put(raw, *state);
+    const uint64_t index_bytes = contents.items().size() * sizeof(StoredBlock) + raw.size();
+    if (index_bytes > kMostIndexBytes) return fail(TA_E_LIMIT, "the pool has more sequences and blocks than a file lists");
 
     return write_new_file(files, path, [&](File& file) -> Status {
+        // Header and index come last: they say what each block was when it was written.
+        file.go_to(sizeof(FileHeader) + index_bytes);
+        uint64_t total = file.at();
+        for (const Contents::Item& c : contents.items()) total += sizeof(BlockHeader) + g.slot_bytes(c.block->kind());
+        std::vector<uint8_t> slot;
+        for (const Contents::Item& c : contents.items()) {
+            if (progress && !progress(file.at(), total)) return stopped(file);
+            Result<StoredBlock> written = write_block(pool, file, *c.block, c.index, c.tokens, slot);
+            if (!written.ok()) return name_owner(std::move(written).status(), c.owner);
+            index.blocks.push_back(written.value());
+        }
+        std::vector<uint8_t> whole;
+        put(whole, index.blocks);
+        put(whole, raw);
         FileHeader h{};
         h.magic = kFormat.magic;
         h.version = kFormat.version;
@@ -239,23 +245,16 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         h.sequences = index.sequences.size();
         h.references = index.references.size();
         h.entries = index.entries.size();
-        h.states = states;
-        h.blocks = contents.items().size();
+        h.states = index.states.size();
+        h.blocks = index.blocks.size();
         h.slot_bytes[0] = g.token_slot_bytes;
         h.slot_bytes[1] = g.channel_slot_bytes;
-        h.index_bytes = raw.size();
-        h.index_hash = hash_bytes(raw.data(), raw.size());
+        h.index_bytes = whole.size();
+        h.index_hash = hash_bytes(whole.data(), whole.size());
         h.hash = header_hash(h);
+        file.go_to(0);
         TA_RETURN_IF_ERROR(file.write(&h, sizeof h));
-        TA_RETURN_IF_ERROR(file.write(raw.data(), raw.size()));
-        uint64_t total = file.at();
-        for (const Contents::Item& c : contents.items()) total += sizeof(BlockHeader) + g.slot_bytes(c.block->kind());
-        std::vector<uint8_t> slot;
-        for (const Contents::Item& c : contents.items()) {
-            if (progress && !progress(file.at(), total)) return stopped(file);
-            Status written = write_block(pool, file, *c.block, c.index, c.tokens, slot);
-            if (!written.ok()) return name_owner(std::move(written), c.owner);
-        }
+        TA_RETURN_IF_ERROR(file.write(whole.data(), whole.size()));
         TA_RETURN_IF_ERROR(file.sync());
         return progress && !progress(total, total) ? stopped(file) : Status();
     });
@@ -301,42 +300,30 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         }
     }
     TA_RETURN_IF_ERROR(spaces.complete());
-    const size_t record = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
-    StoredBlocks stored;
-    stored.count = h.blocks;
-    stored.file_bytes = bytes;
-    stored.check = [&](std::span<const StoredBlock> all) { return check_blocks(file, index, record > 0, all); };
-    stored.claim = [&](uint64_t i, Block& block) {
+    const auto claim = [&](uint64_t i, Block& block) {
         if (tenants[size_t(i)] != 0) block.set_tenant(tenants[size_t(i)]);
         if (published[size_t(i)]) pool.blocks().keep_kind(block);
     };
-    Result<std::vector<BlockPtr>> read = load_blocks(pool, file, stored, progress);
+    Result<std::vector<BlockPtr>> read = load_blocks(pool, file, index.blocks, bytes, claim, progress);
     if (!read.ok()) return std::move(read).status();
     std::vector<BlockPtr> blocks = read.take();
 
-    const auto state_of = [&](uint64_t s) {
-        if (s == kNoState) return std::vector<float>();
-        const auto first = index.states.begin() + std::ptrdiff_t(size_t(s) * record);
-        return std::vector<float>(first, first + std::ptrdiff_t(record));
-    };
+    const auto state_of = [&](uint64_t s) { return s == kNoState ? nullptr : index.states[size_t(s)]; };
     std::vector<Pool::Snapshot> sequences;
     std::vector<LoadedSequence> loaded;
     size_t reference = 0;
     for (const SequenceRecord& r : index.sequences) {
         Pool::Snapshot s;
         s.length = r.length;
-        s.open_amax = state_of(r.state);
+        if (const PrefixStore::OpenAmax state = state_of(r.state)) s.open_amax = *state;
         s.tenant = spaces.tenant_of(r.space);
         for (uint64_t b = 0; b < blocks_for(r.length); ++b) s.blocks.push_back(blocks[size_t(index.references[reference++])]);
         sequences.push_back(std::move(s));
         loaded.push_back({r.id, 0});
     }
     std::vector<PrefixStore::Record> entries;
-    std::unordered_map<uint64_t, PrefixStore::OpenAmax> states;
     for (const EntryRecord& e : index.entries) {
-        PrefixStore::OpenAmax& state = states[e.state];
-        if (record > 0 && !state) state = std::make_shared<const std::vector<float>>(state_of(e.state));
-        PrefixStore::Record r{{}, e.index, blocks[size_t(e.block)], state};
+        PrefixStore::Record r{{}, e.index, blocks[size_t(e.block)], state_of(e.state)};
         std::copy(std::begin(e.key), std::end(e.key), r.key.begin());
         entries.push_back(std::move(r));
     }

@@ -3,7 +3,7 @@
 namespace ta {
 namespace {
 
-constexpr FileFormat kFormat{"sequence", 0x51455354, 2};  // "TSEQ" in little endian
+constexpr FileFormat kFormat{"sequence", 0x51455354, 3};  // "TSEQ" in little endian
 
 struct FileHeader {
     uint32_t magic;
@@ -12,13 +12,18 @@ struct FileHeader {
     uint64_t fingerprint;  // of the pool
     int64_t length;        // tokens
     uint64_t blocks;
-    uint64_t open_amax;  // floats after this header: largest magnitudes of universal scales
+    uint64_t open_amax;  // floats in the index: largest magnitudes of universal scales
     uint64_t slot_bytes[2];
-    uint64_t amax_hash;  // XXH3 of those floats
-    SpaceTag space;      // that it belongs to
-    uint64_t hash;       // XXH3 of the fields above
+    uint64_t index_hash;  // XXH3 of the index, which is between this header and the first block
+    SpaceTag space;       // that it belongs to
+    uint64_t hash;        // XXH3 of the fields above
 };
 static_assert(sizeof(FileHeader) == 80);
+
+// The index: a StoredBlock for each block, then the floats.
+uint64_t index_bytes(uint64_t blocks, uint64_t open_amax) {
+    return blocks * sizeof(StoredBlock) + open_amax * sizeof(float);
+}
 
 }  // namespace
 
@@ -30,6 +35,23 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
     if (!taken.ok()) return std::move(taken).status();
     const Pool::Snapshot s = taken.take();
     return write_new_file(files, path, [&](File& file) -> Status {
+        // Header and index come last: they say what each block was when it was written.
+        file.go_to(sizeof(FileHeader) + index_bytes(s.blocks.size(), s.open_amax.size()));
+        uint64_t total = file.at();
+        for (const BlockPtr& b : s.blocks) total += sizeof(BlockHeader) + g.slot_bytes(b->kind());
+        std::vector<StoredBlock> stored;
+        std::vector<uint8_t> slot;
+        for (size_t i = 0; i < s.blocks.size(); ++i) {
+            if (progress && !progress(file.at(), total)) return stopped(file);
+            const Block& block = *s.blocks[i];
+            const uint32_t tokens = block.sealed() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
+            Result<StoredBlock> written = write_block(pool, file, block, i, tokens, slot);
+            if (!written.ok()) return std::move(written).status();
+            stored.push_back(written.value());
+        }
+        std::vector<uint8_t> index;
+        put(index, stored);
+        put(index, s.open_amax);
         FileHeader h{};
         h.magic = kFormat.magic;
         h.version = kFormat.version;
@@ -39,20 +61,12 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
         h.open_amax = s.open_amax.size();
         h.slot_bytes[0] = g.token_slot_bytes;
         h.slot_bytes[1] = g.channel_slot_bytes;
-        h.amax_hash = hash_bytes(s.open_amax.data(), s.open_amax.size() * sizeof(float));
+        h.index_hash = hash_bytes(index.data(), index.size());
         h.space = pool.tag_of(s);
         h.hash = header_hash(h);
+        file.go_to(0);
         TA_RETURN_IF_ERROR(file.write(&h, sizeof h));
-        TA_RETURN_IF_ERROR(file.write(s.open_amax.data(), s.open_amax.size() * sizeof(float)));
-        uint64_t total = file.at();
-        for (const BlockPtr& b : s.blocks) total += sizeof(BlockHeader) + g.slot_bytes(b->kind());
-        std::vector<uint8_t> slot;
-        for (size_t i = 0; i < s.blocks.size(); ++i) {
-            if (progress && !progress(file.at(), total)) return stopped(file);
-            const Block& block = *s.blocks[i];
-            const uint32_t tokens = block.sealed() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
-            TA_RETURN_IF_ERROR(write_block(pool, file, block, i, tokens, slot));
-        }
+        TA_RETURN_IF_ERROR(file.write(index.data(), index.size()));
         TA_RETURN_IF_ERROR(file.sync());
         return progress && !progress(total, total) ? stopped(file) : Status();
     });
@@ -63,44 +77,39 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     FileHeader h;
     uint64_t bytes = 0;
     TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, bytes));
-    const uint64_t most_blocks = bytes / sizeof(BlockHeader),
-                   amax = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
+    const uint64_t amax = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
     if (h.open_amax != amax)
         return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), amax ? "out" : "");
-    if (h.blocks > most_blocks || h.length < 0 || uint64_t(h.length) > h.blocks * kPageTokens ||
+    if (h.blocks > bytes / least_block_bytes(pool.geometry()) || h.length < 0 || uint64_t(h.length) > h.blocks * kPageTokens ||
         uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens) {
         return fail(TA_E_CORRUPT, "%s says %llu blocks for %lld tokens", file.name(), (unsigned long long)h.blocks,
                     (long long)h.length);
     }
+    std::vector<StoredBlock> stored;
     Pool::Snapshot s;
     s.length = h.length;
+    IndexReader index(file, index_bytes(h.blocks, amax));
+    TA_RETURN_IF_ERROR(read_stored_blocks(pool, index, h.blocks, stored, [&](uint64_t i, const StoredBlock& b) {
+        const bool is_end = i + 1 == h.blocks && h.length == int64_t(i) * kPageTokens + int64_t(b.tokens);
+        return b.index == i && (b.tokens == uint32_t(kPageTokens) || is_end);
+    }));
+    for (uint64_t i = 0; i < amax; ++i) {
+        float x;
+        TA_RETURN_IF_ERROR(index.read(x));
+        if (!is_good_amax(x)) return index.damaged();
+        s.open_amax.push_back(x);
+    }
+    TA_RETURN_IF_ERROR(index.end(h.index_hash));
+    TA_RETURN_IF_ERROR(check_end(pool, file, bytes, stored));
     PrefixStore::Named spaces(pool.prefixes());
     pool.end_forgotten_namespaces();
     s.tenant = spaces.tenant_of(h.space);
     TA_RETURN_IF_ERROR(spaces.complete());
-    s.open_amax.resize(amax);
-    TA_RETURN_IF_ERROR(file.read(s.open_amax.data(), amax * sizeof(float)));
-    bool good = hash_bytes(s.open_amax.data(), amax * sizeof(float)) == h.amax_hash;
-    for (float x : s.open_amax) good = good && is_good_amax(x);
-    if (!good) return fail(TA_E_CORRUPT, "the universal scales in %s are damaged", file.name());
     TA_RETURN_IF_ERROR(pool.check_room_for(1));
-    StoredBlocks stored;
-    stored.count = h.blocks;
-    stored.file_bytes = bytes;
-    stored.in_order = true;
-    stored.check = [&](std::span<const StoredBlock> all) -> Status {
-        for (size_t i = 0; i < all.size(); ++i) {
-            const uint32_t tokens = all[i].tokens;
-            const bool is_end = i + 1 == all.size() && h.length == int64_t(i) * kPageTokens + int64_t(tokens);
-            if (tokens < uint32_t(kPageTokens) && !is_end)
-                return fail(TA_E_CORRUPT, "the header of a block in %s is damaged", file.name()).block(int64_t(i));
-        }
-        return {};
-    };
-    stored.claim = [&](uint64_t, Block& block) {
+    const auto claim = [&](uint64_t, Block& block) {
         if (s.tenant != 0) block.set_tenant(s.tenant);
     };
-    Result<std::vector<BlockPtr>> blocks = load_blocks(pool, file, stored, progress);
+    Result<std::vector<BlockPtr>> blocks = load_blocks(pool, file, stored, bytes, claim, progress);
     if (!blocks.ok()) return std::move(blocks).status();
     s.blocks = blocks.take();
     Result<ta_seq> seq = pool.adopt(std::move(s));

@@ -5,11 +5,14 @@
 #include <xxhash.h>
 
 #include <chrono>
+#include <ctime>
 #include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "abi/prefix_steps.h"
 #include "support/files.h"
+#include "support/saved_file.h"
 #include "support/slots.h"
 
 namespace ta::testing {
@@ -234,6 +237,70 @@ TEST_F(PoolFile, ForgedFields) {
     }
 }
 
+// Peak memory of this process since the last call, beyond what it had then.
+int64_t peak_growth(bool start) {
+    static int64_t before = 0;
+    const auto line = [](const char* field) {
+        std::ifstream status("/proc/self/status");
+        for (std::string word; status >> word;) {
+            int64_t kib = 0;
+            if (word == field && status >> kib) return kib << 10;
+        }
+        return int64_t{-1};
+    };
+    if (!start) return line("VmHWM:") - before;
+    std::ofstream("/proc/self/clear_refs") << '5';
+    return before = line("VmRSS:");
+}
+
+// Counts that a file has no bytes for but holes: refused without memory or time for them.
+TEST_F(PoolFile, LargeHolesAreRefusedAtOnce) {
+    constexpr uint64_t kGib = uint64_t{1} << 30;
+    auto numerics = sized<ta_numerics>();
+    numerics.profile = TA_PROFILE_PAPER;
+    for (const bool universal : {false, true}) {
+        const KvPool from = make_pool(context, options(4, universal ? &numerics : nullptr));
+        const ta_seq seq = write(from, 70, 1);
+        publish(from, seq, make_namespace(from, 1), 1, 1);
+        const std::string saved = path(universal ? "universal" : "plain"), sequence = saved + " sequence";
+        save(from, saved, TA_SAVE_PUBLISHED);
+        ta_error err;
+        require(ta_seq_save(from.get(), seq, sequence.c_str(), nullptr, nullptr, &err), err);
+        // Which count, and what one takes in the index; where `holes` begin.
+        struct Case {
+            const std::string& of;
+            size_t count;
+            uint64_t each;
+        };
+        const uint64_t state = uint64_t{kLayers} * kHeads * 2 * 4;
+        for (const Case& c : {Case{saved, 16, 32}, Case{saved, 24, 8}, Case{saved, 32, 56}, Case{saved, 40, state},
+                              Case{saved, 48, 32}, Case{sequence, 24, 32}}) {
+            SCOPED_TRACE(c.of + ", count at " + std::to_string(c.count));
+            SavedFile file(read_file(c.of));
+            const uint64_t records = file.bytes.size() - file.header_bytes - file.index_bytes;
+            const uint64_t more = (c.count == 48 || !file.is_pool ? kGib / 50000 : (kGib - records) / c.each);
+            file.put(c.count, file.get(c.count) + more);
+            if (file.is_pool) file.put(72, file.get(72) + more * c.each);
+            if (!file.is_pool) file.put(16, file.get(24) * 64);  // tokens
+            file.put(file.header_bytes - 8, file.hash(0, file.header_bytes - 8));
+            file.bytes.resize(file.header_bytes + file.index_bytes);
+            write_file(path("holes"), file.bytes);
+            std::filesystem::resize_file(path("holes"), 2 * kGib);
+            const KvPool pool = make_pool(context, options(4, universal ? &numerics : nullptr));
+            peak_growth(true);
+            const std::clock_t start = std::clock();
+            ta_loaded_seq out[4] = {};
+            uint64_t n = 0;
+            const ta_status s = file.is_pool
+                                    ? ta_kv_pool_load(pool.get(), path("holes").c_str(), nullptr, nullptr, out, 4, &n, &err)
+                                    : ta_seq_load(pool.get(), path("holes").c_str(), nullptr, nullptr, &out[0].loaded, &err);
+            EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_LIMIT) << ta_status_name(s) << " " << err.message;
+            EXPECT_LT(peak_growth(false), int64_t{32} << 20);
+            EXPECT_LT(std::clock() - start, CLOCKS_PER_SEC / 2);
+        }
+    }
+}
+
 // A file does not carry a tenant's tokens into another's namespace.
 TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
     const KvPool from = make_pool(context, options());
@@ -281,26 +348,24 @@ TEST_F(PoolFile, SequencesBelongToTheNamespaceThatTheyWereOf) {
     }
 }
 
-// A file of empty sequences, each of another namespace, before the blocks of `good`, which has no sequences with tokens.
+// A file of empty sequences, each of another namespace, with the blocks of `good`, which then belong to nothing.
 Bytes many_namespaces(const Bytes& good, uint64_t n) {
-    Bytes bytes(good.begin(), good.begin() + kHeaderBytes);
-    const auto put = [&](size_t at, uint64_t value) { std::memcpy(bytes.data() + at, &value, sizeof value); };
-    bytes.resize(kHeaderBytes + n * 32);
+    const SavedFile from(good);
+    const size_t entries = from.records.size() * SavedFile::kEntryBytes;
+    Bytes bytes(good.begin(), good.begin() + std::ptrdiff_t(kHeaderBytes + entries));
     for (uint64_t i = 0; i < n; ++i) {
-        const size_t at = kHeaderBytes + size_t(i) * 32;
-        put(at, i + 1);
-        put(at + 16, UINT64_MAX);
-        put(at + 24, i + 1000);
+        const uint64_t sequence[] = {i + 1, 0, UINT64_MAX, i + 1000};
+        const auto* p = reinterpret_cast<const char*>(sequence);
+        bytes.insert(bytes.end(), p, p + sizeof sequence);
     }
+    bytes.insert(bytes.end(), good.begin() + std::ptrdiff_t(kHeaderBytes + from.index_bytes), good.end());
+    const auto put = [&](size_t at, uint64_t value) { std::memcpy(bytes.data() + at, &value, sizeof value); };
     put(16, n);
     for (size_t at : {24u, 32u, 40u}) put(at, 0);  // references, entries, states
-    put(72, n * 32);
-    put(80, XXH3_64bits(bytes.data() + kHeaderBytes, size_t(n) * 32));
-    uint64_t index_bytes = 0;
-    std::memcpy(&index_bytes, good.data() + 72, sizeof index_bytes);
-    bytes.insert(bytes.end(), good.begin() + std::ptrdiff_t(kHeaderBytes + index_bytes), good.end());
-    put(88, XXH3_64bits(bytes.data(), 88));
-    return bytes;
+    put(72, entries + n * 32);
+    SavedFile file(bytes);
+    file.mend_index();
+    return file.bytes;
 }
 
 // As many namespaces as files may name are not used up by files that are refused, or by sequences that are gone.
@@ -551,9 +616,9 @@ TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
     const ta_seq seq = write(from, 40 * 64, 1);
     publish(from, seq, make_namespace(from, 1), 1, 40);
     save(from, path("good"), TA_SAVE_PUBLISHED);
-    Bytes longer = read_file(path("good"));
-    longer.push_back(0);
-    write_file(path("longer"), longer);
+    Bytes bad = read_file(path("good"));
+    bad.back() = char(bad.back() ^ 1);
+    write_file(path("bad end"), bad);
     const auto stop_at_end = [](void*, uint64_t done, uint64_t total) -> int32_t { return done == total; };
     struct Case {
         const char* file;
@@ -561,7 +626,7 @@ TEST_F(PoolFile, MemoryIsZeroedBehindLoads) {
         bool tiered;
         ta_status status;
     };
-    for (const Case& c : {Case{"longer", nullptr, false, TA_E_CORRUPT}, Case{"good", stop_at_end, false, TA_E_CANCELLED},
+    for (const Case& c : {Case{"bad end", nullptr, false, TA_E_CORRUPT}, Case{"good", stop_at_end, false, TA_E_CANCELLED},
                           Case{"good", nullptr, true, TA_OK}}) {
         SCOPED_TRACE(std::string(c.file) + ": " + ta_status_name(c.status));
         Slots slots;

@@ -3,13 +3,18 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <xxhash.h>
 
+#include <cmath>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <system_error>
 
 #include "support/files.h"
+#include "support/saved_file.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -127,7 +132,8 @@ TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {
         EXPECT_EQ(stats(pool).sequences, before.sequences) << what;
         EXPECT_EQ(stats(pool).bytes_used, before.bytes_used) << what;
     };
-    for (size_t at = 0; at < 80 + 48; ++at) {  // both headers, every bit
+    const SavedFile parts(good);
+    for (size_t at = 0; at < parts.records[0].at + 48; ++at) {  // both headers and the index, every bit
         for (int bit = 0; bit < 8; ++bit) {
             Bytes bad = good;
             bad[at] = char(bad[at] ^ (1 << bit));
@@ -155,40 +161,25 @@ TEST_F(SequenceFile, AForgedSinkIsRefused) {
     grow(pool, seq, 128);
     save(pool, seq, path("good"));
     const Bytes good = read_file(path("good"));
-    const auto record_of = [&](uint64_t block, size_t* trailer) {
+    // A file of one block, number `block`, that says of itself that it is the first.
+    const auto forge = [&](uint64_t block) {
         auto info = sized<ta_x_block_info>();
         ta_error err;
         require(ta_x_seq_block(pool.get(), seq, block, &info, nullptr, 0, &err), err);
-        *trailer = 48 + info.trailer_offset;
-        return 48 + size_t(info.bytes);
-    };
-    // A file of one block, number `block`, that says of itself that it is the first.
-    const auto forge = [&](uint64_t block) {
-        size_t first_trailer, trailer;
-        const size_t first = record_of(0, &first_trailer), bytes = record_of(block, &trailer);
-        Bytes file(good.begin(), good.begin() + 80);
-        file.insert(file.end(), good.begin() + 80 + int64_t(block * first), good.begin() + 80 + int64_t(block * first + bytes));
-        const auto put = [&file](size_t at, uint64_t value) { std::memcpy(file.data() + at, &value, sizeof value); };
-        const auto hash = [&file](size_t at, size_t n) { return XXH3_64bits(file.data() + at, n); };
-        put(16, 64);  // tokens
-        put(24, 1);   // blocks
-        put(72, hash(0, 72));
-        char* const record = file.data() + 80;
-        const size_t page = (trailer - 48) / kLayers;
-        put(80 + 16, 0);            // the index in the record
-        put(80 + trailer + 16, 0);  // and in the trailer
-        for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            Bytes identity(48 + 8);
-            std::memcpy(identity.data(), record + trailer + 8, 24);           // fingerprint, index, content
-            std::memcpy(identity.data() + 24, &layer, 4), identity[28] = 64;  // tokens
-            std::memcpy(identity.data() + 32, record + trailer, 7);           // magic, version, kind
-            const uint64_t payload[] = {page, hash(80 + 48 + layer * page, page)};
-            std::memcpy(identity.data() + 40, payload, sizeof payload);
-            put(80 + trailer + 64 + 8 * layer, XXH3_64bits(identity.data(), identity.size()));
-        }
-        put(80 + 32, hash(80 + 48, bytes - 48));
-        put(80 + 40, hash(80, 40));
-        return file;
+        const SavedFile all(good);
+        const SavedFile::Record& r = all.records[size_t(block)];
+        Bytes bytes(good.begin(), good.begin() + 80);
+        for (const auto& [at, n] : {std::pair{r.entry, size_t{32}}, std::pair{r.at, r.bytes}})
+            bytes.insert(bytes.end(), good.begin() + std::ptrdiff_t(at), good.begin() + std::ptrdiff_t(at + n));
+        const uint64_t length = 64, blocks = 1;
+        std::memcpy(bytes.data() + 16, &length, 8);
+        std::memcpy(bytes.data() + 24, &blocks, 8);
+        SavedFile file(bytes);
+        const SavedFile::Record& only = file.records[0];
+        for (size_t at : {only.entry + 16, only.at + 16, only.at + 48 + size_t(info.trailer_offset) + 16}) file.put(at, 0);
+        file.mend_record(only, size_t(info.trailer_offset), kLayers);
+        file.mend_index();
+        return file.bytes;
     };
     write_file(path("first"), forge(0));
     EXPECT_EQ(length(pool, load(pool, path("first"))), 64);
@@ -196,6 +187,94 @@ TEST_F(SequenceFile, AForgedSinkIsRefused) {
     ta_seq out = 77;
     EXPECT_EQ(ta_seq_load(pool.get(), path("second").c_str(), nullptr, &out, nullptr), TA_E_CORRUPT);
     EXPECT_EQ(out, 77u);
+}
+
+// Hashes that are right do not make values good that no encoder writes: attention computes with none of them.
+TEST_F(SequenceFile, ForgedValuesAreRefused) {
+    for (uint32_t bits : {4u, 2u}) {
+        const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim, bits));
+        const ta_seq seq = make_sequence(pool);
+        grow(pool, seq, 200);
+        save(pool, seq, path(std::to_string(bits).c_str()));
+        const SavedFile good(read_file(path(std::to_string(bits).c_str())));
+        size_t payload[4];
+        for (uint64_t block = 0; block < 4; ++block) {
+            auto info = sized<ta_x_block_info>();
+            ta_error err;
+            require(ta_x_seq_block(pool.get(), seq, block, &info, nullptr, 0, &err), err);
+            payload[block] = size_t(info.trailer_offset);
+        }
+        const float bad_scales[] = {-1.0f, 0x1p-127f, 0x1p55f, std::numeric_limits<float>::infinity(), std::nanf("")};
+        struct Forgery {
+            const char* what;
+            uint64_t block;
+            size_t at;  // in the piece of layer 1, head 1
+            Bytes bytes;
+            bool good = false;
+        };
+        const auto of_float = [](float x) {
+            Bytes b(4);
+            std::memcpy(b.data(), &x, 4);
+            return b;
+        };
+        // Sections 2 and 3 of FORMAT.md.
+        const size_t codes = 8 * kDim * bits, step = 2 * codes, scale = step + 4 * kDim + 32, token_scale = 128 * kDim;
+        std::vector<Forgery> forgeries = {
+            {"step 0", 2, step + 5, {0}},
+            {"too large a step", 2, step + 5, {char(bits == 4 ? 17 : 81)}},
+            {"V's step 0", 2, step + 2 * kDim + 5, {0}},
+            {"values beyond INT8", 2, step, Bytes(kDim, char(bits == 4 ? 16 : 80))},
+            {"V's values beyond INT8", 2, step + 3 * kDim, Bytes(kDim, 127)},
+            {"padding", 2, scale + 8, {1}},
+            {"other exponents", 2, step + 4 * kDim, {0x53}, true},
+            {"a smaller scale", 2, scale, of_float(0x1p-126f), true},
+            {"code -120", 0, 7, {-120}},
+            {"code 127", 0, 64 * kDim + 7, {127}},
+            {"a token that is not there", 3, 64 * kDim - 1, {1}},
+            {"the scale of a token that is not there", 3, token_scale + 4 * 63, of_float(1.0f)},
+            {"code 119", 0, 7, {119}, true},
+        };
+        for (float x : bad_scales) {
+            for (size_t at : {scale, scale + 4}) forgeries.push_back({"a channel page's scale", 2, at, of_float(x)});
+            for (size_t at : {token_scale, token_scale + 256 + 4 * 63})
+                forgeries.push_back({"a token's scale", 0, at, of_float(x)});
+        }
+        for (const Forgery& f : forgeries) {
+            SCOPED_TRACE(std::string(f.what) + " at " + std::to_string(bits) + " bits");
+            SavedFile file = good;
+            const SavedFile::Record& r = file.records[size_t(f.block)];
+            const size_t piece = payload[f.block] / (kLayers * kHeads);
+            std::copy(f.bytes.begin(), f.bytes.end(), file.bytes.begin() + std::ptrdiff_t(r.at + 48 + 3 * piece + f.at));
+            file.mend_record(r, payload[f.block], kLayers);
+            file.mend_index();
+            write_file(path("forged"), file.bytes);
+            ta_seq out = 0;
+            ta_error err;
+            const ta_status s = ta_seq_load(pool.get(), path("forged").c_str(), nullptr, nullptr, &out, &err);
+            EXPECT_EQ(s, f.good ? TA_OK : TA_E_CORRUPT) << err.message;
+            if (s == TA_OK) continue;
+            EXPECT_EQ(err.block, int64_t(f.block)) << err.message;
+            if (f.block == 3) continue;
+            EXPECT_EQ(err.layer, 1) << err.message;
+            EXPECT_EQ(err.head, 1) << err.message;
+        }
+    }
+}
+
+// Nobody keeps files of versions that were never released.
+TEST_F(SequenceFile, OfVersion2) {
+    const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 100);
+    save(pool, seq, path("file"));
+    SavedFile file(read_file(path("file")));
+    file.bytes[4] = 2;
+    file.mend_index();
+    write_file(path("old"), file.bytes);
+    ta_seq out = 0;
+    ta_error err;
+    EXPECT_EQ(ta_seq_load(pool.get(), path("old").c_str(), nullptr, nullptr, &out, &err), TA_E_UNSUPPORTED);
+    EXPECT_NE(std::string(err.message).find("version 2"), std::string::npos) << err.message;
 }
 
 TEST_F(SequenceFile, OfAPoolWithOtherScales) {
@@ -212,26 +291,41 @@ TEST_F(SequenceFile, OfAPoolWithOtherScales) {
     };
     save_one(a, "a");
     save_one(b, "b");
+    // Nor scales that no magnitude has: the last float of the index.
+    for (float x : {-1.0f, 0x1p63f, std::numeric_limits<float>::infinity(), std::nanf("")}) {
+        SavedFile file(read_file(path("b")));
+        std::memcpy(file.bytes.data() + file.header_bytes + file.index_bytes - 4, &x, 4);
+        file.mend_index();
+        write_file(path("forged"), file.bytes);
+        ta_seq none = 0;
+        EXPECT_EQ(ta_seq_load(b.get(), path("forged").c_str(), nullptr, nullptr, &none, nullptr), TA_E_CORRUPT) << x;
+    }
     ta_seq out = 0;
     ta_error err;
     EXPECT_EQ(ta_seq_load(a.get(), path("b").c_str(), nullptr, &out, &err), TA_E_INVALID) << err.message;
     EXPECT_EQ(ta_seq_load(b.get(), path("a").c_str(), nullptr, &out, &err), TA_E_INVALID) << err.message;
 }
 
-// What a process of the same number left when it was killed in a save is in nobody's way, and stays.
-TEST_F(SequenceFile, LeftoversOfAnEarlierProcess) {
+// A process that is killed while it saves leaves nothing, where file systems have files without a name.
+TEST_F(SequenceFile, NothingIsLeftOfAProcessThatIsKilled) {
     const KvPool pool = make_pool(context, pool_options(kLayers, kHeads, kDim));
-    const ta_seq seq = make_sequence(pool);
-    grow(pool, seq, 100);
-    constexpr int kLeft = 200;
-    char own[40];
-    std::snprintf(own, sizeof own, ".turboattention-%016llx.new-", (unsigned long long)XXH3_64bits("file", 4));
-    const std::string before = path(own) + std::to_string(getpid()) + "-";
-    for (int i = 0; i < kLeft; ++i) write_file(before + std::to_string(i), {'x'});
-    save(pool, seq, path("file"));
-    verify(pool, load(pool, path("file")));
-    EXPECT_EQ(folder.entries(), size_t{kLeft + 1});
-    EXPECT_EQ(read_file(before + "199"), Bytes{'x'});
+    const pid_t child = fork();
+    if (child == 0) {
+        const Context own = make_context(1);
+        const KvPool mine = make_pool(own, pool_options(kLayers, kHeads, kDim));
+        const ta_seq seq = make_sequence(mine);
+        grow(mine, seq, 200);
+        const auto killed = [](void*, uint64_t done, uint64_t total) -> int32_t {
+            if (done == total) kill(getpid(), SIGKILL);
+            return 0;
+        };
+        (void)ta_seq_save(mine.get(), seq, path("file").c_str(), killed, nullptr, nullptr);
+        _exit(1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFSIGNALED(status));
+    EXPECT_EQ(folder.entries(), 0u);
 }
 
 TEST_F(SequenceFile, NamesMayBeAsLongAsTheFileSystemHasThem) {
@@ -282,6 +376,33 @@ TEST_F(SequenceFile, ErrorsOfLongAndOddNames) {
         cut += shown.substr(at, 6) == "...?\xc3\xa9";
     }
     EXPECT_EQ(cut, 1);
+    // Nothing in a name breaks the line or is another control character.
+    EXPECT_NE(text(path("none/a\nb\x1b[31mc\x7f\xc2\x85\xe2\x80\xa8.kv")).find("none/a?b?[31mc??????.kv"), std::string::npos);
+    ta_error err;
+    ta_seq out = 0;
+    EXPECT_EQ(ta_seq_load(pool.get(), path(std::string(5000, '\n').c_str()).c_str(), nullptr, nullptr, &out, &err), TA_E_IO);
+    EXPECT_EQ(std::string(err.message).find('\n'), std::string::npos);
+    EXPECT_NE(std::string(err.message).find("ENAMETOOLONG"), std::string::npos) << err.message;
+    // A tier's file, and what the log says of it.
+    std::string logged;
+    const auto log = [](ta_log_level, const char* line, void* user) { *static_cast<std::string*>(user) += line; };
+    auto with_log = sized<ta_context_options>();
+    with_log.log = log;
+    with_log.log_user = &logged;
+    with_log.log_level = TA_LOG_DEBUG;
+    ta_context* raw = nullptr;
+    require(ta_context_create(&with_log, &raw, &err), err);
+    const Context logging(raw);
+    auto tiers = sized<ta_tier_options>();
+    const std::string disk = path("none/disk\nfile");
+    tiers.disk_path = disk.c_str();
+    tiers.disk_bytes = uint64_t{1} << 20;
+    auto options = pool_options(kLayers, kHeads, kDim);
+    options.tiers = &tiers;
+    ta_kv_pool* none = nullptr;
+    EXPECT_EQ(ta_kv_pool_create(logging.get(), &options, &none, &err), TA_E_IO);
+    EXPECT_NE(std::string(err.message).find("disk?file"), std::string::npos) << err.message;
+    EXPECT_EQ((err.message + logged).find('\n'), std::string::npos) << logged;
 }
 
 TEST_F(SequenceFile, WrongFilesAndCallbacks) {

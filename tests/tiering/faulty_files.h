@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -35,7 +36,7 @@ inline const char* name_of(Fault f) {
     return kNames[int(f)];
 }
 
-class FaultyFiles final : public FileSystem {
+class FaultyFiles : public FileSystem {
   public:
     FaultyFiles() = default;
     FaultyFiles(Fault fault, uint64_t at, bool forever) : fault_(fault), at_(at), forever_(forever) {}
@@ -65,7 +66,7 @@ class FaultyFiles final : public FileSystem {
         for (int i = 0; i < 5000 && open_files() > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return open_files() == 0;
     }
-    bool has_queues = true, has_nameless = true, has_locks = true;
+    bool has_queues = true, has_nameless = true, has_links = true, has_locks = true;
 
     int open(const char* path, int flags, mode_t mode) override {
         const bool creates = (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE;
@@ -139,9 +140,14 @@ class FaultyFiles final : public FileSystem {
         const int e = plain(true);
         return e ? e : real_->link(fd, to);
     }
+    bool can_link(int fd) override { return has_links && real_->can_link(fd); }
     int unlink(const char* path) override {
         const int e = plain(false);
         return e ? e : real_->unlink(path);
+    }
+    int list(const char* folder, const std::function<void(const char*)>& each) override {
+        const int e = plain(false);
+        return e ? e : real_->list(folder, each);
     }
     int lock(int fd) override {
         const int e = plain(false);
