@@ -337,7 +337,7 @@ typedef struct ta_context_info {
     int32_t threads;
     ta_cpu_isa cpu_isa;      /* the kernels in use */
     ta_cpu_isa cpu_isa_best; /* the best this CPU has */
-    uint64_t bytes_in_use;   /* got from the allocator and not given back */
+    uint64_t bytes_in_use;   /* got from the allocator and not given back: pages, and workspaces of plans (docs/threading.md) */
     uint64_t bytes_peak;
     char device_name[64];
     char degraded[256];           /* what is missing here and why; empty when nothing is */

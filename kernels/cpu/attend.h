@@ -38,7 +38,7 @@ struct PageRef {
 struct AttendTask {
     int head_dim;
     int k_bits, v_bits;    // of channel pages
-    const PageRef* pages;  // [page_end], indexed by page number
+    const PageRef* pages;  // indexed by page number; those of [page_begin, page_end) are there
     int64_t page_begin, page_end;
     int64_t n_keys;  // slots from here on are never read as values
 
@@ -79,11 +79,27 @@ constexpr size_t workspace_bytes(int head_dim, int rows) {
     return size_t(kPageTokens) * head_dim * 4 + r * (size_t(kPageTokens) * 8 + size_t(head_dim) * 8 + 256) + 65536;
 }
 
+// Joins a part of some rows, over later pages, to what came before. Per row, with m' = max(m, part_m):
+// alpha = exp2_exact(m' - m), 0 if m = -inf; w = exp2_exact(m' - part_m); l = fma(w, part_l, fl(l * alpha)); O_d likewise.
+// A part with part_m = -inf saw nothing: the row stays as it is.
+struct JoinTask {
+    int head_dim;
+    int64_t rows;
+    float* o;  // [rows, head_dim] and the others as in AttendTask; read and written
+    float *m, *l;
+    const float *part_o, *part_m, *part_l;
+};
+
 using AttendFn = void (*)(const AttendTask&);
+using JoinFn = void (*)(const JoinTask&);
 
 void attend_scalar(const AttendTask& task);
 void attend_avx2(const AttendTask& task);
 void attend_avxvnni(const AttendTask& task);
 void attend_avx512(const AttendTask& task);
+
+void join_scalar(const JoinTask& task);
+void join_avx2(const JoinTask& task);
+void join_avx512(const JoinTask& task);
 
 }  // namespace ta::cpu

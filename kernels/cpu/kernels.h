@@ -11,6 +11,7 @@ struct Kernels {
     ta_cpu_isa isa;
     const char* name;
     AttendFn attend;
+    JoinFn join;
     const PageCodec* codec;
 };
 

@@ -38,7 +38,11 @@ class CpuStep final : public StepBackend {
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return false; }
     Status seal() override;
-    void finish() override { step_ = nullptr; }
+    void finish() override {
+        step_ = nullptr;
+        workspace_.trim();
+        executor_.trim();
+    }
 
   private:
     struct AppendTask {

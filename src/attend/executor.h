@@ -1,5 +1,6 @@
 // Runs attention over pages on the CPU: cuts a call into jobs (kv head, query rows, page range), runs them on all threads and
-// merges the parts. The cut depends on shapes alone, so results do not change with the number of threads.
+// joins the parts of each result in order while others are computed. The cut and the order depend on shapes alone, so results do
+// not change with the number of threads. The workspace grows with the threads, not with the context: docs/threading.md.
 #pragma once
 
 #include <atomic>
@@ -15,44 +16,88 @@ namespace ta {
 class AttendExecutor {
   public:
     explicit AttendExecutor(Context& context)
-        : context_(context), scratch_(context.allocator()), partials_(context.allocator()), masses_(context.allocator()) {}
+        : context_(context),
+          scratch_(context.allocator()),
+          parts_(context.allocator()),
+          results_(context.allocator()),
+          masses_(context.allocator()) {}
 
     // Inputs are checked already. TA_E_MEMORY when there is no workspace; nothing is written then.
     // `saturated` grows by the number of query values that were replaced.
     Status run(const AttendCall& call, uint64_t* saturated);
 
+    // Keeps what follows from the number of threads.
+    void trim() {
+        results_.trim();
+        masses_.trim();
+    }
+
   private:
-    struct Job {
-        int32_t sequence, head;
+    // Query rows of a sequence that are taken together, the same ones for each kv head, and the pages that they see.
+    struct Tile {
+        int32_t sequence;
         int64_t row_begin, row_end;  // of n_query * group
         int64_t page_begin, page_end;
-        int64_t partial_row;  // first row of its part in partials_, -1: writes the result itself
-        // Rows [observed_begin, row_end) are observed. Offsets in masses_: [pages, observed rows] of the part, relative to its
-        // maximum, and [pages] of the result; -1 where there are none.
-        int64_t observed_begin = 0, part_mass = -1, mass = -1;
+        int64_t part_pages, parts;         // pages of a part but the last, number of parts
+        int64_t first_job;                 // jobs [head, part]
+        int64_t first_part, first_result;  // among those of results with several parts
+        int64_t observed_begin;            // rows [observed_begin, row_end) are observed
+        int64_t mass;                      // in masses_: [head, page]
+        int64_t rows() const { return row_end - row_begin; }
         int64_t pages() const { return page_end - page_begin; }
         int64_t observed() const { return row_end - observed_begin; }
     };
-    struct Group {  // the jobs [first, last) whose parts make one result
-        size_t first, last;
+    struct Job {
+        const Tile* tile;
+        int32_t head;
+        int64_t part, page_begin, page_end;
+        int64_t pages() const { return page_end - page_begin; }
     };
+    // Of a part or of a result, one behind the other. `sums`, of an observed result: [pages, observed rows], relative to the
+    // maxima [parts, observed rows] behind it.
+    struct Rows {
+        float *o, *m, *l, *sums;
+        static Rows at(float* o, int64_t rows, int d) { return {o, o + rows * d, o + rows * (d + 1), o + rows * (d + 2)}; }
+    };
+    struct ResultTurn {
+        std::atomic<int64_t> serves{0};  // the result that the place is for
+        std::atomic<int64_t> next{0};    // its part that is to be joined next, or kJoining
+    };
+    static constexpr int64_t kJoining = -1;
+    // What a part's place says.
+    static int64_t free_for(int64_t part) { return 2 * part; }
+    static int64_t done(int64_t part) { return 2 * part + 1; }
     class Scratch;
 
-    void make_jobs(const AttendCall& call);
+    static int64_t part_of(const Job& job) { return job.tile->first_part + job.head * job.tile->parts + job.part; }
+    static int64_t result_of(const Job& job) { return job.tile->first_result + job.head; }
+
+    void make_tiles(const AttendCall& call);
+    Status reserve(const AttendCall& call);
+    Job job_at(int64_t i) const;
+    static Rows rows_of(Buffer& buffer, size_t floats, int64_t place, const Tile& tile, int d);
     static void place_pages(const AttendCall& call, const Job& job, Scratch& scratch);
     void quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
-    void merge_group(const AttendCall& call, const Group& group, Scratch& scratch);
-    float finish_row(const AttendCall& call, const Job& job, int64_t row, float m, float l, float* o, Scratch& scratch) const;
-    void fold_page_sums(const Job& job, const float* page_sums);
-    void add_masses(const Job& job, const float* factor);
+    Rows start_part(const Job& job, int d);
+    void keep_page_sums(const Job& job, int d, const float* m, const float* page_sums);
+    void finish_part(const AttendCall& call, const Job& job, Scratch& scratch);
+    void finish_result(const AttendCall& call, const Job& job, const Rows& result, Scratch& scratch);
+    float finish_row(const AttendCall& call, const Job& job, int64_t r, const Rows& rows, Scratch& scratch) const;
+    static void fold_page_sums(const Job& job, const float* page_sums, float* sums);
+    void add_masses(const Job& job, const float* sums, const float* factor);
     Scratch scratch_of(const AttendCall& call, int worker);
 
     Context& context_;
-    std::vector<Job> jobs_;
-    std::vector<Group> groups_;
-    int64_t partial_rows_ = 0, max_pages_ = 0, max_rows_ = 0, max_page_sums_ = 0, n_masses_ = 0;
-    Buffer scratch_, partials_, masses_;
+    std::vector<Tile> tiles_;
+    int64_t n_jobs_ = 0, n_parts_ = 0, n_results_ = 0, n_masses_ = 0, work_ = 0;
+    int64_t max_pages_ = 0, max_rows_ = 0, max_sums_ = 0;  // of a job
+    int64_t max_part_rows_ = 0, max_result_sums_ = 0;      // of results with several parts
+    size_t part_floats_ = 0, result_floats_ = 0;
+    int64_t parts_in_work_ = 0, results_in_work_ = 0;
+    std::vector<std::atomic<int64_t>> part_turns_;
+    std::vector<ResultTurn> result_turns_;
+    Buffer scratch_, parts_, results_, masses_;
 };
 
 }  // namespace ta

@@ -44,4 +44,8 @@ bool Buffer::reserve(size_t bytes) {
     return true;
 }
 
+void Buffer::release() {
+    allocator_->deallocate(std::exchange(data_, nullptr), std::exchange(bytes_, 0), kAlignment);
+}
+
 }  // namespace ta

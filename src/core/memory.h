@@ -37,22 +37,28 @@ class Allocator {
     std::atomic<uint64_t> in_use_{0}, peak_{0};
 };
 
-// An aligned array that grows, never shrinks, and loses its contents when it grows: a workspace.
+// An aligned array that grows and loses its contents when it grows: a workspace.
 class Buffer {
   public:
     explicit Buffer(Allocator& allocator) : allocator_(&allocator) {}
     Buffer(Buffer&& other) noexcept
         : allocator_(other.allocator_), data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
     Buffer& operator=(Buffer&&) = delete;
-    ~Buffer() { allocator_->deallocate(data_, bytes_, kAlignment); }
+    ~Buffer() { release(); }
 
     // False when there is no memory; the old array is kept then.
     bool reserve(size_t bytes);
+    // Gives the array back if it is larger than what is worth keeping from step to step.
+    void trim(size_t most = kKeptBytes) {
+        if (bytes_ > most) release();
+    }
     uint8_t* data() { return data_; }
     const uint8_t* data() const { return data_; }
 
   private:
     static constexpr size_t kAlignment = 128;
+    static constexpr size_t kKeptBytes = size_t{16} << 20;
+    void release();
     Allocator* allocator_;
     uint8_t* data_ = nullptr;
     size_t bytes_ = 0;

@@ -1,6 +1,7 @@
 // Attention with AVX2 and FMA. Codes (at most 15) times signed bytes go through vpmaddubsw, which adds pairs in 16
 // bits; INT8 by INT8 would saturate there and goes through words.
 #include "kernels/cpu/avx2/attend_impl.h"
+#include "kernels/cpu/join.h"
 
 namespace ta::cpu {
 namespace {
@@ -66,6 +67,10 @@ struct DotMaddubs {
 
 void attend_avx2(const AttendTask& task) {
     Attention<DotMaddubs>(task).run();
+}
+
+void join_avx2(const JoinTask& task) {
+    join_rows(task);
 }
 
 }  // namespace ta::cpu

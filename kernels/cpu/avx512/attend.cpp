@@ -2,6 +2,7 @@
 #include "kernels/cpu/attend.h"
 
 #include "kernels/cpu/avx512/paths.h"
+#include "kernels/cpu/join.h"
 
 namespace ta::cpu {
 namespace {
@@ -18,6 +19,10 @@ void attend_avx512(const AttendTask& task) {
     } else {
         avx512::attend_tiles(task);
     }
+}
+
+void join_avx512(const JoinTask& task) {
+    join_rows(task);
 }
 
 }  // namespace ta::cpu

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/cpu/join.h"
 #include "kernels/cpu/math.h"
 
 namespace ta::cpu {
@@ -168,6 +169,10 @@ void attend_scalar(const AttendTask& t) {
         }
         for (int row = 0; row < t.rows; ++row) attend_row(t, row, first_key, page);
     }
+}
+
+void join_scalar(const JoinTask& task) {
+    join_rows(task);
 }
 
 }  // namespace ta::cpu
