@@ -299,8 +299,8 @@ typedef struct ta_context ta_context;
 /* Of a callback set: it is not used any more. See Callback sets above. */
 typedef void (*ta_release_fn)(void* user);
 
-/* Where host memory comes from. Both functions are called from any thread; NULL means out of memory. Released with the context,
- * when all memory was given back. */
+/* Where host memory comes from. Both functions are called from any thread; NULL means out of memory. Memory is zeroed before it
+ * is given back. Released with the context, when all memory was given back. */
 typedef struct ta_allocator {
     uint32_t struct_size;
     void* (*allocate)(size_t bytes, size_t alignment, void* user); /* alignment: a power of two, at most 4096 */

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 namespace ta {
 
@@ -33,19 +34,24 @@ void Allocator::deallocate(void* ptr, size_t bytes, size_t alignment) {
     }
 }
 
+void Allocator::deallocate_used(void* ptr, size_t bytes, size_t alignment) {
+    if (ptr && has_hooks()) std::memset(ptr, 0, bytes);
+    deallocate(ptr, bytes, alignment);
+}
+
 bool Buffer::reserve(size_t bytes) {
     if (bytes <= bytes_) return true;
     const size_t wanted = std::max(bytes, bytes_ + bytes_ / 2);
     void* fresh = allocator_->allocate(wanted, kAlignment);
     if (!fresh) return false;
-    allocator_->deallocate(data_, bytes_, kAlignment);
+    allocator_->deallocate_used(data_, bytes_, kAlignment);
     data_ = static_cast<uint8_t*>(fresh);
     bytes_ = wanted;
     return true;
 }
 
 void Buffer::release() {
-    allocator_->deallocate(std::exchange(data_, nullptr), std::exchange(bytes_, 0), kAlignment);
+    allocator_->deallocate_used(std::exchange(data_, nullptr), std::exchange(bytes_, 0), kAlignment);
 }
 
 }  // namespace ta

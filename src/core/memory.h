@@ -23,6 +23,8 @@ class Allocator {
     // nullptr when there is none. `alignment`: a power of two up to 4096.
     void* allocate(size_t bytes, size_t alignment);
     void deallocate(void* ptr, size_t bytes, size_t alignment);
+    // The same of memory that somebody's tokens may have left something in: hooks get it back zeroed.
+    void deallocate_used(void* ptr, size_t bytes, size_t alignment);
 
     // For memory that comes straight from the system where there are no hooks.
     bool has_hooks() const { return hooks_->allocate != nullptr; }

@@ -184,6 +184,7 @@ Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const Taken
     std::vector<DeviceRange> ranges;
     for (size_t i = 0; i < slots.size(); ++i) {
         const Tenant tenant = tenants.empty() ? 0 : tenants[i];
+        if (slots[i].tenant == kNobody) continue;
         if (slots[i].tenant == tenant && tenant != kUnknownTenant) continue;  // two unknown ones may differ
         ranges.push_back({slots[i].slot, geometry_.slot_bytes(wanted[i])});
     }
@@ -317,11 +318,27 @@ Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_u
         .bytes(need - (budget_ - in_use));
 }
 
+bool BlockStore::has_room_to_keep(PageKind kind) const {
+    const auto& list = cached_[size_t(kind)];
+    return list.size() < list.capacity() && list.size() < kCachedSlots;
+}
+
+// Zeroes a slot that nobody uses any more where it is about to go back to hooks: here and not under the lock, since many may go
+// at once. Returns whose bytes are in it then.
+Tenant BlockStore::zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant) {
+    if (!has_hooks_ || slab_) return tenant;
+    {
+        std::lock_guard lock(mutex_);
+        if (has_room_to_keep(kind)) return tenant;
+    }
+    std::memset(slot, 0, geometry_.slot_bytes(kind));
+    return kNobody;
+}
+
 // A slot that nobody uses: kept for reuse while there are few.
 void BlockStore::put_back(PageKind kind, const Cached& slot) {
-    auto& list = cached_[size_t(kind)];
-    if (list.size() < list.capacity() && list.size() < kCachedSlots) {
-        list.push_back(slot);
+    if (has_room_to_keep(kind)) {
+        cached_[size_t(kind)].push_back(slot);
     } else {
         give(kind, slot);
     }
@@ -330,7 +347,7 @@ void BlockStore::put_back(PageKind kind, const Cached& slot) {
 // Back to where slots come from. The system hands out zeroed memory only; hooks may have other uses for it.
 void BlockStore::give(PageKind kind, const Cached& slot) {
     if (slot.tenant != 0 && slab_) slab_has_tenants_ = true;
-    if (slot.tenant != 0 && has_hooks_ && !slab_) std::memset(slot.slot, 0, geometry_.slot_bytes(kind));
+    if (slot.tenant != kNobody && has_hooks_ && !slab_) std::memset(slot.slot, 0, geometry_.slot_bytes(kind));
     memory_[size_t(kind)].give(slot.slot);
     held_ -= geometry_.slot_bytes(kind);
 }
@@ -340,18 +357,21 @@ void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
 }
 
 void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
+    tenant = zero_if_given(kind, slot, tenant);
     std::lock_guard lock(mutex_);
     free_place({TierKind::kDevice, kind, slot, {}, {}}, tenant);
 }
 
 void BlockStore::release(const Block& block) {
     if (block.dropped()) return;
+    Tenant tenant = block.tenant();
+    if (block.tier() == TierKind::kDevice) tenant = zero_if_given(block.kind(), block.slot(), tenant);
     std::lock_guard lock(mutex_);
     const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
     if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
     const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
     if (is_record && keep && block.record_.index == Slot::kNone) return;
-    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant());
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant);
     frees_.fetch_add(1, std::memory_order_release);
 }
 

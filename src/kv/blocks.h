@@ -26,6 +26,7 @@ class BlockStore;
 // Whose tokens a block holds: the namespace's id (src/kv/prefix.h), 0: of none.
 using Tenant = uint64_t;
 inline constexpr Tenant kUnknownTenant = UINT64_MAX;
+inline constexpr Tenant kNobody = UINT64_MAX - 1;  // of memory that holds nothing of any tenant
 
 // The keys under which a record on disk is found again.
 struct RecordKeys {
@@ -319,6 +320,8 @@ class BlockStore {
     void free_place(const Place& place, Tenant tenant);
     void free_left();
     void free_cached(PageKind kind, size_t keep);
+    bool has_room_to_keep(PageKind kind) const;
+    Tenant zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant);
     void put_back(PageKind kind, const Cached& slot);
     void give(PageKind kind, const Cached& slot);
     uint64_t bytes_in_use() const;

@@ -26,6 +26,18 @@ constexpr bool kUseChunks = true;
 
 }  // namespace
 
+// The driver gives the memory to whoever in the process asks next.
+SlotSlab::~SlotSlab() {
+    if (!data_) return;
+    const DeviceRange all{data_, bytes_};
+    try {
+        (void)device_.zero({&all, 1});  // where it fails the device is lost
+    } catch (const std::bad_alloc&) {
+        // Nothing was zeroed so far, and the event for it cannot be made.
+    }
+    device_.deallocate(data_, bytes_);
+}
+
 bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[kPageKinds]) {
     size_t smallest = SIZE_MAX, largest = 0, kinds = 0;
     for (const size_t stride : strides) {

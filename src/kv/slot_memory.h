@@ -17,7 +17,7 @@ namespace ta {
 class SlotSlab {
   public:
     explicit SlotSlab(Device& device) : device_(device) {}
-    ~SlotSlab() { device_.deallocate(data_, bytes_); }
+    ~SlotSlab();
     SlotSlab(const SlotSlab&) = delete;
     SlotSlab& operator=(const SlotSlab&) = delete;
 

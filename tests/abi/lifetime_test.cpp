@@ -343,6 +343,34 @@ TEST(Hooks, EveryByteComesFromTheAllocatorAndGoesBack) {
     EXPECT_EQ(allocator.faults(), 0u);
 }
 
+// Blocks beyond those that are kept for reuse, kept ones that give way to another kind, workspaces that grow, what a call takes
+// for itself, and all that is there at the end: of sequences of no namespace, too.
+TEST(Hooks, WhatGoesBackIsZeroed) {
+    CountingAllocator allocator;
+    const ta_allocator hooks = allocator.hooks();
+    {
+        Family f(&hooks);
+        f.use_plan();
+        Random random(3);
+        const Plan plan = make_plan(f.pool);
+        for (const int32_t n : {1, 500, 200 * 64, 64, 130 * 64}) {
+            const ta_seq seq = make_sequence(f.pool);
+            Tensor k(random.normals(n * kRow), n, kHeads, kDim);
+            const int32_t some = std::min(n, 100);
+            Tensor q(random.normals(some * kRow), some, kHeads, kDim), o(some, kHeads, kDim);
+            begin(plan, {seq}, {n}, {some});
+            append(plan, 0, k, k);
+            attend(plan, 0, q, o);
+            end(plan);
+            ASSERT_EQ(ta_attend_dense(f.context.get(), q.view(), k.view(), k.view(), o.view(), nullptr, nullptr, nullptr),
+                      TA_OK);
+            ASSERT_EQ(ta_seq_release(f.pool.get(), seq, nullptr), TA_OK);
+        }
+    }
+    EXPECT_EQ(allocator.bytes_alive(), 0u);
+    EXPECT_EQ(allocator.returned_dirty(), 0u);
+}
+
 TEST(Hooks, ResultsDoNotDependOnWhatMemoryHeld) {
     const auto run = [](uint8_t fill) {
         CountingAllocator allocator;

@@ -1,6 +1,7 @@
 // Allocator hooks that check what they are asked for, count what is alive, hand out memory full of garbage, and fail on demand.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -48,6 +49,8 @@ class CountingAllocator {
         return alive_.size();
     }
     uint64_t allocations() const { return allocations_.load(); }
+    // Memory that came back with something in it.
+    uint64_t returned_dirty() const { return returned_dirty_.load(); }
     // How often a set of hooks was let go of.
     int released() const { return released_.load(); }
     // Requests that the ABI excludes: sizes and alignments, and blocks given back with others than they were asked for.
@@ -92,11 +95,13 @@ class CountingAllocator {
             alive_.erase(found);
         }
         bytes_alive_ -= bytes;
+        const auto* b = static_cast<const uint8_t*>(p);
+        if (std::any_of(b, b + bytes, [](uint8_t x) { return x != 0; })) ++returned_dirty_;
         std::memset(p, 0xdd, bytes);
         std::free(p);
     }
 
-    std::atomic<uint64_t> bytes_alive_{0}, allocations_{0}, faults_{0};
+    std::atomic<uint64_t> bytes_alive_{0}, allocations_{0}, faults_{0}, returned_dirty_{0};
     std::atomic<int> released_{0};
     mutable std::mutex mutex_;
     std::map<void*, Block, std::less<>, Malloc<std::pair<void* const, Block>>> alive_;
