@@ -635,6 +635,9 @@ TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space
 /* Creates a sequence of the namespace that begins with the blocks of the first keys, as many as are published without a gap,
  * maybe none: what ta_seq_fork and ta_seq_truncate of the publisher would make. `length` gets its tokens.
  *   keys   [n, 32], may be NULL when n is 0
+ * What follows a match gives the same bits as without it where prompts are appended in chunks of a fixed multiple of 64 tokens,
+ * counted from the first token, and the match is cut (ta_seq_truncate) to a multiple of the chunk: docs/tiers.md, which also has
+ * what the ranks of a model that is spread over several pools do to match as far as each other.
  * Errors: TA_E_INVALID (n is above 2^34), TA_E_STALE, TA_E_LIMIT (max_sequences). */
 TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_seq* out,
                                      int64_t* length, ta_error* err);

@@ -61,6 +61,57 @@ TEST_F(Prefix, AMatchedSequenceGoesOnLikeOneFromScratch) {
     }
 }
 
+// A model whose K, V and queries of a layer follow from what the layer before gave, as real ones do. Appends tokens up to `n` in
+// chunks; returns the last layer's output for tokens from `from` on.
+std::vector<float> run_model(const KvPool& pool, ta_seq seq, int64_t n, int64_t chunk, int64_t from) {
+    constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
+    constexpr int64_t kRow = kHeads * kDim;
+    const Plan plan = make_plan(pool);
+    std::vector<float> seen;
+    for (int64_t have = length(pool, seq); have < n;) {
+        const int64_t m = std::min(chunk - have % chunk, n - have);
+        std::vector<float> x;
+        for (int64_t t = have; t < have + m; ++t) {
+            const std::vector<float> token = Random(uint64_t(t) * 31 + 7).normals(kRow);
+            x.insert(x.end(), token.begin(), token.end());
+        }
+        begin(plan, {seq}, {int32_t(m)});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(x, m, kHeads, kDim), out(m, kHeads, kDim);
+            append(plan, layer, k, k);
+            attend(plan, layer, k, out);
+            const std::vector<float> y = out.values();
+            for (size_t i = 0; i < x.size(); ++i) x[i] += y[i];
+        }
+        end(plan);
+        for (int64_t t = std::max(from, have); t < have + m; ++t)
+            seen.insert(seen.end(), x.begin() + (t - have) * kRow, x.begin() + (t - have + 1) * kRow);
+        have += m;
+    }
+    return seen;
+}
+
+// docs/tiers.md: chunks of one size from the first token on, and matches cut to a multiple of it.
+TEST_F(Prefix, AHitIsEqualToAColdRun) {
+    constexpr int64_t kTokens = 700;
+    for (const uint32_t bits : {4u, 2u, 8u}) {
+        for (const int64_t chunk : {64, 128, 192}) {
+            SCOPED_TRACE(::testing::Message() << bits << " bits, chunks of " << chunk);
+            const KvPool pool = make_pool(context, options(bits));
+            const ta_namespace space = make_namespace(pool, 1);
+            const ta_seq publisher = make_sequence(pool);
+            run_model(pool, publisher, 500, chunk, 0);
+            publish(pool, publisher, space, 1, 7);
+            const auto [hit, matched] = match(pool, space, 1, 7);
+            ASSERT_EQ(matched, 448);
+            const int64_t cut = matched / chunk * chunk;
+            truncate(pool, hit, cut);
+            const std::vector<float> got = run_model(pool, hit, kTokens, chunk, cut);
+            EXPECT_TRUE(got == run_model(pool, make_sequence(pool), kTokens, chunk, cut));
+        }
+    }
+}
+
 TEST_F(Prefix, NamespacesAndKeysAreApart) {
     const KvPool pool = make_pool(context, options());
     const ta_namespace a = make_namespace(pool, 1), b = make_namespace(pool, 2);
