@@ -190,6 +190,8 @@ class World {
     void disarm();
     void relax();
     bool is_expected(ta_status status) const;
+    // Of a save: its file is removed where it says that it could neither sync the folder nor remove it.
+    ta_status saved(ta_status status, const ta_error& err, const std::string& path) const;
     uint64_t source_count() const;
     Status create_context();
     Reference::State state();

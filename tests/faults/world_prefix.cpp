@@ -126,10 +126,10 @@ void World::save_pool() {
     }
     const std::string path = folder_.file("pool");
     const size_t others = shape_.persistent && tiered() ? 1 : 0;
-    call("ta_kv_pool_save", Kind::kCommon,
-         [&](ta_error* err) { return ta_kv_pool_save(pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, err); });
-    const bool unlinks = !fault_.forever || fault_.kind == FaultKind::kEnospc || !is_file(fault_.kind);
-    EXPECT_TRUE(folder_.entries() == 1 + others || !unlinks) << "a save that failed has left something behind";
+    call("ta_kv_pool_save", Kind::kCommon, [&](ta_error* err) {
+        return saved(ta_kv_pool_save(pool.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, err), *err, path);
+    });
+    EXPECT_EQ(folder_.entries(), 1 + others) << "a save that failed has left something behind";
     saved_ = seqs;
     faults_on_ = faults;
 }
