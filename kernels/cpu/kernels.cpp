@@ -1,7 +1,19 @@
 #include "kernels/cpu/kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace ta::cpu {
 namespace {
+
+#if defined(__x86_64__)
+// CPUID 7.1, EAX bit 4. clang's __builtin_cpu_supports knows the name from version 15 on.
+bool has_avxvnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
+#endif
 
 bool runs_here(ta_cpu_isa isa) {
 #if defined(__x86_64__)
@@ -13,7 +25,7 @@ bool runs_here(ta_cpu_isa isa) {
         case TA_CPU_ISA_AVX2:
             return avx2;
         case TA_CPU_ISA_AVX_VNNI:
-            return avx2 && __builtin_cpu_supports("avxvnni");
+            return avx2 && has_avxvnni();
         case TA_CPU_ISA_AVX512:
             return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

@@ -90,7 +90,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 // What the blocks of a sequence are in a pool in which nothing falls, and by hand what they become.
 class Expected {
   public:
-    Expected(const Settings& s, const KvPool& plain, ta_seq seq) : shape_(s.shape), bits_(s.bits) {
+    Expected(const Settings& s, const KvPool& plain, ta_seq seq) : shape_(s.shape) {
         const uint64_t blocks = uint64_t(length(plain, seq)) / kPageTokens;
         for (uint64_t b = 0; b < blocks; ++b) {
             const BlockBits full = read_block(plain, seq, b);
@@ -111,7 +111,6 @@ class Expected {
 
   private:
     const FallingShape shape_;
-    const uint32_t bits_;
     std::vector<std::map<uint32_t, std::vector<uint8_t>>> blocks_;
 };
 
