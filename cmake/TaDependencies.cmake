@@ -1,6 +1,5 @@
 # Libraries found on the system. Only xxHash and threads are needed; what else is missing leaves out the parts that need it,
 # with a message that names the Debian package. scripts/install-deps installs all of them.
-include(CheckCXXCompilerFlag)
 include(GNUInstallDirs)
 
 set(THREADS_PREFER_PTHREAD_FLAG ON)

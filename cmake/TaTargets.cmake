@@ -13,6 +13,20 @@ if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
     set(TA_PRECOMPILE OFF)
 endif()
 
+# What an optimised build is hardened with: overflows of buffers end the program instead of going on with what they wrote, and
+# jumps that are not meant are caught on processors with CET. docs/benchmarks.md has what it costs. Sanitizers do better.
+set(TA_HARDENING_FLAGS)
+if(TA_HARDENING AND NOT TA_SANITIZE)
+    set(TA_HARDENING_FLAGS -fstack-protector-strong)
+    check_cxx_compiler_flag(-fcf-protection=full TA_COMPILER_HAS_CET) # x86 only
+    if(TA_COMPILER_HAS_CET)
+        list(APPEND TA_HARDENING_FLAGS -fcf-protection=full)
+    endif()
+    if(NOT "${CMAKE_C_FLAGS} ${CMAKE_CXX_FLAGS}" MATCHES "_FORTIFY_SOURCE")
+        list(APPEND TA_HARDENING_FLAGS -U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3) # some distributions define it, with less
+    endif()
+endif()
+
 # ta_target_defaults(<target> [RELAXED])
 # Language, numerics, warnings and sanitizers of everything compiled here. RELAXED leaves out -Wconversion.
 function(ta_target_defaults target)
@@ -40,6 +54,7 @@ function(ta_target_defaults target)
                 -Wno-error=stringop-overflow -Wno-error=stringop-overread)
         endif()
     endif()
+    list(APPEND options "$<$<NOT:$<CONFIG:Debug>>:${TA_HARDENING_FLAGS}>") # _FORTIFY_SOURCE needs optimised code
     if(TA_SANITIZE)
         list(APPEND options -fsanitize=${TA_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
         target_link_options(${target} PRIVATE -fsanitize=${TA_SANITIZE})
@@ -70,7 +85,7 @@ function(ta_add_library target kind)
 
     set(map "${PROJECT_SOURCE_DIR}/cmake/turboattention.map")
     set_target_properties(${target} PROPERTIES VERSION ${TA_VERSION} SOVERSION ${TA_ABI_VERSION} LINK_DEPENDS "${map}")
-    target_link_options(${target} PRIVATE "LINKER:--version-script=${map}" LINKER:-z,relro LINKER:-z,now)
+    target_link_options(${target} PRIVATE "LINKER:--version-script=${map}" LINKER:-z,relro LINKER:-z,now LINKER:-z,noexecstack)
     if(TA_SANITIZE)
         target_link_options(${target} PRIVATE -fsanitize=${TA_SANITIZE})
     endif()
