@@ -3,21 +3,24 @@ include(CMakePackageConfigHelpers)
 
 set(_ta_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/TurboAttention")
 
-set(_ta_libraries turboattention_static)
+# A list of targets for each library: programs that use the shared one alone need nothing of what the static one links.
+function(_ta_install_library target)
+    install(TARGETS ${target} EXPORT ${target}-targets
+        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+        ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+    )
+    install(EXPORT ${target}-targets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}")
+endfunction()
+_ta_install_library(turboattention_static)
 if(TA_BUILD_SHARED)
-    list(APPEND _ta_libraries turboattention)
+    _ta_install_library(turboattention)
 endif()
-install(TARGETS ${_ta_libraries} EXPORT TurboAttentionTargets
-    LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
-    ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
-)
 install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
-install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+install(FILES LICENSE NOTICE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 # What users need and the headers name, with what these link to.
 install(FILES docs/FORMAT.md docs/errors.md docs/gpu.md docs/kernels.md docs/numerics.md docs/threading.md docs/tiers.md
     DESTINATION "${CMAKE_INSTALL_DOCDIR}/docs"
 )
-install(EXPORT TurboAttentionTargets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
     INSTALL_DESTINATION "${_ta_package_dir}"
@@ -45,6 +48,11 @@ foreach(_ta_dir IN ITEMS LIBDIR INCLUDEDIR)
 endforeach()
 set(_ta_pc_libs "-L\${libdir} -lturboattention")
 set(_ta_pc_private "-lstdc++ -lpthread -ldl -lm")
+if(TA_CUDA_FOUND)
+    get_target_property(_ta_cudart CUDA::cudart_static IMPORTED_LOCATION)
+    cmake_path(GET _ta_cudart PARENT_PATH _ta_cuda_libdir)
+    set(_ta_pc_private "-L${_ta_cuda_libdir} -lcudart_static -lrt ${_ta_pc_private}")
+endif()
 if(NOT TA_BUILD_SHARED)
     string(APPEND _ta_pc_libs " ${_ta_pc_private}")
 endif()
