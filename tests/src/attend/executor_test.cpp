@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/cpu/math.h"
@@ -20,8 +21,8 @@ namespace {
 std::shared_ptr<Context> context_of(int threads, CountingAllocator* allocator = nullptr) {
     Context::Options options;
     options.threads = threads;
-    if (allocator) options.allocator = allocator->hooks();
-    return Context::create(options).take();
+    if (allocator) options.allocator = CallbackSet<ta_allocator>(allocator->hooks());
+    return Context::create(std::move(options)).take();
 }
 
 TensorView view_of(std::vector<float>& x, int64_t heads, int64_t d) {
