@@ -42,10 +42,10 @@ class FileSplice : public PrefixSteps {
             files.emplace_back(read_file(file));
             std::filesystem::remove(file);
         };
-        require(ta_kv_pool_save(pool.get(), file.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, &err), err);
+        require(ta_kv_pool_save(pool.get(), file.c_str(), TA_SAVE_PUBLISHED, nullptr, &err), err);
         take(pool_files);
         for (ta_seq seq : seqs) {
-            require(ta_seq_save(pool.get(), seq, file.c_str(), nullptr, nullptr, &err), err);
+            require(ta_seq_save(pool.get(), seq, file.c_str(), nullptr, &err), err);
             take(sequence_files);
         }
     }
@@ -54,8 +54,8 @@ class FileSplice : public PrefixSteps {
         write_file(file, bytes);
         ta_loaded_seq out[4] = {};
         uint64_t n = 0;
-        return is_pool ? ta_kv_pool_load(target.get(), file.c_str(), nullptr, nullptr, out, 4, &n, &err)
-                       : ta_seq_load(target.get(), file.c_str(), nullptr, nullptr, &out[0].loaded, &err);
+        return is_pool ? ta_kv_pool_load(target.get(), file.c_str(), nullptr, out, 4, &n, &err)
+                       : ta_seq_load(target.get(), file.c_str(), nullptr, &out[0].loaded, &err);
     }
     // `block`: the one that the error must name; -1: any.
     void refuse(const Bytes& bytes, const std::vector<SavedFile>& honest, const std::string& what, int64_t block = -1) {

@@ -265,7 +265,7 @@ TEST_F(PoolFile, LargeHolesAreRefusedAtOnce) {
         const std::string saved = path(universal ? "universal" : "plain"), sequence = saved + " sequence";
         save(from, saved, TA_SAVE_PUBLISHED);
         ta_error err;
-        require(ta_seq_save(from.get(), seq, sequence.c_str(), nullptr, nullptr, &err), err);
+        require(ta_seq_save(from.get(), seq, sequence.c_str(), nullptr, &err), err);
         // Which count, and what one takes in the index; where `holes` begin.
         struct Case {
             const std::string& of;
@@ -291,9 +291,8 @@ TEST_F(PoolFile, LargeHolesAreRefusedAtOnce) {
             const std::clock_t start = std::clock();
             ta_loaded_seq out[4] = {};
             uint64_t n = 0;
-            const ta_status s = file.is_pool
-                                    ? ta_kv_pool_load(pool.get(), path("holes").c_str(), nullptr, nullptr, out, 4, &n, &err)
-                                    : ta_seq_load(pool.get(), path("holes").c_str(), nullptr, nullptr, &out[0].loaded, &err);
+            const ta_status s = file.is_pool ? ta_kv_pool_load(pool.get(), path("holes").c_str(), nullptr, out, 4, &n, &err)
+                                             : ta_seq_load(pool.get(), path("holes").c_str(), nullptr, &out[0].loaded, &err);
             EXPECT_TRUE(s == TA_E_CORRUPT || s == TA_E_INVALID || s == TA_E_LIMIT) << ta_status_name(s) << " " << err.message;
             EXPECT_LT(peak_growth(false), int64_t{32} << 20);
             EXPECT_LT(std::clock() - start, CLOCKS_PER_SEC / 2);

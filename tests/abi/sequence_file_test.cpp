@@ -250,7 +250,7 @@ TEST_F(SequenceFile, ForgedValuesAreRefused) {
             write_file(path("forged"), file.bytes);
             ta_seq out = 0;
             ta_error err;
-            const ta_status s = ta_seq_load(pool.get(), path("forged").c_str(), nullptr, nullptr, &out, &err);
+            const ta_status s = ta_seq_load(pool.get(), path("forged").c_str(), nullptr, &out, &err);
             EXPECT_EQ(s, f.good ? TA_OK : TA_E_CORRUPT) << err.message;
             if (s == TA_OK) continue;
             EXPECT_EQ(err.block, int64_t(f.block)) << err.message;
@@ -273,7 +273,7 @@ TEST_F(SequenceFile, OfVersion2) {
     write_file(path("old"), file.bytes);
     ta_seq out = 0;
     ta_error err;
-    EXPECT_EQ(ta_seq_load(pool.get(), path("old").c_str(), nullptr, nullptr, &out, &err), TA_E_UNSUPPORTED);
+    EXPECT_EQ(ta_seq_load(pool.get(), path("old").c_str(), nullptr, &out, &err), TA_E_UNSUPPORTED);
     EXPECT_NE(std::string(err.message).find("version 2"), std::string::npos) << err.message;
 }
 
@@ -298,7 +298,7 @@ TEST_F(SequenceFile, OfAPoolWithOtherScales) {
         file.mend_index();
         write_file(path("forged"), file.bytes);
         ta_seq none = 0;
-        EXPECT_EQ(ta_seq_load(b.get(), path("forged").c_str(), nullptr, nullptr, &none, nullptr), TA_E_CORRUPT) << x;
+        EXPECT_EQ(ta_seq_load(b.get(), path("forged").c_str(), nullptr, &none, nullptr), TA_E_CORRUPT) << x;
     }
     ta_seq out = 0;
     ta_error err;
@@ -319,7 +319,7 @@ TEST_F(SequenceFile, NothingIsLeftOfAProcessThatIsKilled) {
             if (done == total) kill(getpid(), SIGKILL);
             return 0;
         };
-        (void)ta_seq_save(mine.get(), seq, path("file").c_str(), killed, nullptr, nullptr);
+        (void)ta_seq_save(mine.get(), seq, path("file").c_str(), ReportTo(killed, nullptr), nullptr);
         _exit(1);
     }
     int status = 0;
@@ -380,16 +380,18 @@ TEST_F(SequenceFile, ErrorsOfLongAndOddNames) {
     EXPECT_NE(text(path("none/a\nb\x1b[31mc\x7f\xc2\x85\xe2\x80\xa8.kv")).find("none/a?b?[31mc??????.kv"), std::string::npos);
     ta_error err;
     ta_seq out = 0;
-    EXPECT_EQ(ta_seq_load(pool.get(), path(std::string(5000, '\n').c_str()).c_str(), nullptr, nullptr, &out, &err), TA_E_IO);
+    EXPECT_EQ(ta_seq_load(pool.get(), path(std::string(5000, '\n').c_str()).c_str(), nullptr, &out, &err), TA_E_IO);
     EXPECT_EQ(std::string(err.message).find('\n'), std::string::npos);
     EXPECT_NE(std::string(err.message).find("ENAMETOOLONG"), std::string::npos) << err.message;
     // A tier's file, and what the log says of it.
     std::string logged;
     const auto log = [](ta_log_level, const char* line, void* user) { *static_cast<std::string*>(user) += line; };
+    auto sink = sized<ta_log_sink>();
+    sink.log = log;
+    sink.user = &logged;
+    sink.level = TA_LOG_DEBUG;
     auto with_log = sized<ta_context_options>();
-    with_log.log = log;
-    with_log.log_user = &logged;
-    with_log.log_level = TA_LOG_DEBUG;
+    with_log.log = &sink;
     ta_context* raw = nullptr;
     require(ta_context_create(&with_log, &raw, &err), err);
     const Context logging(raw);
