@@ -43,7 +43,7 @@ class Life {
         allocator_.fails = hook_fails;
         ta::Context::Options options;
         options.threads = 1;
-        options.allocator = allocator_.hooks();
+        options.allocator = CallbackSet<ta_allocator>(allocator_.hooks());
         Seams seams;
         if (shape && !is_memory(counted)) {  // FaultyFiles takes memory where no library would
             files_ = std::make_shared<FaultyFiles>();

@@ -332,7 +332,7 @@ const BlockPtr& World::block(size_t s, size_t b) {
 Status World::create_context() {
     ta::Context::Options options;
     options.threads = 1;
-    options.allocator = allocator_.hooks();
+    options.allocator = CallbackSet<ta_allocator>(allocator_.hooks());
     Seams seams;
     if (files_) seams.files = files_;
     seams.io_deadline = fault_.kind == FaultKind::kStall ? kShortDeadline : kLongDeadline;
