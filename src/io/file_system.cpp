@@ -45,16 +45,13 @@ struct NameOf {
 
 class SystemFiles final : public FileSystem {
   public:
-    // What is made has this mode whatever the umask. Not as a standard stream: where one is closed, what the program prints to
-    // it must not go into the file.
+    // What is made has this mode whatever the umask.
     int open(const char* path, int flags, mode_t mode) override {
         const int fd = ::open(path, flags, mode);
         if (fd < 0) return -errno;
         const bool makes = (flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL) || (flags & O_TMPFILE) == O_TMPFILE;
         if (makes) (void)::fchmod(fd, mode);  // not where file systems have no modes
-        if (fd > STDERR_FILENO) return fd;
-        const int other = result_of(::fcntl(fd, flags & O_CLOEXEC ? F_DUPFD_CLOEXEC : F_DUPFD, STDERR_FILENO + 1));
-        ::close(fd);
+        const int other = above_standard_streams(fd);
         if (other < 0 && makes && (flags & O_TMPFILE) != O_TMPFILE) ::unlink(path);
         return other;
     }
@@ -115,6 +112,15 @@ class SystemFiles final : public FileSystem {
         const int flags = ::fcntl(fd, F_GETFL);
         return flags < 0 ? -errno : result_of(::fcntl(fd, F_SETFL, flags & ~O_DIRECT));
     }
+    uint64_t boot() override {
+        char id[64];
+        const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC, 0);
+        if (fd < 0) return 0;
+        const ssize_t n = ::read(fd, id, sizeof id);
+        close(fd);
+        return n > 0 ? hash_bytes(id, size_t(n)) : 0;
+    }
+    void drop_cache(int fd) override { (void)::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED); }
     std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) override { return make_uring(depth, reason); }
 };
 
@@ -124,18 +130,7 @@ class BlockingQueue final : public IoQueue {
 
     int submit(const IoOp& op) override {
         if (has_result_) return -EBUSY;
-        result_.user = op.user;
-        switch (op.kind) {
-            case IoOp::Kind::kRead:
-                result_.result = files_.pread(op.fd, op.data, op.bytes, op.offset);
-                break;
-            case IoOp::Kind::kWrite:
-                result_.result = files_.pwrite(op.fd, op.data, op.bytes, op.offset);
-                break;
-            case IoOp::Kind::kSync:
-                result_.result = files_.fsync(op.fd);
-                break;
-        }
+        result_ = {op.user, run_io(files_, op)};
         has_result_ = true;
         return 0;
     }
@@ -177,12 +172,31 @@ ErrorText error_text(int64_t negative_errno) {
     return t;
 }
 
+int above_standard_streams(int fd) {
+    if (fd > STDERR_FILENO) return fd;
+    const int other = result_of(::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+    ::close(fd);
+    return other;
+}
+
 bool is_lack_of_space(int64_t error) {
     return error == -ENOSPC || error == -EDQUOT || error == -EFBIG;
 }
 
 std::shared_ptr<FileSystem> system_files() {
     return std::make_shared<SystemFiles>();
+}
+
+int64_t run_io(FileSystem& files, const IoOp& op) {
+    switch (op.kind) {
+        case IoOp::Kind::kRead:
+            return files.pread(op.fd, op.data, op.bytes, op.offset);
+        case IoOp::Kind::kWrite:
+            return files.pwrite(op.fd, op.data, op.bytes, op.offset);
+        case IoOp::Kind::kSync:
+            return files.fsync(op.fd);
+    }
+    return -EINVAL;
 }
 
 std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files) {

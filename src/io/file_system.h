@@ -79,6 +79,10 @@ class FileSystem {
     virtual int unlock(int fd) = 0;
     // Buffered I/O from now on, for a descriptor that was opened with O_DIRECT.
     virtual int clear_direct(int fd) = 0;
+    // Names the time since the system was started, as far as that is known; another one means that the power may have failed.
+    virtual uint64_t boot() { return 0; }
+    // What is read from now on comes from the medium, as far as it was synced, and not from memory.
+    virtual void drop_cache(int) {}
     // A queue of up to `depth` operations at a time; nullptr and the reason when there is none here.
     virtual std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) = 0;
 };
@@ -90,6 +94,10 @@ struct ErrorText {
     friend std::string operator+(std::string before, const ErrorText& t) { return std::move(before) + t.text; }
 };
 ErrorText error_text(int64_t negative_errno);
+
+// The same file under a descriptor that is no standard stream, which closes with exec; `fd` itself where it is none. -errno, and
+// `fd` is closed. Where a program has closed one, what it prints must not go into a file of this library.
+int above_standard_streams(int fd);
 
 // With the slash, or "." where `path` has none.
 std::string folder_of(const std::string& path);
@@ -106,6 +114,8 @@ std::shared_ptr<FileSystem> system_files();
 
 // io_uring through liburing, which is opened at run time; nullptr and the reason without it.
 std::unique_ptr<IoQueue> make_uring(unsigned depth, std::string& reason);
+// By a system call, in the caller. Bytes, or -errno.
+int64_t run_io(FileSystem& files, const IoOp& op);
 // One operation at a time, run by submit() with pread and pwrite of `files`.
 std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files);
 

@@ -5,6 +5,7 @@
 #if defined(TA_HAVE_LIBURING)
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <liburing.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -51,6 +52,32 @@ const Liburing& liburing() {
     return library;
 }
 
+// Those that the program has closed are taken, for a scope: liburing keeps the descriptor that it gets.
+class StandardStreams {
+  public:
+    StandardStreams() {
+        for (int& fd : taken_) {
+            fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+            if (fd < 0) fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+            if (fd > STDERR_FILENO) {
+                close(fd);
+                fd = -1;
+            }
+            if (fd < 0) break;
+        }
+    }
+    ~StandardStreams() {
+        for (const int fd : taken_) {
+            if (fd >= 0) close(fd);
+        }
+    }
+    StandardStreams(const StandardStreams&) = delete;
+    StandardStreams& operator=(const StandardStreams&) = delete;
+
+  private:
+    int taken_[STDERR_FILENO + 1] = {-1, -1, -1};
+};
+
 class Uring final : public IoQueue {
   public:
     ~Uring() override {
@@ -59,13 +86,15 @@ class Uring final : public IoQueue {
     }
 
     bool make(unsigned depth, std::string& reason) {
+        const StandardStreams taken;
         if (const int r = liburing().queue_init(depth, &ring_, 0); r < 0) {
             reason = std::string("io_uring is not available here: ") + std::strerror(-r);
             return false;
         }
         made_ = true;
         event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        const int r = event_ < 0 ? -errno : liburing().register_eventfd(&ring_, event_);
+        event_ = event_ < 0 ? -errno : above_standard_streams(event_);
+        const int r = event_ < 0 ? event_ : liburing().register_eventfd(&ring_, event_);
         if (r < 0) {
             reason = std::string("io_uring cannot signal an eventfd: ") + std::strerror(-r);
             return false;

@@ -368,21 +368,30 @@ void BlockStore::release(const Block& block) {
     if (block.tier() == TierKind::kDevice) tenant = zero_if_given(block.kind(), block.slot(), tenant);
     std::lock_guard lock(mutex_);
     const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
-    if (block.record_.index != Slot::kNone && !keep) disk_->release({&block.record_, 1});
+    const bool has_record = block.record_.index != Slot::kNone;
     const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
-    if (is_record && keep && block.record_.index == Slot::kNone) return;
-    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant);
+    if (is_record && keep && !has_record) return;
+    // One that turned out to be damaged where it lies has been published again: its record may be the only whole one.
+    const bool replaced = block.stuck() || (keep && has_record);
+    if (has_record && !keep) give_record(block.record_, replaced);
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant, replaced);
     frees_.fetch_add(1, std::memory_order_release);
 }
 
-void BlockStore::free_place(const Place& place, Tenant tenant) {
+void BlockStore::give_record(Slot slot, bool replaced) {
+    replaced ? disk_->retire({&slot, 1}) : disk_->release({&slot, 1});
+}
+
+// `replaced`: what a record there promised, another one does that may not be on the medium yet.
+void BlockStore::free_place(const Place& place, Tenant tenant, bool replaced) {
     if (place.tier == TierKind::kDevice) {
         --in_use_[size_t(place.kind)];
         put_back(place.kind, {place.address, tenant});
         return;
     }
-    if (place.tier == TierKind::kDisk) on_disk_.fetch_sub(1, std::memory_order_release);
-    (place.tier == TierKind::kHost ? host_ : disk_)->release({&place.slot, 1});
+    if (place.tier == TierKind::kHost) return host_->release({&place.slot, 1});
+    on_disk_.fetch_sub(1, std::memory_order_release);
+    give_record(place.slot, replaced);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- tiers
@@ -400,20 +409,41 @@ Place BlockStore::place_of(const Block& block) const {
 
 bool BlockStore::move(Block& block, const Place& to) {
     std::lock_guard lock(mutex_);
+    return move_locked(block, to);
+}
+
+bool BlockStore::move_to_record(Block& block) {
+    std::lock_guard lock(mutex_);
+    // Whoever made the record had the block's kind, which it keeps for good.
+    const Slot record = block.record_;
+    if (record.index == Slot::kNone || block.tier_ == TierKind::kDisk || !disk_->holds(record)) return false;
+    block.record_ = Slot{};
+    if (move_locked(block, {TierKind::kDisk, block.kind_, nullptr, record, block.record_keys_})) return true;
+    block.record_ = record;
+    return false;
+}
+
+bool BlockStore::move_locked(Block& block, const Place& to) {
     if (to.kind != block.kind_ && block.keeps_kind()) return false;
     if (to.tier > block.tier_ && block.pins() > 0) return false;
     const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
     if (is_record && block.published() && block.record_.index == Slot::kNone) {
         block.record_ = block.tier_slot_;  // the next process shall find it, too
-        block.record_state_ = block.tier_keys_.state;
+        block.record_keys_ = block.tier_keys_;
         on_disk_.fetch_sub(1, std::memory_order_release);
     } else {
-        left_.push_back({moves_, {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant()});
+        left_.push_back({moves_,
+                         {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}},
+                         block.tenant(),
+                         is_record && block.published()});
     }
     if (to.tier == TierKind::kDisk) {
         on_disk_.fetch_add(1, std::memory_order_release);
-        if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});  // a newer one took its place
-        block.record_ = Slot{};
+        // A newer one takes its place, unless a flush has meanwhile written one with more keys.
+        if (block.record_.index != Slot::kNone && to.keys.state >= block.record_keys_.state) {
+            disk_->retire({&block.record_, 1});
+            block.record_ = Slot{};
+        }
     }
     if (to.tier != TierKind::kDisk) block.stored_.store(Block::pack(to.address, to.kind), std::memory_order_release);
     block.kind_.store(to.kind, std::memory_order_release);
@@ -502,11 +532,11 @@ void BlockStore::set_record(Block& block, Slot slot, const RecordKeys& keys) {
     // Meanwhile it may have moved to disk, under its keys, or its namespace have ended.
     const bool present = block.record_.index != Slot::kNone;
     const uint64_t state_there = block.tier_ == TierKind::kDisk ? block.tier_keys_.state : 0;
-    const bool unwanted = !block.published() || state_there >= keys.state || (present && block.record_state_ > keys.state);
-    if (unwanted || present) disk_->release({unwanted ? &slot : &block.record_, 1});
-    if (unwanted) return;
+    const bool unwanted = !block.published() || state_there >= keys.state || (present && block.record_keys_.state > keys.state);
+    if (unwanted) return disk_->release({&slot, 1});
+    if (present) disk_->retire({&block.record_, 1});
     block.record_ = slot;
-    block.record_state_ = keys.state;
+    block.record_keys_ = keys;
 }
 
 bool BlockStore::has_record(const Block& block) const {
@@ -517,8 +547,8 @@ bool BlockStore::has_record(const Block& block) const {
 bool BlockStore::has_all_keys_on_disk(const Block& block) const {
     std::lock_guard lock(mutex_);
     const uint64_t now = block.keys_state_;
-    return (block.record_.index != Slot::kNone && block.record_state_ == now) ||
-           (block.tier_ == TierKind::kDisk && block.tier_keys_.state == now && now > 0);
+    return (block.record_.index != Slot::kNone && block.record_keys_.state == now && disk_->holds(block.record_)) ||
+           (block.tier_ == TierKind::kDisk && block.tier_keys_.state == now && now > 0 && disk_->holds(block.tier_slot_));
 }
 
 void BlockStore::drop(Block& block) {
@@ -568,7 +598,7 @@ void BlockStore::free_left() {
     if (!barriers_.readers) first = UINT64_MAX;
     size_t n = 0;
     while (n < left_.size() && left_[n].at < first) ++n;
-    for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant);
+    for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant, left_[i].replaced);
     left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
     if (n == 0) return;
     frees_.fetch_add(1, std::memory_order_release);

@@ -147,7 +147,7 @@ class Block {
     RecordKeys tier_keys_;
     // Beside the block on a persistent disk: from where it came back, or written by a flush, after tier_slot_.
     Slot record_;
-    uint64_t record_state_ = 0;   // of keys_, when the record was written
+    RecordKeys record_keys_;
     std::vector<BlockKey> keys_;  // under which it is published; guarded by the store
     uint64_t keys_state_ = 0;     // grows with every change of them
     std::atomic<bool> published_{false}, keeps_kind_{false};
@@ -232,6 +232,8 @@ class BlockStore {
     // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it
     // lies further down, and the block is pinned.
     bool move(Block& block, const Place& to);
+    // The same to the disk tier without a copy, for a block of which a record is there.
+    bool move_to_record(Block& block);
     // From now on they go no further down.
     void pin(std::span<const BlockPtr> blocks);
     // The block's kind is for good. False: it was already.
@@ -303,6 +305,7 @@ class BlockStore {
         uint64_t at;
         Place place;
         Tenant tenant;
+        bool replaced;  // a record that another one stands for now
     };
     struct Cached {
         uint8_t* slot;
@@ -317,7 +320,9 @@ class BlockStore {
     Status clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants);
     void release_slot(PageKind kind, uint8_t* slot, Tenant tenant);
     void release(const Block& block);
-    void free_place(const Place& place, Tenant tenant);
+    void free_place(const Place& place, Tenant tenant, bool replaced = false);
+    void give_record(Slot slot, bool replaced);
+    bool move_locked(Block& block, const Place& to);
     void free_left();
     void free_cached(PageKind kind, size_t keep);
     bool has_room_to_keep(PageKind kind) const;

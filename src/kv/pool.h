@@ -347,6 +347,7 @@ class Pool {
     Status attach_tiers(const TierSettings& settings);
     void recover_published();
     Status write_record(Block& block, uint64_t index);
+    static constexpr std::chrono::milliseconds kErasePatience{1000};  // of records on disk, until their room is free
     // One request to the disk, waited for.
     Status run_on_disk(const DiskRequest& request) const;
     TierKind below(TierKind tier) const;

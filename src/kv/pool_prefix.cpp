@@ -2,8 +2,8 @@
 // persistent disk.
 #include <algorithm>
 #include <chrono>
-#include <thread>
 #include <unordered_set>
+#include <utility>
 
 #include "src/kv/block_file.h"
 #include "src/kv/pool.h"
@@ -81,17 +81,9 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for
         const uint64_t free = blocks_->budget() - blocks_->usage().used;
         bytes = std::max<uint64_t>(1, bytes - std::min(bytes, free));
     }
-    const uint64_t before = tier == TierKind::kDisk ? disk_->stats().used : 0;
-    const uint64_t freed = prefixes_.drop_unused(tier, bytes, for_all);
-    if (freed == 0) return false;
-    // A slot of a persistent disk is free only when its record was erased. Others may take what becomes free meanwhile.
-    constexpr std::chrono::milliseconds kPatience{1000};
-    const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (tier == TierKind::kDisk && std::chrono::steady_clock::now() < end) {
-        const TierStats now = disk_->stats();
-        if (now.erasing == 0 || now.used + freed <= before) break;
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
+    if (prefixes_.drop_unused(tier, bytes, for_all) == 0) return false;
+    // A slot of a persistent disk is free only when its record was erased.
+    if (tier == TierKind::kDisk) disk_->wait_for_erased(kErasePatience);
     return true;
 }
 
@@ -164,6 +156,27 @@ Status Pool::flush_namespace(Tenant space) {
     return disk_->flush();
 }
 
+namespace {
+
+// A slot of a tier until somebody keeps it.
+class ReservedSlot {
+  public:
+    ReservedSlot(Tier& tier, Slot slot) : tier_(tier), slot_(slot) {}
+    ~ReservedSlot() {
+        if (slot_.index != Slot::kNone) tier_.release({&slot_, 1});
+    }
+    ReservedSlot(const ReservedSlot&) = delete;
+    ReservedSlot& operator=(const ReservedSlot&) = delete;
+    Slot get() const { return slot_; }
+    Slot keep() { return std::exchange(slot_, Slot{}); }
+
+  private:
+    Tier& tier_;
+    Slot slot_;
+};
+
+}  // namespace
+
 Status Pool::write_record(Block& block, uint64_t index) {
     DiskRequest r;
     const RecordKeys keys = blocks_->keys_of(block, r.more_keys);
@@ -173,19 +186,16 @@ Status Pool::write_record(Block& block, uint64_t index) {
     if (!kind.ok()) return std::move(kind).status().block(int64_t(index));
     const uint8_t slot_class = uint8_t(kind.value());
     Result<std::vector<Slot>> slots = disk_->acquire({&slot_class, 1});
+    if (!slots.ok() && disk_->reclaim(kErasePatience)) slots = disk_->acquire({&slot_class, 1});
     if (!slots.ok()) return std::move(slots).status().block(int64_t(index));
-    const Slot slot = slots.value()[0];
+    ReservedSlot slot(*disk_, slots.value()[0]);
     r.kind = DiskRequest::Kind::kWrite;
-    r.slot = slot;
+    r.slot = slot.get();
     r.bytes = bytes.size();
     r.memory = bytes.data();
     r.identity = block.identity(index, keys);
-    Status s = run_on_disk(r);
-    if (!s.ok()) {
-        disk_->release({&slot, 1});
-        return s;
-    }
-    blocks_->set_record(block, slot, keys);
+    TA_RETURN_IF_ERROR(run_on_disk(r));
+    blocks_->set_record(block, slot.keep(), keys);
     return {};
 }
 

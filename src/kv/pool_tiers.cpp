@@ -99,6 +99,7 @@ Status Pool::open_disk_tier(const TierSettings& settings) {
     for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
     o.fingerprint = fingerprint_;
     o.check = make_block_check(geometry_, fingerprint_);
+    o.check_found = make_value_check(geometry_);
     const Seams& seams = context_->seams();
     o.deadline = seams.io_deadline;
     o.retry_after = seams.io_retry_after;
@@ -220,6 +221,7 @@ void Pool::LoadHold::add(MoveItem item) {
 }
 
 bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
+    if (tier == TierKind::kDisk && disk_->reclaim(kErasePatience)) return true;
     if (tier != TierKind::kDisk && make_way(tier, evicted_at_once(tier, wanted), until)) return true;
     return drop_unused(tier, wanted, for_all);
 }

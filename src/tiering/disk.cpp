@@ -50,9 +50,10 @@ Result<std::unique_ptr<DiskFile>> open_in_time(std::shared_ptr<FileSystem> files
         return fail(TA_E_LIMIT, "the threads of the disk tier could not be started");
     }
     std::unique_lock lock(opening->mutex);
-    for (uint64_t seen = 0;; seen = opening->progress.steps) {
-        if (opening->changed.wait_for(lock, deadline, [&] { return opening->done; })) break;
-        if (opening->progress.steps != seen) continue;
+    for (;;) {
+        const auto end = opening->progress.last.load() + deadline;
+        if (opening->changed.wait_until(lock, end, [&] { return opening->done; })) break;
+        if (opening->progress.last.load() + deadline != end) continue;
         opening->progress.abandoned = true;
         thread.detach();
         return fail(TA_E_IO, "opening the disk tier's file %s did not go on for %lld ms", options.path.c_str(),
@@ -90,6 +91,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::shared_ptr<FileSystem> fil
     engine_options.deadline = options.deadline;
     engine_options.retry_after = options.retry_after;
     engine_options.check = options.check;
+    engine_options.check_found = options.check_found;
     Result<std::shared_ptr<DiskEngine>> engine = DiskEngine::create(file.take(), std::move(engine_options));
     if (!engine.ok()) return std::move(engine).status();
     // First the tier: it stops the threads, which keep the engine and its file, when one of them could not be started.

@@ -20,6 +20,7 @@ struct DiskTierOptions {
     size_t slot_bytes[kSlotClasses] = {};  // by PageKind; 0: no such blocks
     uint64_t fingerprint = 0;              // of the pool
     BlockCheck check;                      // of what is read, beside the record's own hash; may be empty
+    BlockCheck check_found;                // likewise, of records that earlier sessions wrote
 
     bool use_uring = true;                        // where there is one; else threads with pread and pwrite
     unsigned threads = 0;                         // 0: 4 with io_uring, 8 without
@@ -44,6 +45,12 @@ class DiskTier final : public Tier {
     // A slot that requests still work on is free for others when they are done with it; in a persistent tier when its record
     // was erased, a moment later.
     void release(std::span<const Slot> slots) override { engine_->release(slots); }
+    void retire(std::span<const Slot> slots) override { engine_->retire(slots); }
+    bool holds(Slot slot) const override { return engine_->holds(slot); }
+    // Makes room of retired slots, with a flush. False: there were none, or the flush failed.
+    bool reclaim(std::chrono::milliseconds patience) { return engine_->reclaim(patience); }
+    // Until no record is being erased, or time is up; false then.
+    bool wait_for_erased(std::chrono::milliseconds patience) { return engine_->wait_for_erased(patience); }
     uint8_t* address(Slot) const override { return nullptr; }
     // All requests, or none on failure. They are done in any order. Slots are written whole, and while one is written nothing
     // else may be asked of it: TA_E_BUSY; reading what was never written is TA_E_STATE.
@@ -62,7 +69,9 @@ class DiskTier final : public Tier {
     // Records that were not taken, a sentence each (the first ones), and how many there were.
     std::span<const std::string> refused() const { return engine_->file().refused; }
     uint64_t refused_count() const { return engine_->file().refused_count; }
-    // Writes that completed survive a power failure when this returns. A kill of the process they survive anyway.
+    // Writes that completed survive a power failure when this returns OK. A kill of the process they survive anyway. Where a
+    // sync fails, what it was to cover is read back and written again before a later one can succeed; if the file does not have
+    // it any more, flush() fails with TA_E_IO until the slot is released.
     Status flush() { return engine_->flush(); }
     bool direct_io() const { return engine_->file().direct; }
     bool io_uring() const { return engine_->io_uring(); }

@@ -55,6 +55,7 @@ Status DiskEngine::allocate() {
     if (file_->persistent) {
         to_erase_.reserve(slots_.size());
         not_erased_.reserve(slots_.size());
+        retired_.reserve(slots_.size());
     }
     next_generation_ = file_->next_generation;
     for (const RecoveredBlock& b : file_->recovered) {
@@ -63,6 +64,17 @@ Status DiskEngine::allocate() {
         s.generation = b.generation;
         s.slot_class = b.slot.slot_class;
         s.acquired = s.valid = s.on_disk = true;
+    }
+    for (const Slot torn : file_->torn) {
+        if (!map_.take(torn)) continue;
+        SlotInfo& s = slots_[torn.index];
+        s.slot_class = torn.slot_class;
+        s.on_disk = s.released = true;
+        to_erase_.push_back(torn.index);
+    }
+    for (const Slot stale : file_->stale) {
+        slots_[stale.index].slot_class = stale.slot_class;
+        slots_[stale.index].on_disk = true;
     }
     uring_ = file_->queue != nullptr;
     if (uring_) queues_.push_back(std::move(file_->queue));
@@ -82,8 +94,12 @@ Status DiskEngine::start(const std::shared_ptr<DiskEngine>& engine) {
         e.workers_.reserve(e.queues_.size());
         e.supervisor_ = std::thread([engine] { engine->supervise(); });
         for (unsigned i = 0; i < e.queues_.size(); ++i) e.workers_.emplace_back([engine, i] { engine->work(i); });
-    } catch (const std::system_error&) {
-        return fail(TA_E_LIMIT, "the threads of the disk tier could not be started");
+    } catch (const std::system_error& error) {
+        if (e.workers_.empty())
+            return fail(TA_E_LIMIT, "the threads of the disk tier could not be started: %s",
+                        error_text(-error.code().value()).c_str());
+        e.file_->degraded.push_back("the disk tier has " + std::to_string(e.workers_.size()) + " of " +
+                                    std::to_string(e.queues_.size()) + " threads: " + error_text(-error.code().value()));
     }
     return {};
 }
@@ -101,7 +117,7 @@ void DiskEngine::stop() {
     }
     try {
         // What fails here was never promised to survive a power failure.
-        if (file_->persistent && answers) (void)flush();
+        if (file_->persistent && answers && flush().ok()) (void)mark(SessionState::kClosed);
     } catch (const std::bad_alloc&) {
     }
     Lock lock(mutex_);
@@ -164,6 +180,7 @@ DiskEngine::Op* DiskEngine::take() {
         op->kind = Op::Kind::kErase;
         op->request.slot = {to_erase_.back(), slots_[to_erase_.back()].slot_class};
         to_erase_.pop_back();
+        ++erasures_;
         ++slots_[op->request.slot.index].busy;
     } else if (!queued_.empty()) {
         active_.splice(active_.end(), queued_, queued_.begin());
@@ -175,7 +192,7 @@ DiskEngine::Op* DiskEngine::take() {
     op->state = Op::State::kCopying;
     op->buffer = idle_buffers_.back();
     idle_buffers_.pop_back();
-    op->offset = op->kind == Op::Kind::kSync ? 0 : kDiskRegionsOffset + map_.offset(op->request.slot);
+    op->offset = op->has_slot() ? kDiskRegionsOffset + map_.offset(op->request.slot) : 0;
     if (op->kind == Op::Kind::kWrite) op->generation = next_generation_++;
     last_progress_ = Clock::now();
     return op;
@@ -210,7 +227,7 @@ Status DiskEngine::stage_write(Op& op) {
 
 // Prepares the next I/O of the operation; false when it had its last.
 bool DiskEngine::next_step(Op& op) {
-    const size_t record = op.kind == Op::Kind::kSync ? 0 : size_t(map_.shape().stride[op.request.slot.slot_class]);
+    const size_t record = op.has_slot() ? size_t(map_.shape().stride[op.request.slot.slot_class]) : 0;
     IoOp io;
     io.fd = file_->fd;
     io.user = &op;
@@ -225,6 +242,21 @@ bool DiskEngine::next_step(Op& op) {
         case Op::Kind::kSync:
             if (step > 0) return false;
             io.kind = IoOp::Kind::kSync;
+            op.covers = sync_started_ = writes_;
+            op.synced_before = synced_;
+            op.retired_before = reclaimed_ + retired_.size();
+            break;
+        case Op::Kind::kMark:
+            if (step > 0) return false;
+            io.kind = IoOp::Kind::kWrite;
+            io.offset = file_->seal_session(op.mark, op.buffer);
+            io.bytes = kDiskPage;
+            break;
+        case Op::Kind::kRewrite:
+            if (step > 1) return false;
+            if (step == 0) break;
+            // The bytes that are there already, so that no moment is worse than another.
+            io.kind = IoOp::Kind::kWrite;
             break;
         case Op::Kind::kErase:
             if (step > 0) return false;
@@ -241,6 +273,7 @@ bool DiskEngine::next_step(Op& op) {
             }
             // Never a header in front of bytes that are not its own, so: the old header goes, the bytes come, then their
             // header.
+            if (step == 0) set_doubtful(slot, false);
             if (step == 0 && !slot.on_disk) ++op.step;
             switch (op.step - 1) {
                 case 0:
@@ -280,10 +313,21 @@ void DiskEngine::run_step(Lock& lock, IoQueue& queue, Op& op, unsigned& flying) 
 }
 
 void DiskEngine::on_result(Lock& lock, IoQueue& queue, Op& op, int64_t result, unsigned& flying) {
+    if (result == -ECANCELED && uring_ && !op.cancel && !op.reported) result = run_blocking(lock, op);
     --flying;
     last_progress_ = Clock::now();
     if (advance(op, result)) return run_step(lock, queue, op, flying);
     finish(lock, op, result);
+}
+
+// The kernel cancels what it has no thread for: RLIMIT_NPROC counts the threads of io_uring. Nobody else cancels I/O.
+int64_t DiskEngine::run_blocking(Lock& lock, Op& op) {
+    has_no_workers_ = true;
+    op.started = Clock::now();
+    lock.unlock();
+    const int64_t result = run_io(*file_->files, op.io);
+    lock.lock();
+    return result;
 }
 
 // Looks at the result of an I/O. True when there is more to do; else `result` is 0 or -errno.
@@ -305,21 +349,39 @@ bool DiskEngine::advance(Op& op, int64_t& result) {
         return false;
     }
     result = 0;
+    if (op.kind == Op::Kind::kRewrite && op.step == 1 && is_damaged(op)) {
+        result = -EBADMSG;
+        return false;
+    }
     return next_step(op);
+}
+
+// Whether what was read back is not the record. Under the lock: this is for disks that fail.
+bool DiskEngine::is_damaged(const Op& op) const {
+    RecordHeader h;
+    return check_header(op.buffer, file_->context, op.request.slot.slot_class, op.offset, h) != nullptr ||
+           h.generation != op.generation || hash_bytes(op.buffer + kDiskPage, size_t(h.slot_bytes)) != h.payload_hash;
 }
 
 void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
     Status status;
     bool cancelled = false;
-    SlotInfo* slot = op.kind == Op::Kind::kSync ? nullptr : &slots_[op.request.slot.index];
+    SlotInfo* slot = op.has_slot() ? &slots_[op.request.slot.index] : nullptr;
+    if (error < 0 && op.kind == Op::Kind::kWrite) set_doubtful(*slot, false);
     if (error == -ECANCELED) {
         cancelled = true;
         status = fail(TA_E_IO, "cancelled");
+    } else if (error == -EBADMSG && op.kind == Op::Kind::kRewrite) {
+        status = fail(TA_E_CORRUPT, "record %u of the disk tier is lost", op.request.slot.index);
+        set_doubtful(*slot, false);
+        lost_ += !slot->lost;
+        slot->lost = true;
     } else if (!op.refused.ok()) {
         status = std::move(op.refused);
     } else if (error < 0) {
         status = io_status(op, error);
         if (op.kind == Op::Kind::kWrite || op.kind == Op::Kind::kErase) write_failed(error);
+        if (op.kind == Op::Kind::kSync) sync_failed(op, error);
     } else if (op.kind == Op::Kind::kRead) {
         op.state = Op::State::kFinishing;
         lock.unlock();
@@ -328,9 +390,17 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
     } else if (op.kind == Op::Kind::kWrite) {
         slot->valid = true;
         slot->generation = op.generation;
+        slot->written_at = ++writes_;
         write_succeeded();
     } else if (op.kind == Op::Kind::kErase) {
-        slot->on_disk = false;
+        slot->on_disk = slot->doubtful;  // a sync has failed meanwhile
+        set_doubtful(*slot, false);
+        slot->written_at = ++writes_;
+    } else if (op.kind == Op::Kind::kRewrite) {
+        set_doubtful(*slot, false);
+        slot->written_at = ++writes_;
+    } else if (op.kind == Op::Kind::kSync) {
+        sync_succeeded(op);
     }
     idle_buffers_.push_back(op.buffer);
     if (op.stalled) {
@@ -339,6 +409,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
     }
     if (op.kind == Op::Kind::kErase) {
         --slot->busy;
+        --erasures_;
         if (slot->on_disk) {
             not_erased_.push_back(op.request.slot.index);
             erase_again_at_ = Clock::now() + options_.retry_after;
@@ -346,6 +417,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
             free_slot(op.request.slot.index);
         }
         spare_.splice(spare_.end(), active_, op.self);
+        if (to_erase_.empty() && erasures_ == 0) changed_.notify_all();
         return;
     }
     if (slot) leave_slot(op);
@@ -363,8 +435,10 @@ void DiskEngine::leave_slot(Op& op) {
 
 Status DiskEngine::io_status(const Op& op, int64_t error) const {
     const bool read = op.kind == Op::Kind::kRead;
-    if (op.kind == Op::Kind::kSync)
-        return fail(TA_E_IO, "fsync of the disk tier's file failed: %s", error_text(error).c_str()).tier(TA_TIER_DISK);
+    if (!op.has_slot())
+        return fail(TA_E_IO, "%s the disk tier's file failed: %s", op.kind == Op::Kind::kSync ? "fsync of" : "marking",
+                    error_text(error).c_str())
+            .tier(TA_TIER_DISK);
     return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s record %u of the disk tier failed: %s",
                 read ? "reading" : "writing", op.request.slot.index, error_text(error).c_str())
         .tier(TA_TIER_DISK)
@@ -386,6 +460,9 @@ Status DiskEngine::check_and_copy(const Op& op) {
             .block(int64_t(r.identity.block_index));
     }
     if (options_.check) TA_RETURN_IF_ERROR(options_.check(r.identity, r.slot.slot_class, payload));
+    // Whoever writes a file can give it the right hashes.
+    if (options_.check_found && op.generation < file_->next_generation)
+        TA_RETURN_IF_ERROR(options_.check_found(r.identity, r.slot.slot_class, payload));
     std::memcpy(r.memory, payload + r.offset, r.bytes);
     return {};
 }

@@ -22,7 +22,7 @@ class DiskEngine {
     struct Options {
         unsigned threads = 2, depth = 16;  // buffers and so operations in flight, of all threads together
         std::chrono::milliseconds deadline{10000}, retry_after{1000};
-        BlockCheck check;
+        BlockCheck check, check_found;
     };
     static Result<std::shared_ptr<DiskEngine>> create(std::unique_ptr<DiskFile> file, Options options);
     ~DiskEngine();
@@ -36,6 +36,10 @@ class DiskEngine {
 
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted);
     void release(std::span<const Slot> slots);
+    void retire(std::span<const Slot> slots);
+    bool holds(Slot slot) const;
+    bool reclaim(std::chrono::milliseconds patience);
+    bool wait_for_erased(std::chrono::milliseconds patience);
     Result<DiskBatch> submit(std::span<const DiskRequest> requests, DiskClient& client);
     void cancel(DiskBatch batch);
     Status flush();
@@ -51,18 +55,23 @@ class DiskEngine {
 
     struct SlotInfo {
         uint64_t generation = 0;  // of the record
+        uint64_t written_at = 0;  // persistent: on writes_, when it was last written or erased
         uint32_t busy = 0;        // operations that the operating system or a thread still works on
         uint8_t slot_class = 0;
         bool acquired = false, released = false;
         bool valid = false;    // the slot is stored
         bool on_disk = false;  // persistent: the file may hold a header here
         bool writing = false;
+        bool doubtful = false;  // persistent: a sync failed that was to cover the record, which is to be written again
+        bool lost = false;      // and what was read back for that is not the record
     };
 
     struct Op {
-        enum class Kind : uint8_t { kRead, kWrite, kErase, kSync };
+        enum class Kind : uint8_t { kRead, kWrite, kErase, kRewrite, kSync, kMark };
         enum class State : uint8_t { kQueued, kCopying, kInFlight, kFinishing };
         Kind kind = Kind::kRead;
+        bool has_slot() const { return kind < Kind::kSync; }
+        SessionState mark = SessionState::kOpen;  // mark: of the superblock
         State state = State::kQueued;
         bool cancel = false;     // its client wants to hear no more
         bool reported = false;   // its client was told: what comes now is for nobody
@@ -78,6 +87,8 @@ class DiskEngine {
         IoOp io;
         Clock::time_point started;
         Status refused;  // write: what the check said of the client's bytes
+        // Sync: what was completed before it started, and what was synced by then; retired slots before this one in all.
+        uint64_t covers = 0, synced_before = 0, retired_before = 0;
         std::list<Op>::iterator self;
     };
     using Ops = std::list<Op>;
@@ -97,6 +108,17 @@ class DiskEngine {
     Status stage_write(Op& op);
     Status check_and_copy(const Op& op);
     Status io_status(const Op& op, int64_t error) const;
+    class SyncTurn;
+    Status write_again();
+    Status run_own(Ops& ops);
+    Status mark(SessionState state);
+    bool is_synced(uint64_t writes) const;
+    bool is_damaged(const Op& op) const;
+    void sync_succeeded(const Op& op);
+    void sync_failed(const Op& op, int64_t error);
+    void set_doubtful(SlotInfo& slot, bool doubtful);
+    void erase_doubtful(uint32_t index);
+    int64_t run_blocking(Lock& lock, Op& op);
     void write_failed(int64_t error);
     void write_succeeded();
     void erase_again();
@@ -137,6 +159,19 @@ class DiskEngine {
     // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush,
     // and when slots are wanted after a while. Their capacity is all slots.
     std::vector<uint32_t> to_erase_, not_erased_;
+    uint64_t erasures_ = 0;  // under way
+    // Slots whose blocks have been written elsewhere, oldest first, and how many there were before the first one. Their records
+    // are erased when a sync that started later has succeeded: till then they may be all that the medium has.
+    std::vector<uint32_t> retired_;
+    uint64_t retired_of_[kSlotClasses] = {};
+    uint64_t reclaimed_ = 0;
+    uint64_t writes_ = 0;               // persistent: counts writes and erasures that completed
+    uint64_t sync_started_ = 0;         // writes_ when the last sync started
+    uint64_t synced_ = 0;               // what the syncs that succeeded have covered
+    bool syncing_ = false;              // somebody has the turn
+    uint64_t doubtful_ = 0, lost_ = 0;  // slots
+    int64_t sync_error_ = 0;            // of the last sync that failed
+    bool has_no_workers_ = false;       // the kernel cancelled what the ring was given
     std::vector<uint8_t*> idle_buffers_;
     Ops queued_, active_;
     Ops dropped_;  // queued ones to report, cancelled or overdue

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "src/tiering/disk_engine.h"
 #include "src/tiering/disk_latch.h"
@@ -24,9 +25,12 @@ Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
     Result<std::vector<Slot>> slots = map_.acquire_all(wanted, TierKind::kDisk);
     if (!slots.ok()) return slots;
     for (const Slot s : slots.value()) {
-        slots_[s.index] = SlotInfo{};
-        slots_[s.index].slot_class = s.slot_class;
-        slots_[s.index].acquired = true;
+        SlotInfo& slot = slots_[s.index];
+        const SlotInfo before = std::exchange(slot, SlotInfo{});
+        slot.slot_class = s.slot_class;
+        slot.acquired = true;
+        slot.written_at = before.written_at;
+        slot.on_disk = before.on_disk && before.slot_class == s.slot_class;
     }
     return slots;
 }
@@ -43,16 +47,60 @@ void DiskEngine::release(std::span<const Slot> slots) {
     if (!to_erase_.empty()) wake_workers();
 }
 
+void DiskEngine::retire(std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    for (const Slot s : slots) {
+        if (!map_.taken(s) || !slots_[s.index].acquired) continue;
+        SlotInfo& slot = slots_[s.index];
+        slot.acquired = false;
+        // A record that no sync can have covered was promised to nobody; and what took its place may be on the medium already.
+        const bool promised = slot.valid && slot.on_disk && !slot.lost && slot.written_at <= sync_started_;
+        if (promised && !is_synced(writes_)) {
+            retired_.push_back(s.index);
+            ++retired_of_[s.slot_class];
+            continue;
+        }
+        slot.released = true;
+        if (slot.busy == 0) free_slot(s.index);
+    }
+    if (!to_erase_.empty()) wake_workers();
+}
+
 // Hands a released slot on. A persistent file must not bring its block back, so its header goes first.
 void DiskEngine::free_slot(uint32_t index) {
     SlotInfo& slot = slots_[index];
     slot.valid = false;
+    set_doubtful(slot, false);
+    lost_ -= slot.lost;
+    slot.lost = false;
     if (slot.on_disk) {
         to_erase_.push_back(index);
         return;
     }
     map_.give({index, slot.slot_class});
-    slot = SlotInfo{};
+    const SlotInfo before = std::exchange(slot, SlotInfo{});
+    slot.slot_class = before.slot_class;
+    slot.written_at = before.written_at;
+}
+
+bool DiskEngine::holds(Slot slot) const {
+    std::lock_guard lock(mutex_);
+    return !slots_[slot.index].lost;
+}
+
+bool DiskEngine::reclaim(std::chrono::milliseconds patience) {
+    {
+        std::lock_guard lock(mutex_);
+        if (retired_.empty()) return false;
+    }
+    if (!flush().ok()) return false;
+    wait_for_erased(patience);
+    return true;
+}
+
+bool DiskEngine::wait_for_erased(std::chrono::milliseconds patience) {
+    Lock lock(mutex_);
+    return changed_.wait_for(lock, patience, [&] { return to_erase_.empty() && erasures_ == 0; });
 }
 
 // Requests --------------------------------------------------------------------------------------------------------------------
@@ -91,7 +139,11 @@ Result<DiskBatch> DiskEngine::enqueue(Ops& ops) {
 
 // Checks a request and marks its slot.
 Status DiskEngine::admit(Op& op) {
-    if (op.kind == Op::Kind::kSync) return {};
+    if (!op.has_slot()) return {};
+    if (op.kind == Op::Kind::kRewrite) {
+        ++slots_[op.request.slot.index].busy;
+        return {};
+    }
     const DiskRequest& r = op.request;
     if (!map_.taken(r.slot) || !slots_[r.slot.index].acquired)
         return fail(TA_E_STATE, "slot %u of the disk tier is not acquired", r.slot.index);
@@ -118,7 +170,7 @@ Status DiskEngine::admit(Op& op) {
 }
 
 void DiskEngine::unadmit(const Op& op) {
-    if (op.kind == Op::Kind::kSync) return;
+    if (!op.has_slot()) return;
     SlotInfo& slot = slots_[op.request.slot.index];
     --slot.busy;
     if (op.kind != Op::Kind::kWrite) return;
@@ -173,7 +225,7 @@ void DiskEngine::report(Lock& lock, Op& op, Status status, bool cancelled) {
         ++counters_.stalled;
     } else if (!status.ok()) {
         ++counters_.failed;
-    } else if (op.kind != Op::Kind::kSync) {
+    } else if (read || op.kind == Op::Kind::kWrite) {
         ++(read ? counters_.reads : counters_.writes);
         (read ? counters_.bytes_read : counters_.bytes_written) += op.request.bytes;
     }
@@ -205,18 +257,151 @@ void DiskEngine::drop_queued() {
     dropped_.splice(dropped_.end(), queued_);
 }
 
+// Syncs ------------------------------------------------------------------------------------------------------------------------
+
+// Linux reports once that it could not write something, and drops it: a sync that succeeds after one that failed says nothing of
+// what the failed one was to cover. So there is one at a time, and behind one that failed what it covered is written again.
+class DiskEngine::SyncTurn {
+  public:
+    // Waits for others; what they sync serves as well.
+    explicit SyncTurn(DiskEngine& engine) : engine_(engine) {
+        Lock lock(engine_.mutex_);
+        const uint64_t wanted = engine_.writes_;
+        const auto is_done = [&] { return engine_.is_synced(wanted) && engine_.retired_.empty(); };
+        engine_.changed_.wait_for(lock, engine_.options_.deadline, [&] { return is_done() || !engine_.syncing_; });
+        done_ = is_done();
+        has_ = !done_ && !engine_.syncing_;
+        engine_.syncing_ |= has_;
+    }
+    ~SyncTurn() {
+        if (!has_) return;
+        std::lock_guard lock(engine_.mutex_);
+        engine_.syncing_ = false;
+        engine_.changed_.notify_all();
+    }
+    SyncTurn(const SyncTurn&) = delete;
+    SyncTurn& operator=(const SyncTurn&) = delete;
+    bool done() const { return done_; }
+    bool has() const { return has_; }
+
+  private:
+    DiskEngine& engine_;
+    bool done_ = false, has_ = false;
+};
+
 Status DiskEngine::flush() {
-    DiskLatch latch(1);
-    Ops ops;
-    Op& op = ops.emplace_back();
-    op.kind = Op::Kind::kSync;
-    op.client = &latch;
+    const SyncTurn turn(*this);
+    if (turn.done()) return {};
+    if (!turn.has()) return overdue();
+    TA_RETURN_IF_ERROR(write_again());
     {
         std::lock_guard lock(mutex_);
         erase_again();
     }
+    Ops ops;
+    ops.emplace_back().kind = Op::Kind::kSync;
+    Status s = run_own(ops);
+    bool answers = false;
+    {
+        std::lock_guard lock(mutex_);
+        answers = stalled_now_ == 0;
+    }
+    // Whoever opens the file next looks at what was written since.
+    if (!s.ok() && answers) (void)mark(SessionState::kSyncFailed);
+    return s;
+}
+
+Status DiskEngine::mark(SessionState state) {
+    Ops ops;
+    Op& op = ops.emplace_back();
+    op.kind = Op::Kind::kMark;
+    op.mark = state;
+    return run_own(ops);
+}
+
+// What syncs that failed were to cover, from the file: with direct I/O that is what the disk says it has.
+Status DiskEngine::write_again() {
+    Ops ops;
+    {
+        std::lock_guard lock(mutex_);
+        for (uint32_t i = 0; doubtful_ > 0 && i < slots_.size(); ++i) {
+            const SlotInfo& slot = slots_[i];
+            if (!slot.doubtful || !slot.valid) continue;  // or it is being written, and this flush does not answer for it
+            Op& op = ops.emplace_back();
+            op.kind = Op::Kind::kRewrite;
+            op.request.slot = {i, slot.slot_class};
+            op.request.tag = ops.size() - 1;
+            op.generation = slot.generation;
+        }
+    }
+    if (!ops.empty()) TA_RETURN_IF_ERROR(run_own(ops));
+    std::lock_guard lock(mutex_);
+    if (lost_ == 0) return {};
+    return fail(TA_E_IO, "the disk tier has lost %llu records: fsync failed with %s, and they could not be read back",
+                (unsigned long long)lost_, error_text(sync_error_).c_str());
+}
+
+// Operations of the tier's own, waited for. The first failure, but for records that turned out to be lost, which are counted.
+Status DiskEngine::run_own(Ops& ops) {
+    DiskLatch latch(ops.size());
+    for (Op& op : ops) op.client = &latch;
     Result<DiskBatch> batch = enqueue(ops);
-    return batch.ok() ? std::move(latch.wait()[0].status) : std::move(batch).status();
+    if (!batch.ok()) return std::move(batch).status();
+    for (DiskCompletion& c : latch.wait()) {
+        if (!c.status.ok() && c.status.code() != TA_E_CORRUPT) return std::move(c.status);
+    }
+    return {};
+}
+
+// Whether everything up to there, on writes_, is on the medium.
+bool DiskEngine::is_synced(uint64_t writes) const {
+    return synced_ >= writes && doubtful_ == 0 && lost_ == 0;
+}
+
+void DiskEngine::sync_succeeded(const Op& op) {
+    synced_ = std::max(synced_, op.covers);
+    const size_t n = op.retired_before > reclaimed_ ? size_t(op.retired_before - reclaimed_) : 0;
+    for (size_t i = 0; i < n; ++i) {
+        SlotInfo& slot = slots_[retired_[i]];
+        --retired_of_[slot.slot_class];
+        slot.released = true;
+        if (slot.busy == 0) free_slot(retired_[i]);
+    }
+    retired_.erase(retired_.begin(), retired_.begin() + ptrdiff_t(n));
+    reclaimed_ += n;
+    if (!to_erase_.empty()) wake_workers();
+}
+
+void DiskEngine::sync_failed(const Op& op, int64_t error) {
+    sync_error_ = error;
+    for (uint32_t i = 0; i < slots_.size(); ++i) {
+        SlotInfo& slot = slots_[i];
+        const bool covered = slot.written_at > op.synced_before && slot.written_at <= op.covers;
+        // Of what is being written or erased now, some may be gone as well.
+        if (slot.writing || (covered && slot.valid) || (slot.on_disk && !slot.valid && slot.busy > 0)) {
+            set_doubtful(slot, true);
+        } else if (covered && !slot.on_disk) {
+            erase_doubtful(i);
+        }
+    }
+    if (!to_erase_.empty()) wake_workers();
+}
+
+// The header that was erased here may be back.
+void DiskEngine::erase_doubtful(uint32_t index) {
+    SlotInfo& slot = slots_[index];
+    if (slot.acquired) {
+        slot.on_disk = true;
+    } else if (slot.busy == 0 && map_.take({index, slot.slot_class})) {
+        slot.on_disk = slot.released = true;
+        to_erase_.push_back(index);
+    }
+}
+
+void DiskEngine::set_doubtful(SlotInfo& slot, bool doubtful) {
+    doubtful_ += doubtful && !slot.doubtful;
+    doubtful_ -= !doubtful && slot.doubtful;
+    slot.doubtful = doubtful;
 }
 
 // The supervisor --------------------------------------------------------------------------------------------------------------
@@ -243,7 +428,7 @@ bool DiskEngine::give_up_one(Lock& lock, Clock::time_point now) {
         one.splice(one.end(), dropped_, dropped_.begin());
         Op& op = one.front();
         op.stalled = !op.cancel;
-        if (op.kind != Op::Kind::kSync) leave_slot(op);
+        if (op.has_slot()) leave_slot(op);
         if (!to_erase_.empty()) wake_workers();
         report(lock, op, op.cancel ? fail(TA_E_IO, "cancelled") : overdue(), op.cancel);
         return true;
@@ -253,6 +438,7 @@ bool DiskEngine::give_up_one(Lock& lock, Clock::time_point now) {
         if (!op.stalled && now - op.started >= options_.deadline) {
             op.stalled = true;
             ++stalled_now_;
+            if (op.kind == Op::Kind::kSync) sync_failed(op, -ETIMEDOUT);
             if (op.kind == Op::Kind::kWrite) {
                 ++stalled_writes_;
                 retry_at_ = now + options_.retry_after;
@@ -296,6 +482,15 @@ TierHealth DiskEngine::health() const {
     } else if (may_not_write()) {
         h.state = TierState::kReadOnly;
         std::memcpy(h.reason, reason_, sizeof h.reason);
+    } else if (lost_ > 0) {
+        std::snprintf(h.reason, sizeof h.reason, "%llu records are lost: fsync failed with %s, and they could not be read back",
+                      (unsigned long long)lost_, error_text(sync_error_).c_str());
+    } else if (doubtful_ > 0) {
+        std::snprintf(h.reason, sizeof h.reason, "fsync failed with %s: the next flush writes %llu records again",
+                      error_text(sync_error_).c_str(), (unsigned long long)doubtful_);
+    } else if (has_no_workers_) {
+        std::snprintf(h.reason, sizeof h.reason,
+                      "the kernel had no thread for io_uring (RLIMIT_NPROC): such operations go by system call");
     }
     return h;
 }
@@ -306,12 +501,19 @@ TierStats DiskEngine::stats() const {
     map_.describe(s);
     s.taken = file_bytes(map_.shape());
     s.memory = buffer_bytes_ + map_.index_bytes() + slots_.capacity() * sizeof(SlotInfo) +
-               (to_erase_.capacity() + not_erased_.capacity()) * sizeof(uint32_t);
+               (to_erase_.capacity() + not_erased_.capacity() + retired_.capacity()) * sizeof(uint32_t);
+    s.retired = retired_.size();
+    for (int c = 0; c < kSlotClasses; ++c) {
+        const uint64_t bytes = retired_of_[c] * map_.shape().stride[c];
+        s.slots_used[c] -= retired_of_[c];
+        s.slots_free[c] += retired_of_[c];
+        s.used -= bytes;
+        s.free += bytes;
+        s.room += bytes;
+    }
     s.queued = queued_.size();
     s.in_flight = active_.size();
-    const auto erasing =
-        std::count_if(active_.begin(), active_.end(), [](const Op& op) { return op.kind == Op::Kind::kErase; });
-    s.erasing = to_erase_.size() + uint64_t(erasing);
+    s.erasing = to_erase_.size() + erasures_;
     return s;
 }
 

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <thread>
 
+#include "kernels/format/hash.h"
+
 namespace ta {
 namespace {
 
@@ -131,11 +133,11 @@ Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs,
 int DiskFile::open_file(const char* path, int flags) {
     flags |= O_RDWR | O_CLOEXEC;
     fd = retry([&] { return files->open(path, flags | O_DIRECT, 0600); });
-    ++progress_->steps;
+    progress_->step();
     direct = fd >= 0;
     if (fd != -EINVAL) return fd;
     fd = retry([&] { return files->open(path, flags, 0600); });
-    ++progress_->steps;
+    progress_->step();
     if (fd >= 0) degraded.push_back("the file system of " + path_ + " has no O_DIRECT");
     return fd;
 }
@@ -143,7 +145,7 @@ int DiskFile::open_file(const char* path, int flags) {
 // An empty file. Without O_DIRECT, which may fail and leave one.
 int DiskFile::create(const char* path) {
     const int made = retry([&] { return files->open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); });
-    ++progress_->steps;
+    progress_->step();
     if (made >= 0) files->close(made);
     return std::min(made, 0);
 }
@@ -166,7 +168,7 @@ int DiskFile::lock() {
     const auto end = std::chrono::steady_clock::now() + kLockPatience;
     for (;;) {
         const int r = files->lock(fd);
-        ++progress_->steps;
+        progress_->step();
         if (r == 0) locked_by_ = getpid();
         if ((r == -EWOULDBLOCK || r == -EINTR) && std::chrono::steady_clock::now() < end) {
             std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -188,7 +190,7 @@ Status DiskFile::make_anonymous(const DiskFileOptions& options) {
         if (r >= 0) {
             r = open_file(name.c_str(), O_NOFOLLOW);
             const int removed = retry([&] { return files->unlink(name.c_str()); });
-            ++progress_->steps;
+            progress_->step();
             if (removed < 0) return io_failure(removed, "unlinking", name);
         }
     }
@@ -265,7 +267,7 @@ Result<DiskFile::Attempt> DiskFile::make_persistent(const DiskFileOptions& optio
     if (files->lstat(options.path.c_str(), there) == 0) return Attempt::kAgain;
     TA_RETURN_IF_ERROR(complete(options));
     const int named = retry([&] { return files->link(fd, options.path.c_str()); });
-    ++progress_->steps;
+    progress_->step();
     if (named == -EEXIST) return Attempt::kAgain;
     if (cannot_name(named)) {
         start_over();
@@ -286,8 +288,10 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
     if (created) {
         r = create(making);
         if (r == -EEXIST) return Attempt::kAgain;
-        if (r >= 0) r = open_file(making, O_NOFOLLOW);
-        if (r == -ENOENT) return Attempt::kAgain;
+        if (r >= 0) {  // else the folder is none, or takes no files
+            r = open_file(making, O_NOFOLLOW);
+            if (r == -ENOENT) return Attempt::kAgain;
+        }
     }
     if (r == -ELOOP) return in_the_way("it is a symbolic link");
     if (r < 0) return io_failure(r, "making", name);
@@ -318,7 +322,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
         TA_RETURN_IF_ERROR(write_page(pages, 0));
         TA_RETURN_IF_ERROR(complete(options));
         const int renamed = retry([&] { return files->rename(making, options.path.c_str()); });
-        ++progress_->steps;
+        progress_->step();
         if (renamed == -EEXIST) {
             files->unlink(making);
             return Attempt::kAgain;
@@ -335,17 +339,18 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
 Status DiskFile::complete(const DiskFileOptions& options) {
     TA_RETURN_IF_ERROR(lay_out(options));
     if (const int s = retry([&] { return files->fsync(fd); }); s < 0) return io_failure(s, "fsync of", options.path);
-    ++progress_->steps;
+    progress_->step();
     return check_wanted();
 }
 
-// The name is durable with its folder.
-DiskFile::Attempt DiskFile::finish_making() {
+// The name is durable with its folder. Some file systems, and folders that may not be read, know of no fsync.
+Result<DiskFile::Attempt> DiskFile::finish_making() {
     made_ = true;
     const int dir = retry([&] { return files->open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
     const int synced = dir < 0 ? dir : retry([&] { return files->fsync(dir); });
     if (dir >= 0) files->close(dir);
-    ++progress_->steps;
+    progress_->step();
+    if (synced == -EIO || is_lack_of_space(synced)) return io_failure(synced, "fsync of the folder of", path_);
     if (synced < 0) degraded.push_back("fsync of the folder of " + path_ + " failed: " + error_text(synced));
     return Attempt::kMade;
 }
@@ -367,7 +372,7 @@ Status DiskFile::preallocate(uint64_t bytes) {
     if (files->fstat(fd, info) == 0 && bytes > info.room) return io_failure(-ENOSPC, "preallocating", path_);
     for (uint64_t at = 0; at < bytes; at += kAllocationStep) {
         const int r = retry([&] { return files->fallocate(fd, at, std::min(kAllocationStep, bytes - at)); });
-        ++progress_->steps;
+        progress_->step();
         if (r == -EOPNOTSUPP || r == -ENOSYS) {
             const int t = retry([&] { return files->ftruncate(fd, bytes); });
             if (t < 0) return io_failure(t, "truncating", path_);
@@ -380,19 +385,26 @@ Status DiskFile::preallocate(uint64_t bytes) {
 }
 
 Status DiskFile::write_superblock(DirectBuffer& pages, uint64_t opens) {
+    opens_ = opens;
+    boot_ = files->boot();
+    next_generation = opens << kGenerationBits | 1;
+    return write_page(pages, seal_session(SessionState::kOpen, pages.data()));
+}
+
+uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
     Superblock s{};
     s.magic = kSuperblockMagic;
     s.version = kDiskVersion;
     s.fingerprint = context.fingerprint;
     s.file = context.file;
-    s.opens = opens;
+    s.opens = opens_;
+    s.boot = boot_;
+    s.state = uint64_t(state);
     s.regions = shape.regions;
     s.region_bytes = shape.region_bytes;
     std::copy(std::begin(context.slot_bytes), std::end(context.slot_bytes), s.slot_bytes);
-    seal_superblock(s, pages.data());
-    TA_RETURN_IF_ERROR(write_page(pages, opens % 2 * kDiskPage));
-    next_generation = opens << kGenerationBits | 1;
-    return {};
+    seal_superblock(s, page);
+    return opens_ % 2 * kDiskPage;
 }
 
 // The first page, as the superblock at `offset`.
@@ -403,7 +415,7 @@ Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset) {
         if (Status d = probe_direct(pages); !d.ok()) return d;
         r = write();
     }
-    ++progress_->steps;
+    progress_->step();
     return r < 0 ? io_failure(r, "writing the superblock of", path_) : Status();
 }
 
@@ -411,7 +423,7 @@ Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset) {
 Status DiskFile::probe_direct(DirectBuffer& pages) {
     if (!direct) return {};
     const int64_t r = retry([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
-    ++progress_->steps;
+    progress_->step();
     if (r != -EINVAL) return {};
     if (const int c = files->clear_direct(fd); c < 0) return io_failure(c, "fcntl of", path_);
     direct = false;
@@ -436,9 +448,9 @@ void DiskFile::probe_queue(DirectBuffer& pages, unsigned depth) {
         }
         r = result.result;
     }
-    ++progress_->steps;
+    progress_->step();
     // Other errors of what was taken are the file's, not io_uring's, and will show.
-    if (taken && r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES) return;
+    if (taken && r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES && r != -ECANCELED) return;
     queue.reset();
     degraded.push_back("io_uring cannot read here: " + error_text(r));
 }
@@ -452,7 +464,7 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
     bool damaged = false;
     for (int i = 0; i < 2; ++i) {
         const int64_t r = move_page([&] { return files->pread(fd, pages.data(), kDiskPage, uint64_t(i) * kDiskPage); });
-        ++progress_->steps;
+        progress_->step();
         if (r < 0) return io_failure(r, "reading the superblock of", options.path);
         Superblock s{};
         wrong[i] = check_superblock(pages.data(), s);
@@ -482,9 +494,27 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
                     (unsigned long long)options.budget);
     shape = s;
     context.file = best.file;
+    const auto ended = SessionState(best.state);
+    const bool power_may_have_failed = best.boot == 0 || best.boot != files->boot();
+    // What was there when a session was opened was on the medium by then.
+    if (ended != SessionState::kClosed && (power_may_have_failed || ended == SessionState::kSyncFailed || damaged))
+        doubtful_from_ = best.opens << kGenerationBits;
     // A damaged one may have counted one open more, whose records are to be known; and it is the one to be replaced.
-    return write_superblock(pages, best.opens + (damaged ? 3 : 1));
+    TA_RETURN_IF_ERROR(write_superblock(pages, best.opens + (damaged ? 3 : 1)));
+    // Before any record has a generation of this open. With it what is found here is on the medium, whoever wrote it.
+    const int synced = retry([&] { return files->fsync(fd); });
+    progress_->step();
+    if (synced < 0) return io_failure(synced, "fsync of", path_);
+    // A sync that failed in a process before this one has left pages in memory that the medium does not have.
+    files->drop_cache(fd);
+    return {};
 }
+
+struct DiskFile::Found {
+    RecoveredBlock block;
+    uint64_t offset, payload_hash;
+    bool refused = false;
+};
 
 // Reads the header of every place where a record can be.
 Status DiskFile::scan(unsigned depth) {
@@ -503,23 +533,19 @@ Status DiskFile::scan(unsigned depth) {
     DirectBuffer pages(depth);
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read headers");
     SlotMap map(shape);  // to know which slots exist
-    struct Refusal {
+    struct Suspect {
         Slot slot;
         const char* why;
     };
-    std::vector<Refusal> suspects;
-    std::vector<int8_t> class_of(shape.regions, -1);
+    std::vector<Suspect> suspects;
+    std::vector<Found> found;
 
     const auto look_at = [&](const Read& read, const uint8_t* page) {
         RecordHeader h;
         const char* wrong = check_header(page, context, read.slot.slot_class, read.offset, h);
-        const size_t region = read.slot.index / SlotMap::kIndicesPerRegion;
-        if (!wrong && class_of[region] >= 0 && class_of[region] != int8_t(read.slot.slot_class))
-            wrong = "lies among blocks of another class";
         if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
         if (!wrong) {
-            class_of[region] = int8_t(read.slot.slot_class);
-            recovered.push_back({read.slot, identity_of(h), h.generation, more_keys_of(page)});
+            found.push_back({{read.slot, identity_of(h), h.generation, more_keys_of(page)}, read.offset, h.payload_hash});
         } else if (h.magic == kRecordMagic || h.file == context.file || h.offset == read.offset) {
             // Other pages that are no headers are the payload of records of another class, erased ones among them. The
             // fingerprint says nothing: the trailer of a slot has it at the same place.
@@ -550,7 +576,7 @@ Status DiskFile::scan(unsigned depth) {
         op.user = &reads[i];
         return reader.submit(op);
     };
-    const auto refuse = [&](const Read& read, const std::string& why) {
+    const auto give_up = [&](const Read& read, const std::string& why) {
         if (failure.ok())
             failure =
                 fail(TA_E_IO, "reading the header of record %u of %s failed: %s", read.slot.index, path_.c_str(), why.c_str());
@@ -560,7 +586,7 @@ Status DiskFile::scan(unsigned depth) {
             const unsigned i = idle.back();
             reads[i] = {next, kDiskRegionsOffset + map.offset(next), 0};
             if (const int r = submit(i); r < 0) {
-                refuse(reads[i], error_text(r).c_str());
+                give_up(reads[i], error_text(r).c_str());
                 break;
             }
             idle.pop_back();
@@ -569,30 +595,111 @@ Status DiskFile::scan(unsigned depth) {
         if (idle.size() == depth) break;
         IoResult results[16];
         const size_t n = reader.wait(results);
-        progress_->steps += n;
+        progress_->step();
         for (size_t k = 0; k < n; ++k) {
             Read& read = *static_cast<Read*>(results[k].user);
             const auto i = unsigned(&read - reads.data());
-            const int64_t r = results[k].result;
+            int64_t r = results[k].result;
+            // The kernel has no thread for io_uring.
+            if (r == -ECANCELED) r = files->pread(fd, pages.data(i), kDiskPage, read.offset);
             if (is_incomplete(r) && read.retries++ < kMostRetries && submit(i) == 0) continue;
             idle.push_back(i);
             if (r == int64_t(kDiskPage)) {
                 look_at(read, pages.data(i));
             } else {
-                refuse(read, r < 0 ? error_text(r).c_str() : "only " + std::to_string(r) + " bytes came");
+                give_up(read, r < 0 ? error_text(r).c_str() : "only " + std::to_string(r) + " bytes came");
             }
         }
     }
     TA_RETURN_IF_ERROR(std::move(failure));
-    for (const Refusal& s : suspects) {
+    TA_RETURN_IF_ERROR(keep_whole(found));
+    std::vector<int8_t> class_of(shape.regions, -1);
+    for (const Found& f : found) {
+        if (f.refused) continue;
+        class_of[f.block.slot.index / SlotMap::kIndicesPerRegion] = int8_t(f.block.slot.slot_class);
+        recovered.push_back(f.block);
+    }
+    std::sort(recovered.begin(), recovered.end(),
+              [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.slot.index < b.slot.index; });
+    for (const Suspect& s : suspects) {
         // Within a region of another class these are bytes of blocks, not headers.
         const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
-        if (c >= 0 && c != int8_t(s.slot.slot_class)) continue;
-        if (++refused_count > kMostRefusals) continue;
-        refused.push_back("record " + std::to_string(s.slot.index) + " at offset " +
-                          std::to_string(kDiskRegionsOffset + map.offset(s.slot)) + " " + s.why);
+        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(s.slot, kDiskRegionsOffset + map.offset(s.slot), s.why);
     }
     return {};
+}
+
+void DiskFile::refuse(Slot slot, uint64_t offset, const char* why, bool is_torn) {
+    (is_torn ? torn : stale).push_back(slot);
+    if (++refused_count > kMostRefusals) return;
+    refused.push_back("record " + std::to_string(slot.index) + " at offset " + std::to_string(offset) + " " + why);
+}
+
+// A power failure leaves any of what was written since the last sync: a record that is not all there, one that was erased, or
+// both. So a record that was written just before one counts only if all of it is there; in any case one that is in the way of
+// an older one, under one of its keys or as one of another class in its region.
+Status DiskFile::keep_whole(std::vector<Found>& found) {
+    std::sort(found.begin(), found.end(),
+              [](const Found& a, const Found& b) { return a.block.generation > b.block.generation; });
+    std::vector<std::pair<BlockKey, uint32_t>> bearers;    // of keys, the latest first
+    std::vector<std::pair<uint32_t, uint32_t>> in_region;  // likewise of regions
+    for (uint32_t i = 0; i < found.size(); ++i) {
+        const RecoveredBlock& b = found[i].block;
+        if (b.identity.key != BlockKey{}) bearers.emplace_back(b.identity.key, i);
+        for (const BlockKey& key : b.more_keys) bearers.emplace_back(key, i);
+        in_region.emplace_back(b.slot.index / SlotMap::kIndicesPerRegion, i);
+    }
+    std::sort(bearers.begin(), bearers.end());
+    std::sort(in_region.begin(), in_region.end());
+    std::vector<bool> in_the_way(found.size());
+    for (size_t i = 0; i + 1 < bearers.size(); ++i) {
+        if (bearers[i].first == bearers[i + 1].first && bearers[i].second != bearers[i + 1].second)
+            in_the_way[bearers[i].second] = true;
+    }
+    const auto slot_class = [&](size_t i) { return found[in_region[i].second].block.slot.slot_class; };
+    for (size_t i = 0, end = 0; i < in_region.size(); i = end) {
+        bool mixed = false;
+        for (end = i; end < in_region.size() && in_region[end].first == in_region[i].first; ++end)
+            mixed |= slot_class(end) != slot_class(i);
+        for (size_t k = i; mixed && k < end; ++k) in_the_way[in_region[k].second] = true;
+    }
+    DirectBuffer pages(size_t(std::ranges::max(shape.stride) / kDiskPage));
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read a record");
+    for (uint32_t i = 0; i < found.size(); ++i) {
+        const bool doubtful = found[i].block.generation >= doubtful_from_;
+        const Record record = in_the_way[i] || doubtful ? look_at(found[i], pages) : Record::kWhole;
+        if (record == Record::kWhole) continue;
+        found[i].refused = true;
+        const bool is_torn = record == Record::kTorn;
+        refuse(found[i].block.slot, found[i].offset, is_torn ? "is not all there" : "cannot be read", is_torn);
+    }
+    // Regions serve one class at a time: the records of another one are older, and were erased.
+    std::vector<int8_t> class_of(shape.regions, -1);
+    for (Found& f : found) {
+        int8_t& c = class_of[f.block.slot.index / SlotMap::kIndicesPerRegion];
+        if (f.refused) continue;
+        if (c < 0) c = int8_t(f.block.slot.slot_class);
+        if (c == int8_t(f.block.slot.slot_class)) continue;
+        f.refused = true;
+        refuse(f.block.slot, f.offset, "lies among blocks of another class");
+    }
+    return {};
+}
+
+DiskFile::Record DiskFile::look_at(const Found& record, DirectBuffer& pages) {
+    const size_t slot_bytes = context.slot_bytes[record.block.slot.slot_class];
+    const size_t bytes = size_t(round_up(slot_bytes, kDiskPage));
+    int retries = 0;
+    for (size_t at = 0; at < bytes;) {
+        const int64_t r = files->pread(fd, pages.data() + at, bytes - at, record.offset + kDiskPage + at);
+        progress_->step();
+        const bool interrupted = r == -EINTR || r == -EAGAIN;
+        // Direct I/O goes on at whole pages alone.
+        const size_t done = r > 0 ? size_t(r) / kDiskPage * kDiskPage : 0;
+        if ((done == 0 && !interrupted) || (done == 0 && ++retries > kMostRetries)) return Record::kUnreadable;
+        at += done;
+    }
+    return hash_bytes(pages.data(), slot_bytes) == record.payload_hash ? Record::kWhole : Record::kTorn;
 }
 
 }  // namespace ta

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,8 +24,10 @@ struct DiskFileOptions {
 
 // Between the thread that opens a file and the one that waits for it.
 struct OpeningProgress {
-    std::atomic<uint64_t> steps{0};      // grows with every operation that returned: slow is not stuck
-    std::atomic<bool> abandoned{false};  // nobody waits any more
+    using Clock = std::chrono::steady_clock;
+    std::atomic<Clock::time_point> last{Clock::now()};  // when an operation returned: slow is not stuck
+    std::atomic<bool> abandoned{false};                 // nobody waits any more
+    void step() { last = Clock::now(); }
 };
 
 class DiskFile {
@@ -39,6 +42,8 @@ class DiskFile {
 
     std::shared_ptr<FileSystem> files;
     void keep() { made_ = false; }
+    // The superblock of this session, in that state, and its place.
+    uint64_t seal_session(SessionState state, uint8_t* page) const;
 
     int fd = -1;
     bool persistent = false, direct = false;
@@ -46,10 +51,13 @@ class DiskFile {
     SlotMap::Shape shape;
     RecordContext context;
     uint64_t next_generation = 1;
+    // Of two records under one key both are here, the later one only if it was read and is whole.
     std::vector<RecoveredBlock> recovered;
     // Records that were refused: what is wrong with the first ones, and how many there are. Their slots are free.
     std::vector<std::string> refused;
     uint64_t refused_count = 0;
+    std::vector<Slot> stale;  // the slots of refused records: their headers are still there
+    std::vector<Slot> torn;   // likewise of those that a power failure left half written
     std::vector<std::string> degraded;
 
   private:
@@ -66,7 +74,7 @@ class DiskFile {
     Result<Attempt> make_persistent(const DiskFileOptions& options);
     Result<Attempt> make_by_name(const DiskFileOptions& options);
     Status complete(const DiskFileOptions& options);
-    Attempt finish_making();
+    Result<Attempt> finish_making();
     Status read_found(const DiskFileOptions& options);
     Status lay_out(const DiskFileOptions& options);
     Status preallocate(uint64_t bytes);
@@ -76,6 +84,11 @@ class DiskFile {
     Status probe_direct(DirectBuffer& pages);
     void probe_queue(DirectBuffer& pages, unsigned depth);
     Status scan(unsigned depth);
+    struct Found;
+    Status keep_whole(std::vector<Found>& found);
+    enum class Record { kWhole, kTorn, kUnreadable };
+    Record look_at(const Found& record, DirectBuffer& pages);
+    void refuse(Slot slot, uint64_t offset, const char* why, bool torn = false);
     int create(const char* path);
     int open_file(const char* path, int flags);
     bool is_named(const char* path) const;
@@ -85,8 +98,10 @@ class DiskFile {
     int lock();
 
     OpeningProgress* progress_ = nullptr;
-    pid_t locked_by_ = 0;  // the process that locked the file
-    bool made_ = false;    // the file got its name from here, and nobody wants to keep it yet
+    uint64_t opens_ = 0, boot_ = 0;
+    uint64_t doubtful_from_ = UINT64_MAX;  // records of this generation on may not be all there
+    pid_t locked_by_ = 0;                  // the process that locked the file
+    bool made_ = false;                    // the file got its name from here, and nobody wants to keep it yet
     std::string path_;
 };
 

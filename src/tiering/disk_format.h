@@ -1,7 +1,7 @@
 // What lies in the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
 // records. A record is a header page of 4096 bytes, RecordHeader and more keys, and the slot, padded with zeros to 4096 bytes.
 // A persistent file has a record's header only while its slot is stored completely: writing it is the last step, erasing it the
-// first one.
+// first one. So kill -9 leaves it; after a power failure a header says nothing of what was written since the last sync.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,15 @@ struct Superblock {
     uint64_t opens;        // how often the file was opened; the superblock with more is the present one
     uint64_t regions, region_bytes;
     uint64_t slot_bytes[kSlotClasses];  // 0: no such class
-    uint64_t reserved[3];
+    uint64_t boot;                      // FileSystem::boot() of who opened it last
+    uint64_t state;                     // SessionState of that session
+    uint64_t reserved;
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };
 static_assert(sizeof(Superblock) == 112);
+
+// Only a power failure, or syncs that fail, can leave records that are not all there: of the session that went on then.
+enum class SessionState : uint64_t { kOpen, kClosed, kSyncFailed };
 
 struct RecordHeader {
     uint32_t magic;

@@ -194,7 +194,15 @@ bool MovePart::take(const MoveItem& item) {
         ++(pinned ? progress_.skipped : progress_.present);
         return false;
     }
-    const Pool& pool = sharing_.pool;
+    Pool& pool = sharing_.pool;
+    if (to_ == TierKind::kDisk && pool.blocks().move_to_record(block)) {
+        MoveCounters counted;
+        count_moved({&item, from, {to_, from.kind, nullptr, {}, {}}, {}}, counted);
+        block.end_move();
+        std::lock_guard lock(sharing_.counting);
+        sharing_.counters += counted;
+        return false;
+    }
     const bool falls = to_ > from.tier && may_fall(pool.geometry(), pool.numerics(), block, item.index);
     const PageKind kind = falls ? kind_in_tier(from.kind, to_) : from.kind;
     work_.push_back({&item, from, {to_, kind, nullptr, {}, {}}, {}});
@@ -483,14 +491,30 @@ bool MovePart::is_damaged(const Work& w) const {
     }
 }
 
+void MovePart::count_moved(const Work& w, MoveCounters& counted) {
+    const Geometry& g = sharing_.pool.geometry();
+    const uint64_t bytes = g.slot_bytes(w.to.kind);
+    ++progress_.moved;
+    ++counted.blocks_in[size_t(to_)];
+    ++counted.blocks_out[size_t(w.from.tier)];
+    counted.bytes_in[size_t(to_)] += bytes;
+    counted.bytes_out[size_t(w.from.tier)] += g.slot_bytes(w.from.kind);
+    counted.fallen[size_t(to_)] += w.falls();
+    counted.bytes_by_reason[size_t(reason_)] += bytes;
+    if (to_ > w.from.tier && w.item->block->prefetch().waste()) ++sharing_.pool.blocks().prefetches().wasted;
+    if (reason_ != MoveReason::kEviction) return;
+    ++counted.evicted[size_t(w.from.tier)];
+    if (w.item->last_used_at == std::chrono::steady_clock::time_point()) return;
+    const auto age = std::chrono::steady_clock::now() - w.item->last_used_at;
+    counted.evicted_age[size_t(w.from.tier)] += std::chrono::duration<double>(age).count();
+}
+
 void MovePart::publish(double seconds) {
     MoveCounters counted;
-    const auto now = std::chrono::steady_clock::now();
     const bool kernel = transfer_ && transfer_->route() == MoveRoute::kKernel;
     for (Work& w : work_) {
         Block& block = *w.item->block;
-        const Geometry& g = sharing_.pool.geometry();
-        const uint64_t bytes = g.slot_bytes(w.to.kind);
+        const uint64_t bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
         bool stays = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // pinned since it was taken
         if (w.status.ok() && !stays) {
             // Before a step can find it here.
@@ -499,18 +523,7 @@ void MovePart::publish(double seconds) {
         }
         if (w.status.ok() && !stays) {
             w.over = true;
-            ++progress_.moved;
-            ++counted.blocks_in[size_t(to_)];
-            ++counted.blocks_out[size_t(w.from.tier)];
-            counted.bytes_in[size_t(to_)] += bytes;
-            counted.bytes_out[size_t(w.from.tier)] += g.slot_bytes(w.from.kind);
-            counted.fallen[size_t(to_)] += w.falls();
-            counted.bytes_by_reason[size_t(reason_)] += bytes;
-            if (to_ > w.from.tier && block.prefetch().waste()) ++sharing_.pool.blocks().prefetches().wasted;
-            if (reason_ == MoveReason::kEviction) ++counted.evicted[size_t(w.from.tier)];
-            if (reason_ == MoveReason::kEviction && w.item->last_used_at != std::chrono::steady_clock::time_point()) {
-                counted.evicted_age[size_t(w.from.tier)] += std::chrono::duration<double>(now - w.item->last_used_at).count();
-            }
+            count_moved(w, counted);
             if (transfer_ && w.from.tier != TierKind::kDisk)
                 (kernel ? counted.bytes_by_kernel : counted.bytes_by_engine) += bytes;
         } else if (w.cancelled) {

@@ -165,6 +165,7 @@ class MovePart {
     void write_empty_trailer(const Work& work, uint8_t* to) const;
     void publish(double seconds);
     void give_back(const Work& work);
+    void count_moved(const Work& w, MoveCounters& counted);
     Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.host : sharing_.disk; }
 
     MoveSharing& sharing_;

@@ -38,7 +38,7 @@ struct TierStats {
     uint64_t budget = 0;        // bytes the tier may take, everything counted
     uint64_t taken = 0;         // bytes it takes, whether slots are in use or not: slots, headers, index
     uint64_t memory = 0;        // host memory beside the slots: index and buffers. Part of `taken` in the host tier
-    uint64_t used = 0;          // bytes of acquired slots, padding and headers included
+    uint64_t used = 0;          // bytes of acquired slots, padding and headers included; without retired ones
     uint64_t free = 0;          // bytes of the space for slots that nobody has
     uint64_t room = 0;          // those of them that slots can have: all but the rests of regions that are in use
     uint64_t largest_free = 0;  // longest run of them
@@ -52,6 +52,7 @@ struct TierStats {
     // Of them, now.
     uint64_t queued = 0, in_flight = 0;
     uint64_t erasing = 0;  // slots of a persistent disk that are free when their records are erased
+    uint64_t retired = 0;  // that are free after the next sync, and count as free
 };
 
 // Thread-safe.
@@ -62,6 +63,11 @@ class Tier {
     // TA_E_TIER_FULL: the budget is used up, or the tier is read-only.
     virtual Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) = 0;
     virtual void release(std::span<const Slot> slots) = 0;
+    // The same for slots whose blocks have been written elsewhere: a persistent tier keeps their records until a sync has put
+    // that on the medium.
+    virtual void retire(std::span<const Slot> slots) { release(slots); }
+    // False: the tier knows that what was written to the slot is lost.
+    virtual bool holds(Slot) const { return true; }
     // Where the slot lies, for tiers whose slots are memory, else nullptr.
     virtual uint8_t* address(Slot slot) const = 0;
     virtual TierStats stats() const = 0;

@@ -25,14 +25,15 @@ enum class Fault {
     kEio,
     kEnospc,  // of what takes space
     kEintr,
-    kShort,  // half of the bytes
-    kTorn,   // half of the bytes, and EIO
-    kStall,  // no answer until heal(), then as if nothing had been
+    kShort,     // half of the bytes
+    kTorn,      // half of the bytes, and EIO
+    kStall,     // no answer until heal(), then as if nothing had been
+    kNoThread,  // io_uring's queues cancel all, as where RLIMIT_NPROC leaves them no thread; in no sweep
 };
 inline constexpr Fault kFaults[] = {Fault::kEio, Fault::kEnospc, Fault::kEintr, Fault::kShort, Fault::kTorn, Fault::kStall};
 
 inline const char* name_of(Fault f) {
-    constexpr const char* kNames[] = {"none", "EIO", "ENOSPC", "EINTR", "short", "torn", "stall"};
+    constexpr const char* kNames[] = {"none", "EIO", "ENOSPC", "EINTR", "short", "torn", "stall", "no thread"};
     return kNames[int(f)];
 }
 
@@ -83,6 +84,7 @@ class FaultyFiles : public FileSystem {
     int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override {
         switch (hit(false)) {
             case Fault::kNone:
+            case Fault::kNoThread:
             case Fault::kEnospc:
                 break;
             case Fault::kEintr:
@@ -97,6 +99,7 @@ class FaultyFiles : public FileSystem {
     int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
         switch (hit(true)) {
             case Fault::kNone:
+            case Fault::kNoThread:
                 break;
             case Fault::kEintr:
                 return -EINTR;
@@ -218,6 +221,8 @@ class FaultyFiles : public FileSystem {
                     return op.bytes > 4096 ? pass(op, half(op.bytes), 0) : answer(op, int64_t(half(op.bytes)));
                 case Fault::kTorn:
                     return write && op.bytes > 4096 ? pass(op, half(op.bytes), -EIO) : answer(op, -EIO);
+                case Fault::kNoThread:
+                    return answer(op, -ECANCELED);
                 case Fault::kStall: {
                     std::lock_guard lock(files_.mutex_);
                     stalled_.push_back({op, files_.heals_});
