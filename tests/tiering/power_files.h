@@ -1,0 +1,172 @@
+// A file system that a power failure may hit at any moment: it knows which 4 KiB pages of the disk tier's file are on the medium
+// for certain, and which were written since. An image of the file has any of these, or what was there before, page by page.
+#pragma once
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <list>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "src/io/file_system.h"
+
+namespace ta::testing {
+
+class PowerFiles final : public FileSystem {
+  public:
+    static constexpr size_t kPage = 4096;
+    using Image = std::vector<uint8_t>;
+
+    explicit PowerFiles(uint64_t seed) : random_(seed) {}
+    // From now on what the medium may hold is kept at about one in `every` moments; 0: at none.
+    void watch(uint64_t every) {
+        std::lock_guard lock(mutex_);
+        every_ = every;
+    }
+    std::vector<Image> take_images() {
+        std::lock_guard lock(mutex_);
+        return std::exchange(images_, {});
+    }
+    // One in so many syncs fails, and drops some of what it was to write: 0: none.
+    void fail_syncs(uint64_t one_in) {
+        std::lock_guard lock(mutex_);
+        failing_ = one_in;
+    }
+    Image image() {
+        std::lock_guard lock(mutex_);
+        return make_image();
+    }
+    // The power came back: this is the file.
+    void restart(const Image& image) {
+        std::lock_guard lock(mutex_);
+        medium_ = image;
+        written_.clear();
+        dropped_.clear();
+        ++boots_;
+    }
+    uint64_t failed_syncs() const { return failed_syncs_; }
+
+    int open(const char* path, int flags, mode_t mode) override {
+        const int fd = real_->open(path, flags, mode);
+        std::lock_guard lock(mutex_);
+        if (fd >= 0 && (flags & O_ACCMODE) == O_RDONLY) folder_ = fd;
+        return fd;
+    }
+    int close(int fd) override {
+        std::lock_guard lock(mutex_);
+        if (fd == folder_) folder_ = -1;
+        return real_->close(fd);
+    }
+    int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override { return real_->pread(fd, data, bytes, offset); }
+    int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
+        std::vector<std::list<Version>::iterator> mine;
+        {
+            std::lock_guard lock(mutex_);
+            const auto* from = static_cast<const uint8_t*>(data);
+            for (size_t at = 0; at < bytes; at += kPage) {
+                std::list<Version>& page = written_[(offset + at) / kPage];
+                mine.push_back(page.insert(page.end(), {Image(from + at, from + at + kPage), UINT64_MAX}));
+            }
+            look();
+        }
+        const int64_t r = real_->pwrite(fd, data, bytes, offset);
+        std::lock_guard lock(mutex_);
+        for (const auto& version : mine) version->completed = ++clock_;
+        look();
+        return r;
+    }
+    int fallocate(int fd, uint64_t offset, uint64_t bytes) override {
+        {
+            std::lock_guard lock(mutex_);
+            medium_.resize(std::max<size_t>(medium_.size(), offset + bytes));
+        }
+        return real_->fallocate(fd, offset, bytes);
+    }
+    int ftruncate(int fd, uint64_t bytes) override { return real_->ftruncate(fd, bytes); }
+    // What was completed when it starts is on the medium when it ends. The real file lies in memory.
+    int fsync(int fd) override {
+        std::lock_guard lock(mutex_);
+        if (fd == folder_) return 0;
+        look();
+        const bool fails = failing_ > 0 && random_() % failing_ == 0;
+        for (auto page = written_.begin(); page != written_.end();) {
+            std::list<Version>& versions = page->second;
+            while (!versions.empty() && versions.front().completed <= clock_) {
+                if (!fails || random_() % 2 == 0) {
+                    put(medium_, page->first, versions.front().bytes);
+                    dropped_.erase(page->first);
+                } else {
+                    dropped_.insert(page->first);
+                }
+                versions.pop_front();
+            }
+            page = versions.empty() ? written_.erase(page) : std::next(page);
+        }
+        failed_syncs_ += fails;
+        look();
+        return fails ? -EIO : 0;
+    }
+    int fstat(int fd, FileInfo& info) override { return real_->fstat(fd, info); }
+    int lstat(const char* path, FileInfo& info) override { return real_->lstat(path, info); }
+    int rename(const char* from, const char* to) override { return real_->rename(from, to); }
+    int link(int fd, const char* to) override { return real_->link(fd, to); }
+    int unlink(const char* path) override { return real_->unlink(path); }
+    int lock(int fd) override { return real_->lock(fd); }
+    int unlock(int fd) override { return real_->unlock(fd); }
+    int clear_direct(int fd) override { return real_->clear_direct(fd); }
+    uint64_t boot() override { return ~boots_; }
+    // Pages that a failed sync has dropped are what they were before.
+    void drop_cache(int fd) override {
+        std::lock_guard lock(mutex_);
+        for (const uint64_t page : dropped_) {
+            if (!written_.contains(page)) (void)real_->pwrite(fd, medium_.data() + page * kPage, kPage, page * kPage);
+        }
+        dropped_.clear();
+    }
+    std::unique_ptr<IoQueue> make_queue(unsigned, std::string& reason) override {
+        reason = "the test has no io_uring";
+        return nullptr;
+    }
+
+  private:
+    struct Version {
+        Image bytes;
+        uint64_t completed;
+    };
+    static void put(Image& image, uint64_t page, const Image& bytes) {
+        if ((page + 1) * kPage <= image.size()) std::copy(bytes.begin(), bytes.end(), image.begin() + ptrdiff_t(page * kPage));
+    }
+    Image make_image() {
+        Image image = medium_;
+        const uint64_t kept = random_() % 5;  // quarters of the pages, about
+        for (const auto& [page, versions] : written_) {
+            if (random_() % 4 >= kept) continue;
+            auto version = versions.begin();
+            std::advance(version, ptrdiff_t(random_() % versions.size()));
+            put(image, page, version->bytes);
+        }
+        return image;
+    }
+    void look() {
+        if (every_ > 0 && random_() % every_ == 0) images_.push_back(make_image());
+    }
+
+    const std::shared_ptr<FileSystem> real_ = system_files();
+    std::mutex mutex_;
+    std::mt19937_64 random_;
+    std::vector<Image> images_;
+    uint64_t every_ = 0, failing_ = 0, clock_ = 0, failed_syncs_ = 0;
+    int folder_ = -1;
+    uint64_t boots_ = 1;
+    Image medium_;
+    std::set<uint64_t> dropped_;                      // pages of which a failed sync has lost what the file shows
+    std::map<uint64_t, std::list<Version>> written_;  // since it was last on the medium for certain, by page
+};
+
+}  // namespace ta::testing
