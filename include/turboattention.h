@@ -382,6 +382,9 @@ typedef struct ta_numerics {
     ta_nonfinite nonfinite;
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
+    /* Pairs of K channels with a part far above the rest that turns evenly from token to token, as the rotary embedding makes of
+     * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. */
+    ta_switch k_turning;
 } ta_numerics;
 
 /* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */

@@ -21,6 +21,8 @@ struct PageRef {
 //  1. Integer scores. Channel page: S_t = sum_d q_d (8 step_d c_td + zero8_d), zero8 = 8 z + fraction. Token page:
 //     S_t = sum_d q_d k_td. Exact in int32.
 //  2. x_t = float(S_t) * c. Channel: c = fl(q_scale * fl(k_scale / 8)); token: c_t = fl(q_scale * k_scale_t).
+//     q_float != null: x = fma(q_float[first], value of the first channel at t, x), then the second's, for each turning pair of
+//     the page in its order (kernels/format/turning.h).
 //     bias != null: x += bias[row]. softcap > 0: x = fl(softcap_log2 * tanh(fl(x * softcap_inv))) (tanh: math.h).
 //     slope != null: x = fma(slope[row], float(j - position[row]), x).
 //     j outside [key_begin[row], key_end[row]): x = -inf, by selection: unread slots may hold anything.
@@ -45,6 +47,7 @@ struct AttendTask {
     int rows;                  // query rows, any number; row = query token * group + query head within the group
     const int8_t* q;           // [rows, head_dim] stage-1 codes, within +-127; 64-byte aligned
     const float* q_scale;      // [rows] stage-1 scale * softmax scale (* log2 e, unless softcap is on)
+    const float* q_float;      // [rows, head_dim] the queries, not rotated, in the unit of scores; nullptr: no turning pairs
     const int64_t* key_begin;  // [rows] visible keys are [key_begin, key_end)
     const int64_t* key_end;    // [rows] at most n_keys
     const int64_t* position;   // [rows] for slope; may be nullptr without it

@@ -9,6 +9,7 @@
 
 #include "kernels/cpu/page_codec.h"
 #include "kernels/format/rotation.h"
+#include "kernels/format/turning.h"
 
 namespace ta::cpu {
 namespace {
@@ -385,6 +386,9 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
     }
     std::memcpy(piece + layout.k_scale(), &k_scale, sizeof k_scale);
     std::memcpy(piece + layout.v_scale(), &v_scale, sizeof v_scale);
+    for (int j = 0; j < kPageTokens && options.k_turning; ++j) {
+        piece[layout.k_turning() + j] = uint8_t(std::bit_cast<uint32_t>(in.k_scale[j]));
+    }
 }
 
 void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out) {
@@ -414,6 +418,8 @@ void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int
         out.k_scale[j] = k_scale;
         out.v_scale[j] = reopened_scale(v_scale, exponent);
     }
+    const TurningPairs turning = turning_of_channel(piece, layout);
+    for (int j = 0; j < kPageTokens && turning.any(); ++j) out.k_scale[j] = scale_with_turning(k_scale, turning, j);
 }
 
 constexpr PageCodec kPageCodec = {find_nonfinite,

@@ -5,19 +5,21 @@
 #include <cstring>
 
 #include "kernels/format/codec.h"
+#include "kernels/format/turning.h"
 
 namespace ta {
 namespace {
 
 // Loops without a branch: the compiler makes vectors of them.
 
-bool are_good_scales(const uint8_t* at, int n) {
+// `zero`: bits that a scale of 0 may have.
+bool are_good_scales(const uint8_t* at, int n, uint32_t zero = 0) {
     constexpr uint32_t kLeast = 0x00800000, kMost = std::bit_cast<uint32_t>(kMaxScale);
     uint32_t bad = 0;
     for (int i = 0; i < n; ++i) {
         uint32_t bits;
         std::memcpy(&bits, at + sizeof bits * size_t(i), sizeof bits);
-        bad |= uint32_t(bits - kLeast > kMost - kLeast) & uint32_t(bits != 0);
+        bad |= uint32_t(bits - kLeast > kMost - kLeast) & uint32_t((bits & ~zero) != 0);
     }
     return bad == 0;
 }
@@ -70,6 +72,18 @@ bool are_good_missing_channels(const uint8_t* codes, int d, int stored, int bits
     return true;
 }
 
+bool is_good_turning(const TurningPairs& pairs, int d) {
+    bool ended = false;
+    for (const uint64_t code : pairs.code) {
+        const TurningPair p = unpack_turning(code);
+        const bool good =
+            p.first < d && p.second < d && p.first != p.second && p.amplitude >= kLeastTurning && p.amplitude <= kMostTurning;
+        if (code != 0 && (ended || !good)) return false;
+        ended |= code == 0;
+    }
+    return true;
+}
+
 }  // namespace
 
 bool is_good_scale(float scale) {
@@ -78,17 +92,20 @@ bool is_good_scale(float scale) {
     return are_good_scales(bytes, 1);
 }
 
-bool is_good_token_piece(const uint8_t* piece, int d) {
+bool is_good_token_piece(const uint8_t* piece, int d, bool k_turning) {
     const TokenLayout at(d);
-    return are_good_scales(piece + at.k_scale(), 2 * kPageTokens) &&
+    return are_good_scales(piece + at.k_scale(), kPageTokens, k_turning ? 255 : 0) &&
+           are_good_scales(piece + at.v_scale(), kPageTokens) &&
+           (!k_turning || is_good_turning(turning_of_tokens(piece, at), d)) &&
            are_good_token_codes(piece + at.k_codes(), 2 * size_t(kPageTokens) * size_t(d));
 }
 
-bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& at) {
+bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& at, bool k_turning) {
     const int d = at.d, k_bits = at.k_bits, v_bits = at.v_bits;
     const uint8_t* v_codes = piece + at.v_codes();
-    const size_t end = at.v_scale() + sizeof(float);
+    const size_t end = at.k_turning() + (k_turning ? kTurningBytes : 0);
     return are_good_scales(piece + at.k_scale(), 2) && are_zeros(piece + end, at.bytes() - end) &&
+           (!k_turning || is_good_turning(turning_of_channel(piece, at), d)) &&
            are_good_channels(piece, piece + at.k_step(), piece + at.k_zero(), d, k_bits,
                              [&](int t, int c) { return k_place(d, k_bits, t, c); }) &&
            are_good_channels(v_codes, piece + at.v_step(), piece + at.v_zero(), d, v_bits,

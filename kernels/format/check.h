@@ -15,8 +15,9 @@ inline constexpr float kMaxScale = 0x1.2p54f;
 // 0, or a normal number up to kMaxScale.
 bool is_good_scale(float scale);
 
-// One head's piece. The places of tokens that a block lacks must be good too; zeros are.
-bool is_good_token_piece(const uint8_t* piece, int d);
-bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& layout);
+// One head's piece. The places of tokens that a block lacks must be good too; zeros are. `k_turning`: it may have turning pairs
+// (turning.h).
+bool is_good_token_piece(const uint8_t* piece, int d, bool k_turning = false);
+bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& layout, bool k_turning = false);
 
 }  // namespace ta

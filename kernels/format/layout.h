@@ -37,7 +37,8 @@ TA_HD constexpr int v_stored_channels(int d, int bits) {
     return bits == 2 ? (d + 63) / 64 * 64 : bits == 4 ? (d + 31) / 32 * 32 : d;
 }
 
-// One head of a token page: K codes, V codes, K scales [64] f32, V scales [64] f32.
+// One head of a token page: K codes, V codes, K scales [64] f32, whose lowest bytes are K's turning pairs (turning.h), V scales
+// [64] f32.
 struct TokenLayout {
     int d;
     TA_HD constexpr explicit TokenLayout(int head_dim) : d(head_dim) {}
@@ -49,7 +50,7 @@ struct TokenLayout {
 };
 
 // One head of a channel page: K codes, V codes, K step [d] u8, K zero [d] s8, V step [d] u8, V zero [d] s8, V token exponents
-// [64] u4, K page scale f32, V page scale f32, zero padding up to 128 bytes.
+// [64] u4, K page scale f32, V page scale f32, K's turning pairs [8] u64 (turning.h), zero padding up to 128 bytes.
 struct ChannelLayout {
     int d, k_bits, v_bits;
     TA_HD constexpr ChannelLayout(int head_dim, int kb, int vb) : d(head_dim), k_bits(kb), v_bits(vb) {}
@@ -64,8 +65,9 @@ struct ChannelLayout {
     TA_HD constexpr size_t v_exponents() const { return k_step() + 4 * size_t(d); }
     TA_HD constexpr size_t k_scale() const { return v_exponents() + kPageTokens / 2; }
     TA_HD constexpr size_t v_scale() const { return k_scale() + sizeof(float); }
+    TA_HD constexpr size_t k_turning() const { return v_scale() + sizeof(float); }  // a multiple of 8
     TA_HD constexpr size_t bytes() const {
-        return (v_scale() + sizeof(float) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+        return (k_turning() + kPageTokens + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
     }
 };
 

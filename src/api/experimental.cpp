@@ -4,6 +4,7 @@
 
 #include "include/turboattention_experimental.h"
 #include "kernels/format/rotation.h"
+#include "kernels/format/turning.h"
 #include "src/api/api.h"
 
 using namespace ta;
@@ -74,6 +75,9 @@ void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint3
         std::memcpy(&x, piece + at, sizeof x);
         return x;
     };
+    const TurningPairs turning = !n.k_turning               ? TurningPairs{}
+                                 : kind == PageKind::kToken ? turning_of_tokens(piece, TokenLayout(d))
+                                                            : turning_of_channel(piece, g.channel_layout(kind, layer, head));
     for (int t = first; t < last; ++t) {
         float row_k[kMaxHeadDim], row_v[kMaxHeadDim];
         for (int c = 0; c < d; ++c) {
@@ -101,6 +105,12 @@ void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint3
                 times_pow2(scale_at(layout.v_scale()), -exponent);
         }
         if (n.hadamard) rotate_back(row_k, d, n.hadamard_seed);
+        for (int p = 0; p < kTurningPairs && turning.code[p]; ++p) {
+            const TurningPair pair = unpack_turning(turning.code[p]);
+            const TurningValues at = turning_values(pair, t);
+            row_k[pair.first] += at.first;
+            row_k[pair.second] += at.second;
+        }
         for (int c = 0; c < d; ++c) {
             if (k) k[int64_t(t - first) * stride + c] = row_k[c] + (offset ? offset[c] : 0.0f);
             if (v) v[int64_t(t - first) * stride + c] = row_v[c];

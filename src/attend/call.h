@@ -57,6 +57,7 @@ struct AttendCall {
     AttendSettings settings;
     const float* rotation_signs = nullptr;  // nullptr: no rotation
     const float* k_offset = nullptr;        // [kv_heads, head_dim] or nullptr
+    bool k_turning = false;                 // pages can have turning pairs
     int q_levels = kStage1Levels;
     bool saturate = false;
 };

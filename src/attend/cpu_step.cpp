@@ -1,17 +1,25 @@
 // Steps on a CPU: stage 1 of the new tokens, the closing of pages that they fill, attention. Everything is synchronous.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 
 #include "src/attend/executor.h"
 #include "src/attend/stage1.h"
 #include "src/attend/step.h"
+#include "src/attend/turning.h"
 
 namespace ta {
 namespace {
 
 // Elements of an append below which it is done before another thread would wake up.
 constexpr int64_t kAloneElements = 1 << 14;
+
+constexpr auto kNoSigns = [] {
+    std::array<float, kMaxHeadDim> ones{};
+    ones.fill(1.0f);
+    return ones;
+}();
 
 // One worker's buffers for one page of one head.
 struct AppendScratch {
@@ -27,6 +35,7 @@ class CpuStep final : public StepBackend {
         : pool_(pool),
           workspace_(pool.context().allocator()),
           append_scratch_(pool.context().allocator()),
+          kept_(pool.context().allocator()),
           executor_(pool.context()) {}
 
     Status set_stream(ta_stream) override {
@@ -38,11 +47,7 @@ class CpuStep final : public StepBackend {
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return false; }
     Status seal() override;
-    void finish() override {
-        step_ = nullptr;
-        workspace_.trim();
-        executor_.trim();
-    }
+    void finish() override;
 
   private:
     struct AppendTask {
@@ -55,8 +60,9 @@ class CpuStep final : public StepBackend {
     uint8_t* token_page(const StepBlock& t, uint32_t layer);
     void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                       AppendScratch& scratch);
-    void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, bool rotate, float* out,
-                   float* amax);
+    void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out);
+    void read_stored_rows(const uint8_t* piece, int n, AppendScratch& scratch);
+    TurningPairs turning_before(const StepMember& member, const StepBlock& t, uint32_t layer, uint32_t head);
     void list_pages(uint32_t layer, bool observed);
     void add_masses();
 
@@ -66,12 +72,15 @@ class CpuStep final : public StepBackend {
     Step* step_ = nullptr;
     std::vector<AppendTask> append_tasks_;
     std::atomic<uint64_t> saturated_{0}, clamped_{0};
-    std::vector<StoredPage> slots_;  // of the members' blocks that the step does not touch, where they were at begin
-    std::vector<StoredPage> pages_;  // of one layer
+    std::vector<StoredPage> slots_;   // of the members' blocks that the step does not touch, where they were at begin
+    std::vector<size_t> first_slot_;  // of each member
+    std::vector<StoredPage> pages_;   // of one layer
     std::vector<AttendSequence> attend_sequences_;
     std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all observed calls
     int64_t heads_observed_ = 0;  // of these calls: each gave a weight of 1 to every observed token
     Buffer workspace_, append_scratch_;
+    std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
+    Buffer kept_;                         // and what they were
     AttendExecutor executor_;
 };
 
@@ -81,8 +90,24 @@ Status CpuStep::begin(Step& step) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes)
             .bytes(workspace_bytes);
     }
-    slots_.clear();
+    anew_.clear();
     for (const StepMember& m : step.members) {
+        for (const StepBlock& t : m.touched) {
+            if (t.begins_anew) anew_.push_back(&t);
+        }
+    }
+    const size_t payload = pool_.geometry().token_payload_bytes;
+    const size_t anew_bytes = anew_.size() * payload;
+    if (!kept_.reserve(anew_bytes)) {
+        anew_.clear();
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the blocks that the step begins anew", anew_bytes)
+            .bytes(anew_bytes);
+    }
+    for (size_t i = 0; i < anew_.size(); ++i) std::memcpy(kept_.data() + i * payload, anew_[i]->token->slot(), payload);
+    slots_.clear();
+    first_slot_.clear();
+    for (const StepMember& m : step.members) {
+        first_slot_.push_back(slots_.size());
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
             const Block::Stored at = block.stored();
@@ -102,17 +127,17 @@ Status CpuStep::begin(Step& step) {
     return {};
 }
 
-// One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it.
+// One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it, or the turning
+// pairs of the last on those of the one before it.
 void CpuStep::make_append_tasks() {
     append_tasks_.clear();
-    const bool in_order = pool_.numerics().universal_open_scale;
+    const bool in_order = pool_.numerics().universal_open_scale, turning = pool_.numerics().k_turning;
     for (size_t i = 0; i < step_->members.size(); ++i) {
         const size_t blocks = step_->members[i].touched.size();
-        const size_t step = in_order ? std::max<size_t>(blocks, 1) : 1;
-        for (size_t first = 0; first < blocks; first += step) {
-            for (uint32_t head = 0; head < pool_.geometry().kv_heads; ++head) {
-                append_tasks_.push_back({i, head, first, std::min(first + step, blocks)});
-            }
+        size_t last = 0;
+        for (size_t first = 0; first < blocks; first = last) {
+            last = in_order || (turning && first + 2 == blocks) ? blocks : first + 1;
+            for (uint32_t head = 0; head < pool_.geometry().kv_heads; ++head) append_tasks_.push_back({i, head, first, last});
         }
     }
 }
@@ -139,9 +164,8 @@ Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v)
     return {};
 }
 
-// Widens n rows of one head from `row` on, prepared for stage 1, and takes their largest magnitudes.
-void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, bool rotate, float* out,
-                        float* amax) {
+// Widens n rows of one head from `row` on, less the offset.
+void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out) {
     const cpu::PageCodec& codec = this->codec();
     const int d = int(x.head_dim);
     int64_t replaced = 0;
@@ -151,8 +175,6 @@ void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, 
         if (offset) {
             for (int c = 0; c < d; ++c) to[c] -= offset[c];
         }
-        if (rotate) codec.rotate(to, d, pool_.rotation_signs());
-        amax[t] = codec.amax(to, d);
     }
     if (replaced) saturated_.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
 }
@@ -179,11 +201,37 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const int d = int(g.head_dim), n = t.end - t.have;
     const int64_t row = m.new_row + t.index * kPageTokens + t.have - m.length;
     const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.index(layer, head) * g.head_dim;
-    read_rows(k, row, n, head, offset, num.hadamard, s.k, s.k_amax);
-    read_rows(v, row, n, head, nullptr, false, s.v, s.v_amax);
-
     uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
-    if (t.have > 0 && (t.channel || num.universal_open_scale)) codec.load_token_piece(piece, d, t.have, s.codes);
+    if (t.begins_anew) read_stored_rows(piece, t.have, s);
+    read_rows(k, row, n, head, offset, s.k + (t.begins_anew ? t.have * d : 0));
+    read_rows(v, row, n, head, nullptr, s.v);
+    TurningPairs turning;
+    int first_k = t.have;  // from which on K is encoded
+    if (num.k_turning) {
+        if (t.have > 0) turning = turning_of_tokens(piece, TokenLayout(d));
+        if (t.begins_anew) {
+            const TurningPairs found = find_turning(s.k, t.end, d);
+            if (found == turning) {
+                std::memmove(s.k, s.k + t.have * d, size_t(n) * size_t(d) * sizeof(float));
+            } else {
+                turning = found;
+                first_k = 0;
+            }
+        } else if (t.have == 0) {
+            turning = n < kPageTokens && t.index > 0 ? carry_turning(turning_before(m, t, layer, head), s.k, n, d)
+                                                     : find_turning(s.k, n, d);
+        }
+        take_out_turning(turning, first_k, t.end - first_k, d, s.k);
+    }
+    const int n_k = t.end - first_k;
+    for (int i = 0; i < n_k; ++i) {
+        if (num.hadamard) codec.rotate(s.k + i * d, d, pool_.rotation_signs());
+        s.k_amax[i] = codec.amax(s.k + i * d, d);
+    }
+    for (int i = 0; i < n; ++i) s.v_amax[i] = codec.amax(s.v + i * d, d);
+
+    if (t.have > 0 && (t.channel || num.universal_open_scale || t.begins_anew))
+        codec.load_token_piece(piece, d, t.have, s.codes);
 
     float k_universal = 0.0f, v_universal = 0.0f;
     if (num.universal_open_scale) {
@@ -201,17 +249,56 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const ScaleRule v_rule = rule_for(whole && (!t.stays_8_bits || num.v_page_scale_at_8_bits), num.v_page_scale,
                                       num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
     const int64_t clamped =
-        quantize_tokens(codec, s.k, s.k_amax, d, t.have, t.end, k_rule, k_universal, kStage1Levels, s.codes.k,
-                        s.codes.k_scale) +
+        quantize_tokens(codec, s.k, s.k_amax, d, first_k, t.end, k_rule, k_universal, kStage1Levels, s.codes.k, s.codes.k_scale,
+                        num.k_turning ? &turning : nullptr) +
         quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
     if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
-    codec.store_token_piece(s.codes, d, t.have, t.end, piece);
+    codec.store_token_piece(s.codes, d, first_k, t.end, piece);
+    if (num.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
 
     if (!t.channel) return;
     uint8_t* closed =
         t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
-    const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search};
+    const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search, num.k_turning};
     codec.encode_channel_piece(s.codes, g.channel_layout(PageKind::kChannel, layer, head), options, closed);
+}
+
+// K of the first n tokens of a page as it was given, but for its rounding.
+void CpuStep::read_stored_rows(const uint8_t* piece, int n, AppendScratch& s) {
+    const int d = int(pool_.geometry().head_dim);
+    const cpu::PageCodec& codec = this->codec();
+    codec.load_token_piece(piece, d, n, s.codes);
+    for (int t = 0; t < n; ++t) {
+        float* row = s.k + t * d;
+        for (int c = 0; c < d; ++c) row[c] = float(s.codes.k[t * d + c]) * s.codes.k_scale[t];
+        if (!pool_.numerics().hadamard) continue;
+        codec.rotate(row, d, kNoSigns.data());
+        for (int c = 0; c < d; ++c) row[c] *= pool_.rotation_signs()[c];
+    }
+    put_back_turning(turning_of_tokens(piece, TokenLayout(d)), 0, n, d, s.k);
+}
+
+void CpuStep::finish() {
+    const size_t bytes = pool_.geometry().token_payload_bytes;
+    for (size_t i = 0; i < anew_.size(); ++i) std::memcpy(anew_[i]->token->slot(), kept_.data() + i * bytes, bytes);
+    anew_.clear();
+    step_ = nullptr;
+    workspace_.trim();
+    executor_.trim();
+}
+
+// The pairs of the page before a block, which the same task has written if the step brings it.
+TurningPairs CpuStep::turning_before(const StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head) {
+    const Geometry& g = pool_.geometry();
+    const TokenLayout token(int(g.head_dim));
+    const auto n = size_t(t.index - m.touched.front().index);
+    if (n > 0)
+        return turning_of_tokens(token_page(m.touched[n - 1], layer) + g.head_offset(PageKind::kToken, layer, head), token);
+    const StoredPage& at = slots_[first_slot_[size_t(&m - step_->members.data())] + size_t(t.index) - 1];
+    if (!at.page) return {};
+    const uint8_t* piece = at.page + g.page_offset(at.kind, layer) + g.head_offset(at.kind, layer, head);
+    return at.kind == PageKind::kToken ? turning_of_tokens(piece, token)
+                                       : turning_of_channel(piece, g.channel_layout(at.kind, layer, head));
 }
 
 Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
@@ -228,9 +315,13 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
             const auto piece_of = [&](PageKind kind) {
                 return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
             };
-            codec.decode_channel_piece(at.slot + piece_of(at.kind), g.channel_layout(at.kind, uint32_t(layer), head), tokens,
-                                       values);
-            codec.store_token_piece(values, int(g.head_dim), 0, tokens, to.slot() + piece_of(PageKind::kToken));
+            const ChannelLayout closed = g.channel_layout(at.kind, uint32_t(layer), head);
+            codec.decode_channel_piece(at.slot + piece_of(at.kind), closed, tokens, values);
+            uint8_t* piece = to.slot() + piece_of(PageKind::kToken);
+            codec.store_token_piece(values, int(g.head_dim), 0, tokens, piece);
+            if (!pool_.numerics().k_turning) continue;
+            const TurningPairs turning = turning_of_channel(at.slot + piece_of(at.kind), closed);
+            store_turning_of_missing(turning, tokens, TokenLayout(int(g.head_dim)), piece);
         }
     });
     return {};
@@ -288,6 +379,7 @@ Status CpuStep::seal() {
         const StepBlock& t = *blocks[size_t(i)];
         (t.channel ? t.channel : t.token)->seal(g, pool_.fingerprint(), uint64_t(t.index), uint32_t(t.end));
     });
+    anew_.clear();
     pool_.counters().saturated_values += saturated_.load();
     pool_.counters().clamped_values += clamped_.load();
     add_masses();

@@ -32,6 +32,7 @@ class CudaStep final : public StepBackend {
           schedules_(device),
           decode_workspace_(device),
           prefill_parts_(device),
+          kept_(device),
           hasher_(pool, device) {}
     ~CudaStep() override;
 
@@ -53,6 +54,7 @@ class CudaStep final : public StepBackend {
     };
 
     Status prepare();
+    Status keep_anew(const Step& step);
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, bool observed, Launches& launches);
@@ -87,6 +89,8 @@ class CudaStep final : public StepBackend {
     CudaSchedules schedules_;
     DeviceBuffer decode_workspace_;
     DeviceBuffer prefill_parts_;
+    std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
+    DeviceBuffer kept_;                   // and what they were
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
     std::vector<AttendWork> observed_;  // of a call: prepare_observed()
@@ -130,6 +134,7 @@ Status CudaStep::begin(Step& step) {
     // With what the last steps attended with, so that their captured calls find this step's tables.
     TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), schedules_.any_captured(), stream_));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
+    TA_RETURN_IF_ERROR(keep_anew(step));
     tables_are_last_ = true;
     step_ = &step;
     TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
@@ -155,6 +160,26 @@ Status CudaStep::prepare() {
     // Slots of this step may have been freed by other plans, whose kernels may still read them.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
     ran_ = true;
+    return {};
+}
+
+// What an abort puts back.
+Status CudaStep::keep_anew(const Step& step) {
+    anew_.clear();
+    std::vector<const StepBlock*> anew;
+    for (const StepMember& m : step.members) {
+        for (const StepBlock& t : m.touched) {
+            if (t.begins_anew) anew.push_back(&t);
+        }
+    }
+    const size_t payload = pool_.geometry().token_payload_bytes;
+    TA_RETURN_IF_ERROR(kept_.reserve(anew.size() * payload, "the blocks that a step begins anew"));
+    for (size_t i = 0; i < anew.size(); ++i) {
+        TA_RETURN_IF_ERROR(device_.check(
+            cudaMemcpyAsync(kept_.data() + i * payload, anew[i]->token->slot(), payload, cudaMemcpyDefault, stream_),
+            "keeping a block"));
+    }
+    anew_ = std::move(anew);
     return {};
 }
 
@@ -185,6 +210,7 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     args.channel_layer_offset = constants_.layer_offsets(at.kind);
     args.heads = constants_.heads(at.kind, 0);
     args.token_page_bytes = g.token_page_bytes;
+    args.k_turning = pool_.numerics().k_turning;
     return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
 }
 
@@ -219,6 +245,8 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.v_exponents = n.v_exponents;
     a.fractional_zero = n.fractional_zero;
     a.v_search = n.v_search;
+    a.k_turning = n.k_turning;
+    a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
     a.saturate = n.saturate;
     a.universal_open_scale = n.universal_open_scale;
     if (n.universal_open_scale) {
@@ -229,6 +257,9 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     }
     a.nonfinite = pool_.nonfinite_counters();
     a.clamped = pool_.clamped_counter();
+    if (n.k_turning && (captured || tables_.pages_begin()))
+        TA_RETURN_IF_ERROR(
+            device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
     tables_are_last_ = false;
     see_call(captured);
@@ -302,6 +333,7 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     a.lse = call.lse;
     a.signs = constants_.signs();
     a.k_offset = constants_.k_offset(layer);
+    a.k_turning = call.k_turning;
     a.q_levels = call.q_levels;
     a.saturate = call.saturate;
     a.nonfinite = nullptr;
@@ -448,6 +480,7 @@ Status CudaStep::seal_blocks() {
     for (const PlacedBlock& b : full_blocks_) b.block->mark_sealed();
     TA_RETURN_IF_ERROR(mass_.end(*step_, tables_, stream_));
     tables_.committed(*step_);
+    anew_.clear();
     return {};
 }
 
@@ -476,6 +509,10 @@ void CudaStep::finish() {
     const CudaScope scope(device_.ordinal());
     if (!may_end().ok()) return;  // destroyed within a capture: the fence of begin stands, a later one would be part of it
     staging_.finish(stream_);
+    const size_t payload = pool_.geometry().token_payload_bytes;
+    for (size_t i = 0; i < anew_.size(); ++i)
+        cudaMemcpyAsync(anew_[i]->token->slot(), kept_.data() + i * payload, payload, cudaMemcpyDefault, stream_);
+    anew_.clear();
     cudaEventRecord(fence_, stream_);
     staging_.release();
     ran_ = false;

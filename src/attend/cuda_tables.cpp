@@ -156,13 +156,21 @@ Status CudaTables::place_rows(const Step& step, bool captured, cudaStream_t stre
     return {};
 }
 
+// Of the block before one of a member's touched blocks; 0 where that was dropped.
+uint64_t CudaTables::entry_before(const StepMember& m, const StepBlock& t) const {
+    const int64_t n = t.index - m.touched.front().index;
+    if (n > 0) return page_of(m.touched[size_t(n - 1)]);
+    const Block::Stored at = m.sequence->blocks[size_t(t.index - 1)]->stored();
+    return at.slot ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : 0;
+}
+
 uint64_t CudaTables::page_of(const StepBlock& t) const {
     if (t.token) return uint64_t(uintptr_t(t.token->slot()));
     const uint64_t page = uint64_t(uintptr_t(workspace_.data())) + uint64_t(t.workspace_page) * workspace_stride();
     return page | cuda::kEntrySingleLayer;
 }
 
-void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) const {
+void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
     size_t tasks = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
     const size_t bytes = bytes_of_tasks(tasks);
@@ -170,6 +178,7 @@ void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepT
     const int32_t header[4] = {int32_t(tasks), 0, 0, 0};
     std::memcpy(staged, header, sizeof header);
     auto* task = reinterpret_cast<AppendTask*>(staged + 16);
+    pages_begin_ = false;
     for (const StepMember& m : step.members) {
         int32_t index = 0;
         for (const StepBlock& t : m.touched) {
@@ -183,6 +192,10 @@ void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepT
             a.stays_8_bits = t.stays_8_bits;
             a.amax_side = m.sequence->amax_side;
             a.index = index++;
+            a.previous = t.index > 0 ? entry_before(m, t) : 0;
+            a.first_block = t.index == 0;
+            a.begins_anew = t.begins_anew;
+            pages_begin_ |= t.have == 0 || t.begins_anew;
             *task++ = a;
         }
     }

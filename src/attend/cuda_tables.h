@@ -47,6 +47,7 @@ class CudaTables {
     // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
+    bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
     bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
     bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
@@ -73,9 +74,10 @@ class CudaTables {
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     static size_t sequence_bytes(size_t batch);
-    void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) const;
+    void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     uint64_t page_of(const StepBlock& t) const;
+    uint64_t entry_before(const StepMember& m, const StepBlock& t) const;
     // Low address bits of a table's entries are flags.
     size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
     Status send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream);
@@ -93,7 +95,7 @@ class CudaTables {
     uint64_t moves_of_entries_ = 0;
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     int group_ = 0, max_rows_ = 0;
-    bool any_prefill_ = false, lacks_blocks_ = false, channel_blocks_ = false;
+    bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;
     PinnedBuffer pinned_[4];
     uint64_t uploads_ = 0;

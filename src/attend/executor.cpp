@@ -68,7 +68,7 @@ bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last)
 // One worker's share of the scratch buffer.
 class AttendExecutor::Scratch {
   public:
-    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums) {
+    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums, bool k_turning) {
         uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
         const auto take = [&next](auto*& ptr, int64_t n) {
             ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
@@ -77,6 +77,7 @@ class AttendExecutor::Scratch {
         take(pages_, pages);
         take(q, rows * d);
         take(q_scale, rows);
+        take(q_float, k_turning ? rows * d : 0);
         take(key_begin, rows);
         take(key_end, rows);
         take(position, rows);
@@ -92,7 +93,7 @@ class AttendExecutor::Scratch {
     }
     cpu::PageRef* pages_;
     int8_t* q;
-    float *q_scale, *slope, *bias, *row;
+    float *q_scale, *q_float, *slope, *bias, *row;
     float* o;                           // of a result that is one part
     float *factor, *page_sums, *sums_;  // of observed rows
     int64_t *key_begin, *key_end, *position;
@@ -101,8 +102,8 @@ class AttendExecutor::Scratch {
 };
 
 AttendExecutor::Scratch AttendExecutor::scratch_of(const AttendCall& call, int worker) {
-    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_).bytes;
-    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_, max_sums_};
+    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning).bytes;
+    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning};
 }
 
 void AttendExecutor::make_tiles(const AttendCall& call) {
@@ -166,7 +167,8 @@ AttendExecutor::Job AttendExecutor::job_at(int64_t i) const {
 // Room for the parts and results in work.
 Status AttendExecutor::reserve(const AttendCall& call) {
     const size_t threads = size_t(context_.threads().threads());
-    const size_t scratch_bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_).bytes * threads;
+    const size_t scratch_bytes =
+        Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning).bytes * threads;
     part_floats_ = row_floats(call.head_dim, max_part_rows_);
     result_floats_ = row_floats(call.head_dim, max_part_rows_, max_result_sums_);
     size_t parts = 0, results = 0;
@@ -289,6 +291,7 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
             for (int c = 0; c < d; ++c) dot += double(x[c]) * double(mu[c]);
             scratch.bias[r] = float(dot * double(unit));
         }
+        for (int c = 0; c < d && call.k_turning; ++c) scratch.q_float[r * d + c] = x[c] * unit;
         if (call.rotation_signs) codec.rotate(x, d, call.rotation_signs);
         const float scale = stage1_scale(codec.amax(x, d), call.q_levels);
         codec.quantize(x, d, scale, call.q_levels, scratch.q + r * d);
@@ -324,6 +327,7 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     task.rows = int(rows);
     task.q = scratch.q;
     task.q_scale = scratch.q_scale;
+    task.q_float = call.k_turning ? scratch.q_float : nullptr;
     task.key_begin = scratch.key_begin;
     task.key_end = scratch.key_end;
     task.position = scratch.position;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/format/turning.h"
 #include "src/attend/step_room.h"
 #include "src/core/profile.h"
 
@@ -144,7 +145,8 @@ Status Plan::check_member(size_t i) const {
 void Plan::list_touched(StepMember& m) {
     if (m.n_new == 0) return;
     const Geometry& g = pool_->geometry();
-    const int64_t sinks = int64_t(pool_->numerics().sink_blocks), total = m.length + m.n_new;
+    const Numerics& n = pool_->numerics();
+    const int64_t sinks = int64_t(n.sink_blocks), total = m.length + m.n_new;
     m.open_amax = m.sequence->open_amax;
     for (int64_t b = m.length / kPageTokens; b < blocks_for(total); ++b) {
         StepBlock t;
@@ -153,6 +155,7 @@ void Plan::list_touched(StepMember& m) {
         t.end = int(std::min<int64_t>(kPageTokens, total - b * kPageTokens));
         t.stays_8_bits = g.all_8_bits || b < sinks;
         t.closes = t.end == kPageTokens && !t.stays_8_bits;
+        t.begins_anew = n.k_turning && !n.universal_open_scale && b == 0 && turning_begins_anew(t.have, t.end);
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
             if (may_be_written(present)) t.token = present;
@@ -318,6 +321,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.settings = settings.value();
     call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
+    call.k_turning = n.k_turning;
     call.saturate = n.saturate;
     if (Status s = backend_->attend(layer, call); !s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};

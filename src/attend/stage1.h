@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/cpu/page_codec.h"
+#include "kernels/format/turning.h"
 
 namespace ta {
 
@@ -16,9 +17,10 @@ enum class ScaleRule : uint8_t {
 };
 
 // Quantizes rows x [last - first, d] into codes [64, d] and scales [64] at tokens [first, last). `universal` is the scale for
-// kUniversal. Returns how many values were clamped.
+// kUniversal. `turning`: of K in pools that keep turning pairs with the scales. Returns how many values were clamped.
 inline int64_t quantize_tokens(const cpu::PageCodec& codec, const float* x, const float* amax, int d, int first, int last,
-                               ScaleRule rule, float universal, int levels, int8_t* codes, float* scales) {
+                               ScaleRule rule, float universal, int levels, int8_t* codes, float* scales,
+                               const TurningPairs* turning = nullptr) {
     float shared = universal;
     if (rule == ScaleRule::kPage || rule == ScaleRule::kPageExp) {
         float largest = 0.0f;
@@ -30,6 +32,7 @@ inline int64_t quantize_tokens(const cpu::PageCodec& codec, const float* x, cons
         const float own = stage1_scale(amax[t - first], levels);
         float scale = rule == ScaleRule::kToken ? own : shared;
         if (rule == ScaleRule::kPageExp) scale = exponent_scale(own, shared);
+        if (turning) scale = scale_with_turning(scale, *turning, t);
         scales[t] = scale;
         clamped += codec.quantize(x + int64_t(t - first) * d, d, scale, levels, codes + int64_t(t) * d);
     }

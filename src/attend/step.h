@@ -21,6 +21,9 @@ struct StepBlock {
     int64_t workspace_page = -1;
     BlockPtr channel;  // what the block becomes; null while it stays open or at 8 bits
     bool stays_8_bits = false, closes = false;
+    // K of the tokens that it has is encoded again if the new ones help to find other turning pairs. The step keeps what was there:
+    // an abort puts it back.
+    bool begins_anew = false;
 };
 
 struct StepMember {

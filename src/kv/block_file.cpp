@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "kernels/format/slot.h"
+#include "kernels/format/turning.h"
 
 namespace ta {
 namespace {
@@ -108,13 +109,15 @@ void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
     const Geometry& g = pool.geometry();
     const cpu::PageCodec& codec = *pool.context().kernels().codec;
     const auto codes = std::make_unique<cpu::HeadStage1>();
-    const size_t piece_bytes = TokenLayout(int(g.head_dim)).bytes();
+    const TokenLayout layout(int(g.head_dim));
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             uint8_t* piece = slot + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
             codec.load_token_piece(piece, int(g.head_dim), int(tokens), *codes);
-            std::memset(piece, 0, piece_bytes);
+            const TurningPairs turning = turning_of_tokens(piece, layout);
+            std::memset(piece, 0, layout.bytes());
             codec.store_token_piece(*codes, int(g.head_dim), 0, int(tokens), piece);
+            if (pool.numerics().k_turning) store_turning_of_missing(turning, int(tokens), layout, piece);
         }
     }
 }
@@ -177,7 +180,7 @@ class BlockLoader {
         TA_RETURN_IF_ERROR(file_.read(slot.data(), slot.size()));
         if (hash_bytes(slot.data(), slot.size()) != b.slot_hash) return other("the content of");
         TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool_.fingerprint(), b.index, b.content_id, b.tokens));
-        TA_RETURN_IF_ERROR(check_values(g, kind, slot.data(), b.index));
+        TA_RETURN_IF_ERROR(check_values(g, pool_.numerics().k_turning, kind, slot.data(), b.index));
         if (b.tokens == uint32_t(kPageTokens)) return {};
         const std::vector<uint8_t> was(slot);
         clear_missing_tokens(pool_, b.tokens, slot.data());

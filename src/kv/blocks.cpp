@@ -102,12 +102,13 @@ Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64
     return tokens < uint32_t(kPageTokens) ? Status() : verify_pages(g, kind, slot, block_index, 0, g.layers);
 }
 
-Status check_values(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t block_index) {
+Status check_values(const Geometry& g, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index) {
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
-            const bool good = kind == PageKind::kToken ? is_good_token_piece(piece, int(g.head_dim))
-                                                       : is_good_channel_piece(piece, g.channel_layout(kind, layer, head));
+            const bool good = kind == PageKind::kToken
+                                  ? is_good_token_piece(piece, int(g.head_dim), k_turning)
+                                  : is_good_channel_piece(piece, g.channel_layout(kind, layer, head), k_turning);
             if (good) continue;
             return fail(TA_E_CORRUPT, "a page has steps, codes or scales that no encoder writes")
                 .layer(layer)

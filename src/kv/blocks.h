@@ -172,7 +172,7 @@ Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot,
 
 // Whether attention may compute with the values in a slot that comes from a file, beside what its hashes say. TA_E_CORRUPT names
 // layer, head and block.
-Status check_values(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t block_index);
+Status check_values(const Geometry& geometry, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index);
 
 // Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their
 // place.

@@ -32,6 +32,7 @@ class CudaEncoder final : public BlockEncoder {
         args.v_exponents = n.v_exponents;
         args.fractional_zero = n.fractional_zero;
         args.v_search = n.v_search;
+        args.k_turning = n.k_turning;
         std::vector<PlacedBlock> made;
         for (size_t first = 0; first < blocks.size(); first += size_t(args.blocks)) {
             args.blocks = int32_t(std::min<size_t>(blocks.size() - first, cuda::LowerArgs::kMostBlocks));

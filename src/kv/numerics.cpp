@@ -71,6 +71,7 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     TA_RETURN_IF_ERROR(check_range("fractional_zero", n.fractional_zero, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("v_search", n.v_search, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("hadamard", n.hadamard, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("k_turning", n.k_turning, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("sink_blocks", n.sink_blocks, -1, 1 << 20));
     TA_RETURN_IF_ERROR(check_range("nonfinite", n.nonfinite, TA_NONFINITE_DEFAULT, TA_NONFINITE_SATURATE));
     TA_RETURN_IF_ERROR(check_p(n.p, kName));
@@ -91,6 +92,7 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     r.fractional_zero = pick(n.fractional_zero, accurate);
     r.v_search = pick(n.v_search, accurate);
     r.hadamard = pick(n.hadamard, accurate && rotatable);
+    r.k_turning = pick(n.k_turning, accurate);
     r.saturate = n.nonfinite == TA_NONFINITE_SATURATE;
     r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
     r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;

@@ -21,6 +21,7 @@ struct Numerics {
     bool fractional_zero = true;
     bool v_search = true;
     bool hadamard = true;
+    bool k_turning = true;
     bool saturate = false;
     uint64_t hadamard_seed = 0;
     uint32_t sink_blocks = 1;

@@ -154,6 +154,7 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
          "v_granularity is 3"},
         {"open_scale", create([](O&, N& n) { n.open_scale = 3; }), TA_E_INVALID, 1, "open_scale is 3"},
         {"v_exponents", create([](O&, N& n) { n.v_exponents = 3; }), TA_E_INVALID, 1, "v_exponents is 3"},
+        {"k_turning", create([](O&, N& n) { n.k_turning = 3; }), TA_E_INVALID, 1, "k_turning is 3"},
         {"fractional_zero", create([](O&, N& n) { n.fractional_zero = -1; }), TA_E_INVALID, 1, "fractional_zero is -1"},
         {"v_search", create([](O&, N& n) { n.v_search = 17; }), TA_E_INVALID, 1, "v_search is 17"},
         {"hadamard", create([](O&, N& n) { n.hadamard = 3; }), TA_E_INVALID, 1, "hadamard is 3"},

@@ -63,6 +63,21 @@ class Twins {
         require(ta_seq_truncate(cpu_pool.get(), sequences[s].cpu, n, &err), err);
     }
 
+    // As a rotary embedding turns a bias of K: a fast pair and a slow one in each head.
+    void add_turning_pairs(const std::vector<int64_t>& positions, std::vector<float>& k) const {
+        const int64_t d = shape_.head_dim, heads = shape_.kv_heads;
+        for (size_t t = 0; t < positions.size(); ++t) {
+            for (int64_t head = 0; head < heads; ++head) {
+                float* row = k.data() + (int64_t(t) * heads + head) * d;
+                for (const int64_t c : {d / 8 + head % 4, d / 2 - 3}) {
+                    const double angle = double(positions[t]) * (c < d / 4 ? 0.2 : 2e-4) + double(head);
+                    row[c] += 15.0f * float(std::cos(angle));
+                    row[c + d / 2] += 15.0f * float(std::sin(angle));
+                }
+            }
+        }
+    }
+
     // One step of both; the results are compared.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
               double tolerance, const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr) {
@@ -72,14 +87,23 @@ class Twins {
             on_cpu.push_back(sequences[m].cpu);
         }
         if (::testing::Test::HasFatalFailure()) return;
+        std::vector<int64_t> positions;  // of the new tokens
+        for (size_t i = 0; i < members.size(); ++i) {
+            int64_t length = 0;
+            ta_error err;
+            require(ta_seq_length(cpu_pool.get(), on_cpu[i], &length, &err), err);
+            for (int32_t t = 0; t < n_new[i]; ++t) positions.push_back(length + t);
+        }
         begin(gpu_plan, on_gpu, n_new, n_query);
         begin(cpu_plan, on_cpu, n_new, n_query);
         const int64_t total_new = std::accumulate(n_new.begin(), n_new.end(), int64_t{0});
         const int64_t total_query = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
         const int64_t heads = shape_.kv_heads, q_heads = heads * shape_.group, d = shape_.head_dim;
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            const std::vector<float> k = random_.normals(total_new * heads * d), v = random_.normals(total_new * heads * d),
+            std::vector<float> k = random_.normals(total_new * heads * d);
+            const std::vector<float> v = random_.normals(total_new * heads * d),
                                      q = random_.normals(total_query * q_heads * d, 1.5f);
+            if (layer == 1) add_turning_pairs(positions, k);
             DeviceTensor gk(total_new, heads, d, &k), gv(total_new, heads, d, &v), gq(total_query, q_heads, d, &q),
                 gout(total_query, q_heads, d);
             void* lse_memory = nullptr;

@@ -41,6 +41,7 @@ struct Settings {
         if (head_dim == 96) return false;
         return numerics.hadamard == TA_DEFAULT ? !paper() : numerics.hadamard == TA_ON;
     }
+    bool turning() const { return numerics.k_turning == TA_DEFAULT ? !paper() : numerics.k_turning == TA_ON; }
     bool universal() const { return numerics.open_scale ? numerics.open_scale == TA_OPEN_SCALE_UNIVERSAL : paper(); }
     bool v_exponents() const { return numerics.v_exponents == TA_DEFAULT ? !paper() : numerics.v_exponents == TA_ON; }
     // In each page, be it closed or not.
@@ -80,6 +81,7 @@ Settings draw_settings(Random& random) {
         if (random.chance(20)) n.fractional_zero = on_or_off();
         if (random.chance(20)) n.v_search = on_or_off();
         if (random.chance(30) && s.head_dim != 96) n.hadamard = on_or_off();
+        if (random.chance(50)) n.k_turning = on_or_off();
         if (random.chance(30)) n.sink_blocks = int32_t(random.pick(std::vector<int64_t>{-1, 1, 2, 3}));
         if (random.chance(20)) n.hadamard_seed = uint64_t(random.between(1, 1000));
         if (random.chance(25)) n.p = ta_p(random.between(TA_P_AUTO, TA_P_U8_RUNNING));
@@ -110,6 +112,7 @@ std::ostream& operator<<(std::ostream& out, const Settings& s) {
     if (n.fractional_zero) out << ", fractional zero " << kSwitch[n.fractional_zero];
     if (n.v_search) out << ", V search " << kSwitch[n.v_search];
     if (n.hadamard) out << ", hadamard " << kSwitch[n.hadamard];
+    if (n.k_turning) out << ", K turning " << kSwitch[n.k_turning];
     if (n.hadamard_seed) out << ", hadamard seed " << n.hadamard_seed;
     if (n.sink_blocks) out << ", sink blocks " << n.sink_blocks;
     if (n.p) out << ", P " << name_of_p(n.p);
@@ -128,6 +131,7 @@ struct WalkSequence {
     std::vector<Known> layers;      // what is stored
     std::vector<DataStyle> styles;  // [layers]
     std::vector<double> v_most;     // [layers] the largest V ever appended, be it truncated since
+    std::vector<uint8_t> turns;     // [layers] keys may have turning pairs, whose queries are not rounded
 };
 
 // What one attend is asked for.
@@ -180,6 +184,7 @@ class Walk {
         numerics.k_granularity = TA_GRANULARITY_TOKEN;
         numerics.hadamard = s_.rotated() ? TA_ON : TA_OFF;
         numerics.hadamard_seed = s_.numerics.hadamard_seed;
+        numerics.k_turning = TA_OFF;
         query_pool_ = make_pool(cpu, pool_options(1, uint32_t(s_.q_heads()), s_.head_dim, 8, &numerics));
         query_plan_ = make_plan(query_pool_);
     }
@@ -255,6 +260,7 @@ class Walk {
         s->layers.resize(s_.layers);
         s->v_most.resize(s_.layers);
         for (uint32_t i = 0; i < s_.layers; ++i) s->styles.push_back(draw_style(random_));
+        s->turns.assign(s_.layers, 0);
         sequences_.push_back(s);
         history_ << "\n  create";
     }
@@ -353,6 +359,7 @@ class Walk {
             if (random_.chance(25)) s.styles[layer] = draw_style(random_);
             const DataStyle& style = s.styles[layer];
             if (m.n_new == 0) continue;
+            s.turns[layer] |= style.keys != KeyKind::kNormal || !s_.k_offset.empty();
             history_ << " K " << name_of(style.keys) << ", V " << name_of(style.values) << ";";
             const std::vector<float> k = make_keys(style, shape, k_type, s.length, m.n_new, random_),
                                      v = make_values(style, shape, v_type, s.length, m.n_new, random_);
@@ -578,7 +585,7 @@ class Walk {
         j.truth = a.truth.out.data() + at * s_.head_dim;
         j.got_lse = a.lse.data() + at, j.truth_lse = a.same.lse.data() + at;
         std::string wrong = judge(j, shares_);
-        if (wrong.empty() && m.n_new == 0) {
+        if (wrong.empty() && m.n_new == 0 && !(m.sequence->turns[a.layer] && s_.turning())) {
             j.truth_lse = a.truth.lse.data() + at;
             wrong = judge_truth(j, shares_);
         }

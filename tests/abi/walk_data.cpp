@@ -41,11 +41,25 @@ Channels channels_of(const DataStyle& style, const TokenShape& shape, uint64_t w
     return c;
 }
 
+// As a rotary embedding turns a bias of K: halves, and now and then neighbours.
+void add_turning_pairs(const DataStyle& style, const TokenShape& shape, int64_t position, float* row) {
+    Random random = fixed(style, 3);
+    for (int64_t head = 0; head < shape.heads; ++head) {
+        for (int64_t pairs = random.between(1, 10); pairs > 0; --pairs) {
+            const bool neighbours = random.chance(20);
+            const int64_t at = random.below(shape.head_dim / 2), c = head * shape.head_dim + (neighbours ? 2 * at : at);
+            const double size = random.uniform(10.0, 300.0), turn = std::pow(10.0, random.uniform(-6.0, 0.3));
+            row[c] += float(size * std::cos(turn * double(position)));
+            row[c + (neighbours ? 1 : shape.head_dim / 2)] += float(size * std::sin(turn * double(position)));
+        }
+    }
+}
+
 }  // namespace
 
 const char* name_of(KeyKind kind) {
     static constexpr const char* kNames[] = {
-        "normal", "outlier channels", "constant channels", "nearly parallel", "pages apart",
+        "normal", "outlier channels", "constant channels", "nearly parallel", "pages apart", "turning pairs",
         "zeros",  "zero pages",       "zero tokens",       "denormal",        "huge"};
     static_assert(std::size(kNames) == size_t(KeyKind::kCount));
     return kNames[size_t(kind)];
@@ -91,6 +105,7 @@ std::vector<float> make_keys(const DataStyle& style, const TokenShape& shape, ta
             if (style.keys == KeyKind::kNearlyParallel) row[i] = 0.6f + 0.1f * row[i / shape.head_dim * shape.head_dim];
             row[i] = float(row[i] * factor);
         }
+        if (style.keys == KeyKind::kTurning) add_turning_pairs(style, shape, first + t, row);
     }
     keep_within(x, dtype);
     return x;

@@ -14,6 +14,7 @@ enum class KeyKind {
     kConstantChannels,  // every token alike: equal scores
     kNearlyParallel,    // every channel of a token alike: dot products of codes are the largest that there are
     kPagesApart,        // magnitudes of neighbouring pages differ by 2^0 to 2^24
+    kTurning,           // up to ten pairs of channels with a constant of 10 to 300, turned by the position
     kZeros,
     kZeroPages,
     kZeroTokens,

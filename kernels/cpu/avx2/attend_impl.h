@@ -145,6 +145,7 @@ class Attention {
     }
 
     void read_page(PageKind kind) {
+        read_turning(t, {piece, kind}, page.turning);
         if (kind == PageKind::kToken) {
             const TokenLayout layout(d);
             read_token_scales(layout, piece, t.n_keys - first_key, page);

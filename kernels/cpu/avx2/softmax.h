@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cpu/avx2/vec.h"
+#include "kernels/cpu/turning_terms.h"
 
 namespace ta::cpu {
 namespace {
@@ -14,6 +15,7 @@ struct PageScales {
     const float* k_scales;                   // token pages: [64], NaN where unread
     float v_scale;                           // vfac of attend.h
     alignas(32) float v_ratio[kPageTokens];  // r_t
+    PageTurning turning;
 };
 
 inline float read_f32(const uint8_t* p) {
@@ -91,6 +93,16 @@ inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&
     }
 }
 
+inline void add_turning(const AttendTask& t, int row, const PageTurning& turning, __m256 (&x)[8]) {
+    const float* q = t.q_float + int64_t(row) * t.head_dim;
+    for (int n = 0; n < turning.pairs; ++n) {
+        for (int of = 0; of < 2; ++of) {
+            const __m256 q_of = _mm256_set1_ps(q[turning.channel[n][of]]);
+            for (int v = 0; v < 8; ++v) x[v] = _mm256_fmadd_ps(q_of, _mm256_load_ps(turning.value[n][of] + 8 * v), x[v]);
+        }
+    }
+}
+
 // Step 2: logits in log2 units.
 inline void logits(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s, __m256 (&x)[8]) {
     const __m256 q_scale = _mm256_set1_ps(t.q_scale[row]);
@@ -99,6 +111,7 @@ inline void logits(const AttendTask& t, int row, int64_t first_key, const PageSc
         const __m256 c_v = page.channel ? c : _mm256_mul_ps(q_scale, _mm256_load_ps(page.k_scales + 8 * v));
         x[v] = _mm256_mul_ps(_mm256_cvtepi32_ps(load_i(s + 8 * v)), c_v);
     }
+    if (page.turning.pairs) add_turning(t, row, page.turning, x);
     if (t.bias) {
         for (__m256& x_v : x) x_v = _mm256_add_ps(x_v, _mm256_set1_ps(t.bias[row]));
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cpu/avx512/vec.h"
+#include "kernels/cpu/turning_terms.h"
 
 namespace ta::cpu {
 namespace {
@@ -17,6 +18,7 @@ struct PageScales {
     alignas(64) float k_scale[kPageTokens];  // token pages; NaN where unread
     float v_scale;                           // vfac of attend.h
     alignas(64) float v_ratio[kPageTokens];  // r_t
+    PageTurning turning;
 };
 
 inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piece, __m512i order, PageScales& out) {
@@ -57,6 +59,7 @@ inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, i
 
 inline void read_scales(const AttendTask& t, int64_t page, __m512i order, PageScales& out) {
     const PageRef& ref = t.pages[page];
+    read_turning(t, ref, out.turning);
     if (ref.kind == PageKind::kChannel) {
         read_channel_scales(ChannelLayout(t.head_dim, t.k_bits, t.v_bits), ref.piece, order, out);
     } else {
@@ -101,7 +104,17 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
 }
 
 // The rarer terms of step 2.
-[[gnu::noinline]] inline void add_extras(const AttendTask& t, int row, int64_t first_key, __m512 (&x)[kVectors]) {
+[[gnu::noinline]] inline void add_extras(const AttendTask& t, int row, int64_t first_key, const PageTurning& turning,
+                                         __m512 (&x)[kVectors]) {
+    for (int n = 0; n < turning.pairs; ++n) {
+        for (int of = 0; of < 2; ++of) {
+            const __m512 q = _mm512_set1_ps(t.q_float[int64_t(row) * t.head_dim + turning.channel[n][of]]);
+            for (int v = 0; v < kVectors; ++v) {
+                const __m512 values = _mm512_load_ps(turning.value[n][of] + 16 * v);
+                x[v] = _mm512_fmadd_ps(q, _mm512_permutexvar_ps(lane_tokens(), values), x[v]);
+            }
+        }
+    }
     for (int v = 0; v < kVectors; ++v) {
         if (t.bias) x[v] = _mm512_add_ps(x[v], _mm512_set1_ps(t.bias[row]));
         if (t.softcap_log2 > 0.0f) {
@@ -114,8 +127,8 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
         }
     }
 }
-[[gnu::always_inline]] inline bool has_extras(const AttendTask& t) {
-    return t.bias || t.slope || t.softcap_log2 > 0.0f;
+[[gnu::always_inline]] inline bool has_extras(const AttendTask& t, const PageScales& page) {
+    return page.turning.pairs || t.bias || t.slope || t.softcap_log2 > 0.0f;
 }
 
 [[gnu::always_inline]] inline void hide_keys(Visible seen, __m512 (&x)[kVectors]) {
@@ -152,7 +165,7 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
                                                 const int32_t* scores, const float* rest, uint8_t* p_out, RowUpdate& update) {
     const __mmask8 rows = __mmask8((1u << n) - 1);
     __m512 x[kRowBatch][kVectors], part[kRowBatch];
-    const bool extras = has_extras(t);
+    const bool extras = has_extras(t, page);
 #pragma GCC unroll 4
     for (int k = 0; k < kRowBatch; ++k) {
         const int safe_row = k < n ? row + k : row;
@@ -167,7 +180,7 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
                 x[k][v] = _mm512_mul_ps(_mm512_fmadd_ps(s, _mm512_set1_ps(8.0f), rest_k), c);
             }
         }
-        if (extras) add_extras(t, safe_row, first_key, x[k]);
+        if (extras) add_extras(t, safe_row, first_key, page.turning, x[k]);
         const Visible seen = k < n ? visible_keys(t, row + k, first_key) : Visible{0, 0};
         if (seen.first > 0 || seen.last < kPageTokens) hide_keys(seen, x[k]);
         part[k] = _mm512_max_ps(_mm512_max_ps(x[k][0], x[k][1]), _mm512_max_ps(x[k][2], x[k][3]));

@@ -39,14 +39,34 @@ inline LaneVisible visible_lanes(const AttendTask& t, int row, int n, int64_t fi
     return _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), see, x);
 }
 
+// The queries of 16 rows in the channels of a page's turning pairs.
+struct LaneTurning {
+    const PageTurning& page;
+    alignas(64) float q[kTurningPairs][2][kLanes];
+    LaneTurning(const AttendTask& t, int row, __mmask16 rows, const PageTurning& p) : page(p) {
+        for (int n = 0; n < p.pairs; ++n) {
+            for (int of = 0; of < 2; ++of) {
+                for (int k = 0; k < kLanes; ++k)
+                    q[n][of][k] = rows >> k & 1 ? t.q_float[int64_t(row + k) * t.head_dim + p.channel[n][of]] : 0.0f;
+            }
+        }
+    }
+};
+
 // The rarer terms of step 2 for one token.
-[[gnu::noinline]] __m512 add_extras_of_lanes(const AttendTask& t, int row, __mmask16 rows, int64_t key, __m512 x) {
+[[gnu::noinline]] __m512 add_extras_of_lanes(const AttendTask& t, int row, __mmask16 rows, int64_t first_key, int token,
+                                             const LaneTurning& turning, __m512 x) {
+    for (int n = 0; n < turning.page.pairs; ++n) {
+        for (int of = 0; of < 2; ++of) {
+            x = _mm512_fmadd_ps(_mm512_load_ps(turning.q[n][of]), _mm512_set1_ps(turning.page.value[n][of][token]), x);
+        }
+    }
     if (t.bias) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(rows, t.bias + row));
     if (t.softcap_log2 > 0.0f) {
         x = _mm512_mul_ps(_mm512_set1_ps(t.softcap_log2), tanh_exact(_mm512_mul_ps(x, _mm512_set1_ps(t.softcap_inv))));
     }
     if (t.slope) {
-        const __m512i at = _mm512_set1_epi64(key);
+        const __m512i at = _mm512_set1_epi64(first_key + token);
         const __m256 low = _mm512_cvtepi64_ps(_mm512_sub_epi64(at, _mm512_maskz_loadu_epi64(__mmask8(rows), t.position + row)));
         const __m256 high =
             _mm512_cvtepi64_ps(_mm512_sub_epi64(at, _mm512_maskz_loadu_epi64(__mmask8(rows >> 8), t.position + row + 8)));
@@ -82,7 +102,7 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
     };
     __m512 max[4];
     for (__m512& m : max) m = _mm512_set1_ps(kMinusInf);
-    if (all && !has_extras(t)) {
+    if (all && !has_extras(t, page)) {
         for (int j = 0; j < kPageTokens; j += 4) {
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) {
@@ -92,11 +112,12 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
             }
         }
     } else {
-        const bool extras = has_extras(t);
+        const bool extras = has_extras(t, page);
+        const LaneTurning turning(t, row, rows, page.turning);
         const LaneVisible seen = visible_lanes(t, row, n, first_key);
         for (int j = 0; j < kPageTokens; ++j) {
             __m512 x_j = logit(j);
-            if (extras) x_j = add_extras_of_lanes(t, row, rows, first_key + j, x_j);
+            if (extras) x_j = add_extras_of_lanes(t, row, rows, first_key, j, turning, x_j);
             x_j = hide_key(seen, j, x_j);
             _mm512_store_ps(x + j * stride, x_j);
             max[j % 4] = _mm512_max_ps(max[j % 4], x_j);

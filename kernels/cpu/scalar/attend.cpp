@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/join.h"
 #include "kernels/cpu/math.h"
+#include "kernels/cpu/turning_terms.h"
 
 namespace ta::cpu {
 namespace {
@@ -25,6 +26,7 @@ struct PageValues {
     float k_scale[kPageTokens];  // what multiplies k8, per token
     float v_ratio[kPageTokens];
     float v_scale;
+    PageTurning turning;
 };
 
 int code_at(const uint8_t* codes, CodePlace place, int bits) {
@@ -81,6 +83,12 @@ void logits_of_row(const AttendTask& t, int row, int64_t first_key, const PageVa
         int32_t s = 0;
         for (int c = 0; c < t.head_dim; ++c) s += int32_t(q[c]) * page.k8[j][c];
         x[j] = float(s) * (t.q_scale[row] * page.k_scale[j]);
+        for (int n = 0; n < page.turning.pairs; ++n) {
+            for (int of = 0; of < 2; ++of) {
+                x[j] = std::fma(t.q_float[int64_t(row) * t.head_dim + page.turning.channel[n][of]],
+                                page.turning.value[n][of][j], x[j]);
+            }
+        }
         if (t.bias) x[j] = x[j] + t.bias[row];
         if (t.softcap_log2 > 0.0f) x[j] = t.softcap_log2 * tanh_exact(x[j] * t.softcap_inv);
         if (t.slope) x[j] = std::fma(t.slope[row], float(key - t.position[row]), x[j]);
@@ -167,6 +175,7 @@ void attend_scalar(const AttendTask& t) {
         } else {
             read_token_page(t, t.pages[n].piece, t.n_keys - first_key, page);
         }
+        read_turning(t, t.pages[n], page.turning);
         for (int row = 0; row < t.rows; ++row) attend_row(t, row, first_key, page);
     }
 }

@@ -59,6 +59,7 @@ struct AttendArgs {
 
     const float* signs;     // [head_dim] +1 or -1: queries are rotated; nullptr: they are not
     const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr
+    bool k_turning;         // pages can have turning pairs
     int32_t q_levels;       // stage-1 levels of queries: 119 or 127
     bool saturate;          // non-finite query values become the nearest finite ones instead of 0
     uint32_t* nonfinite;    // [batch] counts query values that were replaced, or nullptr

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <numbers>
 #include <string>
 #include <vector>
 
@@ -87,6 +88,7 @@ std::string describe(const ProblemSpec& s) {
     if (s.softcap) out += ", softcap";
     if (s.alibi) out += ", ALiBi";
     if (s.bias) out += ", bias";
+    if (s.turning) out += ", turning pairs";
     if (s.v_float) out += ", float V";
     if (!s.causal) out += ", not causal";
     if (s.continued) out += ", continued";
@@ -223,12 +225,13 @@ TEST_P(AttendIsa, ModesOfP) {
 
 TEST_P(AttendIsa, ScoreModifiers) {
     uint64_t seed = 400;
-    for (int flags = 0; flags < 16; ++flags) {
+    for (int flags = 0; flags < 32; ++flags) {
         for (int rows : {4, 37}) {
             ProblemSpec s{.n_keys = 300, .rows = rows, .mix = PageMix::kRandom, .seed = ++seed};
             s.softcap = flags & 1;
             s.alibi = flags & 2;
             s.bias = flags & 4;
+            s.turning = flags & 16;
             s.window = flags & 8 ? 70 : 0;
             s.continued = seed % 3 == 0;
             if (!agrees(s)) return;
@@ -357,6 +360,7 @@ TEST_P(AttendIsa, RandomProblems) {
         s.softcap = random.chance(20);
         s.alibi = random.chance(20);
         s.bias = random.chance(20);
+        s.turning = random.chance(30);
         s.v_float = random.chance(15);
         s.window = random.chance(30) ? random.integer(1, 200) : 0;
         s.causal = random.chance(80);
@@ -413,6 +417,19 @@ double dequantized(const ProblemSpec& s, const Piece& piece, int token, int chan
     return std::ldexp(value, -exponent) * double(load_f32(p + layout.v_scale()));
 }
 
+double turning_dot(const ProblemSpec& s, const Piece& piece, int token, const float* q) {
+    const TurningPairs pairs = piece.kind == PageKind::kToken
+                                   ? turning_of_tokens(piece.bytes.data(), TokenLayout(s.head_dim))
+                                   : turning_of_channel(piece.bytes.data(), ChannelLayout(s.head_dim, s.k_bits, s.v_bits));
+    double dot = 0.0;
+    for (int n = 0; n < kTurningPairs && pairs.code[n]; ++n) {
+        const TurningPair p = unpack_turning(pairs.code[n]);
+        const double angle = (double(p.phase) + double(p.turn) * token) * std::numbers::pi / 0x1p31;
+        dot += double(p.amplitude) * (double(q[p.first]) * std::cos(angle) + double(q[p.second]) * std::sin(angle));
+    }
+    return dot;
+}
+
 Exact attend_exact(const Problem& problem) {
     State state = problem.start();
     AlignedVector<uint8_t> workspace;
@@ -438,6 +455,8 @@ Exact attend_exact(const Problem& problem) {
             double dot = 0.0;
             for (int c = 0; c < d; ++c) dot += double(t.q[int64_t(row) * d + c]) * k[size_t(key * d + c)];
             dot *= double(t.q_scale[row]);
+            if (t.q_float)
+                dot += turning_dot(s, problem.piece(key / kPageTokens), int(key % kPageTokens), t.q_float + int64_t(row) * d);
             if (t.bias) dot += double(t.bias[row]);
             if (t.softcap_log2 > 0) dot = double(t.softcap_log2) * std::tanh(dot * double(t.softcap_inv));
             if (t.slope) dot += double(t.slope[row]) * double(key - t.position[row]);
@@ -524,7 +543,7 @@ TEST_P(AttendScalar, NearExactByModeOfP) {
 }
 
 TEST_P(AttendScalar, NearExactWithModifiers) {
-    for (int flags = 0; flags < 32; ++flags) {
+    for (int flags = 0; flags < 64; ++flags) {
         ProblemSpec s{.head_dim = GetParam(),
                       .n_keys = 200,
                       .rows = 6,
@@ -536,9 +555,10 @@ TEST_P(AttendScalar, NearExactWithModifiers) {
         s.bias = flags & 4;
         s.window = flags & 8 ? 70 : 0;
         s.v_float = flags & 16;
+        s.turning = flags & 32;
         s.hidden_percent = flags % 5 == 0 ? 30 : 0;
         s.page_begin = flags % 3 == 0 ? 1 : 0;
-        expect_near_exact(s, s.v_float ? 2e-6 : 8e-5, 1e-5);
+        expect_near_exact(s, s.v_float ? 2e-6 : 8e-5, s.turning ? 3e-5 : 1e-5);
     }
 }
 

@@ -17,6 +17,7 @@
 
 #include "kernels/cpu/attend.h"
 #include "kernels/format/layout.h"
+#include "kernels/format/turning.h"
 
 namespace ta::cpu::testing {
 
@@ -120,6 +121,20 @@ inline Piece make_token_piece(int d, int valid, PageValuesKind values, Random& r
     return piece;
 }
 
+// Up to 8 turning pairs for a page that has none yet. Their scores are a few units for queries of about 1.
+inline void give_turning(Piece& piece, int d, int k_bits, int v_bits, Random& random) {
+    TurningPairs pairs;
+    for (int n = random.integer(0, kTurningPairs); n-- > 0;) {
+        pairs.code[n] = pack_turning({random.integer(0, d - 1), random.integer(0, d - 1), uint32_t(random.bits()),
+                                      uint32_t(random.bits()), random.lognormal(1.0f, 1.0f)});
+    }
+    if (piece.kind == PageKind::kChannel) {
+        std::memcpy(piece.bytes.data() + ChannelLayout(d, k_bits, v_bits).k_turning(), pairs.code, kTurningBytes);
+        return;
+    }
+    for (int t = 0; t < kPageTokens; ++t) piece.bytes[TokenLayout(d).k_scale() + size_t(t) * 4] = pairs.byte(t);
+}
+
 // Which pages a sequence is made of.
 enum class PageMix { kChannel, kToken, kSinkChannelOpen, kRandom };
 
@@ -133,7 +148,7 @@ struct ProblemSpec {
     ExpMode exp = ExpMode::kPoly;
     int p_levels = 65535;
     bool p_running = false;
-    bool softcap = false, alibi = false, bias = false, v_float = false;
+    bool softcap = false, alibi = false, bias = false, v_float = false, turning = false;
     int64_t window = 0;         // keys that a row sees at most; 0: all up to its own position
     bool causal = true;         // rows / group query tokens at the end of the sequence
     int hidden_percent = 0;     // rows that see nothing
@@ -180,6 +195,7 @@ class Problem {
         t.rows = spec_.rows;
         t.q = q_.data();
         t.q_scale = q_scale_.data();
+        t.q_float = spec_.turning ? q_float_.data() : nullptr;
         t.key_begin = key_begin_.data();
         t.key_end = key_end_.data();
         t.position = spec_.alibi ? position_.data() : nullptr;
@@ -221,6 +237,7 @@ class Problem {
                                (spec_.mix == PageMix::kSinkChannelOpen && (n == 0 || n == n_pages - 1));
             pieces_.push_back(token ? make_token_piece(spec_.head_dim, valid, spec_.values, random)
                                     : make_channel_piece(spec_.head_dim, spec_.k_bits, spec_.v_bits, spec_.values, random));
+            if (spec_.turning) give_turning(pieces_.back(), spec_.head_dim, spec_.k_bits, spec_.v_bits, random);
         }
         for (int64_t n = 0; n < n_pages; ++n) {
             // Pages before page_begin are not the task's: their address is not even valid.
@@ -234,6 +251,10 @@ class Problem {
 
     void make_rows(Random& random) {
         const int d = spec_.head_dim, rows = spec_.rows;
+        if (spec_.turning) {
+            q_float_.resize(size_t(rows) * d);
+            for (float& q : q_float_) q = random.normal();
+        }
         q_.resize(size_t(rows) * d);
         for (int row = 0; row < rows; ++row) {
             // The extremes: a row of zeros makes every P the largest, a row of +-127 every score.
@@ -278,7 +299,7 @@ class Problem {
     std::vector<Piece> pieces_;
     std::vector<PageRef> refs_;
     AlignedVector<int8_t> q_;
-    std::vector<float> q_scale_, slope_, bias_;
+    std::vector<float> q_scale_, q_float_, slope_, bias_;
     std::vector<int64_t> key_begin_, key_end_, position_;
     std::vector<float> v_float_;
     State start_;

@@ -17,6 +17,7 @@
 
 #include "kernels/cpu/kernels.h"
 #include "kernels/format/codec.h"
+#include "kernels/format/turning.h"
 
 namespace ta {
 namespace {
@@ -170,6 +171,50 @@ TEST(Check, WhatTheFormatAllows) {
     for (float x : {-0.0f, -1.0f, 0x1p-127f, std::nextafter(kMaxScale, 1e30f), std::numeric_limits<float>::infinity(),
                     std::numeric_limits<float>::quiet_NaN()})
         EXPECT_FALSE(is_good_scale(x)) << x;
+}
+
+TEST(Check, TurningPairs) {
+    constexpr int kDim = 96;
+    const ChannelLayout channel(kDim, 4, 2);
+    const TokenLayout token(kDim);
+    std::mt19937 random(7);
+    const Pages pages = encode(kDim, 1.0f, true, random);
+    const auto good = [&](const TurningPairs& pairs) {
+        Bytes of_tokens = pages.token, of_channels;
+        for (const auto& [piece, at] : pages.channel) {
+            if (at.k_bits == channel.k_bits && at.v_bits == channel.v_bits) of_channels = piece;
+        }
+        for (int t = 0; t < kPageTokens; ++t) of_tokens[token.k_scale() + 4 * size_t(t)] = pairs.byte(t);
+        store_turning_of_missing(pairs, 40, token, of_tokens.data());
+        std::memcpy(of_channels.data() + channel.k_turning(), pairs.code, kTurningBytes);
+        const bool is_good = is_good_token_piece(of_tokens.data(), kDim, true);
+        EXPECT_EQ(is_good_channel_piece(of_channels.data(), channel, true), is_good);
+        if (pairs.any()) EXPECT_FALSE(is_good_channel_piece(of_channels.data(), channel));
+        return is_good;
+    };
+    TurningPairs pairs;
+    EXPECT_TRUE(good(pairs));
+    for (uint64_t& code : pairs.code) {
+        code = pack_turning({95, 1, 0xffffffff, 0xffffffff, kMostTurning});
+        EXPECT_TRUE(good(pairs));
+    }
+    const auto with = [](int n, const TurningPair& p) {
+        TurningPairs x;
+        for (int i = 0; i <= n; ++i) x.code[i] = pack_turning(i == n ? p : TurningPair{0, 1, 0, 0, 1.0f});
+        return x;
+    };
+    for (int n : {0, 1, 7}) {
+        EXPECT_TRUE(good(with(n, {0, 95, 0, 0, kLeastTurning})));
+        EXPECT_FALSE(good(with(n, {96, 0, 0, 0, 1.0f})));
+        EXPECT_FALSE(good(with(n, {0, 96, 0, 0, 1.0f})));
+        EXPECT_FALSE(good(with(n, {5, 5, 0, 0, 1.0f})));
+        EXPECT_FALSE(good(with(n, {0, 1, 0, 0, 2 * kMostTurning})));
+        EXPECT_FALSE(good(with(n, {0, 1, 0, 0, kLeastTurning / 2})));
+        EXPECT_FALSE(good(with(n, {0, 1, 0, 0, std::numeric_limits<float>::infinity()})));
+    }
+    TurningPairs gap = with(2, {0, 1, 0, 0, 1.0f});
+    gap.code[1] = 0;
+    EXPECT_FALSE(good(gap));
 }
 
 }  // namespace

@@ -472,6 +472,7 @@ TEST(Accuracy, EachSettingAlone) {
         {"fractional_zero off", [](ta_numerics& n) { n.fractional_zero = TA_OFF; }},
         {"v_search off", [](ta_numerics& n) { n.v_search = TA_OFF; }},
         {"hadamard off", [](ta_numerics& n) { n.hadamard = TA_OFF; }},
+        {"k_turning off", [](ta_numerics& n) { n.k_turning = TA_OFF; }},
         {"no sink block", [](ta_numerics& n) { n.sink_blocks = -1; }},
         {"2 sink blocks", [](ta_numerics& n) { n.sink_blocks = 2; }},
         {"exp EXACT", [](ta_numerics& n) { n.exp = TA_EXP_EXACT; }},

@@ -100,6 +100,8 @@ TEST(Pool, FingerprintsDifferWhereBytesMeanSomethingElse) {
     n.hadamard = TA_ON;
     n.hadamard_seed = 12345;
     EXPECT_TRUE(add(n));
+    n.k_turning = TA_OFF;
+    EXPECT_TRUE(add(n));
     const std::vector<float> offset(kLayers * kHeads * kDim, 1.0f);
     n.k_offset = offset.data();
     EXPECT_TRUE(add(n));

@@ -32,6 +32,7 @@ int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, Appen
     if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
     if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, k.kernel, k.threads, 0); e != cudaSuccess)
         return e;
+    if (const int e = prepare_turning(); e != cudaSuccess) return e;
     plan->ctas = int32_t(std::max<int64_t>(1, std::min<int64_t>(int64_t(sms) * per_sm, max_tasks * kv_heads)));
     return cudaSuccess;
 }

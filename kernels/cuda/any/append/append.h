@@ -22,8 +22,13 @@ struct alignas(16) AppendTask {
     bool stays_8_bits;
     uint8_t amax_side;  // universal scales: side of open_amax with the magnitudes before the step, or kNothingSeen
     int32_t index;      // among the tasks of its sequence
+    // Turning pairs: entry of the block before, whose pairs a block goes on with that begins with fewer than 64 tokens; 0: there is
+    // none. Of a block that the step brings, its token page's.
+    uint64_t previous;
+    bool first_block;  // of its sequence
+    bool begins_anew;  // K of the tokens that it has is encoded again if other pairs are found
 };
-static_assert(sizeof(AppendTask) == 32);
+static_assert(sizeof(AppendTask) == 48);
 
 // Universal scales only: how far the tasks of a sequence and head are, while several CTAs work on them. All 0 between launches.
 struct alignas(16) AppendProgress {
@@ -39,8 +44,8 @@ struct AppendArgs {
 
     const AppendTask* tasks;
     const int32_t* n_tasks;  // one number
-    uint64_t token_layer_offset, channel_layer_offset;
-    const HeadArgs* heads;  // [kv_heads]; nullptr when no task closes
+    uint64_t token_layer_offset, channel_layer_offset, low_layer_offset;
+    const HeadArgs* heads;  // [kv_heads]; nullptr when there are no channel pages
 
     TensorArgs k, v;
 
@@ -50,7 +55,8 @@ struct AppendArgs {
     bool k_page_scale, v_page_scale;  // as in Numerics
     bool k_page_scale_at_8_bits, v_page_scale_at_8_bits;
     bool universal_open_scale, v_exponents, fractional_zero, v_search;
-    bool saturate;  // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
+    bool k_turning;  // launch_turning comes before the append of a step in which pages begin
+    bool saturate;   // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 
     // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest magnitudes of K and V, open_amax_stride
     // elements apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that
@@ -72,6 +78,9 @@ struct AppendPlan {
 // cudaError_t: cudaErrorInvalidValue for shapes that are not supported.
 int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan);
 
+// Enqueues the search for the turning pairs of one layer's pages that begin. Returns a cudaError_t.
+int launch_turning(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream);
+
 // Enqueues one layer's append. Returns a cudaError_t.
 int launch_append(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream);
 
@@ -82,6 +91,7 @@ struct ReopenArgs {
     const uint64_t* channel_layer_offset;  // [layers]
     const HeadArgs* heads;                 // [layers, kv_heads]
     uint64_t token_page_bytes;             // of one layer
+    bool k_turning;
 };
 
 // Decodes tokens [0, tokens) of every channel page into the token pages, whose other tokens stay as they are. Returns a
@@ -92,7 +102,7 @@ int launch_reopen(const ReopenArgs& args, CUstream_st* stream);
 struct LowerArgs {
     static constexpr int kMostBlocks = 128;
     int32_t head_dim, pieces, blocks;  // pieces of a block: layers x heads
-    bool v_exponents, fractional_zero, v_search;
+    bool v_exponents, fractional_zero, v_search, k_turning;
     uint64_t from[kMostBlocks], to[kMostBlocks];  // addresses
 };
 

@@ -9,17 +9,18 @@
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_rows.cuh"
 #include "kernels/cuda/common/half2.cuh"
+#include "kernels/cuda/common/turning.cuh"
 
 namespace ta::cuda {
 
 template <int D>
 struct PageImage {
-    static constexpr int kChunks = 4 * D;  // 16 bytes of K or V each
-    uint4 k[kChunks], v[kChunks];          // a token page's code arrays, chunks of a load permuted
-    float scale[2][kPageTokens];           // of K, V
-    float ratio[2][kPageTokens];           // that merge the tokens' scales
-    int32_t v_sum[kPageTokens];            // of a token's |V codes|
-    bool merge[2][2];                      // by half of the tokens: some ratio is not 1
+    static constexpr int kChunks = 4 * D;     // 16 bytes of K or V each
+    uint4 k[kChunks], v[kChunks];             // a token page's code arrays, chunks of a load permuted
+    alignas(16) float scale[2][kPageTokens];  // of K, V
+    float ratio[2][kPageTokens];              // that merge the tokens' scales
+    int32_t v_sum[kPageTokens];               // of a token's |V codes|
+    bool merge[2][2];                         // by half of the tokens: some ratio is not 1
 
     // Chunks are permuted so that lanes which write different loads, in natural order, and lanes which read one load meet all
     // banks.
@@ -411,8 +412,8 @@ __device__ __forceinline__ void sum_v(PageImage<D>& page) {
 
 // Token t of the page, by thread t: the ratios that merge scales, V's exponents, and the end of the piece.
 template <int D>
-__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, uint8_t* piece, const PieceOffsets& at,
-                                             int t) {
+__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, bool k_turning, uint8_t* piece,
+                                             const PieceOffsets& at, int t) {
     const int lane = t % 32;
     const float k_max = page_max(page.scale[0], lane), v_max = page_max(page.scale[1], lane);
     const float k_ratio = merge_ratio(page.scale[0][t], k_max, 0);
@@ -434,9 +435,12 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponent
     }
     const int next = __shfl_down_sync(kWholeWarp, exponent, 1);
     if (t % 2 == 0) piece[at.v_exponents + t / 2] = uint8_t(exponent | next << 4);
-    auto* end = reinterpret_cast<float*>(piece + at.k_scale);
-    const int words = (at.bytes - at.k_scale) / 4;
-    if (t < words) end[t] = t == 0 ? k_max : t == 1 ? v_max : 0.0f;
+    auto* end = reinterpret_cast<uint32_t*>(piece + at.k_scale);
+    const int words = (at.bytes - at.k_scale) / 4, pairs = t - 2;
+    uint32_t word = t == 0 ? __float_as_uint(k_max) : t == 1 ? __float_as_uint(v_max) : 0;
+    if (k_turning && pairs >= 0 && 4 * pairs < kTurningBytes)
+        word = lowest_bytes(reinterpret_cast<const uint4*>(page.scale[0])[pairs]);
+    if (t < words) end[t] = word;
 }
 
 // Closes the page. All threads of the CTA, after the image is complete; v_sum is zero if exponents are wanted.
@@ -448,7 +452,7 @@ __device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v
         sum_v(page);
         __syncthreads();
     }
-    if (threadIdx.x < kPageTokens) merge_scales(page, a.v_exponents, piece, at, threadIdx.x);
+    if (threadIdx.x < kPageTokens) merge_scales(page, a.v_exponents, a.k_turning, piece, at, threadIdx.x);
     __syncthreads();
     static_assert(RowShape<D>::kWarps >= D / 16, "a warp takes one unit of V and at most one of K");
     if (warp < D / 16) encode_v(page, warp, v_bits, a.v_search, a.fractional_zero, piece, at, lane);

@@ -9,6 +9,11 @@
 
 namespace ta::cuda {
 
+// What the turning pairs of a whole page are at its tokens.
+struct TurningTable {
+    float2 value[kTurningPairs][kPageTokens];
+};
+
 template <int D>
 class Appender {
     using Rows = RowShape<D>;
@@ -16,10 +21,11 @@ class Appender {
     static constexpr size_t kPieceBytes = TokenLayout(D).bytes();
 
   public:
-    __device__ Appender(const AppendArgs& args, Page& page, float (&amax)[2][kPageTokens], int head)
+    __device__ Appender(const AppendArgs& args, Page& page, float (&amax)[2][kPageTokens], TurningTable& turning, int head)
         : a_(args),
           page_(page),
           amax_(amax),
+          turning_(turning),
           head_(head),
           warp_(threadIdx.x / 32),
           row_in_warp_(threadIdx.x % 32 / Rows::kLanes),
@@ -32,19 +38,25 @@ class Appender {
         uint8_t* piece = token_piece(task);
         auto* to = reinterpret_cast<uint4*>(piece);
         if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
+        if (a_.k_turning) make_table(piece + TokenLayout(D).k_scale());
 #pragma unroll 1
         for (int tensor = 0; tensor < 2; ++tensor) {
             float x[4][8], amax[4];
-            read_rows(tensor, task.sequence, int64_t(task.row) + t0 - task.have, active(), true, x, amax);
+            const uint8_t* turning = tensor == 0 && a_.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
+            read_rows(tensor, task.sequence, int64_t(task.row) + t0 - task.have, active(), true, turning, t0, x, amax);
             const ScaleOf scale_of = page_scales(tensor, task, t0, amax);
             // Each lane finds the scale of one of the four rows.
             const int mine = lane_ % 4;
-            const float own = scale_of(mine == 0 ? amax[0] : mine == 1 ? amax[1] : mine == 2 ? amax[2] : amax[3]);
+            const float given = scale_of(mine == 0 ? amax[0] : mine == 1 ? amax[1] : mine == 2 ? amax[2] : amax[3]);
+            const float own = turning ? turned_scale(turning, given, t0 + 8 * mine) : given;
             if (lane_ < 4) page_.scale[tensor][t0 + 8 * mine] = own;
             const Divider divider(own);
             if (scale_of.universal) {
 #pragma unroll
-                for (int p = 0; p < 4; ++p) count_clamped(clamp_row(x[p], scale_of.shared));
+                for (int p = 0; p < 4; ++p) {
+                    const float scale = turning ? turned_scale(turning, scale_of.shared, t0 + 8 * p) : scale_of.shared;
+                    count_clamped(clamp_row(x[p], scale));
+                }
             }
             if (__any_sync(kWholeWarp, divider.up != 1.0f)) {
 #pragma unroll
@@ -132,6 +144,7 @@ class Appender {
         if (universal && threadIdx.x < kPageTokens) amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
         if (closes || universal) __syncthreads();
         const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
+        const uint8_t* turning = tensor == 0 && a_.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
         float shared = 0.0f;
         // Where the page's scale depends on the rows they are read twice.
 #pragma unroll 1
@@ -141,13 +154,14 @@ class Appender {
                 const int t = n + warps / 2 * row_in_warp_;
                 const bool valid = t < task.end && active();
                 float x[1][8], amax[1];
-                read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, x, amax);
+                read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, turning, t, x, amax);
                 if (!valid) continue;
                 if (pass == 0) {
                     if (lane_ == 0) amax_[tensor][t] = amax[0];
                     continue;
                 }
-                const float scale = universal ? shared : page_stage1_scale(amax[0]);
+                float scale = universal ? shared : page_stage1_scale(amax[0]);
+                if (turning) scale = turned_scale(turning, scale, t);
                 if (universal) count_clamped(clamp_row(x[0], scale));
                 const Divider divider(scale);
                 scale_up(x[0], divider.up);
@@ -251,24 +265,30 @@ class Appender {
         return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
     }
 
+    // scale_with_turning of turning.h for token t of a page. `turning`: its K scales, whose lowest bytes are there before.
+    __device__ static float turned_scale(const uint8_t* turning, float scale, int t) {
+        if (scale == 0.0f && turning_of_scales(turning, 0) != 0) scale = page_stage1_scale(kMinAmax);
+        return __uint_as_float((__float_as_uint(scale) & ~255u) | turning[4 * t]);
+    }
+
     // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those
-    // that are not `valid` get zeros.
+    // that are not `valid` get zeros. `turning`, if not null: K scales of the rows' page, of which the first row is token t.
     template <int kRows>
-    __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
-                              float (&amax)[kRows]) const {
+    __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, const uint8_t* turning, int t,
+                              float (&x)[kRows][8], float (&amax)[kRows]) const {
         const DType type = tensor ? a_.v.dtype : a_.k.dtype;
         if (type == DType::kBf16) {
-            read_rows_of<DType::kBf16>(tensor, sequence, row, valid, count, x, amax);
+            read_rows_of<DType::kBf16>(tensor, sequence, row, valid, count, turning, t, x, amax);
         } else if (type == DType::kF16) {
-            read_rows_of<DType::kF16>(tensor, sequence, row, valid, count, x, amax);
+            read_rows_of<DType::kF16>(tensor, sequence, row, valid, count, turning, t, x, amax);
         } else {
-            read_rows_of<DType::kF32>(tensor, sequence, row, valid, count, x, amax);
+            read_rows_of<DType::kF32>(tensor, sequence, row, valid, count, turning, t, x, amax);
         }
     }
 
     template <DType kType, int kRows>
-    __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, float (&x)[kRows][8],
-                                 float (&amax)[kRows]) const {
+    __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, const uint8_t* turning, int t,
+                                 float (&x)[kRows][8], float (&amax)[kRows]) const {
         const TensorArgs& from = tensor ? a_.v : a_.k;
         const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
         RawRow<kType> raw[kRows] = {};
@@ -290,6 +310,7 @@ class Appender {
 #pragma unroll
             for (int p = 0; p < kRows; ++p) amax[p] = lane_amax(x[p]);
         }
+        if (turning && valid) take_out_turning(turning, t, x, amax);
         if constexpr (can_rotate(D)) {
             if (rotated) {
 #pragma unroll
@@ -301,6 +322,51 @@ class Appender {
         }
 #pragma unroll
         for (int p = 0; p < kRows; ++p) amax[p] = row_amax<D>(amax[p]);
+    }
+
+    // By the whole CTA.
+    __device__ void make_table(const uint8_t* turning) const {
+        if (turning_of_scales(turning, 0) == 0) return;
+        for (int n = int(threadIdx.x); n < kTurningPairs * kPageTokens; n += Rows::kThreads) {
+            const uint64_t code = turning_of_scales(turning, n / kPageTokens);
+            if (code == 0) break;
+            const TurningValues at = turning_values(unpack_turning(code), n % kPageTokens);
+            turning_.value[n / kPageTokens][n % kPageTokens] = make_float2(at.first, at.second);
+        }
+        __syncthreads();
+    }
+
+    // A lane's channels of tokens t, t + 8, ...: of a whole page by its table.
+    template <int kRows>
+    __device__ void take_out_turning(const uint8_t* turning, int t, float (&x)[kRows][8], float (&amax)[kRows]) const {
+        bool any = false;
+#pragma unroll 1
+        for (int n = 0; n < kTurningPairs; ++n) {
+            const uint64_t code = turning_of_scales(turning, n);
+            if (code == 0) break;
+            const TurningPair pair = unpack_turning(code);
+            const int first = pair.first - 8 * lane_, second = pair.second - 8 * lane_;
+            if (unsigned(first) >= 8 && unsigned(second) >= 8) continue;
+            any = true;
+#pragma unroll
+            for (int p = 0; p < kRows; ++p) {
+                float2 at;
+                if constexpr (kRows > 1) {
+                    at = turning_.value[n][t + 8 * p];
+                } else {
+                    const TurningValues v = turning_values(pair, t);
+                    at = make_float2(v.first, v.second);
+                }
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    if (j == first) x[p][j] = __fsub_rn(x[p][j], at.x);
+                    if (j == second) x[p][j] = __fsub_rn(x[p][j], at.y);
+                }
+            }
+        }
+        if (!any) return;
+#pragma unroll
+        for (int p = 0; p < kRows; ++p) amax[p] = lane_amax(x[p]);
     }
 
     __device__ static void scale_up(float (&x)[8], float up) {
@@ -371,6 +437,7 @@ class Appender {
     const AppendArgs& a_;
     Page& page_;
     float (&amax_)[2][kPageTokens];
+    TurningTable& turning_;
     float k_seen_ = 0.0f, v_seen_ = 0.0f;  // the largest magnitudes of the sequence's head so far
     const int head_, warp_, row_in_warp_, lane_;
 };
@@ -392,11 +459,12 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
     using Rows = RowShape<D>;
     __shared__ PageImage<D> page;
     __shared__ float amax[2][kPageTokens];
+    __shared__ TurningTable turning;
     const int tasks = *a.n_tasks, items = tasks * a.kv_heads, warp = threadIdx.x / 32;
     for (int item = int(warp / 2 * gridDim.x + blockIdx.x); item < items; item += int(Rows::kWarps / 2 * gridDim.x)) {
         const AppendTask task = a.tasks[item / a.kv_heads];
         if (!is_small(a, task)) continue;
-        Appender<D> append(a, page, amax, item % a.kv_heads);
+        Appender<D> append(a, page, amax, turning, item % a.kv_heads);
         append.some_tokens(task, warp % 2, 2);
     }
     const bool universal = a.universal_open_scale;
@@ -415,7 +483,7 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
         const int n = item / a.kv_heads, head = item % a.kv_heads;
         const AppendTask task = a.tasks[n];
         if (is_small(a, task) || (in_order && task.index > 0)) continue;
-        Appender<D> append(a, page, amax, head);
+        Appender<D> append(a, page, amax, turning, head);
         if (universal) append.begin(task);
         const bool last = n + 1 == tasks || a.tasks[n + 1].sequence != task.sequence;
         if (in_order || !universal || !waits_for_others(task, last)) {

@@ -9,6 +9,9 @@ struct AppendKernel {
     const void* lower;  // of one argument, LowerArgs; as many threads
 };
 
+// Once for each device, before launch_turning. Returns a cudaError_t.
+int prepare_turning();
+
 AppendKernel append_kernel_d64();
 AppendKernel append_kernel_d96();
 AppendKernel append_kernel_d128();

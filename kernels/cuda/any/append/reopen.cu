@@ -3,6 +3,7 @@
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/format/codec.h"
+#include "kernels/format/turning.h"
 
 namespace ta::cuda {
 namespace {
@@ -33,10 +34,15 @@ __global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ Reo
         out[to.v_codes() + v_place(d, 8, t, c).byte] =
             uint8_t(decode(v_code, piece[from.v_step() + c], piece[from.v_zero() + c], h.v_bits));
     }
+    const TurningPairs turning = a.k_turning ? turning_of_channel(piece, from) : TurningPairs{};
+    for (int t = a.tokens + threadIdx.x; t < kPageTokens && a.k_turning; t += blockDim.x) {
+        reinterpret_cast<uint32_t*>(out + to.k_scale())[t] = turning.byte(t);
+    }
     for (int t = threadIdx.x; t < a.tokens; t += blockDim.x) {
         const int exponent = piece[from.v_exponents() + t / 2] >> t % 2 * 4 & 15;
         const auto scale = [piece](size_t at) { return *reinterpret_cast<const float*>(piece + at); };
-        reinterpret_cast<float*>(out + to.k_scale())[t] = scale(from.k_scale());
+        const float k_scale = scale(from.k_scale());
+        reinterpret_cast<float*>(out + to.k_scale())[t] = turning.any() ? scale_with_turning(k_scale, turning, t) : k_scale;
         reinterpret_cast<float*>(out + to.v_scale())[t] = reopened_scale(scale(from.v_scale()), exponent);
     }
 }

@@ -8,6 +8,7 @@
 #include "kernels/cuda/any/decode/merge.cuh"
 #include "kernels/cuda/any/decode/page.cuh"
 #include "kernels/cuda/common/scores.cuh"
+#include "kernels/cuda/common/turning.cuh"
 
 namespace ta::cuda {
 
@@ -32,6 +33,32 @@ __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, con
     g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position).end;
     g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position + g.s.n_query - 1).begin;
     return g;
+}
+
+// Adds the turning pairs of a page to the logits of N row tiles, tokens r + 8 k; `pair(n)` is its n-th or 0. The queries are
+// read where the caller has them: after a segment's first page they are in L1, which the pages do not pass through.
+template <int N, class Pair>
+__device__ __forceinline__ void add_turning(const DecodeParams& p, const DecodeSegment& seg, Pair pair, int tile,
+                                            float (&x)[N][8], int lane) {
+#pragma unroll 1
+    for (int m = 0; m < kTurningPairs; ++m) {
+        const uint64_t code = pair(m);
+        if (code == 0) break;
+        const TurningPair of = unpack_turning(code);
+        float first[N], second[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const void* row = query_row(p, seg.s, seg.head, 4 * (tile + n) + lane % 4);
+            first[n] = query_value(p.a.q, row, of.first, p.unit, p.a.saturate);
+            second[n] = query_value(p.a.q, row, of.second, p.unit, p.a.saturate);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const TurningValues at = turning_values_fast(of, lane / 4 + 8 * k);
+#pragma unroll
+            for (int n = 0; n < N; ++n) x[n][k] = fmaf(second[n], at.second, fmaf(first[n], at.first, x[n][k]));
+        }
+    }
 }
 
 // The state of the rows 4 n + lane % 4 of a segment in one lane.
@@ -264,6 +291,10 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
             }
+            if (p.a.k_turning) {
+                const auto pair = [&](int m) { return turning_of_scales(piece + kLayout.k_scale(), m); };
+                add_turning(p, seg, pair, tile, x, lane);
+            }
             softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
         }
     } else {
@@ -297,6 +328,10 @@ __device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeS
                     const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
                     x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
                 }
+            }
+            if (p.a.k_turning) {
+                const auto pair = [&](int m) { return turning_of_pairs(piece + kLayout.k_turning(), m); };
+                add_turning(p, seg, pair, tile, x, lane);
             }
             if constexpr (kGeneral) {
                 float ratio[8];

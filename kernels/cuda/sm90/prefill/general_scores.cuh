@@ -1,5 +1,5 @@
-// Scores to P where 16 bits will not do: softcap, ALiBi, scores of hundreds of octaves, SAS beside scales per token. fp32 to the
-// end.
+// Scores to P where 16 bits will not do: softcap, ALiBi, scores of hundreds of octaves, SAS beside scales per token, turning
+// pairs. fp32 to the end.
 #pragma once
 
 #include "kernels/cuda/sm90/prefill/softmax.cuh"
@@ -40,11 +40,53 @@ TA_DEVICE float soft_capped(float x, const ScoreOptions& o) {
     return copysignf(o.softcap * __fdividef(1.0f - e, 1.0f + e), x);
 }
 
+TA_DEVICE bool has_turning(const BlockScales& scales) {
+    return (scales.turning[0][0] | scales.turning[1][0]) != 0;
+}
+
+// Adds the turning pairs of a block's pages to scores `x` [64], fp32 already, of rows `row_in_tile` and 8 more. A call, on memory:
+// the main loop has no registers for it.
+inline __device__ __noinline__ void add_turning(const AttendArgs& args, const Tile& tile, int row_in_tile,
+                                                const BlockScales& scales, int i, float* x) {
+    const float unit = args.softcap > 0.0f ? args.scale : args.scale * 1.44269504f;
+    const void* q[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const RowPlace at(args, tile, row_in_tile + 8 * row);
+        const auto* data = static_cast<const uint8_t*>(args.q.data);
+        q[row] = at.token < tile.rows.n_query ? data + at.offset(args.q, tile) * int64_t(dtype_bytes(args.q.dtype)) : nullptr;
+    }
+#pragma unroll 1
+    for (int m = 0; m < 2 * kTurningPairs; ++m) {
+        const int page = m / kTurningPairs;
+        const uint64_t code = scales.turning[page][m % kTurningPairs];
+        if (code == 0) continue;
+        const TurningPair pair = unpack_turning(code);
+        float first[2], second[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            first[row] = query_value(args.q, q[row], pair.first, unit, args.saturate);
+            second[row] = query_value(args.q, q[row], pair.second, unit, args.saturate);
+        }
+#pragma unroll 4
+        for (int n = 0; n < 16; ++n) {  // columns j and e of the page
+            const int j = 8 * page + n / 2, e = n % 2;
+            const TurningValues at = turning_values_fast(pair, lane_token(i) + column_token(n / 2, e));
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                float& to = x[4 * j + 2 * row + e];
+                to = fmaf(second[row], at.second, fmaf(first[row], at.first, to));
+            }
+        }
+    }
+}
+
 // The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is
 // summed from P before its rounding.
 template <bool kOptions>
 TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              float unit, bool masked, int key, Pass pass, int i, Scores& out, float (&sums)[2]) {
+                              float unit, bool masked, int key, Pass pass, int i, const AttendArgs& args, const Tile& tile,
+                              int row_in_tile, Scores& out, float (&sums)[2]) {
     constexpr float kFar = 1000.0f, kDropped = 8.66f;  // octaves; SAS's 6 are 8.656
     const RowInfo info[2] = {row_info[0], row_info[8]};
     const float scale[2] = {info[0].scale * unit, info[1].scale * unit};
@@ -56,10 +98,25 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2, j = first + h;
-            float x = float(s[4 * j + 2 * row + e]) * (scale[row] * token.k[h]);
-            if (kOptions && options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
-            if (kOptions) x = fmaf(info[row].slope, float(first_key + column_token(j, e) - info[row].position), x);
+            const float x = float(s[4 * j + 2 * row + e]) * (scale[row] * token.k[h]);
             s[4 * j + 2 * row + e] = __float_as_int(x);
+        }
+    }
+    if (__any_sync(~0u, has_turning(scales))) {
+        float x[64];
+#pragma unroll
+        for (int n = 0; n < 64; ++n) x[n] = __int_as_float(s[n]);
+        add_turning(args, tile, row_in_tile, scales, i, x);
+#pragma unroll
+        for (int n = 0; n < 64; ++n) s[n] = __float_as_int(x[n]);
+    }
+    if (kOptions) {
+#pragma unroll
+        for (int n = 0; n < 64; ++n) {
+            const int row = n / 2 % 2;
+            float x = __int_as_float(s[n]);
+            if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
+            s[n] = __float_as_int(fmaf(info[row].slope, float(first_key + column_token(n / 4, n % 2) - info[row].position), x));
         }
     }
     if (masked) {

@@ -406,7 +406,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                 } else {
                     const float unit = kChannels && channel ? 0.125f : 1.0f;
                     if (kChannels && channel) add_fractions<true>(eighths, s);
-                    if (!again && can && limits.trusted == INFINITY) decide(limits, false, lane);
+                    if (!again && can && limits.trusted == INFINITY && !__any_sync(~0u, has_turning(scales)))
+                        decide(limits, false, lane);
                     if (!kTokenPath && !sas && takes_tokens(limits, scales)) {
                         token_scores(s, info, scales, unit, masked, key, pass, i, scores);
                         if (exact) find_exact_sums(scales, i, scores, rows.exact);
@@ -415,8 +416,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
                         // The compiler would rather keep parts of O in memory over the whole loop.
                         alignas(16) float saved[D / 2];
                         save_registers(saved, o);
-                        general_scores<kOptions>(s, info, scales, score_options(args), unit, masked, key, pass, i, scores,
-                                                 rows.exact);
+                        general_scores<kOptions>(s, info, scales, score_options(args), unit, masked, key, pass, i, args, tile,
+                                                 row_in_tile, scores, rows.exact);
                         make_p(scores, p);
                         restore_registers(o, saved);
                         how = again ? Sums::kExactAndStay : Sums::kExact;

@@ -324,7 +324,7 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             for (int p = part ? half : 0; p < (part ? half + 1 : 2 * half); ++p) {
                 const bool there = page + p < page_end;
                 const uint32_t bits_there = kChannels && there ? shared.raw_bits[raw][p] : 0;
-                const Scales scales{shared.scales[stage], shared.v[stage] + D * kBlockTokens, p, lane};
+                const Scales scales{shared.scales[stage], shared.v[stage] + D * kBlockTokens, p, lane, args.k_turning};
                 if (bits_there) {
                     scales.read_channels<D>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
                 } else {

@@ -36,6 +36,7 @@ struct Scales {
     BlockScales& out;
     uint8_t* weights;
     int half, lane;
+    bool turning;  // pages can have turning pairs
 
     // Of a token page of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. What stands
     // for the scales of tokens that do not exist must be numbers. part 0: K's, 1: V's.
@@ -48,13 +49,23 @@ struct Scales {
             x[0] = from[lane], x[1] = from[lane + 32];
         }
         const float first = __shfl_sync(~0u, x[0], 0);
+        bool turns = false;
+        if (part == 0) {
+            uint8_t byte[2] = {};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                if (turning && valid > 0) byte[n] = uint8_t(__float_as_uint(x[n]));
+                reinterpret_cast<uint8_t*>(out.turning[half])[lane + 32 * n] = byte[n];
+            }
+            turns = __any_sync(~0u, lane < 8 && byte[0] != 0);
+        }
         if (lane >= valid) x[0] = first;
         if (lane + 32 >= valid) x[1] = first;
         const bool equal = __all_sync(~0u, x[0] == first && x[1] == first);
         if (part == 0) {
             const float largest = equal ? first : warp_max(fmaxf(x[0], x[1]));
             store_k(x[0], x[1]);
-            store_k_page(equal ? first * kFine : INFINITY, largest, false);
+            store_k_page(equal ? first * kFine : INFINITY, largest, turns, false);
             return;
         }
         const auto or_none = [](float scale) { return scale > 0.0f ? scale : kNoScale; };
@@ -101,7 +112,11 @@ struct Scales {
         const float scale = *reinterpret_cast<const float*>(raw + (part ? layout.v_scale() : layout.k_scale()));
         if (part == 0) {
             store_k(scale, scale);
-            store_k_page(scale * kFine, scale, true);
+            uint2 pair = {};
+            if (turning && lane < kTurningPairs) pair = reinterpret_cast<const uint2*>(raw + layout.k_turning())[lane];
+            if (lane < kTurningPairs) reinterpret_cast<uint2*>(out.turning[half])[lane] = pair;
+            const bool turns = __any_sync(~0u, lane == 0 && (pair.x | pair.y) != 0);
+            store_k_page(scale * kFine, scale, turns, true);
             return;
         }
         int e[2];
@@ -150,8 +165,10 @@ struct Scales {
         token(0).k[score_half(j())] = first;
         token(1).k[score_half(j())] = second;
     }
-    TA_DEVICE void store_k_page(float fine, float largest, bool is_channel) const {
+    // `turns`: no bound of the scores follows from the queries' codes.
+    TA_DEVICE void store_k_page(float fine, float largest, bool turns, bool is_channel) const {
         if (lane > 0) return;
+        if (turns) fine = largest = INFINITY;
         out.k_page[half] = fine;
         out.k_largest[half] = largest;
         out.k_coarse[half] = fine > 0.0f ? largest * kCoarse : INFINITY;

@@ -2,6 +2,7 @@
 // the barriers between them.
 #pragma once
 
+#include "kernels/cuda/common/turning.cuh"
 #include "kernels/cuda/sm90/prefill/stream.cuh"
 
 namespace ta::cuda::prefill {
@@ -103,18 +104,19 @@ struct alignas(16) TokenScales {
 
 // The scales of a block. What stands for the page that is missing at a tile's end takes part in nothing.
 struct alignas(16) BlockScales {
-    float k_page[2];                  // K's scale * kFine; infinite: the page's tokens differ
-    float v_room[2];                  // what log2 of V's scales leaves of a 16-bit score, in 1 / kFine
-    float v_highest[2], v_lowest[2];  // log2 of V's
-    int32_t v_page[2];                // as v_token, of all tokens; kNoAddend: they differ
-    float digit[4];                   // what sums of P with digit i of 1 / V's scale count for in l: sum_row()
-    float k_largest[2];               // of K's scales
-    float k_coarse[2];                // K's scale * kCoarse; infinite: it is 0, or the page's tokens differ
-    uint32_t channel[2];              // is the page a channel page?
-    TokenScales token[16][4];         // [n][i]: word n
-    int32_t v_token[8][4][2][2];      // [n][i][e]: log2 of V's, columns j = 2 n and 2 n + 1, in 1 / kFine; plus 1/2 of the
-                                      // high half, which so is rounded to nearest
-    float2 v_inverse[16][4];          // [n][i]: kSumUnit / V's scale, word n
+    float k_page[2];                     // K's scale * kFine; infinite: the page's tokens differ
+    float v_room[2];                     // what log2 of V's scales leaves of a 16-bit score, in 1 / kFine
+    float v_highest[2], v_lowest[2];     // log2 of V's
+    int32_t v_page[2];                   // as v_token, of all tokens; kNoAddend: they differ
+    float digit[4];                      // what sums of P with digit i of 1 / V's scale count for in l: sum_row()
+    float k_largest[2];                  // of K's scales
+    float k_coarse[2];                   // K's scale * kCoarse; infinite: it is 0, or the page's tokens differ
+    uint32_t channel[2];                 // is the page a channel page?
+    uint64_t turning[2][kTurningPairs];  // of the pages; where there are any, only general_scores will do
+    TokenScales token[16][4];            // [n][i]: word n
+    int32_t v_token[8][4][2][2];         // [n][i][e]: log2 of V's, columns j = 2 n and 2 n + 1, in 1 / kFine; plus 1/2 of the
+                                         // high half, which so is rounded to nearest
+    float2 v_inverse[16][4];             // [n][i]: kSumUnit / V's scale, word n
 };
 
 // Eight more rows of V's tile, so that the product with V sums P too. The even ones are 1: what O holds 128 times too often

@@ -1,0 +1,393 @@
+// Before an append: the turning pairs of pages that begin, as src/attend/turning.cpp and cpu_step.cpp find them, to the bit. They
+// go into the lowest bytes of the K scales of the page's tokens, where the append finds them. A CTA takes one head of one block;
+// the last block of a sequence, which goes on with the pairs of the one before it, is taken by whoever has that.
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/append/codec_rows.cuh"
+#include "kernels/cuda/any/append/launch.h"
+#include "kernels/cuda/common/turning.cuh"
+
+namespace ta::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+static_assert(kThreads >= kMaxHeadDim && kWarps >= kTurningPairs);
+
+__device__ __forceinline__ float sum_of_warp(float x) {  // in the order of sum_of_32
+#pragma unroll
+    for (int h = 16; h >= 1; h /= 2) x = rn_add(x, __shfl_xor_sync(kWholeWarp, x, h));
+    return x;
+}
+
+struct Shared {
+    float square[kMaxHeadDim];
+    bool used[kMaxHeadDim];
+    uint64_t found[kTurningPairs];
+    int32_t first, second;  // the pair of channels to look at; first < 0: none
+};
+
+class PageTurning {
+  public:
+    __device__ PageTurning(const AppendArgs& a, const AppendTask& task, int head, Shared& shared, float* rows)
+        : a_(a),
+          task_(task),
+          layout_(a.head_dim),
+          head_(head),
+          d_(a.head_dim),
+          warp_(int(threadIdx.x) / 32),
+          lane_(int(threadIdx.x) % 32),
+          shared_(shared),
+          rows_(rows),
+          piece_(token_piece(task.token_page)) {}
+
+    // By the whole CTA.
+    __device__ void run() {
+        if (task_.have > 0 && !task_.begins_anew) return;
+        __syncthreads();  // with what the CTA did before
+        if (threadIdx.x < kTurningPairs) shared_.found[threadIdx.x] = 0;
+        const bool carries = task_.have == 0 && task_.end < kPageTokens && task_.previous != 0;
+        __syncthreads();
+        // A page that is not its sequence's first and of which the one before is gone has none.
+        if (carries) {
+            carry_pairs();
+        } else if (task_.end == kPageTokens || task_.first_block) {
+            find_pairs();
+        }
+        __syncthreads();
+        TurningPairs pairs;
+        int n = 0;
+        for (int i = 0; i < kTurningPairs; ++i) {
+            if (shared_.found[i]) pairs.code[n++] = shared_.found[i];
+        }
+        if (task_.have > 0 && !(pairs == stored_pairs())) {
+            __syncthreads();  // with those who read the scales
+            for (int t = warp_; t < task_.have; t += kWarps) encode_row(pairs, t);
+        }
+        for (int t = task_.have + int(threadIdx.x); t < kPageTokens; t += kThreads) scale_words()[t] = pairs.byte(t);
+    }
+
+  private:
+    __device__ uint8_t* token_piece(uint64_t page) const {
+        const uint64_t layer = page & kEntrySingleLayer ? 0 : a_.token_layer_offset;
+        return reinterpret_cast<uint8_t*>((page & ~kEntryFlags) + layer + head_ * layout_.bytes());
+    }
+    __device__ uint32_t* scale_words() const { return reinterpret_cast<uint32_t*>(piece_ + layout_.k_scale()); }
+
+    // What the page has.
+    __device__ TurningPairs stored_pairs() const {
+        TurningPairs out;
+        for (int n = 0; n < kTurningPairs; ++n) out.code[n] = turning_of_scales(piece_ + layout_.k_scale(), n);
+        return out;
+    }
+
+    // Pair n of the page before, 0 if there is none.
+    __device__ uint64_t previous_pair(int n) const {
+        const uint64_t entry = task_.previous;
+        if (!(entry & kEntryChannel)) return turning_of_scales(token_piece(entry) + layout_.k_scale(), n);
+        const auto* page = reinterpret_cast<const uint8_t*>(entry & ~kEntryFlags);
+        if (entry & kEntryLow) {
+            const ChannelLayout low(d_, 2, 2);
+            return turning_of_pairs(page + a_.low_layer_offset + head_ * low.bytes() + low.k_turning(), n);
+        }
+        const HeadArgs h = a_.heads[head_];
+        return turning_of_pairs(
+            page + a_.channel_layer_offset + h.channel_offset + ChannelLayout(d_, h.k_bits, h.v_bits).k_turning(), n);
+    }
+
+    // ---- rows, by one warp each ----
+
+    __device__ float* row(int t) const { return rows_ + t * d_; }
+
+    __device__ void load_row(int t) const {
+        float* to = row(t);
+        if (t < task_.have) {
+            load_stored_row(t, to);
+            return;
+        }
+        const int64_t at = (int64_t(task_.row) + t - task_.have) * a_.k.stride_row + head_ * a_.k.stride_head;
+        const auto* from = static_cast<const uint8_t*>(a_.k.data) + at * int64_t(dtype_bytes(a_.k.dtype));
+        for (int c = lane_; c < d_; c += 32) {
+            const float x = value_of(a_.k.dtype, from, c);
+            to[c] = a_.k_offset ? rn_sub(x, a_.k_offset[head_ * d_ + c]) : x;
+        }
+        __syncwarp();
+    }
+    // As widen_rows has it; the append counts what is replaced.
+    __device__ float value_of(DType type, const void* from, int c) const {
+        float x;
+        if (type == DType::kF32) {
+            x = static_cast<const float*>(from)[c];
+        } else {
+            const uint16_t half = static_cast<const uint16_t*>(from)[c];
+            x = type == DType::kF16 ? __half2float(__ushort_as_half(half)) : __uint_as_float(uint32_t(half) << 16);
+        }
+        const float limit = type == DType::kF16 ? 65504.0f : kMaxMagnitude;
+        if (fabsf(x) <= limit) return x;
+        return !a_.saturate || x != x ? 0.0f : copysignf(limit, x);
+    }
+    __device__ void load_stored_row(int t, float* to) const {
+        const float scale = __uint_as_float(scale_words()[t]);
+        for (int c = lane_; c < d_; c += 32) {
+            to[c] = rn_mul(float(int8_t(piece_[layout_.k_codes() + k_place(d_, 8, t, c).byte])), scale);
+        }
+        __syncwarp();
+        if (a_.signs) {
+            transform(to);
+            for (int c = lane_; c < d_; c += 32) to[c] = rn_mul(to[c], a_.signs[c]);
+            __syncwarp();
+        }
+        for (int n = 0; n < kTurningPairs; ++n) {
+            const uint64_t code = turning_of_scales(piece_ + layout_.k_scale(), n);
+            if (code == 0) break;
+            add_pair(code, t, 1.0f, to);
+        }
+    }
+    __device__ void add_pair(uint64_t code, int t, float sign, float* x) const {
+        const TurningPair p = unpack_turning(code);
+        const TurningValues at = turning_values(p, t);
+        if (lane_ == 0) {
+            x[p.first] = rn_add(x[p.first], rn_mul(sign, at.first));
+            x[p.second] = rn_add(x[p.second], rn_mul(sign, at.second));
+        }
+        __syncwarp();
+    }
+    // hadamard_in_place of rotation.h.
+    __device__ void transform(float* x) const {
+        for (int h = 1; h < d_; h *= 2) {
+            for (int n = lane_; n < d_ / 2; n += 32) {
+                const int i = n / h * 2 * h + n % h;
+                const float u = x[i], v = x[i + h];
+                x[i] = rn_add(u, v);
+                x[i + h] = rn_sub(u, v);
+            }
+            __syncwarp();
+        }
+        for (int c = lane_; c < d_; c += 32) x[c] = rn_mul(x[c], rotation_norm(d_));
+        __syncwarp();
+    }
+
+    // A token that the page has, with other pairs.
+    __device__ void encode_row(const TurningPairs& pairs, int t) const {
+        float* x = row(t);
+        for (int n = 0; n < kTurningPairs && pairs.code[n]; ++n) add_pair(pairs.code[n], t, -1.0f, x);
+        if (a_.signs) {
+            for (int c = lane_; c < d_; c += 32) x[c] = rn_mul(x[c], a_.signs[c]);
+            __syncwarp();
+            transform(x);
+        }
+        float amax = 0.0f;
+        for (int c = lane_; c < d_; c += 32) amax = fmaxf(amax, fabsf(x[c]));
+        amax = __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(amax)));
+        const float own = amax < kMinAmax ? 0.0f : rn_div(amax, float(kStage1Levels));
+        const float scale = scale_with_turning(own, pairs, t);
+        for (int c = lane_; c < d_; c += 32) {
+            float code = scale > 0.0f ? rintf(rn_div(x[c], scale)) : 0.0f;
+            code = fminf(fmaxf(code, -float(kStage1Levels)), float(kStage1Levels));
+            piece_[layout_.k_codes() + k_place(d_, 8, t, c).byte] = uint8_t(int8_t(code));
+        }
+        if (lane_ == 0) scale_words()[t] = __float_as_uint(scale);
+    }
+
+    // ---- series, by one warp, whose lanes have two tokens each ----
+
+    struct Series {
+        float x[2], y[2];
+        int n;
+    };
+    __device__ Series series(int first, int second, int n) const {
+        Series s{{0.0f, 0.0f}, {0.0f, 0.0f}, n};
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const int t = lane_ + 32 * m;
+            if (t < n) s.x[m] = row(t)[first], s.y[m] = row(t)[second];
+        }
+        return s;
+    }
+    __device__ TurningSum turned_back(const Series& s, uint32_t turn, int begin, int end) const {
+        float re = 0.0f, im = 0.0f;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const int t = lane_ + 32 * m;
+            if (t < begin || t >= end) continue;
+            const SinCos at = turn_sin_cos(turn * uint32_t(t));
+            re = rn_add(re, rn_add(rn_mul(s.x[m], at.cos), rn_mul(s.y[m], at.sin)));
+            im = rn_add(im, rn_sub(rn_mul(s.y[m], at.cos), rn_mul(s.x[m], at.sin)));
+        }
+        return {sum_of_warp(re), sum_of_warp(im)};
+    }
+    __device__ TurningPair fit(const Series& s, int first, int second, float& all) const {
+        float squares = 0.0f, re = 0.0f, im = 0.0f;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const int t = lane_ + 32 * m;
+            if (t < s.n) squares = rn_add(squares, rn_add(rn_mul(s.x[m], s.x[m]), rn_mul(s.y[m], s.y[m])));
+            if (t + 1 >= s.n) continue;
+            const float x1 = row(t + 1)[first], y1 = row(t + 1)[second];
+            re = rn_add(re, rn_add(rn_mul(x1, s.x[m]), rn_mul(y1, s.y[m])));
+            im = rn_add(im, rn_sub(rn_mul(y1, s.x[m]), rn_mul(x1, s.y[m])));
+        }
+        all = sum_of_warp(squares);
+        re = sum_of_warp(re), im = sum_of_warp(im);
+        TurningPair p{first, second, turn_of(re, im), 0, 0.0f};
+        const int half = s.n / 2;
+        if (half > 0) {
+            const TurningSum before = turned_back(s, p.turn, 0, half), after = turned_back(s, p.turn, half, 2 * half);
+            p.turn = corrected_turn(p.turn, before, after, half);
+        }
+        anchor(p, turned_back(s, p.turn, 0, s.n), s.n);
+        return p;
+    }
+
+    // ---- pairs ----
+
+    __device__ void carry_pairs() const {
+        if (previous_pair(0) == 0) return;
+        const int n = task_.end;
+        for (int t = warp_; t < n; t += kWarps) load_row(t);
+        __syncthreads();
+        const uint64_t code = warp_ < kTurningPairs ? previous_pair(warp_) : 0;
+        if (code == 0) return;
+        TurningPair p = unpack_turning(code);
+        const bool goes_on = carry(p, turned_back(series(p.first, p.second, n), p.turn, 0, n), n);
+        if (goes_on && lane_ == 0) shared_.found[warp_] = pack_turning(p);
+    }
+
+    __device__ void find_pairs() const {
+        const int n = task_.end, samples = turning_samples(n);
+        for (int i = warp_; i < samples; i += kWarps) load_row(turning_sample(n, i));
+        __syncthreads();
+        const int c = int(threadIdx.x);
+        if (c < d_) {
+            float square = 0.0f;
+            for (int i = 0; i < samples; ++i) {
+                const float x = row(turning_sample(n, i))[c];
+                square = rn_add(square, rn_mul(x, x));
+            }
+            shared_.square[c] = square;
+            shared_.used[c] = false;
+        }
+        __syncthreads();
+        float least = 0.0f;
+        uint32_t tried = 0;
+        if (warp_ == 0) {
+            least = least_turning(square_without_peaks(), n);
+            next(least, samples, tried);
+        }
+        __syncthreads();
+        if (shared_.first < 0 && (task_.have == 0 || !stored_pairs().any())) return;
+        for (int t = warp_; t < n; t += kWarps) load_row(t);
+        __syncthreads();
+        if (warp_ > 0) return;
+        int found = 0, tries = 1;
+        for (int first = shared_.first, second = shared_.second; first >= 0;) {
+            float all;
+            const TurningPair p = fit(series(first, second, n), first, second, all);
+            __syncwarp();
+            if (is_turning(p, n, all, least)) {
+                if (lane_ == 0) {
+                    shared_.found[found] = pack_turning(p);
+                    shared_.used[first] = shared_.used[second] = true;
+                }
+                ++found;
+            }
+            __syncwarp();
+            if (found == kTurningPairs || tries == kTurningTries) break;
+            ++tries;
+            next(least, samples, tried);
+            first = shared_.first, second = shared_.second;
+        }
+    }
+
+    // ta::square_without_peaks, by one warp.
+    __device__ float square_without_peaks() const {
+        float limit = __builtin_inff(), mean = 0.0f;
+        for (int round = 0; round < 6; ++round) {
+            float sum = 0.0f;
+            int count = 0;
+            for (int c = lane_; c < d_; c += 32) {
+                if (!(shared_.square[c] <= limit)) continue;
+                sum = rn_add(sum, shared_.square[c]);
+                ++count;
+            }
+            count = __reduce_add_sync(kWholeWarp, count);
+            sum = sum_of_warp(sum);
+            mean = count ? rn_div(sum, float(count)) : 0.0f;
+            limit = rn_mul(mean, 4.0f);
+        }
+        return rn_mul(mean, float(d_));
+    }
+
+    // TurningSearch::next by one warp, into shared_. Bit 8 m + k of `tried`: the pair at distance m of channel lane + 32 k.
+    __device__ void next(float least, int samples, uint32_t& tried) const {
+        const float enough = rn_mul(least, float(samples));
+        float most = 0.0f;
+        uint32_t best = ~0u;  // distance m, then channel
+        for (int m = 0; m < kTurningDistances; ++m) {
+            for (int k = 0; lane_ + 32 * k < d_; ++k) {
+                const int c = lane_ + 32 * k;
+                if (!is_first_of_pair(d_, m, c) || (tried >> (8 * m + k) & 1)) continue;
+                const int other = c + turning_distance(d_, m);
+                const float both = rn_add(shared_.square[c], shared_.square[other]);
+                if (shared_.used[c] || shared_.used[other] || !(both > most && both >= enough)) continue;
+                most = both, best = uint32_t(m * kMaxHeadDim + c);
+            }
+        }
+        const uint32_t top = __reduce_max_sync(kWholeWarp, __float_as_uint(most));
+        best = __reduce_min_sync(kWholeWarp, __float_as_uint(most) == top ? best : ~0u);
+        if (best == ~0u) {
+            if (lane_ == 0) shared_.first = -1;
+        } else {
+            const int m = int(best) / kMaxHeadDim, c = int(best) % kMaxHeadDim;
+            if (c % 32 == lane_) tried |= 1u << (8 * m + c / 32);
+            if (lane_ == 0) shared_.first = c, shared_.second = c + turning_distance(d_, m);
+        }
+        __syncwarp();
+    }
+
+    const AppendArgs& a_;
+    const AppendTask& task_;
+    const TokenLayout layout_;
+    const int head_, d_, warp_, lane_;
+    Shared& shared_;
+    float* const rows_;
+    uint8_t* const piece_;
+};
+
+// A block that goes on with the pairs of the one before it, which the step brings, too.
+__device__ bool is_chained(const AppendTask& task) {
+    return task.index > 0 && task.have == 0 && task.end < kPageTokens;
+}
+
+__global__ void __launch_bounds__(kThreads) turning_kernel(const __grid_constant__ AppendArgs a) {
+    extern __shared__ __align__(16) float rows[];
+    __shared__ Shared shared;
+    const int tasks = *a.n_tasks, items = tasks * a.kv_heads;
+    for (int item = int(blockIdx.x); item < items; item += int(gridDim.x)) {
+        const int n = item / a.kv_heads, head = item % a.kv_heads;
+        const AppendTask task = a.tasks[n];
+        if (is_chained(task)) continue;
+        PageTurning(a, task, head, shared, rows).run();
+        if (n + 1 == tasks) continue;
+        const AppendTask following = a.tasks[n + 1];
+        if (!is_chained(following)) continue;
+        __syncthreads();
+        PageTurning(a, following, head, shared, rows).run();
+    }
+}
+
+}  // namespace
+
+int prepare_turning() {
+    return cudaFuncSetAttribute(reinterpret_cast<const void*>(&turning_kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kPageTokens * kMaxHeadDim * int(sizeof(float)));
+}
+
+int launch_turning(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream) {
+    AppendArgs copy = args;
+    void* parameters[] = {&copy};
+    return cudaLaunchKernel(reinterpret_cast<const void*>(&turning_kernel), dim3(unsigned(plan.ctas)), dim3(kThreads),
+                            parameters, size_t(kPageTokens) * size_t(args.head_dim) * sizeof(float), stream);
+}
+
+}  // namespace ta::cuda

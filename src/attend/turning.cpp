@@ -1,0 +1,68 @@
+#include "src/attend/turning.h"
+
+namespace ta {
+namespace {
+
+TurningSeries series_of_rows(const float* k, int n, int d, int first, int second) {
+    TurningSeries s{};
+    s.n = n;
+    for (int t = 0; t < n; ++t) {
+        s.x[t] = k[t * d + first];
+        s.y[t] = k[t * d + second];
+    }
+    return s;
+}
+
+void add_turning(const TurningPairs& pairs, int first, int n, int d, float sign, float* k) {
+    for (int i = 0; i < kTurningPairs && pairs.code[i]; ++i) {
+        const TurningPair p = unpack_turning(pairs.code[i]);
+        for (int t = 0; t < n; ++t) {
+            const TurningValues at = turning_values(p, first + t);
+            float* row = k + t * d;
+            row[p.first] += sign * at.first;
+            row[p.second] += sign * at.second;
+        }
+    }
+}
+
+}  // namespace
+
+TurningPairs find_turning(const float* k, int n, int d) {
+    float square[kMaxHeadDim] = {};
+    for (int i = 0; i < turning_samples(n); ++i) {
+        const float* row = k + turning_sample(n, i) * d;
+        for (int c = 0; c < d; ++c) square[c] += row[c] * row[c];
+    }
+    TurningSearch search(square, d, n);
+    TurningPairs found;
+    int pairs = 0, first, second;
+    while (pairs < kTurningPairs && search.next(first, second)) {
+        const TurningSeries s = series_of_rows(k, n, d, first, second);
+        const TurningPair p = fit_turning(s, first, second);
+        if (!is_turning(p, n, sum_of_squares(s), search.least)) continue;
+        found.code[pairs++] = pack_turning(p);
+        search.used[first] = search.used[second] = true;
+    }
+    return found;
+}
+
+TurningPairs carry_turning(const TurningPairs& before, const float* k, int n, int d) {
+    TurningPairs found;
+    int pairs = 0;
+    for (int i = 0; i < kTurningPairs && before.code[i]; ++i) {
+        TurningPair p = unpack_turning(before.code[i]);
+        const TurningSeries s = series_of_rows(k, n, d, p.first, p.second);
+        if (carry(p, turned_back(s, p.turn, 0, n), n)) found.code[pairs++] = pack_turning(p);
+    }
+    return found;
+}
+
+void take_out_turning(const TurningPairs& pairs, int first, int n, int d, float* k) {
+    add_turning(pairs, first, n, d, -1.0f, k);
+}
+
+void put_back_turning(const TurningPairs& pairs, int first, int n, int d, float* k) {
+    add_turning(pairs, first, n, d, 1.0f, k);
+}
+
+}  // namespace ta
