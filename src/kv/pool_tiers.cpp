@@ -99,7 +99,7 @@ Status Pool::open_disk_tier(const TierSettings& settings) {
     for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
     o.fingerprint = fingerprint_;
     o.check = make_block_check(geometry_, fingerprint_);
-    o.check_found = make_value_check(geometry_);
+    o.check_found = make_value_check(geometry_, numerics_.k_turning);
     const Seams& seams = context_->seams();
     o.deadline = seams.io_deadline;
     o.retry_after = seams.io_retry_after;

@@ -14,9 +14,10 @@ BlockCheck make_block_check(const Geometry& geometry, uint64_t fingerprint) {
     };
 }
 
-BlockCheck make_value_check(const Geometry& geometry) {
-    return [g = std::make_shared<const Geometry>(geometry)](const BlockIdentity& id, uint8_t slot_class, const uint8_t* slot) {
-        return check_values(*g, PageKind(slot_class), slot, id.block_index);
+BlockCheck make_value_check(const Geometry& geometry, bool k_turning) {
+    return [g = std::make_shared<const Geometry>(geometry), k_turning](const BlockIdentity& id, uint8_t slot_class,
+                                                                       const uint8_t* slot) {
+        return check_values(*g, k_turning, PageKind(slot_class), slot, id.block_index);
     };
 }
 

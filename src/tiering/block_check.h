@@ -10,6 +10,6 @@ namespace ta {
 // is compared.
 BlockCheck make_block_check(const Geometry& geometry, uint64_t fingerprint);
 // For slots of full blocks that come from a file of another process: whether attention may compute with what they hold.
-BlockCheck make_value_check(const Geometry& geometry);
+BlockCheck make_value_check(const Geometry& geometry, bool k_turning);
 
 }  // namespace ta

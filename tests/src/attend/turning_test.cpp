@@ -233,9 +233,9 @@ TEST(TurningPages, KIsReadBackWhateverBecameOfThePage) {
     // The open page of a file has its pairs, though most of its tokens are missing.
     const std::string path = ::testing::TempDir() + "turning_pages.taseq";
     ta_error err;
-    require(ta_seq_save(f.pool.get(), f.seq, path.c_str(), nullptr, nullptr, &err), err);
+    require(ta_seq_save(f.pool.get(), f.seq, path.c_str(), nullptr, &err), err);
     ta_seq loaded = 0;
-    require(ta_seq_load(f.pool.get(), path.c_str(), nullptr, nullptr, &loaded, &err), err);
+    require(ta_seq_load(f.pool.get(), path.c_str(), nullptr, &loaded, &err), err);
     std::remove(path.c_str());
     EXPECT_EQ(f.k_error(f.pool, loaded, 0, 100), f.k_error(f.pool, f.seq, 0, 100));
 }
