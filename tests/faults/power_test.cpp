@@ -65,7 +65,7 @@ class Power : public PrefixSteps {
         seams.files = files;
         ta::Context::Options o;
         o.threads = 1;
-        recorded.reset(new ta_context{ta::Context::create(o, std::move(seams)).take()});
+        recorded.reset(new ta_context{ta::Context::create(std::move(o), std::move(seams)).take()});
         std::filesystem::remove(file);
         owed.clear();
         // With little room records of blocks that are elsewhere give way, and what nobody uses is dropped.

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
 #include <list>
 #include <map>
 #include <mutex>
@@ -115,7 +116,9 @@ class PowerFiles final : public FileSystem {
     int fstat(int fd, FileInfo& info) override { return real_->fstat(fd, info); }
     int lstat(const char* path, FileInfo& info) override { return real_->lstat(path, info); }
     int rename(const char* from, const char* to) override { return real_->rename(from, to); }
+    bool can_link(int fd) override { return real_->can_link(fd); }
     int link(int fd, const char* to) override { return real_->link(fd, to); }
+    int list(const char* folder, const std::function<void(const char*)>& each) override { return real_->list(folder, each); }
     int unlink(const char* path) override { return real_->unlink(path); }
     int lock(int fd) override { return real_->lock(fd); }
     int unlock(int fd) override { return real_->unlock(fd); }
