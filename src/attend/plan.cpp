@@ -107,8 +107,9 @@ Status Plan::take_in_members() {
         m.sequence = sequences_[i];
         m.length = m.sequence->length;
         TA_RETURN_IF_ERROR(check_member(i));
-        list_touched(m);
     }
+    TA_RETURN_IF_ERROR(check_room());
+    for (StepMember& m : step_.members) list_touched(m);
     return {};
 }
 
@@ -126,17 +127,41 @@ Status Plan::check_member(size_t i) const {
             .argument(4)
             .sequence(int64_t(i));
     }
+    return {};
+}
+
+// Whether the device tier and the machine can have the step's new blocks at all, whatever others hold. Before anything is taken
+// or listed for them: counts near the limit of their type would take long to fail.
+Status Plan::check_room() const {
     const Geometry& g = pool_->geometry();
-    const uint64_t budget = pool_->blocks().budget();
-    const uint64_t block_bytes = g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes;
-    const int64_t grows_by = blocks_for(total) - blocks_for(m.length);
-    if (uint64_t(grows_by) > budget / block_bytes) {
-        return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the sequence needs %lld more blocks",
-                    (unsigned long long)budget, (long long)grows_by)
-            .tier(TA_TIER_DEVICE)
-            .bytes(checked_mul(uint64_t(grows_by), block_bytes).value_or(UINT64_MAX) - budget)
+    const bool on_cpu = !pool_->context().device(), hooks = pool_->context().allocator().has_hooks();
+    const uint64_t budget = pool_->blocks().budget(), slot_bytes = g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes;
+    // The lists of a step and the blocks themselves are the machine's; so are the slots and the INT8 pages on a CPU, unless they
+    // come from hooks. A GPU's are in its budget.
+    const uint64_t block_bytes = sizeof(StepBlock) + sizeof(Block) + (on_cpu && !hooks ? slot_bytes + g.token_page_bytes : 0);
+    // Any machine has as many; to ask it takes system calls, which ordinary steps do not make.
+    constexpr uint64_t kFewBytes = uint64_t{1} << 30;
+    uint64_t blocks = 0;  // at most 2^32 members with 2^25 blocks: times the size of one it may not fit
+    for (size_t i = 0; i < step_.members.size(); ++i) {
+        const StepMember& m = step_.members[i];
+        const int64_t last = blocks_for(m.length + m.n_new);
+        blocks += uint64_t(last - blocks_for(m.length));
+        if (blocks > budget / slot_bytes) {
+            return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the step needs %llu more blocks",
+                        (unsigned long long)budget, (unsigned long long)blocks)
+                .tier(TA_TIER_DEVICE)
+                .bytes(checked_mul(blocks, slot_bytes).value_or(UINT64_MAX) - budget)
+                .sequence(int64_t(i))
+                .block(last - 1);
+        }
+        if (blocks <= kFewBytes / block_bytes) continue;
+        const uint64_t memory = machine_memory();
+        if (blocks <= memory / block_bytes) continue;
+        return fail(TA_E_MEMORY, "this process can have %llu bytes of memory; the step needs %llu more blocks",
+                    (unsigned long long)memory, (unsigned long long)blocks)
+            .bytes(checked_mul(blocks, block_bytes).value_or(UINT64_MAX) - memory)
             .sequence(int64_t(i))
-            .block(blocks_for(total) - 1);
+            .block(last - 1);
     }
     return {};
 }

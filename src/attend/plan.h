@@ -30,6 +30,7 @@ class Plan {
   private:
     Status take_in_members();
     Status check_member(size_t i) const;
+    Status check_room() const;
     void list_touched(StepMember& member);
     // The new blocks of a step.
     struct Wanted {

@@ -1,5 +1,8 @@
 #include "src/core/memory.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -37,6 +40,13 @@ void Allocator::deallocate(void* ptr, size_t bytes, size_t alignment) {
 void Allocator::deallocate_used(void* ptr, size_t bytes, size_t alignment) {
     if (ptr && has_hooks()) std::memset(ptr, 0, bytes);
     deallocate(ptr, bytes, alignment);
+}
+
+uint64_t machine_memory() {
+    const uint64_t memory = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+    rlimit space{};
+    return getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY ? std::min<uint64_t>(memory, space.rlim_cur)
+                                                                                : memory;
 }
 
 bool Buffer::reserve(size_t bytes) {

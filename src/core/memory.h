@@ -39,6 +39,9 @@ class Allocator {
     std::atomic<uint64_t> in_use_{0}, peak_{0};
 };
 
+// The most that this process can have of the machine's memory, address space that it may not use left out.
+uint64_t machine_memory();
+
 // An aligned array that grows and loses its contents when it grows: a workspace.
 class Buffer {
   public:

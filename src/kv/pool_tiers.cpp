@@ -1,6 +1,4 @@
 // The pool's side of the tiers: which blocks leave, which come back, and when.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -61,7 +59,7 @@ Status Pool::check_tiers(const TierSettings& settings) const {
                     "a pool with universal open scales cannot have a persistent disk tier: the scales' state is of "
                     "sequences, and would not be there");
     }
-    const uint64_t memory = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+    const uint64_t memory = machine_memory();
     if (settings.host_budget > memory) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
                     (unsigned long long)settings.host_budget, (unsigned long long)memory)

@@ -194,16 +194,18 @@ void PrefixStore::close() {
 
 // --------------------------------------------------------------------------------------------------------- publish and match
 
-Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const uint8_t> keys) const {
+Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const uint8_t> keys, HashFor use) const {
     Salt salt;
+    size_t n = keys.size() / kPrefixKeyBytes;
     {
         std::lock_guard lock(mutex_);
         Result<Space*> space = find(id);
         if (!space.ok()) return std::move(space).status();
         salt = space.value()->salt;
+        if (use == HashFor::kMatch) n = std::min(n, space.value()->table.size());
     }
     const SpaceTag tag = tag_for(salt);
-    std::vector<BlockKey> hashed(keys.size() / kPrefixKeyBytes);
+    std::vector<BlockKey> hashed(n);
     for (size_t i = 0; i < hashed.size(); ++i) hashed[i] = hash_key(salt, tag, keys.data() + i * kPrefixKeyBytes, i);
     return hashed;
 }
@@ -254,7 +256,7 @@ Status PrefixStore::check_owner(Tenant id, std::span<const BlockPtr> sequence) {
 
 Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence,
                             const OpenAmax& open_amax) {
-    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys);
+    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys, HashFor::kPublish);
     if (!hashed.ok()) return std::move(hashed).status();
     const auto blocks = sequence.first(hashed.value().size());
     // Everything that takes memory comes first, the lock's part cannot fail half way.
@@ -339,10 +341,11 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
 }
 
 Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t> keys) {
-    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys);
+    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys, HashFor::kMatch);
     if (!hashed.ok()) return std::move(hashed).status();
     Match m;
     m.keys = hashed.take();
+    m.asked = keys.size() / kPrefixKeyBytes;
     m.blocks.reserve(m.keys.size());
     Entries dropped;  // after the lock
     std::lock_guard lock(mutex_);
@@ -373,7 +376,7 @@ void PrefixStore::count_match(Tenant id, const Match& m) {
         if (const auto entry = space.table.find(m.keys[i]); entry != space.table.end()) touch(space, entry->second);
     }
     space.hits += m.matched;
-    space.misses += m.keys.size() - m.matched;
+    space.misses += m.asked - m.matched;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------- room

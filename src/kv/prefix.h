@@ -45,8 +45,9 @@ class PrefixStore {
     struct Match {
         std::vector<BlockPtr> blocks;
         OpenAmax open_amax;          // of the last block's publisher; nullptr: there is none
-        std::vector<BlockKey> keys;  // that were asked for
-        size_t matched = 0;          // the first of them, those of the blocks
+        std::vector<BlockKey> keys;  // the first that were asked for, as many as the namespace has entries at most
+        size_t asked = 0;
+        size_t matched = 0;  // the first of them, those of the blocks
     };
 
     // `first_id`: ids count up from here.
@@ -150,7 +151,8 @@ class PrefixStore {
     Space& space_of(SpaceTag tag);
     Tenant name(SpaceTag tag);
     bool is_full_locked() const;
-    Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys) const;
+    enum class HashFor { kPublish, kMatch };  // to match, no more keys than there are entries
+    Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys, HashFor use) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
     void touch(Space& space, Entries::iterator entry);
     void erase(Space& space, Entries::iterator entry, Entries& dropped);
