@@ -20,6 +20,7 @@
 #include "src/attend/plan.h"
 #include "src/core/callback_set.h"
 #include "src/core/context.h"
+#include "src/core/no_cancel.h"
 #include "src/core/status.h"
 #include "src/kv/calibrator.h"
 #include "src/kv/pool.h"
@@ -68,6 +69,7 @@ ta_status report(const Status& status, ta_error* err) noexcept;
 // Runs the body of an ABI function: a Status comes out as ta_status + ta_error, an exception as TA_E_MEMORY or TA_E_INTERNAL.
 template <class Body>
 ta_status guard(ta_error* err, Body&& body) noexcept {
+    const NoCancel no_cancel;
     try {
         return report(body(), err);
     } catch (const std::bad_alloc&) {

@@ -34,6 +34,7 @@ ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv
 }
 
 void ta_calibrator_destroy(ta_calibrator* calibrator) {
+    const NoCancel no_cancel;
     if (calibrator && calibrator->impl->context().owned_by_this_process()) delete calibrator;
 }
 

@@ -46,6 +46,7 @@ ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err) {
 }
 
 void ta_plan_destroy(ta_plan* plan) {
+    const NoCancel no_cancel;
     if (plan && plan->impl->pool().context().owned_by_this_process()) delete plan;
 }
 

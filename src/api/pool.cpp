@@ -177,6 +177,7 @@ ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err) {
 }
 
 void ta_kv_pool_destroy(ta_kv_pool* pool) {
+    const NoCancel no_cancel;
     if (pool && pool->impl->context().owned_by_this_process()) delete pool;
 }
 

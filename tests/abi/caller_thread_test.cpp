@@ -1,0 +1,165 @@
+// What a call does to the thread that makes it: it may be cancelled and its stack may be small.
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "abi/every_call.h"
+
+namespace ta::testing {
+namespace {
+
+// A thread that runs a body once, on a stack of its own if it is given one.
+void run_thread(void* (*body)(void*), void* user, void* stack, size_t bytes, void** result) {
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    if (stack) {
+        ASSERT_EQ(pthread_attr_setstack(&attributes, stack, bytes), 0);
+    }
+    pthread_t thread;
+    ASSERT_EQ(pthread_create(&thread, &attributes, body, user), 0);
+    pthread_attr_destroy(&attributes);
+    ASSERT_EQ(pthread_join(thread, result), 0);
+}
+
+struct Cancelled {
+    const std::function<ta_status(ta_error*)>& call;
+    ta_status status = -1;
+    ta_error err{};
+    int state = -1;
+    bool returned = false, ended_late = false;
+
+    // Cancelled before the call: at the first cancellation point in it the thread would end.
+    static void* body(void* user) {
+        auto& c = *static_cast<Cancelled*>(user);
+        pthread_cancel(pthread_self());
+        c.status = c.call(&c.err);
+        c.returned = true;
+        pthread_setcancelstate(PTHREAD_CANCEL_ENABLE, &c.state);
+        pthread_testcancel();
+        c.ended_late = true;
+        return nullptr;
+    }
+};
+
+TEST(CallerThread, NoCallIsACancellationPoint) {
+    make_every_call([](const char* name, const std::function<ta_status(ta_error*)>& call) {
+        Cancelled c{call};
+        void* result = nullptr;
+        run_thread(Cancelled::body, &c, nullptr, 0, &result);
+        EXPECT_TRUE(c.returned) << name;
+        EXPECT_EQ(c.status, TA_OK) << name << ": " << c.err.message;
+        EXPECT_EQ(c.state, PTHREAD_CANCEL_ENABLE) << name;
+        EXPECT_FALSE(c.ended_late) << name;
+        EXPECT_EQ(result, PTHREAD_CANCELED) << name;
+    });
+}
+
+TEST(CallerThread, NorIsACallback) {
+    const Context context = make_context(1);
+    const KvPool pool = make_pool(context, pool_options(1, 1, 64));
+    const ta_seq seq = make_sequence(pool);
+    const Folder folder;
+    const std::function<ta_status(ta_error*)> save = [&](ta_error* err) {
+        int before = -1;
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+        const ta_progress_fn cancels = [](void*, uint64_t, uint64_t) {
+            pthread_testcancel();
+            return 0;
+        };
+        const ta_status s = ta_seq_save(pool.get(), seq, folder.file("f").c_str(), ReportTo(cancels, nullptr), err);
+        int after = -1;
+        pthread_setcancelstate(before, &after);
+        EXPECT_EQ(after, PTHREAD_CANCEL_DISABLE);  // as the caller had it
+        return s;
+    };
+    Cancelled c{save};
+    void* result = nullptr;
+    run_thread(Cancelled::body, &c, nullptr, 0, &result);
+    EXPECT_EQ(c.status, TA_OK) << c.err.message;
+    EXPECT_EQ(result, PTHREAD_CANCELED);
+}
+
+// ------------------------------------------------------------------------------------------------------------------ stack
+
+// A stack above a page that nobody may touch, filled with a pattern: how deep it was used shows.
+class PaintedStack {
+  public:
+    PaintedStack() {
+        EXPECT_NE(memory_, MAP_FAILED);
+        EXPECT_EQ(mprotect(memory_, kGuard, PROT_NONE), 0);
+    }
+    ~PaintedStack() { munmap(memory_, kGuard + kBytes); }
+    PaintedStack(const PaintedStack&) = delete;
+    PaintedStack& operator=(const PaintedStack&) = delete;
+
+    uint8_t* stack() const { return memory_ + kGuard; }
+    // All of it below `from`, where nobody's frames are.
+    void paint(uint8_t* from) const {
+        for (volatile uint8_t* p = stack(); p < from; ++p) *p = kPaint;
+    }
+    const uint8_t* lowest_used() const {
+        return std::find_if(stack(), stack() + kBytes, [](uint8_t b) { return b != kPaint; });
+    }
+
+    static constexpr size_t kGuard = 4096, kBytes = size_t{512} << 10;
+
+  private:
+    static constexpr uint8_t kPaint = 0xa7;
+    uint8_t* const memory_ =
+        static_cast<uint8_t*>(mmap(nullptr, kGuard + kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+};
+
+struct Measured {
+    const std::function<ta_status(ta_error*)>& call;
+    const PaintedStack& stack;
+    ta_status status = -1;
+    ta_error err{};
+    size_t used = 0;
+
+    static void* body(void* user) {
+        auto& m = *static_cast<Measured*>(user);
+        auto* const here = static_cast<uint8_t*>(__builtin_frame_address(0));
+        m.stack.paint(here - 1024);
+        m.status = m.call(&m.err);
+        m.used = size_t(here - m.stack.lowest_used());
+        return nullptr;
+    }
+};
+
+class StackNeed : public ::testing::TestWithParam<std::pair<ta_cpu_isa, uint32_t>> {};
+
+TEST_P(StackNeed, NoCallTakesMoreThan32KiBOfItsCallersStack) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__OPTIMIZE__)
+    GTEST_SKIP() << "sanitizers and unoptimised code take more stack";
+#endif
+    const auto [isa, head_dim] = GetParam();
+    const std::vector<ta_cpu_isa> here = available_isas();
+    if (std::find(here.begin(), here.end(), isa) == here.end()) GTEST_SKIP() << "this CPU lacks the instruction set";
+    size_t most = 0;
+    std::string deepest;
+    make_every_call(
+        [&](const char* name, const std::function<ta_status(ta_error*)>& call) {
+            const PaintedStack stack;
+            Measured m{call, stack};
+            void* result = nullptr;
+            run_thread(Measured::body, &m, stack.stack(), PaintedStack::kBytes, &result);
+            EXPECT_EQ(m.status, TA_OK) << name << ": " << m.err.message;
+            EXPECT_LE(m.used, size_t{32} << 10) << name;
+            if (m.used > most) most = m.used, deepest = name;
+        },
+        head_dim, isa);
+    std::printf("deepest: %s, %zu bytes\n", deepest.c_str(), most);
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, StackNeed,
+                         ::testing::Values(std::pair(TA_CPU_ISA_SCALAR, 128u), std::pair(TA_CPU_ISA_AVX2, 256u),
+                                           std::pair(TA_CPU_ISA_AVX_VNNI, 256u), std::pair(TA_CPU_ISA_AVX512, 64u),
+                                           std::pair(TA_CPU_ISA_AVX512, 256u)));
+
+}  // namespace
+}  // namespace ta::testing

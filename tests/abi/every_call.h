@@ -1,0 +1,133 @@
+// One call of each kind that the ABI has, on a pool of a CPU with all tiers. `run` decides what each runs on.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "support/files.h"
+#include "support/handles.h"
+#include "support/tiers.h"
+
+namespace ta::testing {
+
+// Makes the call, somewhere, and returns when it has returned.
+using RunCall = std::function<void(const char* name, const std::function<ta_status(ta_error*)>& call)>;
+
+inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_isa isa = TA_CPU_ISA_AUTO) {
+    const Folder folder(false);
+    const std::string sequence_file = folder.file("sequence"), pool_file = folder.file("pool"), disk_file = folder.file("disk");
+    constexpr uint32_t kHeads = 2;
+    constexpr int32_t kTokens = 64 * 20 + 10;  // more than a part of attention
+    Random random(5);
+
+    ta_context* context = nullptr;
+    auto context_options = sized<ta_context_options>();
+    context_options.threads = 2;
+    context_options.cpu_isa = isa;
+    run("ta_context_create", [&](ta_error* e) { return ta_context_create(&context_options, &context, e); });
+    ta_kv_pool* pool = nullptr;
+    auto options = pool_options(1, kHeads, head_dim);
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = tiers.disk_bytes = uint64_t{64} << 20;
+    tiers.disk_path = disk_file.c_str();
+    options.tiers = &tiers;
+    run("ta_kv_pool_create", [&](ta_error* e) { return ta_kv_pool_create(context, &options, &pool, e); });
+    ta_plan* plan = nullptr;
+    run("ta_plan_create", [&](ta_error* e) { return ta_plan_create(pool, nullptr, &plan, e); });
+    ta_seq seq = 0;
+    run("ta_seq_create", [&](ta_error* e) { return ta_seq_create(pool, &seq, e); });
+
+    const auto step = [&](ta_seq of, int32_t n) {
+        run("ta_plan_begin", [&](ta_error* e) { return ta_plan_begin(plan, 1, &of, &n, nullptr, e); });
+        Tensor k(random.normals(n * kHeads * head_dim), n, kHeads, head_dim),
+            v(random.normals(n * kHeads * head_dim), n, kHeads, head_dim);
+        Tensor q(random.normals(n * 2 * kHeads * head_dim), n, 2 * kHeads, head_dim), out(n, 2 * kHeads, head_dim);
+        run("ta_append", [&](ta_error* e) { return ta_append(plan, 0, k.view(), v.view(), e); });
+        run("ta_attend", [&](ta_error* e) { return ta_attend(plan, 0, q.view(), out.view(), nullptr, nullptr, e); });
+        run("ta_plan_end", [&](ta_error* e) { return ta_plan_end(plan, e); });
+    };
+    const auto move_all = [&](ta_tier tier) {
+        ta_ticket ticket = 0;
+        run("ta_seq_move", [&](ta_error* e) { return ta_seq_move(pool, seq, 0, 20, tier, &ticket, e); });
+        run("ta_move_wait", [&](ta_error* e) {
+            auto info = sized<ta_move_info>();
+            return ta_move_wait(pool, ticket, -1, &info, e);
+        });
+    };
+    step(seq, kTokens);
+    step(seq, 1);
+    run("ta_seq_verify", [&](ta_error* e) { return ta_seq_verify(pool, seq, e); });
+    run("ta_seq_save", [&](ta_error* e) { return ta_seq_save(pool, seq, sequence_file.c_str(), nullptr, e); });
+    ta_seq loaded = 0, forked = 0, matched = 0;
+    run("ta_seq_load", [&](ta_error* e) { return ta_seq_load(pool, sequence_file.c_str(), nullptr, &loaded, e); });
+    run("ta_seq_fork", [&](ta_error* e) { return ta_seq_fork(pool, seq, &forked, e); });
+    run("ta_seq_truncate", [&](ta_error* e) { return ta_seq_truncate(pool, forked, 70, e); });
+    step(forked, 3);  // reopens a block
+    run("ta_seq_release", [&](ta_error* e) { return ta_seq_release(pool, forked, e); });
+    ta_namespace space = 0;
+    auto space_options = sized<ta_namespace_options>();
+    space_options.salt[0] = 1;
+    const std::vector<uint8_t> keys(20 * 32, 1);
+    run("ta_namespace_create", [&](ta_error* e) { return ta_namespace_create(pool, &space_options, &space, e); });
+    run("ta_seq_publish", [&](ta_error* e) { return ta_seq_publish(pool, loaded, space, keys.data(), 20, e); });
+    run("ta_seq_match_prefix", [&](ta_error* e) {
+        int64_t length = 0;
+        return ta_seq_match_prefix(pool, space, keys.data(), 20, &matched, &length, e);
+    });
+    for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DISK, TA_TIER_DEVICE, TA_TIER_DISK}) move_all(tier);
+    run("ta_namespace_flush", [&](ta_error* e) { return ta_namespace_flush(pool, space, e); });
+    run("ta_kv_pool_save", [&](ta_error* e) { return ta_kv_pool_save(pool, pool_file.c_str(), 0, nullptr, e); });
+    step(seq, 1);  // begin waits for the disk
+    run("ta_seq_residency", [&](ta_error* e) {
+        auto r = sized<ta_residency>();
+        return ta_seq_residency(pool, seq, &r, e);
+    });
+    run("ta_kv_pool_write_metrics", [&](ta_error* e) {
+        std::vector<char> text(1 << 16);
+        uint64_t needed = 0;
+        return ta_kv_pool_write_metrics(pool, TA_METRICS_OPENMETRICS, text.data(), text.size(), &needed, e);
+    });
+    run("ta_x_seq_dequantize", [&](ta_error* e) {
+        std::vector<float> k(size_t(70 * kHeads * head_dim)), v(k.size());
+        return ta_x_seq_dequantize(pool, seq, 0, 0, 70, k.data(), v.data(), e);
+    });
+    run("a call that fails", [&](ta_error* e) {
+        const ta_status s = ta_seq_load(pool, "/nowhere/at/all", nullptr, &loaded, e);
+        return s == TA_E_IO ? TA_OK : TA_E_INTERNAL;
+    });
+    for (const ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF}) {
+        Tensor q(random.normals(300 * 2 * head_dim), 300, 2, head_dim), k(random.normals(300 * 2 * head_dim), 300, 2, head_dim),
+            out(300, 2, head_dim);
+        auto dense = sized<ta_dense_options>();
+        dense.variant = variant;
+        run("ta_attend_dense", [&](ta_error* e) {
+            return ta_attend_dense(context, q.view(), k.view(), k.view(), out.view(), nullptr, &dense, e);
+        });
+    }
+    ta_calibrator* calibrator = nullptr;
+    run("ta_calibrator_create",
+        [&](ta_error* e) { return ta_calibrator_create(context, 1, kHeads, head_dim, &calibrator, e); });
+    run("ta_calibrator_observe", [&](ta_error* e) {
+        Tensor k(random.normals(64 * kHeads * head_dim), 64, kHeads, head_dim);
+        return ta_calibrator_observe(calibrator, 0, k.view(), k.view(), e);
+    });
+    run("ta_calibrator_finish", [&](ta_error* e) {
+        std::vector<uint8_t> k_bits(kHeads), v_bits(kHeads);
+        return ta_calibrator_finish(calibrator, 1, k_bits.data(), v_bits.data(), nullptr, nullptr, e);
+    });
+    run("ta_calibrator_destroy", [&](ta_error*) { return ta_calibrator_destroy(calibrator), TA_OK; });
+    run("ta_plan_destroy", [&](ta_error*) { return ta_plan_destroy(plan), TA_OK; });
+    run("ta_kv_pool_destroy", [&](ta_error*) { return ta_kv_pool_destroy(pool), TA_OK; });
+    pool = nullptr;
+    run("ta_kv_pool_create", [&](ta_error* e) { return ta_kv_pool_create(context, &options, &pool, e); });
+    run("ta_kv_pool_load", [&](ta_error* e) {
+        std::vector<ta_loaded_seq> seqs(16);
+        uint64_t n = 0;
+        return ta_kv_pool_load(pool, pool_file.c_str(), nullptr, seqs.data(), seqs.size(), &n, e);
+    });
+    run("ta_kv_pool_destroy", [&](ta_error*) { return ta_kv_pool_destroy(pool), TA_OK; });
+    run("ta_context_destroy", [&](ta_error*) { return ta_context_destroy(context), TA_OK; });
+}
+
+}  // namespace ta::testing
