@@ -241,24 +241,27 @@ void load_token_piece(const uint8_t* piece, int d, int last, HeadStage1& out) {
 
 // ----------------------------------------------------------------------------------------------------------------- stage 2
 
-struct ChannelPage {
-    alignas(64) uint8_t code[kPageTokens * kMaxHeadDim];  // [token, channel]
-    alignas(64) float x[kPageTokens * kMaxHeadDim];       // merged stage-1 codes as floats
-    float step[kMaxHeadDim], zero[kMaxHeadDim];
-    int32_t zero8[kMaxHeadDim];
+// Channels that are encoded together. Each is encoded by itself; all of a page would take 102 KiB of a caller's stack.
+constexpr int kSlice = 32;
+
+struct ChannelSlice {
+    alignas(64) uint8_t code[kPageTokens * kSlice];  // [token, channel]
+    alignas(64) float x[kPageTokens * kSlice];       // merged stage-1 codes as floats
+    float step[kSlice], zero[kSlice];
+    int32_t zero8[kSlice];
 };
 
-// Squared error of the page under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a
+// Squared error of the slice under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a
 // tie the other way, which costs the same error.
-void search_errors(const ChannelPage& p, int d, float levels, const float* step, const float* zero, float* error) {
-    float inverse[kMaxHeadDim];
-    for (int c = 0; c < d; ++c) {
+void search_errors(const ChannelSlice& p, float levels, const float* step, const float* zero, float* error) {
+    float inverse[kSlice];
+    for (int c = 0; c < kSlice; ++c) {
         inverse[c] = 1.0f / step[c];
         error[c] = 0.0f;
     }
     for (int j = 0; j < kPageTokens; ++j) {
-        const float* x = p.x + j * d;
-        for (int c = 0; c < d; ++c) {
+        const float* x = p.x + j * kSlice;
+        for (int c = 0; c < kSlice; ++c) {
             float code = rintf((x[c] - zero[c]) * inverse[c]);
             code = code < 0.0f ? 0.0f : code;
             code = code > levels ? levels : code;
@@ -268,19 +271,19 @@ void search_errors(const ChannelPage& p, int d, float levels, const float* step,
     }
 }
 
-void search(ChannelPage& p, int d, int bits, const float* min, const float* max) {
+void search(ChannelSlice& p, int bits, const float* min, const float* max) {
     const int levels = (1 << bits) - 1;
-    float best[kMaxHeadDim], error[kMaxHeadDim], step[kMaxHeadDim], zero[kMaxHeadDim];
-    search_errors(p, d, float(levels), p.step, p.zero, best);
+    float best[kSlice], error[kSlice], step[kSlice], zero[kSlice];
+    search_errors(p, float(levels), p.step, p.zero, best);
     for (int i = 0; i < search_steps(bits); ++i) {
         for (int place = 0; place < search_places(bits); ++place) {
-            for (int c = 0; c < d; ++c) {
+            for (int c = 0; c < kSlice; ++c) {
                 const StepZero sz = search_candidate(int(min[c]), int(max[c]), bits, i, place);
                 step[c] = float(sz.step);
                 zero[c] = float(sz.zero);
             }
-            search_errors(p, d, float(levels), step, zero, error);
-            for (int c = 0; c < d; ++c) {
+            search_errors(p, float(levels), step, zero, error);
+            for (int c = 0; c < kSlice; ++c) {
                 if (error[c] >= best[c]) continue;
                 best[c] = error[c];
                 p.step[c] = step[c];
@@ -290,28 +293,28 @@ void search(ChannelPage& p, int d, int bits, const float* min, const float* max)
     }
 }
 
-// Encodes p.x into p.code, p.step, p.zero8: encode_channel of codec.h for all channels.
-void encode_channels(ChannelPage& p, int d, int bits, Stage2Options options) {
+// Encodes p.x into p.code, p.step, p.zero8: encode_channel of codec.h for all of its channels.
+void encode_channels(ChannelSlice& p, int bits, Stage2Options options) {
     const int levels = (1 << bits) - 1;
-    float min[kMaxHeadDim], max[kMaxHeadDim], residual[kMaxHeadDim], max_code[kMaxHeadDim];
-    for (int c = 0; c < d; ++c) min[c] = max[c] = p.x[c];
+    float min[kSlice], max[kSlice], residual[kSlice], max_code[kSlice];
+    for (int c = 0; c < kSlice; ++c) min[c] = max[c] = p.x[c];
     for (int j = 1; j < kPageTokens; ++j) {
-        const float* x = p.x + j * d;
-        for (int c = 0; c < d; ++c) {
+        const float* x = p.x + j * kSlice;
+        for (int c = 0; c < kSlice; ++c) {
             min[c] = x[c] < min[c] ? x[c] : min[c];
             max[c] = x[c] > max[c] ? x[c] : max[c];
         }
     }
-    for (int c = 0; c < d; ++c) {
+    for (int c = 0; c < kSlice; ++c) {
         p.step[c] = float(stage2_step(int(min[c]), int(max[c]), levels));
         p.zero[c] = min[c];
         residual[c] = max_code[c] = 0.0f;
     }
-    if (options.search) search(p, d, bits, min, max);
+    if (options.search) search(p, bits, min, max);
     for (int j = 0; j < kPageTokens; ++j) {
-        const float* x = p.x + j * d;
-        uint8_t* code = p.code + j * d;
-        for (int c = 0; c < d; ++c) {
+        const float* x = p.x + j * kSlice;
+        uint8_t* code = p.code + j * kSlice;
+        for (int c = 0; c < kSlice; ++c) {
             // A division: its rounded quotient is a tie only where the exact one is.
             float r = rintf((x[c] - p.zero[c]) / p.step[c]);
             r = r < 0.0f ? 0.0f : r;
@@ -321,25 +324,29 @@ void encode_channels(ChannelPage& p, int d, int bits, Stage2Options options) {
             residual[c] += x[c] - (r * p.step[c] + p.zero[c]);
         }
     }
-    for (int c = 0; c < d; ++c) {
+    for (int c = 0; c < kSlice; ++c) {
         p.zero8[c] = options.fractional_zero
                          ? fractional_zero8(int(p.zero[c]), int(residual[c]), int(p.step[c]), int(max_code[c]), bits)
                          : 8 * int(p.zero[c]);
     }
 }
 
-void store_metadata(const ChannelPage& p, int d, int bits, uint8_t* step, uint8_t* zero) {
-    for (int c = 0; c < d; ++c) {
+void store_metadata(const ChannelSlice& p, int bits, uint8_t* step, uint8_t* zero) {
+    for (int c = 0; c < kSlice; ++c) {
         step[c] = step_byte(int(p.step[c]), zero_fraction8(p.zero8[c]), bits);
         zero[c] = uint8_t(int8_t(zero_floor(p.zero8[c])));
     }
 }
 
-// Merged codes of one of K, V; `exponent` [64] or all zeros.
-void merge_tokens(const int8_t* q, const float* scale, const uint8_t* exponent, float max_scale, int d, float* x) {
+// What the codes of each token of K or V are multiplied with; `exponent` [64] or all zeros.
+void merge_ratios(const float* scale, const uint8_t* exponent, float max_scale, float* ratio) {
+    for (int j = 0; j < kPageTokens; ++j) ratio[j] = merge_ratio(scale[j], max_scale, exponent[j]);
+}
+
+// The merged codes of the channels from q on.
+void merge_tokens(const int8_t* q, const float* ratio, int d, float* x) {
     for (int j = 0; j < kPageTokens; ++j) {
-        const float ratio = merge_ratio(scale[j], max_scale, exponent[j]);
-        for (int c = 0; c < d; ++c) x[j * d + c] = rintf(float(q[j * d + c]) * ratio);
+        for (int c = 0; c < kSlice; ++c) x[j * kSlice + c] = rintf(float(q[j * d + c]) * ratio[j]);
     }
 }
 
@@ -352,17 +359,22 @@ float largest(const float* scale) {
 void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
     const int d = layout.d;
     const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
-    ChannelPage p;
+    ChannelSlice p;
     uint8_t exponent[kPageTokens] = {};
+    float ratio[kPageTokens];
     std::memset(piece, 0, layout.bytes());
 
     const float k_scale = largest(in.k_scale);
-    merge_tokens(in.k, in.k_scale, exponent, k_scale, d, p.x);
-    encode_channels(p, d, layout.k_bits, {.search = false, .fractional_zero = options.fractional_zero});
-    store_metadata(p, d, layout.k_bits, piece + layout.k_step(), piece + layout.k_zero());
-    for (int j = 0; j < kPageTokens; ++j) {
-        uint8_t* k = piece + layout.k_codes() + t.k_token[j];
-        for (int c = 0; c < d; ++c) k[t.k_channel[c]] = uint8_t(k[t.k_channel[c]] | p.code[j * d + c] << t.k_shift[j]);
+    merge_ratios(in.k_scale, exponent, k_scale, ratio);
+    for (int first = 0; first < d; first += kSlice) {
+        merge_tokens(in.k + first, ratio, d, p.x);
+        encode_channels(p, layout.k_bits, {.search = false, .fractional_zero = options.fractional_zero});
+        store_metadata(p, layout.k_bits, piece + layout.k_step() + first, piece + layout.k_zero() + first);
+        for (int j = 0; j < kPageTokens; ++j) {
+            uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+            const uint16_t* at = t.k_channel + first;
+            for (int c = 0; c < kSlice; ++c) k[at[c]] = uint8_t(k[at[c]] | p.code[j * kSlice + c] << t.k_shift[j]);
+        }
     }
 
     const float v_scale = largest(in.v_scale);
@@ -376,14 +388,19 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
         const float most = largest(magnitude);
         for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], v_scale, magnitude[j], most));
     }
-    merge_tokens(in.v, in.v_scale, exponent, v_scale, d, p.x);
-    encode_channels(p, d, layout.v_bits, {.search = options.v_search, .fractional_zero = options.fractional_zero});
-    store_metadata(p, d, layout.v_bits, piece + layout.v_step(), piece + layout.v_zero());
-    for (int j = 0; j < kPageTokens; ++j) {
-        uint8_t* v = piece + layout.v_codes() + t.v_token[j];
-        for (int c = 0; c < d; ++c) v[t.v_channel[c]] = uint8_t(v[t.v_channel[c]] | p.code[j * d + c] << t.v_shift[c]);
-        piece[layout.v_exponents() + j / 2] |= uint8_t(exponent[j] << (j % 2 * 4));
+    merge_ratios(in.v_scale, exponent, v_scale, ratio);
+    for (int first = 0; first < d; first += kSlice) {
+        merge_tokens(in.v + first, ratio, d, p.x);
+        encode_channels(p, layout.v_bits, {.search = options.v_search, .fractional_zero = options.fractional_zero});
+        store_metadata(p, layout.v_bits, piece + layout.v_step() + first, piece + layout.v_zero() + first);
+        for (int j = 0; j < kPageTokens; ++j) {
+            uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+            const uint16_t* at = t.v_channel + first;
+            const uint8_t* shift = t.v_shift + first;
+            for (int c = 0; c < kSlice; ++c) v[at[c]] = uint8_t(v[at[c]] | p.code[j * kSlice + c] << shift[c]);
+        }
     }
+    for (int j = 0; j < kPageTokens; ++j) piece[layout.v_exponents() + j / 2] |= uint8_t(exponent[j] << (j % 2 * 4));
     std::memcpy(piece + layout.k_scale(), &k_scale, sizeof k_scale);
     std::memcpy(piece + layout.v_scale(), &v_scale, sizeof v_scale);
     for (int j = 0; j < kPageTokens && options.k_turning; ++j) {

@@ -56,6 +56,8 @@ class CpuStep final : public StepBackend {
         size_t first, last;  // of touched
     };
 
+    Status reserve_append_scratch();
+    AppendScratch& append_scratch(int worker) { return reinterpret_cast<AppendScratch*>(append_scratch_.data())[worker]; }
     void make_append_tasks();
     uint8_t* token_page(const StepBlock& t, uint32_t layer);
     void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
@@ -142,23 +144,25 @@ void CpuStep::make_append_tasks() {
     }
 }
 
+Status CpuStep::reserve_append_scratch() {
+    const size_t bytes = sizeof(AppendScratch) * size_t(pool_.context().thread_count());
+    if (append_scratch_.reserve(bytes)) return {};
+    return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the append workspace", bytes).bytes(bytes);
+}
+
 Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     if (!pool_.numerics().saturate) {
         if (Status s = check_finite(codec(), k, "k"); !s.ok()) return std::move(s).argument(2);
         if (Status s = check_finite(codec(), v, "v"); !s.ok()) return std::move(s).argument(3);
     }
-    ThreadPool& threads = pool_.context().threads();
-    const size_t scratch_bytes = sizeof(AppendScratch) * size_t(threads.threads());
-    if (!append_scratch_.reserve(scratch_bytes)) {
-        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the append workspace", scratch_bytes).bytes(scratch_bytes);
-    }
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
     // A decode step's few tokens are done before another thread would wake up.
     const int64_t tasks = int64_t(append_tasks_.size());
     const bool alone = step_->total_new * int64_t(pool_.geometry().kv_heads * pool_.geometry().head_dim) < kAloneElements;
-    threads.parallel_for(tasks, alone ? tasks : 1, [&](int64_t i, int worker) {
+    pool_.context().threads().parallel_for(tasks, alone ? tasks : 1, [&](int64_t i, int worker) {
         const AppendTask& task = append_tasks_[size_t(i)];
         StepMember& m = step_->members[task.member];
-        auto& scratch = reinterpret_cast<AppendScratch*>(append_scratch_.data())[worker];
+        AppendScratch& scratch = append_scratch(worker);
         for (size_t b = task.first; b < task.last; ++b) append_block(m, m.touched[b], layer, task.head, k, v, scratch);
     });
     return {};
@@ -308,9 +312,10 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
         std::memcpy(to.slot(), at.slot, g.token_payload_bytes);
         return {};
     }
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
     const cpu::PageCodec& codec = this->codec();
-    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int) {
-        cpu::HeadStage1 values;
+    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int worker) {
+        cpu::HeadStage1& values = append_scratch(worker).codes;
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const auto piece_of = [&](PageKind kind) {
                 return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);

@@ -44,6 +44,9 @@ struct Work {
     RowUpdate update;
 };
 
+static_assert(4 * sizeof(RowGroup) + sizeof(Work) <= workspace_bytes(64, 4 * kMaxRows));
+static_assert(5 * sizeof(RowGroup) + sizeof(Work) <= workspace_bytes(64, 5 * kMaxRows));
+
 // ---- parameters of a page and a group ----
 
 void read_k_parameters(const KOrder& order, const ChannelLayout& layout, const uint8_t* piece, Work& work) {
@@ -311,7 +314,8 @@ class CodesPath {
           token_order(t.head_dim, v_stored_channels(t.head_dim, 8)),
           o_order(&channel_order),
           n_groups((t.rows + kMaxRows - 1) / kMaxRows),
-          groups(reinterpret_cast<RowGroup*>(t.workspace)) {
+          groups(reinterpret_cast<RowGroup*>(t.workspace)),
+          work(*reinterpret_cast<Work*>(groups + n_groups)) {
         for (int g = 0; g < n_groups; ++g) start_group(t, k_order, channel_order, g * kMaxRows, groups[g]);
     }
 
@@ -413,7 +417,7 @@ class CodesPath {
     const VOrder* o_order;
     const int n_groups;
     RowGroup* const groups;
-    Work work;
+    Work& work;
 };
 
 }  // namespace

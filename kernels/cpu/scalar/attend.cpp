@@ -20,8 +20,8 @@ float load_f32(const uint8_t* p) {
 
 // One head's page with every value as an integer: K and V codes times step plus zero, and the fractions apart.
 struct PageValues {
-    int32_t k8[kPageTokens][kMaxHeadDim];  // in eighths on a channel page, in units on a token page
-    int32_t v[kPageTokens][kMaxHeadDim];
+    int32_t* k8;  // [64, head_dim] in the task's workspace: in eighths on a channel page, in units on a token page
+    int32_t* v;   // [64, head_dim] behind it
     int32_t v_fraction8[kMaxHeadDim];
     float k_scale[kPageTokens];  // what multiplies k8, per token
     float v_ratio[kPageTokens];
@@ -42,8 +42,8 @@ void read_channel_page(const AttendTask& t, const uint8_t* piece, PageValues& ou
         for (int j = 0; j < kPageTokens; ++j) {
             const int k = code_at(piece + layout.k_codes(), k_place(t.head_dim, t.k_bits, j, c), t.k_bits);
             const int v = code_at(piece + layout.v_codes(), v_place(t.head_dim, t.v_bits, j, c), t.v_bits);
-            out.k8[j][c] = 8 * step_of(k_byte, t.k_bits) * k + k_zero8;
-            out.v[j][c] = step_of(v_byte, t.v_bits) * v + int8_t(piece[layout.v_zero() + c]);
+            out.k8[j * t.head_dim + c] = 8 * step_of(k_byte, t.k_bits) * k + k_zero8;
+            out.v[j * t.head_dim + c] = step_of(v_byte, t.v_bits) * v + int8_t(piece[layout.v_zero() + c]);
         }
     }
     for (int j = 0; j < kPageTokens; ++j) {
@@ -59,8 +59,8 @@ void read_token_page(const AttendTask& t, const uint8_t* piece, int64_t valid, P
     float v_max = 0.0f;
     for (int j = 0; j < kPageTokens; ++j) {
         for (int c = 0; c < t.head_dim; ++c) {
-            out.k8[j][c] = int8_t(piece[layout.k_codes() + k_place(t.head_dim, 8, j, c).byte]);
-            out.v[j][c] = int8_t(piece[layout.v_codes() + v_place(t.head_dim, 8, j, c).byte]);
+            out.k8[j * t.head_dim + c] = int8_t(piece[layout.k_codes() + k_place(t.head_dim, 8, j, c).byte]);
+            out.v[j * t.head_dim + c] = int8_t(piece[layout.v_codes() + v_place(t.head_dim, 8, j, c).byte]);
         }
         out.k_scale[j] = load_f32(piece + layout.k_scale() + j * sizeof(float));
         out.v_ratio[j] = j < valid ? load_f32(piece + layout.v_scale() + j * sizeof(float)) : 0.0f;
@@ -81,7 +81,7 @@ void logits_of_row(const AttendTask& t, int row, int64_t first_key, const PageVa
             continue;
         }
         int32_t s = 0;
-        for (int c = 0; c < t.head_dim; ++c) s += int32_t(q[c]) * page.k8[j][c];
+        for (int c = 0; c < t.head_dim; ++c) s += int32_t(q[c]) * page.k8[j * t.head_dim + c];
         x[j] = float(s) * (t.q_scale[row] * page.k_scale[j]);
         for (int n = 0; n < page.turning.pairs; ++n) {
             for (int of = 0; of < 2; ++of) {
@@ -124,7 +124,7 @@ void accumulate_codes(const AttendTask& t, const PageValues& page, const float p
     }
     for (int c = 0; c < t.head_dim; ++c) {
         int32_t u = 0;
-        for (int j = 0; j < kPageTokens; ++j) u += code[j] * page.v[j][c];
+        for (int j = 0; j < kPageTokens; ++j) u += code[j] * page.v[j * t.head_dim + c];
         const int32_t f = page.v_fraction8[c] * code_sum;
         o[c] = std::fma(std::fma(float(f), 0.125f, float(u)), g, o[c] * alpha);
     }
@@ -167,6 +167,8 @@ void attend_row(const AttendTask& t, int row, int64_t first_key, const PageValue
 
 void attend_scalar(const AttendTask& t) {
     PageValues page;
+    page.k8 = reinterpret_cast<int32_t*>(t.workspace);
+    page.v = page.k8 + kPageTokens * t.head_dim;
     for (int64_t n = t.page_begin; n < t.page_end; ++n) {
         const int64_t first_key = n * kPageTokens;
         if (!t.pages[n].piece) continue;
