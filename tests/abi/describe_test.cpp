@@ -1,5 +1,6 @@
 // ta_kv_pool_describe: what it says of a pool makes the same pool again.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -121,15 +122,16 @@ TEST(Describe, ADescriptionMakesTheSamePool) {
 
 TEST(Describe, TiersAreThoseInEffect) {
     const Context context = make_context(1);
-    const std::filesystem::path folder = std::filesystem::temp_directory_path();
-    const std::filesystem::path before = std::filesystem::current_path();
+    const std::filesystem::path before = std::filesystem::current_path(),
+                                folder = std::filesystem::temp_directory_path() / ("ta-describe-" + std::to_string(getpid()));
+    std::filesystem::create_directory(folder);
     std::filesystem::current_path(folder);
     auto tuning = sized<ta_x_tier_tuning>();
     tuning.attention_half_life = 9;
     auto tiers = sized<ta_tier_options>();
     tiers.host_bytes = 4 << 20;
     tiers.disk_bytes = 4 << 20;
-    tiers.disk_folder = "./x/..";
+    tiers.disk_folder = "./.";
     tiers.high_percent = 80;
     tiers.eviction = TA_EVICT_ATTENTION;
     tiers.falling_precision = TA_ON;
@@ -137,9 +139,7 @@ TEST(Describe, TiersAreThoseInEffect) {
     auto options = pool_options(kLayers, kHeads, kDim, 8);
     options.budget_bytes = 8 << 20;
     options.tiers = &tiers;
-    std::filesystem::create_directory("x");
     const KvPool pool = make_pool(context, options);
-    std::filesystem::remove("x");
     std::filesystem::current_path(before);
     const ta_kv_pool_description d = describe(pool);
     ASSERT_NE(d.tiers, nullptr);
@@ -166,6 +166,7 @@ TEST(Describe, TiersAreThoseInEffect) {
     EXPECT_EQ(d.fingerprint, e.fingerprint);
     EXPECT_EQ(d.tiers->host_bytes, e.tiers->host_bytes);
     EXPECT_STREQ(d.tiers->disk_folder, e.tiers->disk_folder);
+    std::filesystem::remove(folder);
 }
 
 // A named enum beside each typedef, for generators of bindings.
