@@ -499,5 +499,70 @@ TEST_F(GpuGraph, OfFewSequencesBesideMany) {
     expect_nothing_left_behind(steps, {two, 1, out}, {some, 4, more}, {all, 1, more});
 }
 
+// A sequence ends beside a graph whose kernels have it, and a plan within the capture of its calls: what others do with the room
+// afterwards is not disturbed by what was enqueued before.
+TEST_F(GpuGraph, WhatEndsWhileItIsInUse) {
+    constexpr uint32_t kDim = 128;
+    constexpr int32_t kTokens = 200;
+    auto options = pool_options(kLayers, 1, kDim, 4);
+    options.budget_bytes = uint64_t{2} << 20;  // every round takes the room of the one before
+    options.max_sequences = 4;
+    const KvPool pool = make_pool(gpu, options);
+    Random random(3);
+    const std::vector<float> values = random.normals(kTokens * kDim);
+    const DeviceTensor x(kTokens, 1, kDim, &values), out(kTokens, 1, kDim), one(1, 1, kDim, &values), one_out(1, 1, kDim);
+    ta_error err;
+    const auto call = [&](const Plan& plan, const DeviceTensor& in, const DeviceTensor& to) {
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            require(ta_append(plan.get(), layer, in.view(), in.view(), &err), err);
+            require(ta_attend(plan.get(), layer, in.view(), to.view(), nullptr, nullptr, &err), err);
+        }
+    };
+    const auto make_plan_here = [&] {
+        Plan plan = make_plan(pool);
+        require(ta_plan_set_stream(plan.get(), stream, &err), err);
+        return plan;
+    };
+    const auto prompt = [&](ta_seq seq) {
+        const Plan plan = make_plan_here();
+        begin(plan, {seq}, {kTokens});
+        call(plan, x, out);
+        end(plan);
+        EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        return out.get();
+    };
+    const ta_seq first = make_sequence(pool);
+    const std::vector<float> expected = prompt(first);
+    require(ta_seq_release(pool.get(), first, &err), err);
+    for (int round = 0; round < 10; ++round) {
+        const ta_seq seq = make_sequence(pool);
+        ASSERT_TRUE(prompt(seq) == expected) << "round " << round;
+        Plan plan = make_plan_here();
+        begin(plan, {seq}, {1});
+        call(plan, one, one_out);
+        end(plan);
+        if (round % 2 == 0) {
+            CapturedGraph graph;
+            begin(plan, {seq}, {1});
+            graph.capture(stream, [&] { call(plan, one, one_out); });
+            require(ta_seq_release(pool.get(), seq, &err), err);
+            ASSERT_EQ(graph.launch(stream), cudaSuccess);
+            end(plan);
+        } else {
+            begin(plan, {seq}, {1});
+            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            call(plan, one, one_out);
+            plan.reset();
+            cudaGraph_t graph = nullptr;
+            if (cudaStreamEndCapture(stream, &graph) == cudaSuccess) cudaGraphDestroy(graph);
+            (void)cudaGetLastError();
+            EXPECT_EQ(length(pool, seq), kTokens + 1);
+            require(ta_seq_verify(pool.get(), seq, &err), err);
+            require(ta_seq_release(pool.get(), seq, &err), err);
+        }
+        EXPECT_EQ(stats(pool).bytes_used, 0u);
+    }
+}
+
 }  // namespace
 }  // namespace ta::testing
