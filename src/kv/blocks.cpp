@@ -265,7 +265,7 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Take
         auto& list = cached_[size_t(kind)];
         uint8_t* slot = nullptr;
         const bool fresh = list.empty();
-        Tenant tenant = slab_has_tenants_ ? kUnknownTenant : 0;
+        Tenant tenant = slab_has_tenants_ || (has_hooks_ && !slab_) ? kUnknownTenant : 0;  // of hooks: anybody's
         if (!fresh) {
             slot = list.back().slot;
             tenant = list.back().tenant;
