@@ -748,6 +748,7 @@ typedef struct ta_tier_stats {
     uint64_t blocks;
     /* `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */
     uint64_t token_blocks, channel_blocks, low_blocks;
+    char reason[192];               /* of the state, and what the tier lacks here; empty when nothing is missing */
     uint64_t blocks_in, blocks_out; /* moved here and away */
     uint64_t bytes_in, bytes_out;
     uint64_t fallen_blocks;     /* that came here with fewer bits than they had */
@@ -759,7 +760,6 @@ typedef struct ta_tier_stats {
     uint64_t requests_queued;   /* reads and writes of a disk that are not finished now; 0 elsewhere */
     uint64_t requests_failed;   /* that failed, or did not end in time */
     uint64_t requests_corrupt;  /* that read what does not match its hash, records refused at opening included */
-    char reason[192];           /* of the state, and what the tier lacks here; empty when nothing is missing */
 } ta_tier_stats;
 
 /* Fills in `stats`. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
