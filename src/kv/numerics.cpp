@@ -125,6 +125,7 @@ ta_numerics describe_numerics(const Numerics& n) {
     r.fractional_zero = on(n.fractional_zero);
     r.v_search = on(n.v_search);
     r.hadamard = on(n.hadamard);
+    r.k_turning = on(n.k_turning);
     r.sink_blocks = n.sink_blocks > 0 ? int32_t(n.sink_blocks) : -1;
     r.exp = n.exp == ExpMode::kPoly ? TA_EXP_POLY : n.exp == ExpMode::kExact ? TA_EXP_EXACT : TA_EXP_SAS;
     r.p = n.p;

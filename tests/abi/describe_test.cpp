@@ -86,6 +86,8 @@ TEST(Describe, ADescriptionMakesTheSamePool) {
         [](auto& n, auto&) { n.open_scale = TA_OPEN_SCALE_UNIVERSAL; },
         [](auto& n, auto&) { n.v_exponents = n.fractional_zero = TA_OFF; },
         [](auto& n, auto&) { n.v_search = n.hadamard = TA_OFF; },
+        [](auto& n, auto&) { n.k_turning = TA_OFF; },
+        [](auto& n, auto&) { n.profile = TA_PROFILE_PAPER, n.k_turning = TA_ON; },
         [](auto& n, auto&) { n.sink_blocks = -1; },
         [](auto& n, auto&) { n.sink_blocks = 2; },
         [](auto& n, auto&) { n.exp = TA_EXP_SAS, n.p = TA_P_U8_RUNNING; },
@@ -109,6 +111,7 @@ TEST(Describe, ADescriptionMakesTheSamePool) {
         EXPECT_EQ(d.channel_block_bytes, stats(pool).channel_block_bytes);
         EXPECT_NE(d.numerics->open_scale, TA_OPEN_SCALE_DEFAULT);
         EXPECT_NE(d.numerics->hadamard, TA_DEFAULT);
+        EXPECT_NE(d.numerics->k_turning, TA_DEFAULT);
         EXPECT_NE(d.numerics->sink_blocks, 0);
         const KvPool again = make_pool(context, options_of(d));
         const ta_kv_pool_description e = describe(again);
