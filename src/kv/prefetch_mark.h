@@ -65,7 +65,8 @@ class PrefetchMark {
   private:
     // kLate: it has its outcome and is still to come.
     enum class State : uint16_t { kNone, kAsked, kLate, kArrived };
-    struct Word {
+    // Aligned to its size: clang asks libatomic for what is not.
+    struct alignas(8) Word {
         uint32_t tickets = 0;  // that asked and are not over
         uint16_t outcomes = 0;
         State state = State::kNone;

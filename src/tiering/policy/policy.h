@@ -20,7 +20,7 @@ struct BlockOwner {
 };
 
 // Attention that a block got: the sum of weights, faded to step `at`.
-struct AttentionMass {
+struct alignas(8) AttentionMass {  // its size: clang asks libatomic for what is aligned to less
     float sum = 0.0f;
     uint32_t at = 0;
 };
