@@ -473,8 +473,9 @@ TEST_P(PageCodecTest, DecodesTheStoredValues) {
                     std::vector<uint8_t> bytes = encode_by_definition(*head, layout, kOptions[2]);
                     Piece piece(layout.bytes(), 0);
                     std::memcpy(piece.data.get(), bytes.data(), bytes.size());
-                    // Padding: behind the scales, and codes of channels that do not exist.
-                    std::memset(&piece.data[layout.v_scale() + 4], 0xFF, piece.bytes - layout.v_scale() - 4);
+                    // Padding: behind the turning pairs, and codes of channels that do not exist.
+                    const size_t end = layout.k_turning() + kTurningBytes;
+                    std::memset(&piece.data[end], 0xFF, piece.bytes - end);
                     for (int t = 0; t < kPageTokens; ++t) {
                         for (int c = d; c < v_stored_channels(d, v_bits); ++c) {
                             const CodePlace p = v_place(d, v_bits, t, c);

@@ -57,18 +57,7 @@ std::vector<uint8_t> sequence_file_by_hand(const FallingShape& shape, const KvPo
     uint64_t fingerprint = 0;
     std::memcpy(&fingerprint, blocks.at(0).trailer.data() + 8, sizeof fingerprint);
     const ta_kv_pool_stats sizes = stats(pool);
-    std::vector<uint8_t> file;
-    put(file, uint32_t{0x51455354});
-    put(file, uint32_t{2});  // version, reserved
-    put(file, fingerprint);
-    put(file, int64_t(blocks.size()) * kPageTokens);
-    put(file, uint64_t(blocks.size()));
-    put(file, uint64_t{0});
-    put(file, sizes.token_block_bytes);
-    put(file, sizes.channel_block_bytes);
-    put(file, hash_bytes(nullptr, 0));
-    put(file, uint64_t{0});  // no namespace
-    put(file, hash_bytes(file.data(), file.size()));
+    std::vector<uint8_t> index_of_file, records;
     for (uint64_t index = 0; index < blocks.size(); ++index) {
         const BlockBits& b = blocks[index];
         const auto kind = uint8_t(b.bits == 8 ? 0 : b.bits == 4 ? 1 : 2);
@@ -89,17 +78,37 @@ std::vector<uint8_t> sequence_file_by_hand(const FallingShape& shape, const KvPo
             put(slot, page_hash(id, b.payload.data() + layer * page_bytes));
         }
         slot.resize((slot.size() + 127) / 128 * 128);
-        const size_t header = file.size();
-        put(file, uint32_t{0x4B4C4254});
-        put(file, uint32_t{kind});
-        put(file, uint32_t(kPageTokens));
-        put(file, uint32_t{0});
-        put(file, index);
-        put(file, b.content_id);
-        put(file, hash_bytes(slot.data(), slot.size()));
-        put(file, hash_bytes(file.data() + header, file.size() - header));
-        file.insert(file.end(), slot.begin(), slot.end());
+        const uint64_t slot_hash = hash_bytes(slot.data(), slot.size());
+        put(index_of_file, b.content_id);
+        put(index_of_file, slot_hash);
+        put(index_of_file, index);
+        put(index_of_file, uint32_t(kPageTokens));
+        put(index_of_file, uint32_t{kind});
+        const size_t header = records.size();
+        put(records, uint32_t{0x4B4C4254});
+        put(records, uint32_t{kind});
+        put(records, uint32_t(kPageTokens));
+        put(records, uint32_t{0});
+        put(records, index);
+        put(records, b.content_id);
+        put(records, slot_hash);
+        put(records, hash_bytes(records.data() + header, records.size() - header));
+        records.insert(records.end(), slot.begin(), slot.end());
     }
+    std::vector<uint8_t> file;
+    put(file, uint32_t{0x51455354});
+    put(file, uint32_t{3});  // version, reserved
+    put(file, fingerprint);
+    put(file, int64_t(blocks.size()) * kPageTokens);
+    put(file, uint64_t(blocks.size()));
+    put(file, uint64_t{0});  // no magnitudes
+    put(file, sizes.token_block_bytes);
+    put(file, sizes.channel_block_bytes);
+    put(file, hash_bytes(index_of_file.data(), index_of_file.size()));
+    put(file, uint64_t{0});  // no namespace
+    put(file, hash_bytes(file.data(), file.size()));
+    file.insert(file.end(), index_of_file.begin(), index_of_file.end());
+    file.insert(file.end(), records.begin(), records.end());
     return file;
 }
 
