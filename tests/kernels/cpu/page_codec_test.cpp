@@ -17,6 +17,7 @@
 
 #include "kernels/cpu/kernels.h"
 #include "kernels/format/rotation.h"
+#include "kernels/format/turning.h"
 
 namespace ta::cpu {
 namespace {
