@@ -30,6 +30,7 @@ constexpr size_t kMostRows = kMostBytes / 2 / 64;  // of a tensor of that size
 constexpr uint64_t kMostMemory = 64 << 20;
 constexpr size_t kMostHandles = 3, kMostIds = 32;
 constexpr size_t kKeys = 8;
+__extension__ typedef __int128 Wide;  // what extents of hostile tensors fit in
 
 const testing::Folder& folder() {
     static const testing::Folder f;
@@ -146,13 +147,13 @@ class Program {
         t.dtype = ta_dtype(number(TA_DTYPE_F32));
         t.tokens = number(tokens), t.heads = number(heads), t.head_dim = number(head_dim);
         t.stride_token = number(0), t.stride_head = number(0);
-        const __int128 stride_token = t.stride_token ? __int128(t.stride_token) : __int128(t.heads) * t.head_dim;
-        const __int128 stride_head = t.stride_head ? t.stride_head : t.head_dim;
-        const __int128 reach[] = {(t.tokens - __int128(1)) * stride_token, (t.heads - __int128(1)) * stride_head};
-        __int128 low = 0, high = t.head_dim;
-        for (const __int128 r : reach) (r < 0 ? low : high) += r;
+        const Wide stride_token = t.stride_token ? Wide(t.stride_token) : Wide(t.heads) * t.head_dim;
+        const Wide stride_head = t.stride_head ? t.stride_head : t.head_dim;
+        const Wide reach[] = {(t.tokens - Wide(1)) * stride_token, (t.heads - Wide(1)) * stride_head};
+        Wide low = 0, high = t.head_dim;
+        for (const Wide r : reach) (r < 0 ? low : high) += r;
         const size_t element = t.dtype == TA_DTYPE_F32 ? 4 : 2;
-        if (t.tokens > 0 && t.heads > 0 && t.head_dim > 0 && high - low <= __int128(kMostBytes / element)) {
+        if (t.tokens > 0 && t.heads > 0 && t.head_dim > 0 && high - low <= Wide(kMostBytes / element)) {
             uint8_t* p = memory(size_t(high - low) * element);
             if (odd()) std::memset(p + size_t(in_.bits(3)) % (size_t(high - low) * element), 0xff, 1);
             t.data = array(p + size_t(-low) * element);
@@ -206,8 +207,16 @@ class Program {
 
     // -------------------------------------------------------------------------------------------- calls
 
+    // Memory runs out early, so that huge budgets take no time.
+    static void* allocate(size_t bytes, size_t alignment, void* user) {
+        auto& allocator = *static_cast<testing::CountingAllocator*>(user);
+        const uint64_t left = kMostMemory - std::min(kMostMemory, allocator.bytes_alive());
+        return bytes > left ? nullptr : allocator.hooks().allocate(bytes, alignment, user);
+    }
     ta_status context_create(ta_error* err) {
+        if (contexts_.size() == kMostHandles) return TA_OK;
         ta_allocator hooks = allocator_.hooks();
+        hooks.allocate = allocate;
         ta_context_options o{};
         o.device = ta_device_kind(number(TA_DEVICE_CPU));
         o.threads = int32_t(small_if_right(1, 1024));
