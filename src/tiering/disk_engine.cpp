@@ -117,7 +117,7 @@ void DiskEngine::stop() {
     }
     try {
         // What fails here was never promised to survive a power failure.
-        if (file_->persistent && answers && flush().ok()) (void)mark(SessionState::kClosed);
+        if (file_->persistent && answers && flush().ok() && is_all_synced()) (void)mark(SessionState::kClosed);
     } catch (const std::bad_alloc&) {
     }
     Lock lock(mutex_);

@@ -113,6 +113,7 @@ class DiskEngine {
     Status run_own(Ops& ops);
     Status mark(SessionState state);
     bool is_synced(uint64_t writes) const;
+    bool is_all_synced() const;
     bool is_damaged(const Op& op) const;
     void sync_succeeded(const Op& op);
     void sync_failed(const Op& op, int64_t error);

@@ -338,7 +338,8 @@ Status DiskEngine::write_again() {
     std::lock_guard lock(mutex_);
     if (lost_ == 0) return {};
     return fail(TA_E_IO, "the disk tier has lost %llu records: fsync failed with %s, and they could not be read back",
-                (unsigned long long)lost_, error_text(sync_error_).c_str());
+                (unsigned long long)lost_, error_text(sync_error_).c_str())
+        .tier(TA_TIER_DISK);
 }
 
 // Operations of the tier's own, waited for. The first failure, but for records that turned out to be lost, which are counted.
@@ -356,6 +357,13 @@ Status DiskEngine::run_own(Ops& ops) {
 // Whether everything up to there, on writes_, is on the medium.
 bool DiskEngine::is_synced(uint64_t writes) const {
     return synced_ >= writes && doubtful_ == 0 && lost_ == 0;
+}
+
+// Also nothing is being written.
+bool DiskEngine::is_all_synced() const {
+    std::lock_guard lock(mutex_);
+    return is_synced(writes_) &&
+           std::none_of(active_.begin(), active_.end(), [](const Op& op) { return op.kind == Op::Kind::kWrite; });
 }
 
 void DiskEngine::sync_succeeded(const Op& op) {
