@@ -509,8 +509,8 @@ TEST_F(GpuGraph, WhatEndsWhileItIsInUse) {
     options.max_sequences = 4;
     const KvPool pool = make_pool(gpu, options);
     Random random(3);
-    const std::vector<float> values = random.normals(kTokens * kDim);
-    const DeviceTensor x(kTokens, 1, kDim, &values), out(kTokens, 1, kDim), one(1, 1, kDim, &values), one_out(1, 1, kDim);
+    const std::vector<float> values = random.normals(kTokens * kDim), row = random.normals(kDim);
+    const DeviceTensor x(kTokens, 1, kDim, &values), out(kTokens, 1, kDim), one(1, 1, kDim, &row), one_out(1, 1, kDim);
     ta_error err;
     const auto call = [&](const Plan& plan, const DeviceTensor& in, const DeviceTensor& to) {
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
