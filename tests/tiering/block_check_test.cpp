@@ -24,7 +24,8 @@ TEST(BlockCheck, EveryPageAndEveryFieldThatNamesTheBlockCounts) {
     std::vector<uint8_t> bytes(block->slot(), block->slot() + g.channel_slot_bytes);
     const auto code = [&] { return check(id, uint8_t(kind), bytes.data()).code(); };
     EXPECT_EQ(code(), TA_OK);
-    EXPECT_EQ(make_value_check(g, false)(id, uint8_t(kind), bytes.data()).code(), TA_E_CORRUPT) << "no encoder writes such values";
+    EXPECT_EQ(make_value_check(g, false)(id, uint8_t(kind), bytes.data()).code(), TA_E_CORRUPT)
+        << "no encoder writes such values";
     for (size_t at = 0; at < bytes.size(); at += at < g.channel_payload_bytes ? 511 : 1) {
         const size_t trailer = g.channel_payload_bytes;
         if (at >= trailer + 7 && at < trailer + 8) continue;    // reserved
