@@ -232,6 +232,65 @@ TEST_F(BadArguments, SequenceCallsRefuseNullAndLengths) {
     expect_success([&](ta_error* err) { return ta_seq_verify(pool.get(), long_seq, err); });
 }
 
+TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
+    ta_seq out = 77;
+    uint64_t n = 77;
+    int64_t length = 77;
+    ta_ticket ticket = 77;
+    auto info = sized<ta_move_info>();
+    ta_namespace space = 77;
+    const uint8_t key[32] = {};
+    const ta_status invalid = TA_E_INVALID;
+    const auto save = [&](const char* path, ta_error* err) { return ta_seq_save(pool.get(), long_seq, path, nullptr, err); };
+    const auto load = [&](const char* path, ta_seq* to, ta_error* err) {
+        return ta_seq_load(pool.get(), path, nullptr, to, err);
+    };
+    const auto load_all = [&](const char* path, uint64_t* count, ta_error* err) {
+        return ta_kv_pool_load(pool.get(), path, nullptr, nullptr, 0, count, err);
+    };
+    const auto match = [&](const uint8_t* keys, ta_seq* to, int64_t* tokens, ta_error* err) {
+        return ta_seq_match_prefix(pool.get(), space, keys, 1, to, tokens, err);
+    };
+    expect_failures({
+        {"save to null", [&](ta_error* err) { return save(nullptr, err); }, invalid, 2, "path is null"},
+        {"save to nothing", [&](ta_error* err) { return save("", err); }, invalid, 2, "path is empty"},
+        {"load from null", [&](ta_error* err) { return load(nullptr, &out, err); }, invalid, 1, "path is null"},
+        {"load without out", [&](ta_error* err) { return load("none", nullptr, err); }, invalid, 3, "out is null"},
+        {"save the pool to null", [&](ta_error* err) { return ta_kv_pool_save(pool.get(), nullptr, 0, nullptr, err); }, invalid,
+         1, "path is null"},
+        {"load a pool from null", [&](ta_error* err) { return load_all(nullptr, &n, err); }, invalid, 1, "path is null"},
+        {"load a pool without n", [&](ta_error* err) { return load_all("none", nullptr, err); }, invalid, 5, "n is null"},
+        {"move without out",
+         [&](ta_error* err) { return ta_seq_move(pool.get(), long_seq, 0, 1, TA_TIER_DEVICE, nullptr, err); }, invalid, 5,
+         "out is null"},
+        {"move to no tier", [&](ta_error* err) { return ta_seq_move(pool.get(), long_seq, 0, 1, ta_tier(9), &ticket, err); },
+         invalid, 4, "tier is 9"},
+        {"prefetch without out", [&](ta_error* err) { return ta_seq_prefetch(pool.get(), long_seq, 0, 1, nullptr, err); },
+         invalid, 4, "out is null"},
+        {"query of null", [&](ta_error* err) { return ta_move_query(nullptr, ticket, &info, err); }, invalid, 0,
+         "pool is null"},
+        {"query without tiers", [&](ta_error* err) { return ta_move_query(pool.get(), ticket, &info, err); }, TA_E_UNSUPPORTED,
+         0, "no tier below"},
+        {"residency without out", [&](ta_error* err) { return ta_seq_residency(pool.get(), long_seq, nullptr, err); }, invalid,
+         2, "out is null"},
+        {"tier statistics without stats",
+         [&](ta_error* err) { return ta_kv_pool_get_tier_stats(pool.get(), TA_TIER_DEVICE, nullptr, err); }, invalid, 2,
+         "stats is null"},
+        {"namespace without options", [&](ta_error* err) { return ta_namespace_create(pool.get(), nullptr, &space, err); },
+         invalid, 1, "options is null"},
+        {"publish no keys", [&](ta_error* err) { return ta_seq_publish(pool.get(), long_seq, space, nullptr, 1, err); },
+         invalid, 3, "keys is null"},
+        {"match no keys", [&](ta_error* err) { return match(nullptr, &out, &length, err); }, invalid, 2, "keys is null"},
+        {"match without out", [&](ta_error* err) { return match(key, nullptr, &length, err); }, invalid, 4, "out is null"},
+        {"match without length", [&](ta_error* err) { return match(key, &out, nullptr, err); }, invalid, 5, "length is null"},
+    });
+    EXPECT_EQ(out, 77u);
+    EXPECT_EQ(n, 77u);
+    EXPECT_EQ(length, 77);
+    EXPECT_EQ(ticket, 77u);
+    EXPECT_EQ(space, 77u);
+}
+
 TEST_F(BadArguments, InspectionRefusesRangesBeyondTheSequence) {
     auto block = sized<ta_x_block_info>();
     std::vector<float> k(size_t(130 * kRow), -1.0f), v = k;

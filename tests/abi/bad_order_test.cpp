@@ -82,6 +82,13 @@ TEST_F(BadOrder, LayersAreAppendedOnceAndAttendedToRightAfter) {
     EXPECT_EQ(length(pool, short_seq), 10);
     end(plan);
     EXPECT_EQ(length(pool, short_seq), 11);
+    // In the other order.
+    begin(plan, {short_seq}, {1});
+    append(plan, 0, k, k);
+    append(plan, 1, k, k);
+    expect_failures({{"attend to layer 0", do_attend(0), TA_E_STATE, -1, "layer 1 was appended after layer 0"}}, true);
+    EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
+    end(plan);
 }
 
 TEST_F(BadOrder, AStepWithoutNewTokensNeedsNoAppends) {

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <limits>
 #include <system_error>
 
+#include "support/counting_allocator.h"
 #include "support/files.h"
 #include "support/saved_file.h"
 #include "support/tiers.h"
@@ -113,6 +115,22 @@ TEST_F(SequenceFile, ForkedAndTruncatedSequences) {
     EXPECT_TRUE(dequantize(pool, fork, 1, 0, 150, kRow) == dequantize(pool, copy, 1, 0, 150, kRow));
     const std::vector<float> a = look(pool, fork, 7), b = look(pool, copy, 7);
     EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0);
+}
+
+// The slot of an open block holds behind its tokens what was there before.
+TEST_F(SequenceFile, HasNothingOfWhatMemoryHeld) {
+    CountingAllocator allocator;
+    allocator.fill = 0x5a;
+    const ta_allocator hooks = allocator.hooks();
+    auto options = sized<ta_context_options>();
+    options.allocator = &hooks;
+    const KvPool pool = make_pool(make_context(options), pool_options(kLayers, kHeads, kDim));
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 10);
+    save(pool, seq, path("short"));
+    const Bytes file = read_file(path("short"));
+    constexpr int kRun = 16;
+    EXPECT_EQ(std::search_n(file.begin(), file.end(), kRun, char(allocator.fill)), file.end());
 }
 
 TEST_F(SequenceFile, DamageIsFoundAndChangesNothing) {

@@ -439,6 +439,17 @@ TEST_P(Disk, WithoutSpaceItIsReadOnlyUntilThereIsSome) {
     EXPECT_TRUE(read_block(*tier, b, make_identity(2, 2)));
 }
 
+TEST_P(Disk, FailuresBetweenGoodWritesDoNotAddUp) {
+    auto tier = open();
+    const Slot a = take(*tier, kChannel);
+    for (int i = 0; i < 4; ++i) {
+        files->break_now(Fault::kEio, false);
+        EXPECT_FALSE(write_block(*tier, a, make_identity(1, 1)));
+        EXPECT_EQ(tier->health().state, TierState::kOk) << tier->health().reason;
+        EXPECT_TRUE(write_block(*tier, a, make_identity(1, 1)));
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Engines, Disk,
                          ::testing::Values(Engine{true, false, true}, Engine{true, true, true}, Engine{false, false, true},
                                            Engine{false, true, true}, Engine{true, false, false}, Engine{true, true, false}));

@@ -131,7 +131,23 @@ class MoverTest : public ::testing::Test {
         EXPECT_TRUE(device->wait_for_steps().ok());
         return wrong == 0;
     }
-    // The same while the step has not even ended: its slots stay as they are.
+    // A step reads blocks in the host tier. Before it has run they are released, and others come into their slots from the disk.
+    bool read_late_before_disk(Barriers barriers) {
+        make_pool(40, 8, barriers, 20);
+        const uint64_t a = add(8), b = add(8);
+        EXPECT_TRUE(device->wait_for_steps().ok());
+        EXPECT_EQ(move(b, TierKind::kDisk).moved, 8u);
+        EXPECT_EQ(move(a, TierKind::kHost).moved, 8u);
+        std::atomic<int> wrong{0};
+        if (!barriers.writers) device->enqueue_step([go_on = gate.get_future().share()] { go_on.wait(); });
+        device->enqueue_step(reading_step(a, wrong));
+        release(a);
+        EXPECT_EQ(move(b, TierKind::kHost).moved, 8u);
+        if (!barriers.writers) gate.set_value();
+        EXPECT_TRUE(device->wait_for_steps().ok());
+        return wrong == 0;
+    }
+    // As read_late() while the step has not even ended: its slots stay as they are.
     bool read_while_open(Barriers barriers) {
         make_pool(40, 8, barriers);
         const uint64_t a = add(8), b = add(8);
@@ -204,6 +220,13 @@ TEST_F(MoverTest, ASlotIsTakenBehindItsLastReader) {
 TEST_F(MoverTest, ASlotIsTakenBehindItsLastReader_SeenWithoutTheBarrier) {
     if (kSeesRaces) GTEST_SKIP();
     EXPECT_FALSE(read_late({.writers = false}));
+}
+TEST_F(MoverTest, ADiskReadsBehindTheLastReader) {
+    EXPECT_TRUE(read_late_before_disk({}));
+}
+TEST_F(MoverTest, ADiskReadsBehindTheLastReader_SeenWithoutTheBarrier) {
+    if (kSeesRaces) GTEST_SKIP();
+    EXPECT_FALSE(read_late_before_disk({.writers = false}));
 }
 TEST_F(MoverTest, ASlotStaysWhileAStepIsOpen) {
     EXPECT_TRUE(read_while_open({}));
@@ -330,6 +353,19 @@ TEST_F(MoverTest, ACancelledTicketIsOverWhereItWaits) {
 }
 
 // A ticket owns nothing that waits: who releases a sequence has its room at once, and its blocks are not moved for nobody.
+TEST_F(MoverTest, FinishedTicketsAreForgottenInTheEnd) {
+    make_pool(20, 20, {});
+    const uint64_t a = add(1);
+    constexpr size_t kKnown = 4096, kMore = 8;
+    std::vector<uint64_t> tickets;
+    while (tickets.size() < kKnown + kMore)
+        tickets.push_back(pool->move_blocks(ids[a], 0, 1, TierKind::kDevice, MoveReason::kPrefetch).value());
+    for (const uint64_t ticket : tickets) (void)pool->mover()->wait(ticket, -1);
+    EXPECT_EQ(pool->mover()->queued(), 0u);
+    EXPECT_EQ(pool->mover()->query(tickets.front()).status().code(), TA_E_STALE);
+    EXPECT_EQ(pool->mover()->query(tickets.back()).value().present, 1u);
+}
+
 TEST_F(MoverTest, WhatIsReleasedMeanwhileIsNotMoved) {
     make_pool(600, 600, {});
     const uint64_t a = add(12), b = add(5), busy = add(kBusy);

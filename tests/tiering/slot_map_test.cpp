@@ -97,6 +97,14 @@ TEST(SlotMap, LargeSpacesHaveRegionsOf64Slots) {
             EXPECT_EQ(shape.regions, bytes / shape.region_bytes);
         }
     }
+    // All 64 of a region can be had.
+    const uint64_t one_class[kSlotClasses] = {4096};
+    const SlotMap::Shape shape = SlotMap::fit(uint64_t{128} * 64 * 4096, one_class);
+    ASSERT_EQ(shape.per_region(0), 64u);
+    SlotMap map(shape);
+    Slot slot;
+    for (uint64_t i = 0; i < shape.regions * 64; ++i) ASSERT_TRUE(map.acquire(0, slot)) << i;
+    EXPECT_FALSE(map.acquire(0, slot));
 }
 
 // Regions once were as large as the largest slot, or whole slots of the smallest class.

@@ -92,6 +92,7 @@ std::string describe(const ProblemSpec& s) {
     if (s.v_float) out += ", float V";
     if (!s.causal) out += ", not causal";
     if (s.continued) out += ", continued";
+    if (s.farther) out += ", " + std::to_string(s.farther) + " keys farther";
     return out;
 }
 
@@ -236,6 +237,15 @@ TEST_P(AttendIsa, ScoreModifiers) {
             s.continued = seed % 3 == 0;
             if (!agrees(s)) return;
         }
+    }
+}
+
+// Beyond 2^31 keys a distance does not fit 32 bits.
+TEST_P(AttendIsa, FarPositions) {
+    uint64_t seed = 450;
+    for (int64_t farther : {int64_t{1} << 30, int64_t{1} << 32, (int64_t{1} << 40) + 12345}) {
+        for (int rows : {4, 37})
+            if (!agrees({.n_keys = 300, .rows = rows, .alibi = true, .farther = farther, .seed = ++seed})) return;
     }
 }
 

@@ -151,6 +151,7 @@ struct ProblemSpec {
     bool softcap = false, alibi = false, bias = false, v_float = false, turning = false;
     int64_t window = 0;         // keys that a row sees at most; 0: all up to its own position
     bool causal = true;         // rows / group query tokens at the end of the sequence
+    int64_t farther = 0;        // from the keys than the end of the sequence: the rows' positions
     int hidden_percent = 0;     // rows that see nothing
     int gone_percent = 0;       // pages that are not there
     bool continued = false;     // o, m, l hold an earlier partial result
@@ -271,7 +272,7 @@ class Problem {
             const bool hidden = random.chance(spec_.hidden_percent);
             const int64_t end = std::clamp<int64_t>(spec_.causal ? position + 1 : spec_.n_keys, 0, spec_.n_keys);
             const int64_t begin = spec_.window > 0 ? std::max<int64_t>(0, end - spec_.window) : 0;
-            position_.push_back(position);
+            position_.push_back(position + spec_.farther);
             key_end_.push_back(hidden && random.chance(50) ? 0 : end);
             key_begin_.push_back(hidden ? key_end_.back() : begin);
             slope_.push_back(0.02f * float(1 + row % spec_.group));

@@ -93,6 +93,8 @@ TEST(Staging, Ring) {
     check(cut_ring(whole, 7, 70000), whole, 7, 70000);
     EXPECT_EQ(cut_ring(whole, 7, 70000).pages, 5u);
     EXPECT_EQ(cut_ring(whole, 4, 70000).pages, 4u);
+    // And one that holds exactly two.
+    EXPECT_EQ(count_ring_slots(std::vector<uint32_t>(4, 65536), 1, 131072), 2u);
 }
 
 }  // namespace

@@ -165,6 +165,35 @@ TEST_F(Prefix, NamespacesThatEntriesAreOfAreNotForgotten) {
     EXPECT_EQ(loaded.complete().code(), TA_E_LIMIT);
 }
 
+// Who reads a disk learns nothing of what another namespace has published, be it the same.
+TEST_F(Prefix, HashedKeysDependOnTheSecret) {
+    PrefixStore& store = pool->prefixes();
+    const std::array<uint8_t, kPrefixKeyBytes> key{1};
+    std::array<BlockKey, 2> hashed;
+    for (uint8_t i = 0; i < 2; ++i) {
+        const Tenant space = store.create(Salt{uint8_t(i + 1)}, UINT64_MAX).value();
+        ASSERT_TRUE(pool->publish(add_sequence(), space, key).ok());
+        hashed[i] = store.records(space).at(0).key;
+    }
+    for (size_t word = 0; word < sizeof(BlockKey); word += 8)
+        EXPECT_NE(std::memcmp(hashed[0].data() + word, hashed[1].data() + word, 8), 0) << "from byte " << word;
+}
+
+TEST_F(Prefix, ADamagedBlockIsNotMatchedAndGivesWay) {
+    PrefixStore& store = pool->prefixes();
+    const Tenant space = store.create(Salt{1}, UINT64_MAX).value();
+    const std::array<uint8_t, kPrefixKeyBytes> key{1};
+    const auto matched = [&] { return store.match(space, key).value().matched; };
+    const ta_seq a = add_sequence();
+    ASSERT_TRUE(pool->publish(a, space, key).ok());
+    EXPECT_EQ(matched(), 1u);
+    pool->snapshot(a).value().blocks[0]->set_stuck();
+    EXPECT_EQ(matched(), 0u);
+    EXPECT_EQ(store.stats(space).value().entries, 0u);
+    ASSERT_TRUE(pool->publish(add_sequence(), space, key).ok());
+    EXPECT_EQ(matched(), 1u);
+}
+
 TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
     const Tenant space = pool->prefixes().create(Salt{1}, block_bytes()).value();
     const std::array<uint8_t, kPrefixKeyBytes> first{1}, second{2};
