@@ -83,13 +83,14 @@ inline void edit(Input& in, Parts& parts, std::span<const Parts> others) {
             }
             case Edit::kFill: {
                 const size_t n = in.byte(), at = place(part, n);
-                if (at + n <= part.size()) std::memset(part.data() + at, int(in.byte()), n);
+                if (n > 0 && at + n <= part.size()) std::memset(part.data() + at, int(in.byte()), n);
                 break;
             }
             case Edit::kCopyBytes: {
                 const Bytes from = parts[in.below(parts.size())];
                 const size_t n = in.byte(), to = place(part, n), at = place(from, n);
-                if (at + n <= from.size() && to + n <= part.size()) std::memcpy(part.data() + to, from.data() + at, n);
+                if (n > 0 && at + n <= from.size() && to + n <= part.size())
+                    std::memcpy(part.data() + to, from.data() + at, n);
                 break;
             }
             case Edit::kCopyPart: {
