@@ -57,7 +57,7 @@ inline void edit(Input& in, Parts& parts, std::span<const Parts> others) {
     // A place for n bytes.
     const auto place = [&](const Bytes& part, size_t n) { return in.below(part.size() < n ? 0 : part.size() - n + 1); };
     const auto write = [](Bytes& part, size_t at, uint64_t x, size_t n) {
-        if (at + n <= part.size()) std::memcpy(part.data() + at, &x, n);
+        if (n > 0 && at + n <= part.size()) std::memcpy(part.data() + at, &x, n);
     };
     for (int i = 0; i < 32 && !in.empty(); ++i) {
         const auto what = Edit(in.below(kEdits));
@@ -89,8 +89,7 @@ inline void edit(Input& in, Parts& parts, std::span<const Parts> others) {
             case Edit::kCopyBytes: {
                 const Bytes from = parts[in.below(parts.size())];
                 const size_t n = in.byte(), to = place(part, n), at = place(from, n);
-                if (n > 0 && at + n <= from.size() && to + n <= part.size())
-                    std::memcpy(part.data() + to, from.data() + at, n);
+                if (n > 0 && at + n <= from.size() && to + n <= part.size()) std::memcpy(part.data() + to, from.data() + at, n);
                 break;
             }
             case Edit::kCopyPart: {
