@@ -97,8 +97,7 @@ struct Batch {
 TEST(Executor, SameBitsWithAnyNumberOfThreads) {
     // Tiles of one part, of two and of many; results that end while earlier ones are in work. Heads of 256: places for six parts
     // with three threads.
-    Batch batch(256, 2, 1,
-                {{1, 5000, true}, {300, 13000, true}, {2, 20000}, {1, 100, true}, {1, 1100}, {1, 1030}, {250, 4500}});
+    Batch batch(256, 2, 1, {{1, 5000, true}, {300, 9000, true}, {2, 12000}, {1, 100, true}, {1, 1100}, {1, 1030}, {250, 4500}});
     ASSERT_TRUE(batch.run(*context_of(1)).ok());
     const Batch want = batch;
     for (size_t s = 0; s < want.masses.size(); ++s) {
@@ -109,7 +108,7 @@ TEST(Executor, SameBitsWithAnyNumberOfThreads) {
     }
     for (const int threads : {2, 3, 8}) {
         const std::shared_ptr<Context> context = context_of(threads);
-        for (int round = 0; round < 3; ++round) {
+        for (int round = 0; round < 2; ++round) {
             ASSERT_TRUE(batch.run(*context).ok());
             EXPECT_EQ(std::memcmp(batch.out.data(), want.out.data(), want.out.size() * sizeof(float)), 0) << threads;
             EXPECT_EQ(std::memcmp(batch.lse.data(), want.lse.data(), want.lse.size() * sizeof(float)), 0) << threads;
@@ -130,21 +129,21 @@ TEST(Executor, TheWorkspaceDoesNotGrowWithTheContext) {
     constexpr uint64_t kMiB = 1 << 20;
     for (const int threads : {1, 8}) {
         const auto chunk = [&](int64_t n_query, int64_t n_keys) {
-            return workspace(threads, Batch(128, 8, 4, {{n_query, n_keys}}, true));
+            return workspace(threads, Batch(128, 2, 4, {{n_query, n_keys}}, true));
         };
         const auto decode = [&](int64_t members, int64_t n_keys) {
-            return workspace(threads, Batch(128, 8, 4, std::vector<Batch::Member>(size_t(members), {1, n_keys}), true));
+            return workspace(threads, Batch(128, 2, 4, std::vector<Batch::Member>(size_t(members), {1, n_keys}), true));
         };
         const uint64_t shorter = chunk(256, 100'000);
         EXPECT_EQ(chunk(256, 1'000'000), shorter);
         EXPECT_EQ(chunk(512, 100'000), shorter);
         EXPECT_LE(shorter, uint64_t(threads + 1) * 3 * kMiB / 2);
-        EXPECT_LE(decode(1, 1'000'000), decode(1, 100'000));
-        EXPECT_EQ(decode(64, 100'000), decode(2, 100'000));
+        EXPECT_LE(decode(1, 1'000'000), decode(4, 100'000));
+        EXPECT_EQ(decode(64, 100'000), decode(4, 100'000));
         EXPECT_LE(decode(64, 100'000), uint64_t(threads + 10) * kMiB / 4);
     }
     // The weights of pages in the last 16 tokens are of their number; docs/threading.md.
-    EXPECT_LE(workspace(4, Batch(128, 8, 4, {{300, 1'000'000, true}}, true)), 32 * kMiB);
+    EXPECT_LE(workspace(4, Batch(128, 2, 4, {{300, 1'000'000, true}}, true)), 32 * kMiB);
 }
 
 TEST(Executor, WithoutMemoryNothingIsWritten) {
