@@ -292,14 +292,14 @@ class DiskEngine::SyncTurn {
 };
 
 Status DiskEngine::flush() {
-    const SyncTurn turn(*this);
-    if (turn.done()) return {};
-    if (!turn.has()) return overdue();
-    TA_RETURN_IF_ERROR(write_again());
     {
         std::lock_guard lock(mutex_);
         erase_again();
     }
+    const SyncTurn turn(*this);
+    if (turn.done()) return {};
+    if (!turn.has()) return overdue();
+    TA_RETURN_IF_ERROR(write_again());
     Ops ops;
     ops.emplace_back().kind = Op::Kind::kSync;
     Status s = run_own(ops);

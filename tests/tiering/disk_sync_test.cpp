@@ -104,6 +104,23 @@ TEST_F(DiskSync, WhatASyncFailedForIsWrittenAgain) {
     }
 }
 
+TEST_F(DiskSync, AFlushErasesWhatCouldNotBeErasedWhereNothingElseIsToSync) {
+    const auto files = std::make_shared<FaultyFiles>();
+    auto tier = open(options(), files);
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    const Slot a = take(*tier);
+    ASSERT_TRUE(write_block(*tier, a, make_identity(0, 1)));
+    ASSERT_TRUE(is_ok(tier->flush()));
+    files->break_now(Fault::kEio, false);
+    tier->release({&a, 1});
+    ASSERT_TRUE(tier->wait_for_erased(5s));
+    EXPECT_TRUE(has_header(a)) << "the fault did not come";
+    EXPECT_TRUE(is_ok(tier->flush()));
+    ASSERT_TRUE(tier->wait_for_erased(5s));
+    EXPECT_FALSE(has_header(a));
+    EXPECT_EQ(tier->stats().used, 0u);
+}
+
 TEST_F(DiskSync, ARecordThatIsLostIsNotAcknowledged) {
     const auto files = std::make_shared<FaultyFiles>();
     auto tier = open(options(), files);
