@@ -267,9 +267,7 @@ class DiskEngine::SyncTurn {
     explicit SyncTurn(DiskEngine& engine) : engine_(engine) {
         Lock lock(engine_.mutex_);
         const uint64_t wanted = engine_.writes_;
-        const auto is_done = [&] {
-            return engine_.is_synced(wanted) && engine_.retired_.empty() && engine_.not_erased_.empty();
-        };
+        const auto is_done = [&] { return engine_.is_synced(wanted) && engine_.retired_.empty(); };
         engine_.changed_.wait_for(lock, engine_.options_.deadline, [&] { return is_done() || !engine_.syncing_; });
         done_ = is_done();
         has_ = !done_ && !engine_.syncing_;
