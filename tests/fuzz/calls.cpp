@@ -30,7 +30,7 @@ constexpr size_t kMostRows = kMostBytes / 2 / 64;  // of a tensor of that size
 constexpr uint64_t kMostMemory = 64 << 20;
 constexpr size_t kMostHandles = 3, kMostIds = 32;
 constexpr size_t kKeys = 8;
-__extension__ typedef __int128 Wide;  // what extents of hostile tensors fit in
+using Wide = long double;  // extents of hostile tensors: exact where it matters, and they do not overflow
 
 const testing::Folder& folder() {
     static const testing::Folder f;
