@@ -38,6 +38,8 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     const ta_tier_options& o = read.value();
     settings.host_budget = o.host_bytes;
     settings.disk_budget = o.disk_bytes;
+    if (o.host_node > uint32_t(INT32_MAX))
+        return fail(TA_E_INVALID, "options.tiers.host_node is %u; it takes 1 + the number of a NUMA node", o.host_node);
     settings.numa_node = int(o.host_node) - 1;
     const char* temporary = std::getenv("TMPDIR");
     settings.disk_folder = o.disk_folder ? o.disk_folder : temporary && *temporary ? temporary : "/tmp";
@@ -47,7 +49,7 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
         return fail(TA_E_INVALID, "options.tiers.disk_path asks for a file and a budget in disk_bytes");
     constexpr int kBetween = 4;
     if (o.high_percent) settings.high_percent = o.high_percent;
-    settings.low_percent = o.low_percent ? o.low_percent : std::max(settings.high_percent - kBetween, 0);
+    settings.low_percent = o.low_percent ? o.low_percent : std::max(settings.high_percent, kBetween) - kBetween;
     if (settings.high_percent < 1 || settings.high_percent > 100 || settings.low_percent < 0 ||
         settings.low_percent > settings.high_percent) {
         return fail(TA_E_INVALID,

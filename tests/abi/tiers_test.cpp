@@ -248,7 +248,11 @@ TEST(Tiers, TicketsAndArguments) {
     auto options = options_of({.host_bytes = kPlenty, .high = 50, .low = 60}, tiers);
     ta_kv_pool* none = nullptr;
     EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
-    tiers.high_percent = tiers.low_percent = 0;
+    tiers.high_percent = INT32_MIN, tiers.low_percent = 0;
+    EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.high_percent = 0, tiers.host_node = 0x80000000;
+    EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;
+    tiers.host_node = 0;
     for (const ta_staging staging : {-1, 3}) {
         tiers.staging = staging;
         EXPECT_EQ(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_E_INVALID) << err.message;

@@ -244,9 +244,10 @@ class Program {
     ta_tier_options tiers() {
         ta_tier_options t{};
         t.host_node = uint32_t(number(0));
-        t.host_bytes = uint64_t(number(1 << 18));
-        t.disk_bytes = uint64_t(odd() ? number(1 << 18) : 1 << 18);
-        if (t.disk_bytes > 1 << 22 && t.disk_bytes < uint64_t{1} << 50) t.disk_bytes = 1 << 18;  // real memory, maybe
+        for (uint64_t* bytes : {&t.host_bytes, &t.disk_bytes}) {
+            *bytes = uint64_t(number(1 << 18));
+            if (*bytes > 1 << 22 && *bytes < uint64_t{1} << 50) *bytes = 1 << 18;  // they are taken at once
+        }
         t.disk_folder = odd() ? path() : folder().path().c_str();
         t.disk_path = odd() ? path() : nullptr;
         for (int32_t* setting :

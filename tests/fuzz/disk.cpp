@@ -8,11 +8,10 @@
 #include <filesystem>
 
 #include "kernels/format/hash.h"
-#include "src/kv/blocks.h"
 #include "src/tiering/disk_format.h"
 #include "support/files.h"
 #include "support/handles.h"
-#include "tests/fuzz/parts.h"
+#include "tests/fuzz/pages.h"
 
 namespace ta::fuzz {
 namespace {
@@ -136,8 +135,7 @@ void mend(const Base& base, Parts& parts, int left) {
             const auto h = get<RecordHeader>(header, 0);
             const auto kind = PageKind(h.slot_class);
             if (h.slot_bytes <= slot.size()) {
-                if (!(left & kPages) && h.slot_class <= 1 && h.slot_bytes == geometry().slot_bytes(kind))
-                    write_page_hashes(geometry(), kind, slot.data(), 0, kLayers);
+                if (!(left & kPages) && h.slot_class <= 1) mend_pages(geometry(), kind, slot);
                 if (!(left & kPayloads))
                     put(header, offsetof(RecordHeader, payload_hash), hash_bytes(slot.data(), h.slot_bytes));
             }

@@ -9,7 +9,7 @@
 
 #include "src/kv/block_file.h"
 #include "support/handles.h"
-#include "tests/fuzz/parts.h"
+#include "tests/fuzz/pages.h"
 
 namespace ta::fuzz {
 namespace {
@@ -142,9 +142,9 @@ void mend(const Base& base, Parts& parts, int left) {
     for (size_t i = 2; i + 1 < parts.size(); i += 2) {
         Bytes &header = parts[i], &slot = parts[i + 1];
         const auto kind = slot.size() == geometry().token_slot_bytes ? PageKind::kToken : PageKind::kChannel;
-        const bool whole = slot.size() == geometry().slot_bytes(kind) && header.size() == sizeof(BlockHeader);
-        if (!(left & kPages) && whole && get<BlockHeader>(header, 0).tokens == uint32_t(kPageTokens))
-            write_page_hashes(geometry(), kind, slot.data(), 0, kLayers);
+        if (!(left & kPages) && header.size() == sizeof(BlockHeader) &&
+            get<BlockHeader>(header, 0).tokens == uint32_t(kPageTokens))
+            mend_pages(geometry(), kind, slot);
         if (!(left & kSlots)) put(header, offsetof(BlockHeader, slot_hash), hash(slot));
         if (!(left & kBlockHeaders) && header.size() == sizeof(BlockHeader))
             put(header, offsetof(BlockHeader, hash), header_hash(get<BlockHeader>(header, 0)));

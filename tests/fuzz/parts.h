@@ -35,6 +35,7 @@ inline Bytes joined(const Parts& parts) {
 
 enum class Edit : uint8_t { kSet, kAdd, kOdd, kFill, kCopyBytes, kCopyPart, kSwapParts, kResize };
 inline constexpr size_t kEdits = 8;
+inline constexpr size_t kMostPart = 1 << 18;
 
 // Takes edits from the input until it ends. `others`: files that parts may come from.
 inline void edit(Input& in, Parts& parts, std::span<const Parts> others) {
@@ -101,7 +102,7 @@ inline void edit(Input& in, Parts& parts, std::span<const Parts> others) {
                 part.swap(parts[in.below(parts.size())]);
                 break;
             case Edit::kResize:
-                part.resize(in.below(2 * part.size() + 2));
+                part.resize(in.below(std::min(2 * part.size() + 2, kMostPart)));
                 break;
         }
     }
