@@ -89,7 +89,9 @@ TEST_F(DiskSync, WhatASyncFailedForIsWrittenAgain) {
         for (uint64_t i = 0; i < 4; ++i) {
             slots.push_back(take(*tier));
             ASSERT_TRUE(write_block(*tier, slots[i], make_identity(i, i + 1)));
-            if (i == 0) ASSERT_TRUE(is_ok(tier->flush()));
+            if (i == 0) {
+                ASSERT_TRUE(is_ok(tier->flush()));
+            }
         }
         files->break_now(Fault::kEio, false);
         EXPECT_EQ(tier->flush().code(), TA_E_IO);
@@ -222,7 +224,9 @@ TEST_F(DiskSync, WhatAnEarlierSessionWroteIsCheckedForWhatItHolds) {
         ASSERT_TRUE(tier) << is_ok(why).message();
         for (uint64_t i = 0; i < 2; ++i) {
             const Slot slot = found ? tier->recovered()[i].slot : take(*tier);
-            if (!found) ASSERT_TRUE(write_block(*tier, slot, make_identity(i, i + 1)));
+            if (!found) {
+                ASSERT_TRUE(write_block(*tier, slot, make_identity(i, i + 1)));
+            }
             EXPECT_EQ(read_status(*tier, slot, make_identity(i, i + 1)).code(), found && i == 0 ? TA_E_CORRUPT : TA_OK);
         }
     }

@@ -189,7 +189,9 @@ TEST(Check, TurningPairs) {
         std::memcpy(of_channels.data() + channel.k_turning(), pairs.code, kTurningBytes);
         const bool is_good = is_good_token_piece(of_tokens.data(), kDim, true);
         EXPECT_EQ(is_good_channel_piece(of_channels.data(), channel, true), is_good);
-        if (pairs.any()) EXPECT_FALSE(is_good_channel_piece(of_channels.data(), channel));
+        if (pairs.any()) {
+            EXPECT_FALSE(is_good_channel_piece(of_channels.data(), channel));
+        }
         return is_good;
     };
     TurningPairs pairs;
