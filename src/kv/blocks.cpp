@@ -525,6 +525,7 @@ bool BlockStore::drop_record(Block& block) {
     if (block.record_.index == Slot::kNone) return false;
     disk_->release({&block.record_, 1});
     block.record_ = Slot{};
+    dropped_records_.fetch_add(1, std::memory_order_relaxed);
     return true;
 }
 

@@ -268,6 +268,7 @@ class BlockStore {
     bool has_record(const Block& block) const;
     // False when there is none.
     bool drop_record(Block& block);
+    uint64_t dropped_records() const { return dropped_records_.load(std::memory_order_relaxed); }
     // Whether a record, beside the block or its place, bears the keys that it has now.
     bool has_all_keys_on_disk(const Block& block) const;
     // While the pool begins or ends: records of published blocks stay on disk for the next one.
@@ -349,7 +350,7 @@ class BlockStore {
     uint64_t peak_ = 0;                 // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
     uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
-    std::atomic<uint64_t> moves_{0}, frees_{0}, on_disk_{0};
+    std::atomic<uint64_t> moves_{0}, frees_{0}, on_disk_{0}, dropped_records_{0};
     PrefetchCounters prefetches_;
     uint64_t readings_ = 0;                  // that were ever started
     std::vector<Reading> reading_;           // now

@@ -65,13 +65,6 @@ Status DiskEngine::allocate() {
         s.slot_class = b.slot.slot_class;
         s.acquired = s.valid = s.on_disk = true;
     }
-    for (const Slot torn : file_->torn) {
-        if (!map_.take(torn)) continue;
-        SlotInfo& s = slots_[torn.index];
-        s.slot_class = torn.slot_class;
-        s.on_disk = s.released = true;
-        to_erase_.push_back(torn.index);
-    }
     for (const Slot stale : file_->stale) {
         slots_[stale.index].slot_class = stale.slot_class;
         slots_[stale.index].on_disk = true;

@@ -368,6 +368,8 @@ bool DiskEngine::is_all_synced() const {
 
 void DiskEngine::sync_succeeded(const Op& op) {
     synced_ = std::max(synced_, op.covers);
+    // What took the place of a retired one may have ended while a failed sync had dropped some of it.
+    if (doubtful_ > 0 || lost_ > 0) return;
     const size_t n = op.retired_before > reclaimed_ ? size_t(op.retired_before - reclaimed_) : 0;
     for (size_t i = 0; i < n; ++i) {
         SlotInfo& slot = slots_[retired_[i]];
@@ -384,8 +386,8 @@ void DiskEngine::sync_failed(const Op& op, int64_t error) {
     sync_error_ = error;
     for (uint32_t i = 0; i < slots_.size(); ++i) {
         SlotInfo& slot = slots_[i];
-        const bool covered = slot.written_at > op.synced_before && slot.written_at <= op.covers;
-        // Of what is being written or erased now, some may be gone as well.
+        // Also of what was written after it had started, or is being written or erased now, some may be gone.
+        const bool covered = slot.written_at > op.synced_before;
         if (slot.writing || (covered && slot.valid) || (slot.on_disk && !slot.valid && slot.busy > 0)) {
             set_doubtful(slot, true);
         } else if (covered && !slot.on_disk) {

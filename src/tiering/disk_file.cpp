@@ -205,7 +205,8 @@ Status DiskFile::lay_out(const DiskFileOptions& options) {
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     if (getrandom(&context.file, sizeof context.file, 0) != ssize_t(sizeof context.file))
         return fail(TA_E_IO, "getrandom failed");
-    TA_RETURN_IF_ERROR(write_superblock(pages, 1));
+    start_session(1);
+    TA_RETURN_IF_ERROR(write_superblock(pages));
     TA_RETURN_IF_ERROR(probe_direct(pages));
     if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
     return {};
@@ -338,8 +339,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
 // All of the file but its name.
 Status DiskFile::complete(const DiskFileOptions& options) {
     TA_RETURN_IF_ERROR(lay_out(options));
-    if (const int s = retry([&] { return files->fsync(fd); }); s < 0) return io_failure(s, "fsync of", options.path);
-    progress_->step();
+    TA_RETURN_IF_ERROR(sync_file());
     return check_wanted();
 }
 
@@ -362,7 +362,21 @@ Status DiskFile::read_found(const DiskFileOptions& options) {
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
     if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
-    return scan(options.queue_depth);
+    // What is found here is on the medium from now on, whoever wrote it. But a sync that failed in a process before this one has
+    // left pages in memory that the medium does not have.
+    TA_RETURN_IF_ERROR(sync_file());
+    files->drop_cache(fd);
+    TA_RETURN_IF_ERROR(scan(options.queue_depth));
+    // Till torn records are gone the superblock of their session stays, which says that there may be some.
+    TA_RETURN_IF_ERROR(erase_torn());
+    TA_RETURN_IF_ERROR(write_superblock(pages));
+    return sync_file();  // before any record has a generation of this open
+}
+
+Status DiskFile::sync_file() {
+    const int r = retry([&] { return files->fsync(fd); });
+    progress_->step();
+    return r < 0 ? io_failure(r, "fsync of", path_) : Status();
 }
 
 // Space for the whole file, so that no write can run out of it later.
@@ -384,10 +398,13 @@ Status DiskFile::preallocate(uint64_t bytes) {
     return {};
 }
 
-Status DiskFile::write_superblock(DirectBuffer& pages, uint64_t opens) {
+void DiskFile::start_session(uint64_t opens) {
     opens_ = opens;
     boot_ = files->boot();
     next_generation = opens << kGenerationBits | 1;
+}
+
+Status DiskFile::write_superblock(DirectBuffer& pages) {
     return write_page(pages, seal_session(SessionState::kOpen, pages.data()));
 }
 
@@ -408,7 +425,7 @@ uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
 }
 
 // The first page, as the superblock at `offset`.
-Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset) {
+Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset, const char* what) {
     const auto write = [&] { return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, offset); }); };
     int64_t r = write();
     if (r == -EINVAL && direct) {
@@ -416,7 +433,7 @@ Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset) {
         r = write();
     }
     progress_->step();
-    return r < 0 ? io_failure(r, "writing the superblock of", path_) : Status();
+    return r < 0 ? io_failure(r, what, path_) : Status();
 }
 
 // Some file systems take O_DIRECT at open() and refuse the I/O.
@@ -496,17 +513,10 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
     context.file = best.file;
     const auto ended = SessionState(best.state);
     const bool power_may_have_failed = best.boot == 0 || best.boot != files->boot();
-    // What was there when a session was opened was on the medium by then.
-    if (ended != SessionState::kClosed && (power_may_have_failed || ended == SessionState::kSyncFailed || damaged))
-        doubtful_from_ = best.opens << kGenerationBits;
+    // Those of earlier sessions as well: one that was erased may be back, in front of what came into its place.
+    doubtful_ = ended != SessionState::kClosed && (power_may_have_failed || ended == SessionState::kSyncFailed || damaged);
     // A damaged one may have counted one open more, whose records are to be known; and it is the one to be replaced.
-    TA_RETURN_IF_ERROR(write_superblock(pages, best.opens + (damaged ? 3 : 1)));
-    // Before any record has a generation of this open. With it what is found here is on the medium, whoever wrote it.
-    const int synced = retry([&] { return files->fsync(fd); });
-    progress_->step();
-    if (synced < 0) return io_failure(synced, "fsync of", path_);
-    // A sync that failed in a process before this one has left pages in memory that the medium does not have.
-    files->drop_cache(fd);
+    start_session(best.opens + (damaged ? 3 : 1));
     return {};
 }
 
@@ -624,20 +634,21 @@ Status DiskFile::scan(unsigned depth) {
     for (const Suspect& s : suspects) {
         // Within a region of another class these are bytes of blocks, not headers.
         const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
-        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(s.slot, kDiskRegionsOffset + map.offset(s.slot), s.why);
+        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(kDiskRegionsOffset + map.offset(s.slot), s.slot, s.why);
     }
     return {};
 }
 
-void DiskFile::refuse(Slot slot, uint64_t offset, const char* why, bool is_torn) {
-    (is_torn ? torn : stale).push_back(slot);
+void DiskFile::refuse(uint64_t offset, Slot slot, const char* why) {
+    stale.push_back(slot);
     if (++refused_count > kMostRefusals) return;
     refused.push_back("record " + std::to_string(slot.index) + " at offset " + std::to_string(offset) + " " + why);
 }
 
 // A power failure leaves any of what was written since the last sync: a record that is not all there, one that was erased, or
-// both. So a record that was written just before one counts only if all of it is there; in any case one that is in the way of
-// an older one, under one of its keys or as one of another class in its region.
+// an erased header in front of what was written in its place, however old it is. So behind one every record is read, and counts
+// only if all of it is there; in any case one that is in the way of an older one, under one of its keys or as one of another
+// class in its region.
 Status DiskFile::keep_whole(std::vector<Found>& found) {
     std::sort(found.begin(), found.end(),
               [](const Found& a, const Found& b) { return a.block.generation > b.block.generation; });
@@ -666,12 +677,12 @@ Status DiskFile::keep_whole(std::vector<Found>& found) {
     DirectBuffer pages(size_t(std::ranges::max(shape.stride) / kDiskPage));
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read a record");
     for (uint32_t i = 0; i < found.size(); ++i) {
-        const bool doubtful = found[i].block.generation >= doubtful_from_;
-        const Record record = in_the_way[i] || doubtful ? look_at(found[i], pages) : Record::kWhole;
+        const Record record = in_the_way[i] || doubtful_ ? look_at(found[i], pages) : Record::kWhole;
         if (record == Record::kWhole) continue;
         found[i].refused = true;
         const bool is_torn = record == Record::kTorn;
-        refuse(found[i].block.slot, found[i].offset, is_torn ? "is not all there" : "cannot be read", is_torn);
+        if (is_torn) torn_.push_back(found[i].offset);
+        refuse(found[i].offset, found[i].block.slot, is_torn ? "is not all there" : "cannot be read");
     }
     // Regions serve one class at a time: the records of another one are older, and were erased.
     std::vector<int8_t> class_of(shape.regions, -1);
@@ -681,9 +692,29 @@ Status DiskFile::keep_whole(std::vector<Found>& found) {
         if (c < 0) c = int8_t(f.block.slot.slot_class);
         if (c == int8_t(f.block.slot.slot_class)) continue;
         f.refused = true;
-        refuse(f.block.slot, f.offset, "lies among blocks of another class");
+        refuse(f.offset, f.block.slot, "lies among blocks of another class");
     }
     return {};
+}
+
+// The headers of torn records, which a later session would take for whole; but for a page that is a whole record's by now.
+Status DiskFile::erase_torn() {
+    if (torn_.empty()) return {};
+    const SlotMap map(shape);
+    std::vector<std::pair<uint64_t, uint64_t>> whole;  // [first, second) of the file
+    for (const RecoveredBlock& b : recovered) {
+        const uint64_t offset = kDiskRegionsOffset + map.offset(b.slot);
+        whole.emplace_back(offset, offset + shape.stride[b.slot.slot_class]);
+    }
+    std::sort(whole.begin(), whole.end());
+    DirectBuffer zeros(2);
+    if (!zeros.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    for (const uint64_t offset : torn_) {
+        const auto next = std::upper_bound(whole.begin(), whole.end(), std::pair(offset, UINT64_MAX));
+        if (next != whole.begin() && offset < std::prev(next)->second) continue;
+        TA_RETURN_IF_ERROR(write_page(zeros, offset, "erasing a torn record of"));
+    }
+    return sync_file();
 }
 
 DiskFile::Record DiskFile::look_at(const Found& record, DirectBuffer& pages) {

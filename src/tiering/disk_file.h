@@ -57,7 +57,6 @@ class DiskFile {
     std::vector<std::string> refused;
     uint64_t refused_count = 0;
     std::vector<Slot> stale;  // the slots of refused records: their headers are still there
-    std::vector<Slot> torn;   // likewise of those that a power failure left half written
     std::vector<std::string> degraded;
 
   private:
@@ -78,9 +77,10 @@ class DiskFile {
     Status read_found(const DiskFileOptions& options);
     Status lay_out(const DiskFileOptions& options);
     Status preallocate(uint64_t bytes);
-    Status write_page(DirectBuffer& pages, uint64_t offset);
-    Status write_superblock(DirectBuffer& pages, uint64_t opens);
+    Status write_page(DirectBuffer& pages, uint64_t offset, const char* what = "writing the superblock of");
+    Status write_superblock(DirectBuffer& pages);
     Status read_superblock(DirectBuffer& pages, uint64_t file_size, const DiskFileOptions& options);
+    void start_session(uint64_t opens);
     Status probe_direct(DirectBuffer& pages);
     void probe_queue(DirectBuffer& pages, unsigned depth);
     Status scan(unsigned depth);
@@ -88,7 +88,9 @@ class DiskFile {
     Status keep_whole(std::vector<Found>& found);
     enum class Record { kWhole, kTorn, kUnreadable };
     Record look_at(const Found& record, DirectBuffer& pages);
-    void refuse(Slot slot, uint64_t offset, const char* why, bool torn = false);
+    void refuse(uint64_t offset, Slot slot, const char* why);
+    Status erase_torn();
+    Status sync_file();
     int create(const char* path);
     int open_file(const char* path, int flags);
     bool is_named(const char* path) const;
@@ -99,9 +101,10 @@ class DiskFile {
 
     OpeningProgress* progress_ = nullptr;
     uint64_t opens_ = 0, boot_ = 0;
-    uint64_t doubtful_from_ = UINT64_MAX;  // records of this generation on may not be all there
-    pid_t locked_by_ = 0;                  // the process that locked the file
-    bool made_ = false;                    // the file got its name from here, and nobody wants to keep it yet
+    bool doubtful_ = false;       // records may not be all there
+    std::vector<uint64_t> torn_;  // offsets of those that are not
+    pid_t locked_by_ = 0;         // the process that locked the file
+    bool made_ = false;           // the file got its name from here, and nobody wants to keep it yet
     std::string path_;
 };
 

@@ -175,6 +175,31 @@ TEST_F(DiskSync, ATornRecordDisplacesNothing) {
     EXPECT_EQ(contents(), (std::vector<uint64_t>{1}));
 }
 
+// What was erased since the last sync may be back, in front of what was written in its place.
+TEST_F(DiskSync, AfterAPowerFailureRecordsOfEveryAgeAreRead) {
+    make(2);
+    auto tier = open();
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    const std::vector<RecoveredBlock> blocks(tier->recovered().begin(), tier->recovered().end());
+    ASSERT_EQ(blocks.size(), 2u);
+    std::vector<uint8_t> all = bytes();  // of a session that does not end
+    tier.reset();
+    for (const size_t at : {size_t{0}, kDiskPage}) {
+        Superblock s{};
+        if (check_superblock(all.data() + at, s)) continue;
+        ++s.boot;
+        seal_superblock(s, all.data() + at);
+    }
+    all[record_at(blocks[0].slot) + kDiskPage + 77] ^= 1;
+    store(all);
+    tier = open();
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    EXPECT_EQ(tier->refused_count(), 1u);
+    ASSERT_EQ(tier->recovered().size(), 1u);
+    EXPECT_EQ(tier->recovered()[0].identity, blocks[1].identity);
+    EXPECT_FALSE(has_header(blocks[0].slot)) << "the next one would take it for whole";
+}
+
 // Whole records, right in themselves.
 TEST_F(DiskSync, SplicedRecordsAreRefused) {
     make(3);
