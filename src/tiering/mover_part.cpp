@@ -189,9 +189,11 @@ bool MovePart::take(const MoveItem& item) {
     }
     const Place from = sharing_.pool.blocks().place_of(block);
     const bool pinned = block.pins() > 0 && to_ > from.tier;
-    if (from.tier == to_ || pinned) {
+    // A step that needs a block is served by any faster tier: another move may have brought it there meanwhile.
+    const bool serves = reason_ == MoveReason::kNeeded && from.tier < to_;
+    if (from.tier == to_ || serves || pinned) {
         block.end_move();
-        ++(pinned ? progress_.skipped : progress_.present);
+        ++(pinned && !serves ? progress_.skipped : progress_.present);
         return false;
     }
     Pool& pool = sharing_.pool;
