@@ -25,6 +25,11 @@ constexpr uint64_t kTexts = 4, kBlocks = 3, kSecond = 100;  // text t is publish
 constexpr uint64_t kKeys[] = {0, 1, 2, 3, 100, 101, 102, 103};
 constexpr uint8_t kSalts[] = {1, 2};
 constexpr uint64_t kImagesOfAFile = 100;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr uint64_t kImages = 400;
+#else
+constexpr uint64_t kImages = 2000;
+#endif
 
 class Power : public PrefixSteps {
   protected:
@@ -305,7 +310,7 @@ TEST_F(Power, NothingAcknowledgedIsLostAndNothingWrongIsServed) {
         const char* given = std::getenv(name);
         return given ? uint64_t(std::strtoull(given, nullptr, 10)) : otherwise;
     };
-    const uint64_t wanted = setting("TA_POWER_IMAGES", 2000);
+    const uint64_t wanted = setting("TA_POWER_IMAGES", kImages);
     uint64_t seed = setting("TA_POWER_SEED", 1);
     while (images < wanted && !HasFailure()) {
         SCOPED_TRACE("TA_POWER_SEED=" + std::to_string(seed));

@@ -365,7 +365,8 @@ TEST_F(MoverTest, FinishedTicketsAreForgottenInTheEnd) {
     for (const uint64_t ticket : tickets) (void)pool->mover()->wait(ticket, -1);
     EXPECT_EQ(pool->mover()->queued(), 0u);
     EXPECT_EQ(pool->mover()->query(tickets.front()).status().code(), TA_E_STALE);
-    EXPECT_EQ(pool->mover()->query(tickets.back()).value().present, 1u);
+    const MoveProgress last = pool->mover()->query(tickets.back()).take();
+    EXPECT_EQ(last.present + last.skipped, 1u) << "skipped where another ticket has the block at that moment";
 }
 
 TEST_F(MoverTest, WhatIsReleasedMeanwhileIsNotMoved) {
