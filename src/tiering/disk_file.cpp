@@ -513,7 +513,7 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
     context.file = best.file;
     const auto ended = SessionState(best.state);
     const bool power_may_have_failed = best.boot == 0 || best.boot != files->boot();
-    // Those of earlier sessions as well: one that was erased may be back, in front of what came into its place.
+    // Records of earlier sessions are doubtful as well: a header that was erased may be back, in front of newer bytes.
     doubtful_ = ended != SessionState::kClosed && (power_may_have_failed || ended == SessionState::kSyncFailed || damaged);
     // A damaged one may have counted one open more, whose records are to be known; and it is the one to be replaced.
     start_session(best.opens + (damaged ? 3 : 1));
@@ -634,12 +634,12 @@ Status DiskFile::scan(unsigned depth) {
     for (const Suspect& s : suspects) {
         // Within a region of another class these are bytes of blocks, not headers.
         const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
-        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(kDiskRegionsOffset + map.offset(s.slot), s.slot, s.why);
+        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(s.slot, kDiskRegionsOffset + map.offset(s.slot), s.why);
     }
     return {};
 }
 
-void DiskFile::refuse(uint64_t offset, Slot slot, const char* why) {
+void DiskFile::refuse(Slot slot, uint64_t offset, const char* why) {
     stale.push_back(slot);
     if (++refused_count > kMostRefusals) return;
     refused.push_back("record " + std::to_string(slot.index) + " at offset " + std::to_string(offset) + " " + why);
@@ -682,7 +682,7 @@ Status DiskFile::keep_whole(std::vector<Found>& found) {
         found[i].refused = true;
         const bool is_torn = record == Record::kTorn;
         if (is_torn) torn_.push_back(found[i].offset);
-        refuse(found[i].offset, found[i].block.slot, is_torn ? "is not all there" : "cannot be read");
+        refuse(found[i].block.slot, found[i].offset, is_torn ? "is not all there" : "cannot be read");
     }
     // Regions serve one class at a time: the records of another one are older, and were erased.
     std::vector<int8_t> class_of(shape.regions, -1);
@@ -692,7 +692,7 @@ Status DiskFile::keep_whole(std::vector<Found>& found) {
         if (c < 0) c = int8_t(f.block.slot.slot_class);
         if (c == int8_t(f.block.slot.slot_class)) continue;
         f.refused = true;
-        refuse(f.offset, f.block.slot, "lies among blocks of another class");
+        refuse(f.block.slot, f.offset, "lies among blocks of another class");
     }
     return {};
 }

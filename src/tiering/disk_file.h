@@ -56,7 +56,7 @@ class DiskFile {
     // Records that were refused: what is wrong with the first ones, and how many there are. Their slots are free.
     std::vector<std::string> refused;
     uint64_t refused_count = 0;
-    std::vector<Slot> stale;  // the slots of refused records: their headers are still there
+    std::vector<Slot> stale;  // the slots of refused records: their headers may still be there
     std::vector<std::string> degraded;
 
   private:
@@ -88,7 +88,7 @@ class DiskFile {
     Status keep_whole(std::vector<Found>& found);
     enum class Record { kWhole, kTorn, kUnreadable };
     Record look_at(const Found& record, DirectBuffer& pages);
-    void refuse(uint64_t offset, Slot slot, const char* why);
+    void refuse(Slot slot, uint64_t offset, const char* why);
     Status erase_torn();
     Status sync_file();
     int create(const char* path);
