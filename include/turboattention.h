@@ -175,16 +175,19 @@ enum ta_switch_code { TA_DEFAULT = 0, TA_ON = 1, TA_OFF = 2 };
 typedef int32_t ta_profile;
 enum ta_profile_code {
     TA_PROFILE_ACCURATE = 0, /* rotation, sink block, V token exponents, fractional zeros, V search, poly exp, 16-bit P */
-    TA_PROFILE_PAPER = 1     /* TurboAttention as published: page scales, universal buffer scale, SAS, 8-bit P */
+    /* TurboAttention: page scales, universal buffer scale, SAS, 8-bit P, nothing of accurate's. Where it departs from what is
+     * published: scales per row of Q and of P, exact rescales, zero points and rounding (docs/numerics.md, section 9). */
+    TA_PROFILE_PAPER = 1
 };
 
 /* Stage 1, float -> INT8 (docs/numerics.md): what shares one scale. */
 typedef int32_t ta_granularity;
 enum ta_granularity_code {
-    TA_GRANULARITY_DEFAULT = 0, /* page, except in ta_attend_dense, where the variant decides */
-    TA_GRANULARITY_TOKEN = 1,   /* each token of a head (INT-FlashAttention, arXiv 2409.16997, section 3) */
-    TA_GRANULARITY_PAGE = 2,    /* the 64 tokens of a head's page, where they arrive together (TurboAttention, FlashQ) */
-    TA_GRANULARITY_TENSOR = 3   /* all tokens of a sequence's head; ta_attend_dense's V only */
+    /* page; in profile accurate token for pages that stay at 8 bits; in ta_attend_dense the variant decides */
+    TA_GRANULARITY_DEFAULT = 0,
+    TA_GRANULARITY_TOKEN = 1, /* each token of a head (INT-FlashAttention, arXiv 2409.16997, section 3) */
+    TA_GRANULARITY_PAGE = 2,  /* the 64 tokens of a head's page, where they arrive together (TurboAttention, FlashQ) */
+    TA_GRANULARITY_TENSOR = 3 /* all tokens of a sequence's head; ta_attend_dense's V only */
 };
 
 /* The scale of tokens that join a page that is not full. */
@@ -192,8 +195,9 @@ typedef int32_t ta_open_scale;
 enum ta_open_scale_code {
     TA_OPEN_SCALE_DEFAULT = 0,
     TA_OPEN_SCALE_TOKEN = 1, /* each token has its own */
-    /* one per page from the largest magnitude seen so far; larger values are clamped (FlashQ). Whole pages whose granularity is
-     * TOKEN take it too; after a truncation into a full page it is the largest that the page's tokens have. */
+    /* one per page, from the largest magnitude of the sequence's tokens when the page's first one comes that is not zero; larger
+     * values that follow are clamped (FlashQ). Whole pages whose granularity is TOKEN take it too. Tokens that were truncated
+     * away do not count. Token blocks have 512 bytes more for each head and layer. */
     TA_OPEN_SCALE_UNIVERSAL = 2
 };
 
@@ -484,7 +488,7 @@ typedef struct ta_kv_pool_stats {
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the
  * budget is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the
- * last huge page of either kind of block; on a GPU, the largest magnitudes of universal scales, and what is left over where
+ * last huge page of either kind of block; on a GPU, the largest of universal scales, and what is left over where
  * blocks of several sizes share the memory: ta_context_info.device_bytes_in_use has the sum.
  * Errors: TA_E_INVALID, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
  * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),

@@ -100,12 +100,18 @@ bool is_good_token_piece(const uint8_t* piece, int d, bool k_turning) {
            are_good_token_codes(piece + at.k_codes(), 2 * size_t(kPageTokens) * size_t(d));
 }
 
-bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& at, bool k_turning) {
+bool are_good_own_scales(const uint8_t* at, size_t n) {
+    return are_good_scales(at, int(n));
+}
+
+bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& at, bool k_turning, bool own_scales) {
     const int d = at.d, k_bits = at.k_bits, v_bits = at.v_bits;
     const uint8_t* v_codes = piece + at.v_codes();
-    const size_t end = at.k_turning() + (k_turning ? kTurningBytes : 0);
-    return are_good_scales(piece + at.k_scale(), 2) && are_zeros(piece + end, at.bytes() - end) &&
-           (!k_turning || is_good_turning(turning_of_channel(piece, at), d)) &&
+    const size_t pairs_end = at.k_turning() + (k_turning ? kTurningBytes : 0), own = at.own_scales(),
+                 end = own + 2 * sizeof(float);
+    return are_good_scales(piece + at.k_scale(), 2) && are_zeros(piece + pairs_end, own - pairs_end) &&
+           (own_scales ? are_good_scales(piece + own, 2) : are_zeros(piece + own, end - own)) &&
+           are_zeros(piece + end, at.bytes() - end) && (!k_turning || is_good_turning(turning_of_channel(piece, at), d)) &&
            are_good_channels(piece, piece + at.k_step(), piece + at.k_zero(), d, k_bits,
                              [&](int t, int c) { return k_place(d, k_bits, t, c); }) &&
            are_good_channels(v_codes, piece + at.v_step(), piece + at.v_zero(), d, v_bits,

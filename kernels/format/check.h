@@ -18,6 +18,10 @@ bool is_good_scale(float scale);
 // One head's piece. The places of tokens that a block lacks must be good too; zeros are. `k_turning`: it may have turning pairs
 // (turning.h).
 bool is_good_token_piece(const uint8_t* piece, int d, bool k_turning = false);
-bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& layout, bool k_turning = false);
+// `own_scales`: it has them.
+bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& layout, bool k_turning = false, bool own_scales = false);
+
+// The scales that tokens would have alone, [n] floats.
+bool are_good_own_scales(const uint8_t* at, size_t n);
 
 }  // namespace ta

@@ -82,6 +82,18 @@ TA_HD inline int8_t merge_code(int8_t q1, float ratio) {
     return int8_t(rintf(float(q1) * ratio));
 }
 
+// What stands for the scale that a reopened token would have alone; `peak` is the largest of its |q1|.
+TA_HD inline float reopened_own_scale(int peak, float token_scale) {
+    return stage1_scale(token_magnitude(peak, token_scale), kStage1Levels);
+}
+
+// A code under another scale, of a value that is no larger than this one's largest.
+TA_HD inline int8_t recoded(int8_t q1, float scale, float to) {
+    if (q1 == 0 || to == 0.0f) return 0;
+    const float r = rintf(float(q1) * (scale / to)), limit = float(kStage1Levels);
+    return int8_t(r > limit ? limit : r < -limit ? -limit : r);
+}
+
 // ---------------------------------------------------------------------------------------------------------------- stage 2
 
 struct ChannelCode {

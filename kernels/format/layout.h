@@ -50,7 +50,8 @@ struct TokenLayout {
 };
 
 // One head of a channel page: K codes, V codes, K step [d] u8, K zero [d] s8, V step [d] u8, V zero [d] s8, V token exponents
-// [64] u4, K page scale f32, V page scale f32, K's turning pairs [8] u64 (turning.h), zero padding up to 128 bytes.
+// [64] u4, K page scale f32, V page scale f32, K's turning pairs [8] u64 (turning.h), K's and V's largest own scales f32 under
+// universal open scales, zero padding up to 128 bytes.
 struct ChannelLayout {
     int d, k_bits, v_bits;
     TA_HD constexpr ChannelLayout(int head_dim, int kb, int vb) : d(head_dim), k_bits(kb), v_bits(vb) {}
@@ -66,8 +67,9 @@ struct ChannelLayout {
     TA_HD constexpr size_t k_scale() const { return v_exponents() + kPageTokens / 2; }
     TA_HD constexpr size_t v_scale() const { return k_scale() + sizeof(float); }
     TA_HD constexpr size_t k_turning() const { return v_scale() + sizeof(float); }  // a multiple of 8
+    TA_HD constexpr size_t own_scales() const { return k_turning() + kPageTokens; }
     TA_HD constexpr size_t bytes() const {
-        return (k_turning() + kPageTokens + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+        return (own_scales() + 2 * sizeof(float) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
     }
 };
 

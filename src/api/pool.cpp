@@ -126,8 +126,9 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers, falls));
     describe_paths(tiers, handle);
     handle.has_tiers = o.tiers != nullptr;
-    Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls);
-    if (!geometry.ok()) return std::move(geometry).status();
+    // Before the numerics, whose arrays have the shape's sizes.
+    Result<Geometry> shape = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls);
+    if (!shape.ok()) return std::move(shape).status();
     ta_numerics numerics{};
     if (o.numerics) {
         Result<ta_numerics> read = read_struct(o.numerics, "options.numerics", 1);
@@ -137,6 +138,9 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     }
     Result<Numerics> resolved = resolve_numerics(&numerics, o.layers, o.kv_heads, o.head_dim);
     if (!resolved.ok()) return std::move(resolved).status();
+    Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls,
+                                               resolved.value().universal_open_scale);
+    if (!geometry.ok()) return std::move(geometry).status();
     const uint64_t least = geometry.value().token_slot_bytes;
     if (o.budget_bytes < least) {
         return fail(TA_E_INVALID, "options.budget_bytes is %llu; a single block of this pool takes %llu",

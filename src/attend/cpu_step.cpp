@@ -59,7 +59,12 @@ class CpuStep final : public StepBackend {
     Status reserve_append_scratch();
     AppendScratch& append_scratch(int worker) { return reinterpret_cast<AppendScratch*>(append_scratch_.data())[worker]; }
     void make_append_tasks();
+    void recall_scales(StepMember& m);
     uint8_t* token_page(const StepBlock& t, uint32_t layer);
+    // Of a token block.
+    float* own_scales(const Block& block, uint32_t layer, uint32_t head) const {
+        return reinterpret_cast<float*>(block.slot() + pool_.geometry().own_scales_offset(layer, head));
+    }
     void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                       AppendScratch& scratch);
     void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out);
@@ -124,9 +129,52 @@ Status CpuStep::begin(Step& step) {
         masses_.resize(blocks);
     }
     step_ = &step;
+    for (StepMember& m : step.members) {
+        if (m.recalls) recall_scales(m);
+    }
     make_append_tasks();
     saturated_ = clamped_ = 0;
     return {};
+}
+
+// The largest scales that tokens of the blocks would have alone, up to the present tokens of the step's first one, a copy, which
+// are settled there.
+void CpuStep::recall_scales(StepMember& m) {
+    const Geometry& g = pool_.geometry();
+    const cpu::PageCodec& codec = this->codec();
+    const int d = int(g.head_dim);
+    std::fill(m.largest_scales.begin(), m.largest_scales.end(), 0.0f);
+    pool_.context().threads().parallel_for(int64_t(g.layers) * g.kv_heads, 1, [&](int64_t i, int) {
+        const auto layer = uint32_t(i / g.kv_heads), head = uint32_t(i % g.kv_heads);
+        float* largest = m.largest_scales.data() + 2 * i;
+        // [64] of K, then of V, or one each.
+        const auto take = [&](const uint8_t* at, int each, int n) {
+            const auto* own = reinterpret_cast<const float*>(at);
+            for (int which = 0; which < 2; ++which, own += each)
+                largest[which] = std::max(largest[which], *std::max_element(own, own + n));
+        };
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+            const Block::Stored at = m.sequence->blocks[size_t(b)]->stored();
+            if (!at.slot) continue;  // dropped
+            if (at.kind == PageKind::kToken) {
+                take(at.slot + g.own_scales_offset(layer, head), kPageTokens, kPageTokens);
+            } else {
+                take(at.slot + g.page_offset(at.kind, layer) + g.head_offset(at.kind, layer, head) +
+                         g.channel_layout(at.kind, layer, head).own_scales(),
+                     1, 1);
+            }
+        }
+        const StepBlock& t = m.touched.front();
+        if (t.have == 0) return;
+        take(t.token->slot() + g.own_scales_offset(layer, head), kPageTokens, t.have);
+        uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
+        cpu::HeadStage1 codes;
+        codec.load_token_piece(piece, d, t.have, codes);
+        const TurningPairs turning = pool_.numerics().k_turning ? turning_of_tokens(piece, TokenLayout(d)) : TurningPairs{};
+        settle_page(codes.k, codes.k_scale, d, t.have, largest[0], pool_.numerics().k_turning ? &turning : nullptr);
+        settle_page(codes.v, codes.v_scale, d, t.have, largest[1]);
+        codec.store_token_piece(codes, d, 0, t.have, piece);
+    });
 }
 
 // One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it, or the turning
@@ -188,15 +236,6 @@ ScaleRule rule_for(bool whole_page, bool page_scale, bool exponents, bool univer
     return universal ? ScaleRule::kUniversal : ScaleRule::kToken;
 }
 
-// The universal scale of a page: fixed when its first token that is not zero comes, from the largest magnitude of the head so
-// far. Tokens of zeros before it keep the scale 0: an aborted step must not leave them another.
-float universal_scale(const float* page_scales, int have, float seen, const float* amax, int n) {
-    const float fixed = have > 0 ? *std::max_element(page_scales, page_scales + have) : 0.0f;
-    if (fixed > 0.0f) return fixed;
-    for (int t = 0; t < n; ++t) seen = std::max(seen, amax[t]);
-    return stage1_scale(seen, kStage1Levels);
-}
-
 void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                            AppendScratch& s) {
     const Geometry& g = pool_.geometry();
@@ -237,15 +276,23 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     if (t.have > 0 && (t.channel || num.universal_open_scale || t.begins_anew))
         codec.load_token_piece(piece, d, t.have, s.codes);
 
+    float own[2] = {0.0f, 0.0f};  // of universal scales: the page's largest
     float k_universal = 0.0f, v_universal = 0.0f;
     if (num.universal_open_scale) {
-        float* seen = m.open_amax.data() + g.index(layer, head) * 2;
-        k_universal = universal_scale(s.codes.k_scale, t.have, seen[0], s.k_amax, n);
-        v_universal = universal_scale(s.codes.v_scale, t.have, seen[1], s.v_amax, n);
-        for (int i = 0; i < n; ++i) {
-            seen[0] = std::max(seen[0], s.k_amax[i]);
-            seen[1] = std::max(seen[1], s.v_amax[i]);
+        float* largest = m.largest_scales.data() + g.index(layer, head) * 2;
+        float* to = t.token ? own_scales(*t.token, layer, head) : nullptr;
+        for (int which = 0; which < 2; ++which) {
+            const float* amax = which ? s.v_amax : s.k_amax;
+            for (int i = 0; i < t.have; ++i) own[which] = std::max(own[which], to[which * kPageTokens + i]);
+            for (int i = 0; i < n; ++i) {
+                const float scale = stage1_scale(amax[i], kStage1Levels);
+                own[which] = std::max(own[which], scale);
+                if (to) to[which * kPageTokens + t.have + i] = scale;
+            }
+            largest[which] = std::max(largest[which], own[which]);
         }
+        k_universal = universal_scale(s.codes.k_scale, t.have, largest[0]);
+        v_universal = universal_scale(s.codes.v_scale, t.have, largest[1]);
     }
     const bool whole = n == kPageTokens;
     const ScaleRule k_rule =
@@ -264,7 +311,9 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     uint8_t* closed =
         t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
     const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search, num.k_turning};
-    codec.encode_channel_piece(s.codes, g.channel_layout(PageKind::kChannel, layer, head), options, closed);
+    const ChannelLayout layout = g.channel_layout(PageKind::kChannel, layer, head);
+    codec.encode_channel_piece(s.codes, layout, options, closed);
+    if (num.universal_open_scale) std::memcpy(closed + layout.own_scales(), own, sizeof own);
 }
 
 // K of the first n tokens of a page as it was given, but for its rounding.
@@ -309,7 +358,7 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
     const Geometry& g = pool_.geometry();
     const Block::Stored at = from.stored();
     if (at.kind == PageKind::kToken) {
-        std::memcpy(to.slot(), at.slot, g.token_payload_bytes);
+        std::memcpy(to.slot(), at.slot, g.token_slot_bytes);
         return {};
     }
     TA_RETURN_IF_ERROR(reserve_append_scratch());
@@ -324,6 +373,11 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
             codec.decode_channel_piece(at.slot + piece_of(at.kind), closed, tokens, values);
             uint8_t* piece = to.slot() + piece_of(PageKind::kToken);
             codec.store_token_piece(values, int(g.head_dim), 0, tokens, piece);
+            if (g.keeps_own_scales) {
+                float* own = own_scales(to, uint32_t(layer), head);
+                reopen_own_scales(values.k, values.k_scale, int(g.head_dim), tokens, own);
+                reopen_own_scales(values.v, values.v_scale, int(g.head_dim), tokens, own + kPageTokens);
+            }
             if (!pool_.numerics().k_turning) continue;
             const TurningPairs turning = turning_of_channel(at.slot + piece_of(at.kind), closed);
             store_turning_of_missing(turning, tokens, TokenLayout(int(g.head_dim)), piece);

@@ -55,6 +55,7 @@ class CudaStep final : public StepBackend {
 
     Status prepare();
     Status keep_anew(const Step& step);
+    Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, bool observed, Launches& launches);
@@ -133,6 +134,7 @@ Status CudaStep::begin(Step& step) {
     }
     // With what the last steps attended with, so that their captured calls find this step's tables.
     TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), schedules_.any_captured(), stream_));
+    TA_RETURN_IF_ERROR(recall_scales(step));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
     tables_are_last_ = true;
@@ -141,6 +143,40 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(staging_.begin(step, tables_, schedules_.any_captured(), stream_));
     // For a plan that is destroyed within a capture, where nothing can be recorded any more.
     return device_.check(cudaEventRecord(fence_, stream_), "recording an event");
+}
+
+// The tables are there.
+Status CudaStep::recall_scales(const Step& step) {
+    const Geometry& g = pool_.geometry();
+    cuda::RecallArgs args{};
+    const auto send = [&]() -> Status {
+        args.head_dim = int32_t(g.head_dim);
+        args.kv_heads = int32_t(g.kv_heads);
+        args.layers = int32_t(g.layers);
+        args.table = tables_.entries();
+        if (g.has_channel_blocks()) {
+            args.channel_layer_offset = constants_.layer_offsets(PageKind::kChannel);
+            args.channel_heads = constants_.heads(PageKind::kChannel, 0);
+        }
+        if (g.falls) {
+            args.low_layer_offset = constants_.layer_offsets(PageKind::kLow);
+            args.low_heads = constants_.heads(PageKind::kLow, 0);
+        }
+        args.token_own_scales = g.own_scales_offset(0, 0);
+        args.k_turning = pool_.numerics().k_turning;
+        args.token_page_bytes = g.token_page_bytes;
+        args.largest_scales = pool_.largest_scales();
+        return device_.check(cudaError_t(cuda::launch_recall(args, stream_)), "finding universal scales");
+    };
+    for (const StepMember& m : step.members) {
+        if (!m.recalls) continue;
+        args.of[args.sequences++] = {int32_t(tables_.first_entry(*m.sequence)), int32_t(Step::untouched_blocks(m)),
+                                     m.touched.front().have, int32_t(m.sequence->slot)};
+        if (args.sequences < cuda::RecallArgs::kMostSequences) continue;
+        TA_RETURN_IF_ERROR(send());
+        args.sequences = 0;
+    }
+    return args.sequences > 0 ? send() : Status();
 }
 
 Status CudaStep::prepare() {
@@ -197,7 +233,7 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     const Geometry& g = pool_.geometry();
     const Block::Stored at = from.stored();
     if (at.kind == PageKind::kToken) {
-        return device_.check(cudaMemcpyAsync(to.slot(), at.slot, g.token_payload_bytes, cudaMemcpyDefault, stream_),
+        return device_.check(cudaMemcpyAsync(to.slot(), at.slot, g.token_slot_bytes, cudaMemcpyDefault, stream_),
                              "copying a block");
     }
     cuda::ReopenArgs args{};
@@ -211,6 +247,7 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     args.heads = constants_.heads(at.kind, 0);
     args.token_page_bytes = g.token_page_bytes;
     args.k_turning = pool_.numerics().k_turning;
+    if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
     return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
 }
 
@@ -250,8 +287,9 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.saturate = n.saturate;
     a.universal_open_scale = n.universal_open_scale;
     if (n.universal_open_scale) {
-        a.open_amax = pool_.open_amax() + g.index(layer, 0) * 2;
-        a.open_amax_stride = int64_t(pool_.open_amax_record());
+        a.largest_scales = pool_.largest_scales() + g.index(layer, 0) * 2;
+        a.scales_stride = int64_t(pool_.scales_record());
+        a.token_own_scales = g.own_scales_offset(layer, 0);
         static_assert(sizeof(cuda::AppendProgress) == Pool::kAppendProgressBytes);
         a.progress = reinterpret_cast<cuda::AppendProgress*>(pool_.append_progress());
     }

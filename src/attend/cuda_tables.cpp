@@ -190,7 +190,7 @@ void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepT
             a.have = uint8_t(t.have);
             a.end = uint8_t(t.end);
             a.stays_8_bits = t.stays_8_bits;
-            a.amax_side = m.sequence->amax_side;
+            a.scales_side = m.scales_side;
             a.index = index++;
             a.previous = t.index > 0 ? entry_before(m, t) : 0;
             a.first_block = t.index == 0;

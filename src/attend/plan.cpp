@@ -172,7 +172,9 @@ void Plan::list_touched(StepMember& m) {
     const Geometry& g = pool_->geometry();
     const Numerics& n = pool_->numerics();
     const int64_t sinks = int64_t(n.sink_blocks), total = m.length + m.n_new;
-    m.open_amax = m.sequence->open_amax;
+    m.largest_scales = m.sequence->largest_scales;
+    m.recalls = n.universal_open_scale && !m.sequence->scales_known;
+    m.scales_side = m.recalls ? 0 : m.sequence->scales_side;
     for (int64_t b = m.length / kPageTokens; b < blocks_for(total); ++b) {
         StepBlock t;
         t.index = b;
@@ -183,7 +185,7 @@ void Plan::list_touched(StepMember& m) {
         t.begins_anew = n.k_turning && !n.universal_open_scale && b == 0 && turning_begins_anew(t.have, t.end);
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
-            if (may_be_written(present)) t.token = present;
+            if (may_be_written(present) && !m.recalls) t.token = present;
         } else if (t.closes) {
             t.workspace_page = step_.workspace_pages++;
         }
@@ -196,7 +198,7 @@ bool Plan::take_back_open_blocks() {
     bool some = false;
     for (StepMember& m : step_.members) {
         for (StepBlock& t : m.touched) {
-            if (t.have == 0 || t.token) continue;
+            if (t.have == 0 || t.token || m.recalls) continue;
             const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
             if (!may_be_written(present)) continue;
             t.token = present;
@@ -390,8 +392,10 @@ Status Plan::end() {
                 }
             }
             s.length = m.length + m.n_new;
-            if (!m.open_amax.empty()) s.open_amax.swap(m.open_amax);
-            if (pool_->open_amax() && !m.touched.empty()) s.amax_side = s.amax_side == 0 ? 1 : 0;
+            if (m.touched.empty()) continue;
+            s.largest_scales.swap(m.largest_scales);
+            s.scales_side = m.scales_side == 0 ? 1 : 0;
+            s.scales_known = true;
         }
     });
     clear();

@@ -118,6 +118,10 @@ void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
             std::memset(piece, 0, layout.bytes());
             codec.store_token_piece(*codes, int(g.head_dim), 0, int(tokens), piece);
             if (pool.numerics().k_turning) store_turning_of_missing(turning, int(tokens), layout, piece);
+            if (!g.keeps_own_scales) continue;
+            auto* own = reinterpret_cast<float*>(slot + g.own_scales_offset(layer, head));
+            for (int which = 0; which < 2; ++which)
+                std::fill(own + which * kPageTokens + tokens, own + (which + 1) * kPageTokens, 0.0f);
         }
     }
 }

@@ -45,11 +45,6 @@ struct BlockHeader {
 };
 static_assert(sizeof(BlockHeader) == 48);
 
-// Whether a file may say this of the largest |K| or |V| of a universal scale: the scale it stands for is one that blocks have.
-inline bool is_good_amax(float x) {
-    return x >= 0.0f && is_good_scale(stage1_scale(x, kStage1Levels));
-}
-
 // Of any header that ends in its hash.
 template <class Header>
 uint64_t header_hash(const Header& h) {

@@ -33,7 +33,9 @@ PageIdentity identity_of(const SlotTrailer& t, const Geometry& g, uint32_t layer
 }
 
 uint64_t hash_of(const Geometry& g, PageKind kind, const SlotTrailer& t, const uint8_t* slot, uint32_t layer) {
-    return page_hash(identity_of(t, g, layer), slot + g.page_offset(kind, layer));
+    const uint64_t hash = page_hash(identity_of(t, g, layer), slot + g.page_offset(kind, layer));
+    const size_t own = layer + 1 == g.layers ? g.own_scales_bytes(kind) : 0;
+    return own > 0 ? hash ^ hash_bytes(slot + g.own_scales_offset(0, 0), own) : hash;
 }
 
 }  // namespace
@@ -59,7 +61,7 @@ Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_ind
 void write_trailer(const Geometry& g, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens, bool hashes) {
     SlotTrailer* t = trailer_of(g, kind, slot);
-    std::memset(t, 0, g.slot_bytes(kind) - g.payload_bytes(kind));
+    std::memset(t, 0, g.slot_bytes(kind) - g.own_scales_bytes(kind) - g.payload_bytes(kind));
     t->magic = kSlotMagic;
     t->version = kFormatVersion;
     t->kind = uint8_t(kind);
@@ -106,9 +108,14 @@ Status check_values(const Geometry& g, bool k_turning, PageKind kind, const uint
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
-            const bool good = kind == PageKind::kToken
-                                  ? is_good_token_piece(piece, int(g.head_dim), k_turning)
-                                  : is_good_channel_piece(piece, g.channel_layout(kind, layer, head), k_turning);
+            bool good;
+            if (kind == PageKind::kToken) {
+                good =
+                    is_good_token_piece(piece, int(g.head_dim), k_turning) &&
+                    (!g.keeps_own_scales || are_good_own_scales(slot + g.own_scales_offset(layer, head), Geometry::kOwnScales));
+            } else {
+                good = is_good_channel_piece(piece, g.channel_layout(kind, layer, head), k_turning, g.keeps_own_scales);
+            }
             if (good) continue;
             return fail(TA_E_CORRUPT, "a page has steps, codes or scales that no encoder writes")
                 .layer(layer)

@@ -33,6 +33,7 @@ class CudaEncoder final : public BlockEncoder {
         args.fractional_zero = n.fractional_zero;
         args.v_search = n.v_search;
         args.k_turning = n.k_turning;
+        if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
         std::vector<PlacedBlock> made;
         for (size_t first = 0; first < blocks.size(); first += size_t(args.blocks)) {
             args.blocks = int32_t(std::min<size_t>(blocks.size() - first, cuda::LowerArgs::kMostBlocks));

@@ -28,6 +28,7 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     args.channel_page_offset = reinterpret_cast<const uint64_t*>(channel_offsets_.data());
     args.token_page_bytes = g.token_page_bytes;
     args.low_page_bytes = g.low_page_bytes;
+    args.own_scales_bytes = g.own_scales_bytes(PageKind::kToken);
     for (size_t kind = 0; kind < kPageKinds; ++kind) args.slot_bytes[kind] = g.slot_bytes(PageKind(kind));
     return {};
 }

@@ -1,6 +1,20 @@
 #include "src/kv/fall.h"
 
+#include <algorithm>
+#include <cstring>
+
 namespace ta {
+namespace {
+
+// The page's largest own scales, [64] of K, then of V, or one each.
+void keep_largest(const float* own, size_t each, uint8_t* to) {
+    for (int which = 0; which < 2; ++which, own += each) {
+        const float largest = *std::max_element(own, own + each);
+        std::memcpy(to + size_t(which) * sizeof largest, &largest, sizeof largest);
+    }
+}
+
+}  // namespace
 
 void encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
                   PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n) {
@@ -15,15 +29,27 @@ void encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCo
             const uint8_t* piece = from + piece_of(from_kind, layer, head);
             uint8_t* out = to + piece_of(to_kind, layer, head);
             const ChannelLayout channel = g.channel_layout(PageKind::kChannel, layer, head);
+            const auto keep = [&](const ChannelLayout& layout) {
+                if (!g.keeps_own_scales) return;
+                const bool of_tokens = from_kind == PageKind::kToken;
+                const uint8_t* own = of_tokens ? from + g.own_scales_offset(layer, head)
+                                               : from + piece_of(from_kind, layer, head) + channel.own_scales();
+                keep_largest(reinterpret_cast<const float*>(own), of_tokens ? kPageTokens : 1, out + layout.own_scales());
+            };
             if (from_kind == PageKind::kToken) {
                 codec.load_token_piece(piece, int(g.head_dim), kPageTokens, values);
                 uint8_t* closed = to_kind == PageKind::kChannel ? out : between;
                 codec.encode_channel_piece(values, channel, options, closed);
-                if (to_kind == PageKind::kChannel) continue;
+                if (to_kind == PageKind::kChannel) {
+                    keep(channel);
+                    continue;
+                }
                 piece = closed;
             }
             codec.decode_channel_piece(piece, channel, kPageTokens, values);
-            codec.encode_channel_piece(values, g.channel_layout(PageKind::kLow, layer, head), options, out);
+            const ChannelLayout low = g.channel_layout(PageKind::kLow, layer, head);
+            codec.encode_channel_piece(values, low, options, out);
+            keep(low);
         }
     }
 }

@@ -35,7 +35,7 @@ Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const 
 }
 
 Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
-                                const uint8_t* v_bits, bool falls) {
+                                const uint8_t* v_bits, bool falls, bool keeps_own_scales) {
     TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim, "options."));
     const bool uses_bits = !k_bits || !v_bits;
     if (uses_bits && bits != 0 && bits != 8 && bits != 4 && bits != 2)
@@ -58,6 +58,7 @@ Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t hea
                     "one of options.k_bits and v_bits is 8 and the other is not; 8 bits are for both or none");
     g.all_8_bits = k_8;
     g.falls = falls;
+    g.keeps_own_scales = keeps_own_scales;
     for (const auto* map : {&g.k_bits, &g.v_bits}) {
         for (const uint8_t b : *map) {
             if (falls && b != 8 && b != 4)
@@ -69,7 +70,7 @@ Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t hea
     // At most 4096 x 1024 heads of 34 KB: no product here comes near 2^64.
     g.token_page_bytes = TokenLayout(int(head_dim)).bytes() * kv_heads;
     g.token_payload_bytes = g.token_page_bytes * layers;
-    g.token_slot_bytes = ta::slot_bytes(g.token_payload_bytes, layers);
+    g.token_slot_bytes = ta::slot_bytes(g.token_payload_bytes, layers) + g.own_scales_bytes(PageKind::kToken);
     if (falls) {
         if (g.all_8_bits) {
             constexpr uint8_t kFallenBits = 4;

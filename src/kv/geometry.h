@@ -13,9 +13,13 @@ namespace ta {
 inline constexpr uint32_t kMaxLayers = 4096, kMaxKvHeads = 1024;
 
 struct Geometry {
+    static constexpr size_t kOwnScales = 2 * size_t(kPageTokens);  // of a head's tokens, K's and V's
     uint32_t layers = 0, kv_heads = 0, head_dim = 0;
-    bool all_8_bits = false;      // every block stays a token block, on the device
-    bool falls = false;           // precision falls on the way down (src/kv/fall.h): there are low blocks, and channel blocks
+    bool all_8_bits = false;  // every block stays a token block, on the device
+    bool falls = false;       // precision falls on the way down (src/kv/fall.h): there are low blocks, and channel blocks
+    // For universal open scales: blocks have the scales that their tokens would have alone. Channel pages have the largest
+    // (ChannelLayout::own_scales); token blocks have all, [layers, kv_heads, K and V, 64], behind their trailer.
+    bool keeps_own_scales = false;
     std::vector<uint8_t> k_bits;  // [layers, kv_heads] of channel blocks; 8 where there are none
     std::vector<uint8_t> v_bits;
 
@@ -28,7 +32,7 @@ struct Geometry {
 
     // Checks the shape and lays everything out; empty bit maps mean `bits` everywhere. Texts speak of ta_kv_pool_options.
     static Result<Geometry> make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
-                                 const uint8_t* v_bits, bool falls = false);
+                                 const uint8_t* v_bits, bool falls = false, bool keeps_own_scales = false);
 
     size_t index(uint32_t layer, uint32_t head) const { return size_t(layer) * kv_heads + head; }
     // Of a head's piece in a page that is not a token page.
@@ -58,6 +62,13 @@ struct Geometry {
     }
     size_t slot_bytes(PageKind kind) const {
         return kind == PageKind::kToken ? token_slot_bytes : kind == PageKind::kLow ? low_slot_bytes : channel_slot_bytes;
+    }
+    size_t own_scales_bytes(PageKind kind) const {
+        return keeps_own_scales && kind == PageKind::kToken ? size_t(layers) * kv_heads * kOwnScales * sizeof(float) : 0;
+    }
+    // Of a head's, in a token block.
+    size_t own_scales_offset(uint32_t layer, uint32_t head) const {
+        return token_slot_bytes - own_scales_bytes(PageKind::kToken) + index(layer, head) * kOwnScales * sizeof(float);
     }
     double bits_per_element(PageKind kind) const;
 };

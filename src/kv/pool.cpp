@@ -31,6 +31,7 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     add(uint32_t(n.k_turning));
     for (const float x : n.k_offset) add(x);
     if (g.falls) add(uint32_t(g.all_8_bits ? 8 : 4));
+    if (g.keeps_own_scales) add(uint32_t(kPageTokens));
     return hash_bytes(bytes.data(), bytes.size());
 }
 
@@ -53,7 +54,7 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
       blocks_(std::make_unique<BlockStore>(context_->allocator(), context_->device(), geometry_, budget)),
       prefixes_(*blocks_, geometry_, uint64_t(first_generation_) << 32),
       nonfinite_(nullptr, {context_->device()}),
-      open_amax_(nullptr, {context_->device(), 0}) {
+      largest_scales_(nullptr, {context_->device(), 0}) {
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
 }
 
@@ -66,8 +67,8 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
         if (pool->numerics_.universal_open_scale) {
             const std::vector<uint8_t> progress(size_t(max_sequences) * pool->geometry_.kv_heads * kAppendProgressBytes);
             const size_t bytes = pool->append_progress_offset() + progress.size();
-            pool->open_amax_ = {device->allocate(bytes), FreeMemory{device, bytes}};
-            if (!pool->open_amax_)
+            pool->largest_scales_ = {device->allocate(bytes), FreeMemory{device, bytes}};
+            if (!pool->largest_scales_)
                 return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for universal scales", device->ordinal(), bytes).bytes(bytes);
             TA_RETURN_IF_ERROR(device->write(pool->append_progress(), progress.data(), progress.size()));
         }
@@ -152,11 +153,12 @@ Result<uint32_t> Pool::take_slot() {
     Sequence& s = *sequences_[slot];
     s.slot = slot;
     if (nonfinite_) s.nonfinite_seen = std::atomic_ref(nonfinite_[slot]).load(std::memory_order_relaxed);
-    s.amax_side = kNothingSeen;
+    s.scales_side = kNothingSeen;
+    s.scales_known = true;
     s.tenant = 0;
     s.last_used = 0;
     s.last_used_at = {};
-    if (numerics_.universal_open_scale && !open_amax_) s.open_amax.assign(open_amax_record(), 0.0f);
+    if (numerics_.universal_open_scale && !largest_scales_) s.largest_scales.assign(scales_record(), 0.0f);
     free_slots_.pop_back();
     ++s.generation;
     return slot;
@@ -205,17 +207,11 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     Result<Sequence*> from = find_idle(source);
     if (!from.ok()) return std::move(from).status();
     // Copies first, and whatever else takes memory: a slot that was taken is given back by hand.
-    Snapshot copy;
-    TA_RETURN_IF_ERROR(copy_locked(*from.value(), copy));
+    Snapshot copy = copy_locked(*from.value());
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
-    if (open_amax_ && from.value()->amax_side != kNothingSeen) {
-        if (Status written = write_open_amax(copy.open_amax, s); !written.ok()) {
-            give_slot(s);
-            return written;
-        }
-    }
+    s.scales_known = false;
     s.alive = true;
     s.length = copy.length;
     s.priority = from.value()->priority;
@@ -225,33 +221,16 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
         const uint32_t counted = std::atomic_ref(nonfinite_[from.value()->slot]).load(std::memory_order_relaxed);
         s.nonfinite_seen -= counted - from.value()->nonfinite_seen;
     }
-    if (!open_amax_) s.open_amax = std::move(copy.open_amax);
     s.tenant = copy.tenant;
     return id_of(slot.value());
 }
 
-// On a device.
-Status Pool::write_open_amax(const std::vector<float>& values, Sequence& to) {
-    const size_t bytes = values.size() * sizeof(float);
-    TA_RETURN_IF_ERROR(context_->device()->write(open_amax_.get() + size_t(to.slot) * 2 * bytes,
-                                                 reinterpret_cast<const uint8_t*>(values.data()), bytes));
-    to.amax_side = 0;
-    return {};
-}
-
-Status Pool::copy_locked(const Sequence& s, Snapshot& copy) const {
-    copy = {s.length, s.blocks, s.open_amax, s.tenant.load()};
-    if (!open_amax_) return {};
-    copy.open_amax.resize(open_amax_record());
-    if (s.amax_side == kNothingSeen) return {};
-    const size_t bytes = open_amax_record() * sizeof(float);
-    return context_->device()->read(copy.open_amax.data(), open_amax_.get() + (size_t(s.slot) * 2 + s.amax_side) * bytes,
-                                    bytes);
-}
-
 Result<Pool::Snapshot> Pool::snapshot(ta_seq seq) const {
     Snapshot copy;
-    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) { return copy_locked(s, copy); }));
+    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
+        copy = copy_locked(s);
+        return Status();
+    }));
     return copy;
 }
 
@@ -262,8 +241,7 @@ Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() cons
     for (const auto& s : sequences_) {
         if (!s->alive || s->released) continue;
         if (s->in_plan) return busy(id_of(s->slot));
-        all.emplace_back(id_of(s->slot), Snapshot{});
-        TA_RETURN_IF_ERROR(copy_locked(*s, all.back().second));
+        all.emplace_back(id_of(s->slot), copy_locked(*s));
     }
     return all;
 }
@@ -302,14 +280,7 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
-    if (open_amax_) {
-        if (Status written = write_open_amax(from.open_amax, s); !written.ok()) {
-            give_slot(s);
-            return written;
-        }
-    } else {
-        s.open_amax = std::move(from.open_amax);
-    }
+    s.scales_known = false;
     s.alive = true;
     s.length = from.length;
     s.priority = 0;
@@ -342,6 +313,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     }
     s.blocks.erase(first_dropped, s.blocks.end());
     ++s.version;
+    s.scales_known = s.scales_known && length == s.length;
     s.length = length;
     return {};
 }

@@ -47,10 +47,13 @@ struct Sequence {
     uint64_t version = 0;  // grows with every change of `blocks`
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
-    std::vector<float> open_amax;  // [layers, kv_heads, 2] largest |K|, |V| seen; only with a universal open scale, on a CPU
-    uint8_t amax_side = kNothingSeen;  // the same on a device: which record of Pool::open_amax() holds them
-    uint32_t nonfinite_seen = 0;       // of the device's counter
-    std::atomic<Tenant> tenant{0};     // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
+    // Only with universal open scales: the largest K and V scale of its blocks, [layers, kv_heads, 2]; on a device, which record
+    // of Pool::largest_scales() holds them. Not known: the next step finds them from the blocks.
+    std::vector<float> largest_scales;
+    uint8_t scales_side = kNothingSeen;
+    bool scales_known = true;
+    uint32_t nonfinite_seen = 0;    // of the device's counter
+    std::atomic<Tenant> tenant{0};  // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
 };
 
 // Whether steps on a GPU copy pages in host memory to device memory before a layer reads them, or read them in place.
@@ -118,12 +121,12 @@ class Pool {
     uint64_t* clamped_counter() const {
         return nonfinite_ ? reinterpret_cast<uint64_t*>(nonfinite_.get() + first_even(max_sequences_)) : nullptr;
     }
-    // Device memory, only with a universal open scale: [max_sequences, 2 sides, layers, kv_heads, 2] largest |K|, |V| seen.
-    float* open_amax() const { return reinterpret_cast<float*>(open_amax_.get()); }
-    size_t open_amax_record() const { return size_t(geometry_.layers) * geometry_.kv_heads * 2; }
+    // Device memory, only with universal open scales: [max_sequences, 2 sides, layers, kv_heads, 2] of Sequence::largest_scales.
+    float* largest_scales() const { return reinterpret_cast<float*>(largest_scales_.get()); }
+    size_t scales_record() const { return size_t(geometry_.layers) * geometry_.kv_heads * 2; }
     // Behind it, [max_sequences, kv_heads] of what append kernels keep while they run, 0 between them.
     static constexpr size_t kAppendProgressBytes = 16;
-    uint8_t* append_progress() const { return open_amax_ ? open_amax_.get() + append_progress_offset() : nullptr; }
+    uint8_t* append_progress() const { return largest_scales_ ? largest_scales_.get() + append_progress_offset() : nullptr; }
     // Checks blocks in device memory; nullptr on a CPU.
     BlockVerifier* verifier() const { return verifier_.get(); }
     // Takes bits from blocks in device memory; nullptr on a CPU, and where precision does not fall.
@@ -287,7 +290,6 @@ class Pool {
     struct Snapshot {
         int64_t length = 0;
         std::vector<BlockPtr> blocks;
-        std::vector<float> open_amax;
         Tenant tenant = 0;
     };
     Result<Snapshot> snapshot(ta_seq seq) const;
@@ -373,11 +375,8 @@ class Pool {
     Result<uint32_t> take_slot();
     void give_slot(const Sequence& s);
     static Status busy(ta_seq seq);
-    size_t append_progress_offset() const {
-        return round_up(size_t(max_sequences_) * 2 * open_amax_record() * sizeof(float), 16);
-    }
-    Status write_open_amax(const std::vector<float>& values, Sequence& to);
-    Status copy_locked(const Sequence& s, Snapshot& copy) const;
+    size_t append_progress_offset() const { return round_up(size_t(max_sequences_) * 2 * scales_record() * sizeof(float), 16); }
+    static Snapshot copy_locked(const Sequence& s) { return {s.length, s.blocks, s.tenant.load()}; }
     Result<ta_seq> adopt_locked(Snapshot&& s);
     void release_locked(Sequence& s, std::vector<BlockPtr>& dropped);
     void end_locked(Sequence& s, std::vector<BlockPtr>& dropped);
@@ -411,7 +410,7 @@ class Pool {
         size_t bytes;
         void operator()(uint8_t* memory) const { device->deallocate(memory, bytes); }
     };
-    std::unique_ptr<uint8_t[], FreeMemory> open_amax_;
+    std::unique_ptr<uint8_t[], FreeMemory> largest_scales_;
 
     mutable std::mutex failed_evictions_mutex_;
     uint64_t failed_evictions_ = 0;

@@ -11,7 +11,6 @@ namespace {
 
 constexpr FileFormat kFormat{"pool", 0x4C4F5054, 3};  // "TPOL" in little endian
 constexpr uint64_t kMostIndexBytes = uint64_t{1} << 32;
-constexpr uint64_t kNoState = UINT64_MAX;
 
 struct FileHeader {
     uint32_t magic;
@@ -21,7 +20,7 @@ struct FileHeader {
     uint64_t sequences;
     uint64_t references;  // of all sequences to their blocks
     uint64_t entries;     // published blocks
-    uint64_t states;      // of universal scales, each the same number of floats
+    uint64_t reserved1;
     uint64_t blocks;
     uint64_t slot_bytes[2];
     uint64_t index_bytes;  // between this header and the first block
@@ -30,18 +29,18 @@ struct FileHeader {
 };
 static_assert(sizeof(FileHeader) == 96);
 
-// The index: a StoredBlock for each block, sequences, references (u64, which block of the file), entries, states.
+// The index: a StoredBlock for each block, sequences, references (u64, which block of the file), entries.
 struct SequenceRecord {
     uint64_t id;
     int64_t length;
-    uint64_t state;  // kNoState: none
+    uint64_t reserved;
     SpaceTag space;  // that it belongs to
 };
 static_assert(sizeof(SequenceRecord) == 32);
 
 struct EntryRecord {
     uint8_t key[32];
-    uint64_t index, block, state;
+    uint64_t index, block, reserved;
 };
 static_assert(sizeof(EntryRecord) == 56);
 
@@ -50,7 +49,6 @@ struct Index {
     std::vector<SequenceRecord> sequences;
     std::vector<uint64_t> references;
     std::vector<EntryRecord> entries;
-    std::vector<PrefixStore::OpenAmax> states;
 };
 
 uint64_t blocks_for(int64_t tokens) {
@@ -87,12 +85,10 @@ Status name_owner(Status s, ta_seq owner) {
 
 // Whether what the header says of the index fits the file. Each part of the index is looked at when it is read.
 bool has_good_counts(const Pool& pool, const FileHeader& h, uint64_t rest) {
-    const uint64_t state = pool.numerics().universal_open_scale ? pool.open_amax_record() * sizeof(float) : 0;
     const std::pair<uint64_t, uint64_t> parts[] = {{h.blocks, sizeof(StoredBlock)},
                                                    {h.sequences, sizeof(SequenceRecord)},
                                                    {h.references, sizeof(uint64_t)},
-                                                   {h.entries, sizeof(EntryRecord)},
-                                                   {h.states, state}};
+                                                   {h.entries, sizeof(EntryRecord)}};
     uint64_t bytes = 0;
     for (const auto& [n, size] : parts) {
         const auto part = checked_mul(n, size);
@@ -101,16 +97,13 @@ bool has_good_counts(const Pool& pool, const FileHeader& h, uint64_t rest) {
         bytes = *sum;
     }
     return bytes == h.index_bytes && bytes <= rest && bytes <= kMostIndexBytes &&
-           h.blocks <= rest / least_block_bytes(pool.geometry()) && (state > 0 || h.states == 0);
+           h.blocks <= rest / least_block_bytes(pool.geometry());
 }
 
 // Everything but the blocks. No hash keeps a hostile file from saying what cannot be: each record is checked against those
 // before it, and takes memory only then.
 Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t& file_bytes) {
     TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, file_bytes));
-    const bool has_states = pool.numerics().universal_open_scale;
-    if (h.sequences + h.entries > 0 && (h.states > 0) != has_states)
-        return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), has_states ? "out" : "");
     if (!has_good_counts(pool, h, file_bytes - sizeof h))
         return fail(TA_E_CORRUPT, "%s says more of its contents than it has bytes", file.name());
     if (h.sequences > pool.max_sequences()) {
@@ -120,19 +113,11 @@ Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t&
     IndexReader raw(file, h.index_bytes);
     TA_RETURN_IF_ERROR(read_stored_blocks(pool, raw, h.blocks, index.blocks));
     std::vector<bool> used(index.blocks.size());
-    uint64_t references = 0, states = 0;
-    // States are used one after the other, so that a file has no more of them than users.
-    const auto is_state = [&](uint64_t s) {
-        if (!has_states) return s == kNoState;
-        if (s > states) return false;
-        if (s == states) ++states;
-        return true;
-    };
+    uint64_t references = 0;
     for (uint64_t i = 0; i < h.sequences; ++i) {
         SequenceRecord s;
         TA_RETURN_IF_ERROR(raw.read(s));
-        if (s.length < 0 || blocks_for(s.length) > h.blocks || blocks_for(s.length) > h.references - references ||
-            !is_state(s.state))
+        if (s.length < 0 || blocks_for(s.length) > h.blocks || blocks_for(s.length) > h.references - references)
             return raw.damaged();
         references += blocks_for(s.length);
         index.sequences.push_back(s);
@@ -154,21 +139,13 @@ Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t&
         TA_RETURN_IF_ERROR(raw.read(e));
         SpaceTag space;  // the key's first bytes
         std::memcpy(&space, e.key, sizeof space);
-        if (space == 0 || space == kEndedSpace || e.block >= h.blocks || !is_state(e.state)) return raw.damaged();
+        if (space == 0 || space == kEndedSpace || e.block >= h.blocks) return raw.damaged();
         const StoredBlock& block = index.blocks[size_t(e.block)];
         if (block.index != e.index || block.tokens != uint32_t(kPageTokens)) return raw.damaged().block(int64_t(e.index));
         used[size_t(e.block)] = true;
         index.entries.push_back(e);
     }
-    if (states != h.states || std::find(used.begin(), used.end(), false) != used.end()) return raw.damaged();
-    std::vector<float> state(has_states ? pool.open_amax_record() : 0);
-    for (uint64_t i = 0; i < h.states; ++i) {
-        TA_RETURN_IF_ERROR(raw.read(state.data(), state.size() * sizeof(float)));
-        if (!std::all_of(state.begin(), state.end(), is_good_amax)) return raw.damaged();
-        // Equal ones share their memory: zeros may be a hole in the file.
-        const bool is_last = !index.states.empty() && *index.states.back() == state;
-        index.states.push_back(is_last ? index.states.back() : std::make_shared<const std::vector<float>>(state));
-    }
+    if (std::find(used.begin(), used.end(), false) != used.end()) return raw.damaged();
     TA_RETURN_IF_ERROR(raw.end(h.index_hash));
     return check_end(pool, file, file_bytes, index.blocks);
 }
@@ -187,39 +164,25 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
 
     Index index;
     Contents contents;
-    const auto add_state = [&](PrefixStore::OpenAmax state) {
-        if (!pool.numerics().universal_open_scale || !state || state->empty()) return kNoState;
-        index.states.push_back(std::move(state));
-        return uint64_t(index.states.size() - 1);
-    };
     for (const auto& [id, s] : all) {
-        const uint64_t state = add_state(std::make_shared<const std::vector<float>>(s.open_amax));
-        index.sequences.push_back({id, s.length, state, pool.tag_of(s)});
+        index.sequences.push_back({id, s.length, 0, pool.tag_of(s)});
         for (size_t b = 0; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
             const auto tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens));
             index.references.push_back(contents.add(s.blocks[b], b, block.sealed() ? uint32_t(kPageTokens) : tokens, id));
         }
     }
-    std::unordered_map<const std::vector<float>*, uint64_t> known;  // states that entries share
     for (const PrefixStore::Record& r : entries) {
         EntryRecord e{};
         std::copy(r.key.begin(), r.key.end(), e.key);
         e.index = r.index;
         e.block = contents.add(r.block, r.index, uint32_t(kPageTokens), 0);
-        e.state = kNoState;
-        if (r.open_amax) {
-            const auto [at, fresh] = known.emplace(r.open_amax.get(), 0);
-            if (fresh) at->second = add_state(r.open_amax);
-            e.state = at->second;
-        }
         index.entries.push_back(e);
     }
     std::vector<uint8_t> raw;  // behind the blocks
     put(raw, index.sequences);
     put(raw, index.references);
     put(raw, index.entries);
-    for (const PrefixStore::OpenAmax& state : index.states) put(raw, *state);
     const uint64_t index_bytes = contents.items().size() * sizeof(StoredBlock) + raw.size();
     if (index_bytes > kMostIndexBytes) return fail(TA_E_LIMIT, "the pool has more sequences and blocks than a file lists");
 
@@ -245,7 +208,6 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         h.sequences = index.sequences.size();
         h.references = index.references.size();
         h.entries = index.entries.size();
-        h.states = index.states.size();
         h.blocks = index.blocks.size();
         h.slot_bytes[0] = g.token_slot_bytes;
         h.slot_bytes[1] = g.channel_slot_bytes;
@@ -308,14 +270,12 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     if (!read.ok()) return std::move(read).status();
     std::vector<BlockPtr> blocks = read.take();
 
-    const auto state_of = [&](uint64_t s) { return s == kNoState ? nullptr : index.states[size_t(s)]; };
     std::vector<Pool::Snapshot> sequences;
     std::vector<LoadedSequence> loaded;
     size_t reference = 0;
     for (const SequenceRecord& r : index.sequences) {
         Pool::Snapshot s;
         s.length = r.length;
-        if (const PrefixStore::OpenAmax state = state_of(r.state)) s.open_amax = *state;
         s.tenant = spaces.tenant_of(r.space);
         for (uint64_t b = 0; b < blocks_for(r.length); ++b) s.blocks.push_back(blocks[size_t(index.references[reference++])]);
         sequences.push_back(std::move(s));
@@ -323,7 +283,7 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     }
     std::vector<PrefixStore::Record> entries;
     for (const EntryRecord& e : index.entries) {
-        PrefixStore::Record r{{}, e.index, blocks[size_t(e.block)], state_of(e.state)};
+        PrefixStore::Record r{{}, e.index, blocks[size_t(e.block)]};
         std::copy(std::begin(e.key), std::end(e.key), r.key.begin());
         entries.push_back(std::move(r));
     }

@@ -38,11 +38,9 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
-    PrefixStore::OpenAmax open_amax;
-    if (!s.open_amax.empty()) open_amax = std::make_shared<const std::vector<float>>(std::move(s.open_amax));
     for (RoomRetry looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
         const bool held = blocks_are_held();
-        Status published = prefixes_.publish(space, keys, s.blocks, open_amax);
+        Status published = prefixes_.publish(space, keys, s.blocks);
         if (published.ok()) break;
         // What a move or a file holds for a moment counts as in use.
         if (published.code() != TA_E_LIMIT || !held || !looks.again()) return published;
@@ -67,7 +65,6 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
     s.length = int64_t(m.blocks.size()) * kPageTokens;
     s.blocks = std::move(m.blocks);
     s.tenant = space;
-    if (numerics_.universal_open_scale) s.open_amax = m.open_amax ? *m.open_amax : std::vector<float>(open_amax_record(), 0.0f);
     const int64_t length = s.length;
     Result<ta_seq> seq = adopt(std::move(s));
     if (!seq.ok()) return std::move(seq).status();
@@ -123,7 +120,7 @@ void Pool::recover_published() {
         }
         const BlockPtr block = blocks_->recover(b);
         for (const BlockKey& key : older) blocks_->remove_key(*block, key);
-        for (const BlockKey& key : keys) records.push_back({key, id.block_index, block, nullptr});
+        for (const BlockKey& key : keys) records.push_back({key, id.block_index, block});
     }
     disk_->release(unwanted);
     prefixes_.recover(std::move(records));

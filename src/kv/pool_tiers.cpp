@@ -54,11 +54,6 @@ Status Pool::check_tiers(const TierSettings& settings) const {
         return fail(TA_E_UNSUPPORTED, "the device does not encode blocks: precision cannot fall there");
     if (settings.disk_budget > 0 && settings.host_budget == 0 && on_gpu)
         return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
-    if (!settings.disk_path.empty() && numerics_.universal_open_scale) {
-        return fail(TA_E_UNSUPPORTED,
-                    "a pool with universal open scales cannot have a persistent disk tier: the scales' state is of "
-                    "sequences, and would not be there");
-    }
     const uint64_t memory = machine_memory();
     if (settings.host_budget > memory) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",

@@ -254,8 +254,7 @@ Status PrefixStore::check_owner(Tenant id, std::span<const BlockPtr> sequence) {
     return {};
 }
 
-Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence,
-                            const OpenAmax& open_amax) {
+Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence) {
     Result<std::vector<BlockKey>> hashed = hash_keys(id, keys, HashFor::kPublish);
     if (!hashed.ok()) return std::move(hashed).status();
     const auto blocks = sequence.first(hashed.value().size());
@@ -268,7 +267,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     kept.reserve(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
         const BlockKey& key = hashed.value()[i];
-        fresh.push_back({key, i, blocks[i], open_amax, 0});
+        fresh.push_back({key, i, blocks[i], 0});
         fresh_table.emplace(key, std::prev(fresh.end()));
         chain.push_back(std::prev(fresh.end()));
     }
@@ -360,7 +359,6 @@ Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t
             break;
         }
         m.blocks.push_back(entry->second->block);
-        m.open_amax = entry->second->open_amax;
     }
     m.matched = m.blocks.size();
     return m;
@@ -480,7 +478,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
     Entries fresh, dropped;  // after the lock
     Table nodes;
     for (Record& r : records) {
-        fresh.push_back({r.key, r.index, std::move(r.block), std::move(r.open_amax), 0});
+        fresh.push_back({r.key, r.index, std::move(r.block), 0});
         if (!nodes.emplace(r.key, std::prev(fresh.end())).second) fresh.pop_back();
     }
     std::unordered_map<SpaceTag, size_t> sizes;
@@ -529,7 +527,7 @@ std::vector<PrefixStore::Record> PrefixStore::records(Tenant id) const {
     std::lock_guard lock(mutex_);
     for (const auto& [tag, space] : spaces_) {
         if (id != 0 && space->id != id) continue;
-        for (const Entry& e : space->entries) all.push_back({e.key, e.index, e.block, e.open_amax});
+        for (const Entry& e : space->entries) all.push_back({e.key, e.index, e.block});
     }
     return all;
 }

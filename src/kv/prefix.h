@@ -34,17 +34,14 @@ struct NamespaceStats {
 // Internally synchronised; blocks are freed outside its lock.
 class PrefixStore {
   public:
-    using OpenAmax = std::shared_ptr<const std::vector<float>>;
     // An entry as files have it.
     struct Record {
         BlockKey key;
         uint64_t index;
         BlockPtr block;
-        OpenAmax open_amax;
     };
     struct Match {
         std::vector<BlockPtr> blocks;
-        OpenAmax open_amax;          // of the last block's publisher; nullptr: there is none
         std::vector<BlockKey> keys;  // the first that were asked for, as many as the namespace has entries at most
         size_t asked = 0;
         size_t matched = 0;  // the first of them, those of the blocks
@@ -89,7 +86,7 @@ class PrefixStore {
     static Status check_owner(Tenant id, std::span<const BlockPtr> sequence);
     // The first n blocks of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing. All of the
     // sequence's blocks are the namespace's from then on.
-    Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence, const OpenAmax& open_amax);
+    Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence);
     // The blocks of the first keys, up to one that has none.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
     // Counts a match of which a sequence was made, as the latest use of its entries.
@@ -124,7 +121,6 @@ class PrefixStore {
         BlockKey key;
         uint64_t index;  // of the block in its sequence
         BlockPtr block;
-        OpenAmax open_amax;
         uint64_t stamp;  // of the last call that asked for it
     };
     using Entries = std::list<Entry>;

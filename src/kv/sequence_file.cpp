@@ -12,7 +12,7 @@ struct FileHeader {
     uint64_t fingerprint;  // of the pool
     int64_t length;        // tokens
     uint64_t blocks;
-    uint64_t open_amax;  // floats in the index: largest magnitudes of universal scales
+    uint64_t reserved1;
     uint64_t slot_bytes[2];
     uint64_t index_hash;  // XXH3 of the index, which is between this header and the first block
     SpaceTag space;       // that it belongs to
@@ -20,9 +20,9 @@ struct FileHeader {
 };
 static_assert(sizeof(FileHeader) == 80);
 
-// The index: a StoredBlock for each block, then the floats.
-uint64_t index_bytes(uint64_t blocks, uint64_t open_amax) {
-    return blocks * sizeof(StoredBlock) + open_amax * sizeof(float);
+// The index: a StoredBlock for each block.
+uint64_t index_bytes(uint64_t blocks) {
+    return blocks * sizeof(StoredBlock);
 }
 
 }  // namespace
@@ -36,7 +36,7 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
     const Pool::Snapshot s = taken.take();
     return write_new_file(files, path, [&](File& file) -> Status {
         // Header and index come last: they say what each block was when it was written.
-        file.go_to(sizeof(FileHeader) + index_bytes(s.blocks.size(), s.open_amax.size()));
+        file.go_to(sizeof(FileHeader) + index_bytes(s.blocks.size()));
         uint64_t total = file.at();
         for (const BlockPtr& b : s.blocks) total += sizeof(BlockHeader) + g.slot_bytes(b->kind());
         std::vector<StoredBlock> stored;
@@ -51,14 +51,12 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
         }
         std::vector<uint8_t> index;
         put(index, stored);
-        put(index, s.open_amax);
         FileHeader h{};
         h.magic = kFormat.magic;
         h.version = kFormat.version;
         h.fingerprint = pool.fingerprint();
         h.length = s.length;
         h.blocks = s.blocks.size();
-        h.open_amax = s.open_amax.size();
         h.slot_bytes[0] = g.token_slot_bytes;
         h.slot_bytes[1] = g.channel_slot_bytes;
         h.index_hash = hash_bytes(index.data(), index.size());
@@ -77,9 +75,6 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     FileHeader h;
     uint64_t bytes = 0;
     TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, bytes));
-    const uint64_t amax = pool.numerics().universal_open_scale ? pool.open_amax_record() : 0;
-    if (h.open_amax != amax)
-        return fail(TA_E_INVALID, "%s is of a pool with%s universal scales", file.name(), amax ? "out" : "");
     if (h.blocks > bytes / least_block_bytes(pool.geometry()) || h.length < 0 || uint64_t(h.length) > h.blocks * kPageTokens ||
         uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens) {
         return fail(TA_E_CORRUPT, "%s says %llu blocks for %lld tokens", file.name(), (unsigned long long)h.blocks,
@@ -88,17 +83,11 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     std::vector<StoredBlock> stored;
     Pool::Snapshot s;
     s.length = h.length;
-    IndexReader index(file, index_bytes(h.blocks, amax));
+    IndexReader index(file, index_bytes(h.blocks));
     TA_RETURN_IF_ERROR(read_stored_blocks(pool, index, h.blocks, stored, [&](uint64_t i, const StoredBlock& b) {
         const bool is_end = i + 1 == h.blocks && h.length == int64_t(i) * kPageTokens + int64_t(b.tokens);
         return b.index == i && (b.tokens == uint32_t(kPageTokens) || is_end);
     }));
-    for (uint64_t i = 0; i < amax; ++i) {
-        float x;
-        TA_RETURN_IF_ERROR(index.read(x));
-        if (!is_good_amax(x)) return index.damaged();
-        s.open_amax.push_back(x);
-    }
     TA_RETURN_IF_ERROR(index.end(h.index_hash));
     TA_RETURN_IF_ERROR(check_end(pool, file, bytes, stored));
     PrefixStore::Named spaces(pool.prefixes());

@@ -26,12 +26,14 @@ constexpr uint64_t kTexts = 6, kBlocks = 4;
 class PersistentTier : public PrefixSteps {
   protected:
     static KvPool open_pool(const Context& context, const std::string& path, uint64_t disk_bytes = uint64_t{2} << 20,
-                            uint32_t bits = 4) {
+                            uint32_t bits = 4, ta_profile profile = TA_PROFILE_ACCURATE) {
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = uint64_t{1} << 20;
         tiers.disk_bytes = disk_bytes;
         tiers.disk_path = path.c_str();
-        auto o = options(bits);
+        auto numerics = sized<ta_numerics>();
+        numerics.profile = profile;
+        auto o = options(bits, &numerics);
         o.tiers = &tiers;
         return make_pool(context, o);
     }
@@ -373,21 +375,34 @@ TEST_F(PersistentTier, WrongFilesAndDamage) {
         EXPECT_LE(match(pool, space, 1, 5).second, err.block * 64);
     }
     EXPECT_GT(refused, 0);
-    auto numerics = sized<ta_numerics>();
-    numerics.profile = TA_PROFILE_PAPER;
     auto tiers = sized<ta_tier_options>();
-    tiers.disk_bytes = uint64_t{2} << 20;
-    const std::string paper = folder.file("paper");
-    tiers.disk_path = paper.c_str();
-    auto o = options(4, &numerics);
+    const std::string none = folder.file("none");
+    tiers.disk_path = none.c_str();
+    auto o = options();
     o.tiers = &tiers;
-    ta_kv_pool* none = nullptr;
+    ta_kv_pool* out = nullptr;
     ta_error err;
-    EXPECT_EQ(ta_kv_pool_create(context.get(), &o, &none, &err), TA_E_UNSUPPORTED) << err.message;
-    tiers.disk_bytes = 0;
-    o.numerics = nullptr;
-    EXPECT_EQ(ta_kv_pool_create(context.get(), &o, &none, &err), TA_E_INVALID) << err.message;
-    EXPECT_FALSE(std::filesystem::exists(paper));
+    EXPECT_EQ(ta_kv_pool_create(context.get(), &o, &out, &err), TA_E_INVALID) << err.message;
+    EXPECT_FALSE(std::filesystem::exists(none));
+}
+
+// Universal scales follow from the blocks.
+TEST_F(PersistentTier, ProfilePaper) {
+    const auto open = [&] { return open_pool(context, file, uint64_t{2} << 20, 4, TA_PROFILE_PAPER); };
+    std::vector<float> expected;
+    {
+        const KvPool pool = open();
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 300, 1);
+        publish(pool, seq, space, 1, 4);
+        EXPECT_EQ(move(pool, seq, 4, TA_TIER_DISK).moved, 4u);
+        truncate(pool, seq, 256);
+        expected = grow(pool, seq, 70, 3);
+    }
+    const KvPool pool = open();
+    const auto [seq, n] = match(pool, make_namespace(pool, 1), 1, 4);
+    ASSERT_EQ(n, 256);
+    EXPECT_TRUE(same_bits(grow(pool, seq, 70, 3), expected));
 }
 
 // What the child promised before it was killed.

@@ -82,6 +82,7 @@ struct ModelSequence {
     int64_t length = 0;
     std::vector<std::shared_ptr<ModelBlock>> blocks;
     std::vector<Stored> stored;  // [layers] what the library says is stored
+    bool knows_scales = true;    // the universal ones: else the next step copies its first block, whose codes they may change
 };
 
 class Walk {
@@ -174,6 +175,7 @@ class Walk {
         EXPECT_TRUE(ids_.insert(seq).second) << "an id was given out twice";
         auto s = std::make_shared<ModelSequence>(*from);
         s->id = seq;
+        s->knows_scales = false;
         sequences_.push_back(s);
     }
 
@@ -185,6 +187,7 @@ class Walk {
         if (random_.chance(25)) n = std::max<int64_t>(0, s->length - random_.between(0, 3));
         note() << "truncate " << s->length << " to " << n;
         ASSERT_EQ(ta_seq_truncate(pool_.get(), s->id, n, nullptr), TA_OK);
+        s->knows_scales = s->knows_scales && n == s->length;
         s->length = n;
         s->blocks.resize(size_t((n + 63) / 64));
         for (Stored& stored : s->stored) {
@@ -280,7 +283,7 @@ class Walk {
             if (have > 0) {
                 const auto& present = s.blocks[size_t(b)];
                 const bool shared = present.use_count() > 2;  // beside the sequence's list and the member's copy of it
-                if (present->sealed || shared) {
+                if (present->sealed || shared || (c_.universal() && !s.knows_scales)) {
                     ++need_token_;
                     ++(present->sealed ? m.reopened : m.copied);
                 } else if (!closes) {

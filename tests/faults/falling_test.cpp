@@ -127,9 +127,10 @@ std::vector<std::map<uint32_t, std::vector<uint8_t>>> expected_blocks() {
     Life::grow(pool, seq);
     std::vector<std::map<uint32_t, std::vector<uint8_t>>> blocks;
     for (uint64_t b = 0; b < kBlocks; ++b) {
-        std::map<uint32_t, std::vector<uint8_t>> of{{8, read_block(pool, seq, b).payload}};
-        of[4] = encode_lower_by_hand(kShape, 8, of[8]);
-        of[2] = encode_lower_by_hand(kShape, 4, of[4]);
+        const BlockBits full = read_block(pool, seq, b);
+        std::map<uint32_t, std::vector<uint8_t>> of{{8, full.payload}};
+        of[4] = encode_lower_by_hand(kShape, 8, of[8], full.trailer);
+        of[2] = encode_lower_by_hand(kShape, 4, of[4], full.trailer);
         blocks.push_back(std::move(of));
     }
     return blocks;

@@ -129,8 +129,9 @@ class Problem {
         a.v = tensor(v.get());
         a.signs = c_.set.hadamard ? signs.get() : nullptr;
         a.k_offset = c_.set.k_offset ? offset.get() : nullptr;
-        a.open_amax = state.get();
-        a.open_amax_stride = state_stride();
+        a.largest_scales = state.get();
+        a.scales_stride = state_stride();
+        a.token_own_scales = c_.set.universal_open_scale ? own_scales_at() : 0;
         Device<AppendProgress> progress(std::vector<AppendProgress>(c_.sequences.size() * size_t(c_.heads)));
         a.progress = progress.get();
         a.nonfinite = nonfinite.get();
@@ -162,7 +163,7 @@ class Problem {
         bool ok = compare(got);
         if (c_.set.universal_open_scale) ok &= compare_states(state_before, state.copy());
         for (const AppendProgress& r : progress.copy()) {
-            if (r.k_amax || r.v_amax || r.left) ok = say("the records of progress are not 0 again");
+            if (r.k_scale || r.v_scale || r.left) ok = say("the records of progress are not 0 again");
         }
         if (nonfinite.copy() != want_nonfinite) ok = say("counts of replaced values differ");
         if (clamped.copy()[0] != want_clamped) {
@@ -182,10 +183,13 @@ class Problem {
     }
     float normal() { return std::normal_distribution<float>()(random_); }
 
+    uint64_t token_bytes() const { return uint64_t(c_.heads) * TokenLayout(c_.d).bytes(); }
+    // In a token block's slot.
+    uint64_t own_scales_at() const { return kTokenLayer + token_bytes() + 128; }
+
     // What Plan::list_touched decides.
     void make_tasks() {
         int row = 0;
-        const uint64_t token_bytes = c_.heads * TokenLayout(c_.d).bytes();
         const auto take = [this](uint64_t bytes) {
             const uint64_t at = arena_bytes_;
             arena_bytes_ += (bytes + kSlot - 1) / kSlot * kSlot;
@@ -202,13 +206,13 @@ class Problem {
                 t.stays_8_bits = c_.k_bits == 8 || b < c_.sinks;
                 t.row = row + b * kPageTokens + t.have - g.length;
                 t.sequence = int32_t(i);
-                t.amax_side = uint8_t(state_side(i));
+                t.scales_side = uint8_t(state_side(i));
                 t.index = b - g.length / kPageTokens;
                 const bool closes = t.end == kPageTokens && !t.stays_8_bits;
                 if (t.have == 0 && closes) {
-                    t.token_page = take(token_bytes) | kEntrySingleLayer;
+                    t.token_page = take(token_bytes()) | kEntrySingleLayer;
                 } else {
-                    t.token_page = take(kTokenLayer + token_bytes + 256);
+                    t.token_page = take(own_scales_at() + 2 * kPageTokens * sizeof(float) * uint64_t(c_.heads) + 256);
                 }
                 if (closes) t.channel_slot = take(kChannelLayer + channel_bytes_ + 256);
                 tasks_.push_back(t);
@@ -302,7 +306,7 @@ class Problem {
         rows_ = rows;
     }
 
-    // The largest magnitudes in device memory: two sides a sequence, records of other layers between them, NaN where nothing
+    // The largest scales in device memory: two sides a sequence, records of other layers between them, NaN where nothing
     // is.
     int64_t state_stride() const { return c_.heads * 2 + 6; }
     int state_side(size_t sequence) const { return c_.sequences[sequence].length == 0 ? kNothingSeen : int(sequence % 2); }
@@ -317,12 +321,12 @@ class Problem {
     }
     bool compare_states(std::vector<float> want, const std::vector<float>& got) const {
         for (const AppendTask& t : tasks_) {
-            const int side = t.amax_side == kNothingSeen ? 0 : 1 - t.amax_side;
+            const int side = t.scales_side == kNothingSeen ? 0 : 1 - t.scales_side;
             std::copy_n(&state_[size_t(t.sequence * c_.heads) * 2], c_.heads * 2,
                         &want[size_t(t.sequence * 2 + side) * size_t(state_stride())]);
         }
         if (std::memcmp(want.data(), got.data(), want.size() * sizeof(float)) == 0) return true;
-        return say("open_amax differs");
+        return say("largest_scales differ");
     }
 
     AppendArgs args() const {
@@ -375,15 +379,21 @@ class Problem {
                              size_t(head) * TokenLayout(d).bytes();
             static HeadStage1 codes;
             if (t.have > 0) codec_.load_token_piece(piece, d, t.have, codes);
-            float universal[2] = {0.0f, 0.0f};
-            if (num.universal_open_scale) {
-                float* seen = &state_[(size_t(t.sequence) * size_t(c_.heads) + size_t(head)) * 2];
-                for (int which = 0; which < 2; ++which) {
-                    const float* scales = which ? codes.v_scale : codes.k_scale;
-                    const float fixed = t.have > 0 ? *std::max_element(scales, scales + t.have) : 0.0f;
-                    for (int i = 0; i < n; ++i) seen[which] = std::max(seen[which], amax[which][i]);
-                    universal[which] = fixed > 0.0f ? fixed : stage1_scale(seen[which], kStage1Levels);
+            float universal[2] = {0.0f, 0.0f}, own[2] = {0.0f, 0.0f};
+            for (int which = 0; num.universal_open_scale && which < 2; ++which) {
+                float* largest = &state_[(size_t(t.sequence) * size_t(c_.heads) + size_t(head)) * 2 + size_t(which)];
+                float* to = t.token_page & kEntrySingleLayer
+                                ? nullptr
+                                : reinterpret_cast<float*>(&arena_[t.token_page & ~kEntryFlags] + own_scales_at()) +
+                                      (2 * head + which) * kPageTokens;
+                for (int i = 0; i < t.have; ++i) own[which] = std::max(own[which], to[i]);
+                for (int i = 0; i < n; ++i) {
+                    const float scale = stage1_scale(amax[which][i], kStage1Levels);
+                    if (to) to[t.have + i] = scale;
+                    own[which] = std::max(own[which], scale);
                 }
+                *largest = std::max(*largest, own[which]);
+                universal[which] = universal_scale(which ? codes.v_scale : codes.k_scale, t.have, *largest);
             }
             const bool whole = n == kPageTokens;
             const auto rule = [&](bool page, bool at_8, bool exponents) {
@@ -401,9 +411,10 @@ class Problem {
             codec_.store_token_piece(codes, d, t.have, t.end, piece);
             if (!t.channel_slot) continue;
             const HeadArgs& h = heads_[size_t(head)];
-            codec_.encode_channel_piece(codes, ChannelLayout(d, h.k_bits, h.v_bits),
-                                        {num.v_exponents, num.fractional_zero, num.v_search},
-                                        &arena_[t.channel_slot + kChannelLayer + h.channel_offset]);
+            const ChannelLayout layout(d, h.k_bits, h.v_bits);
+            uint8_t* closed = &arena_[t.channel_slot + kChannelLayer + h.channel_offset];
+            codec_.encode_channel_piece(codes, layout, {num.v_exponents, num.fractional_zero, num.v_search}, closed);
+            std::memcpy(closed + layout.own_scales(), own, sizeof own);
         }
     }
 
@@ -444,22 +455,37 @@ class Problem {
         const int tokens = int(c_.seed % kPageTokens) + 1;
         const size_t page = size_t(c_.heads) * TokenLayout(c_.d).bytes();
         std::vector<uint8_t> want(page, 0xFF);
+        std::vector<float> own(2 * size_t(c_.heads) * 2 * kPageTokens, -1.0f);
         for (int head = 0; head < c_.heads; ++head) {
             const HeadArgs& h = heads_[size_t(head)];
             static HeadStage1 codes;
             codec_.decode_channel_piece(&arena_[closed->channel_slot + kChannelLayer + h.channel_offset],
                                         ChannelLayout(c_.d, h.k_bits, h.v_bits), tokens, codes);
             codec_.store_token_piece(codes, c_.d, 0, tokens, want.data() + size_t(head) * TokenLayout(c_.d).bytes());
+            for (int layer = 0; layer < 2; ++layer) {
+                float* of_head = &own[size_t(layer * c_.heads + head) * 2 * kPageTokens];
+                reopen_own_scales(codes.k, codes.k_scale, c_.d, tokens, of_head);
+                reopen_own_scales(codes.v, codes.v_scale, c_.d, tokens, of_head + kPageTokens);
+            }
         }
         // Two layers of the same page.
         std::vector<HeadArgs> heads = heads_;
         heads.insert(heads.end(), heads_.begin(), heads_.end());
         Device<HeadArgs> device_heads(heads);
         Device<uint64_t> offsets(std::vector<uint64_t>{kChannelLayer, kChannelLayer});
-        Device<uint8_t> out(2 * page);
-        ReopenArgs a{
-            c_.d,          c_.heads,           2,   tokens, closed->channel_slot + base, reinterpret_cast<uint64_t>(out.get()),
-            offsets.get(), device_heads.get(), page};
+        Device<uint8_t> out(2 * page + own.size() * sizeof(float));
+        CHECK(cudaMemcpy(out.get() + 2 * page, std::vector<float>(own.size(), -1.0f).data(), own.size() * sizeof(float),
+                         cudaMemcpyHostToDevice));
+        ReopenArgs a{c_.d,
+                     c_.heads,
+                     2,
+                     tokens,
+                     closed->channel_slot + base,
+                     reinterpret_cast<uint64_t>(out.get()),
+                     offsets.get(),
+                     device_heads.get(),
+                     page,
+                     2 * page};
         CHECK(launch_reopen(a, nullptr));
         CHECK(cudaDeviceSynchronize());
         const std::vector<uint8_t> got = out.copy();
@@ -467,6 +493,8 @@ class Problem {
             if (!std::equal(want.begin(), want.end(), got.begin() + layer * int64_t(page)))
                 return say("the reopened page differs");
         }
+        if (std::memcmp(got.data() + 2 * page, own.data(), own.size() * sizeof(float)) != 0)
+            return say("the scales that reopened tokens would have alone differ");
         return true;
     }
 

@@ -1,5 +1,6 @@
 #include "tests/src/kv/falling_blocks.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/format/hash.h"
@@ -12,7 +13,8 @@ size_t FallingShape::piece_bytes(uint32_t bits) const {
     return bits == 8 ? TokenLayout(d).bytes() : ChannelLayout(d, b, b).bytes();
 }
 
-std::vector<uint8_t> encode_lower_by_hand(const FallingShape& s, uint32_t bits, const std::vector<uint8_t>& payload) {
+std::vector<uint8_t> encode_lower_by_hand(const FallingShape& s, uint32_t bits, const std::vector<uint8_t>& payload,
+                                          const std::vector<uint8_t>& trailer) {
     const cpu::PageCodec& codec = cpu::page_codec_scalar();
     const int d = int(s.head_dim), low = int(bits) / 2;
     std::vector<uint8_t> out(s.payload_bytes(bits / 2), 0xa5);
@@ -24,7 +26,21 @@ std::vector<uint8_t> encode_lower_by_hand(const FallingShape& s, uint32_t bits, 
         } else {
             codec.decode_channel_piece(from, ChannelLayout(d, int(bits), int(bits)), kPageTokens, values);
         }
-        codec.encode_channel_piece(values, ChannelLayout(d, low, low), s.encode, out.data() + piece * s.piece_bytes(bits / 2));
+        uint8_t* to = out.data() + piece * s.piece_bytes(bits / 2);
+        codec.encode_channel_piece(values, ChannelLayout(d, low, low), s.encode, to);
+        if (!s.own_scales) continue;
+        // Behind the page scales and turning pairs, K's and V's largest.
+        const size_t at = s.piece_bytes(bits / 2) - 128 + 104, each = kPageTokens * sizeof(float);
+        for (size_t which = 0; which < 2; ++which) {
+            float own[kPageTokens] = {};
+            if (bits == 8) {
+                std::memcpy(own, trailer.data() + trailer.size() - s.own_scales_bytes() + (2 * piece + which) * each, each);
+            } else {
+                std::memcpy(own, from + s.piece_bytes(bits) - 128 + 104 + which * sizeof(float), sizeof(float));
+            }
+            const float largest = *std::max_element(own, own + kPageTokens);
+            std::memcpy(to + at + which * sizeof largest, &largest, sizeof largest);
+        }
     }
     return out;
 }
@@ -71,13 +87,16 @@ std::vector<uint8_t> sequence_file_by_hand(const FallingShape& shape, const KvPo
         put(slot, uint32_t(kPageTokens));
         put(slot, shape.layers);
         slot.resize(slot.size() + 24);
-        const size_t page_bytes = shape.kv_heads * shape.piece_bytes(b.bits);
+        const size_t page_bytes = shape.kv_heads * shape.piece_bytes(b.bits), own = b.bits == 8 ? shape.own_scales_bytes() : 0;
         for (uint32_t layer = 0; layer < shape.layers; ++layer) {
             const PageIdentity id{fingerprint, index,          b.content_id, layer, uint32_t(kPageTokens),
                                   kSlotMagic,  kFormatVersion, kind,         0,     page_bytes};
-            put(slot, page_hash(id, b.payload.data() + layer * page_bytes));
+            uint64_t hash = page_hash(id, b.payload.data() + layer * page_bytes);
+            if (own > 0 && layer + 1 == shape.layers) hash ^= hash_bytes(b.trailer.data() + b.trailer.size() - own, own);
+            put(slot, hash);
         }
         slot.resize((slot.size() + 127) / 128 * 128);
+        slot.insert(slot.end(), b.trailer.end() - ptrdiff_t(own), b.trailer.end());
         const uint64_t slot_hash = hash_bytes(slot.data(), slot.size());
         put(index_of_file, b.content_id);
         put(index_of_file, slot_hash);

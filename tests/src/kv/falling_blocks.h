@@ -14,13 +14,17 @@ namespace ta::testing {
 struct FallingShape {
     uint32_t layers = 2, kv_heads = 2, head_dim = 64;
     cpu::EncodeOptions encode{true, true, true};
+    bool own_scales = false;  // of universal open scales
 
     size_t piece_bytes(uint32_t bits) const;
+    // At the end of a token block's slot, [layers, kv_heads, K and V, 64] floats.
+    size_t own_scales_bytes() const { return own_scales ? size_t(layers) * kv_heads * 2 * kPageTokens * sizeof(float) : 0; }
     size_t payload_bytes(uint32_t bits) const { return layers * kv_heads * piece_bytes(bits); }
 };
 
-// The payload of a full block with half its bits: 8 -> 4, 4 -> 2.
-std::vector<uint8_t> encode_lower_by_hand(const FallingShape& shape, uint32_t bits, const std::vector<uint8_t>& payload);
+// The payload of a full block with half its bits: 8 -> 4, 4 -> 2. `trailer`: what comes behind the payload.
+std::vector<uint8_t> encode_lower_by_hand(const FallingShape& shape, uint32_t bits, const std::vector<uint8_t>& payload,
+                                          const std::vector<uint8_t>& trailer);
 
 struct BlockBits {
     uint32_t bits = 0, tokens = 0;

@@ -79,5 +79,20 @@ TEST(Geometry, WrongMapsNameLayerAndHead) {
     EXPECT_EQ(status.detail()->head, 1);
 }
 
+// Pages and trailers are where they are without; channel blocks have room in their pages.
+TEST(Geometry, OwnScalesAreAtTheEndOfTokenBlocks) {
+    for (uint32_t d : {64, 96, 128, 256}) {
+        Result<Geometry> made = Geometry::make(3, 2, d, 4, nullptr, nullptr, true, true);
+        ASSERT_TRUE(made.ok());
+        const Geometry with = made.take(), without = Geometry::make(3, 2, d, 4, nullptr, nullptr, true).take();
+        for (PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
+            EXPECT_EQ(with.payload_bytes(kind), without.payload_bytes(kind));
+            EXPECT_EQ(with.slot_bytes(kind) - without.slot_bytes(kind), kind == PageKind::kToken ? 3u * 2 * 2 * 64 * 4 : 0u);
+        }
+        EXPECT_EQ(with.own_scales_offset(0, 0), without.token_slot_bytes);
+        EXPECT_EQ(with.own_scales_offset(2, 1) + 2 * 64 * 4, with.token_slot_bytes);
+    }
+}
+
 }  // namespace
 }  // namespace ta

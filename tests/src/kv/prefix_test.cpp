@@ -41,7 +41,7 @@ class Prefix : public ::testing::Test {
             BlockKey key{};
             std::memcpy(key.data(), &tag, sizeof tag);
             std::memcpy(key.data() + sizeof tag, &key_of, sizeof key_of);
-            all.push_back({key, i % each, block, nullptr});
+            all.push_back({key, i % each, block});
         }
         return all;
     }

@@ -17,11 +17,11 @@ struct alignas(16) AppendTask {
     uint64_t token_page;    // slot of the block's token page, or with kEntrySingleLayer the page itself
     uint64_t channel_slot;  // slot of what it becomes; 0: it does not close. Closes only with end = 64
     int32_t row;            // of k and v: that of token `have`
-    int32_t sequence;       // index for open_amax and nonfinite; the tasks of a sequence stand together, in order
+    int32_t sequence;       // index for largest_scales and nonfinite; the tasks of a sequence stand together, in order
     uint8_t have, end;
     bool stays_8_bits;
-    uint8_t amax_side;  // universal scales: side of open_amax with the magnitudes before the step, or kNothingSeen
-    int32_t index;      // among the tasks of its sequence
+    uint8_t scales_side;  // universal scales: side of largest_scales with those before the step, or kNothingSeen
+    int32_t index;        // among the tasks of its sequence
     // Turning pairs: entry of the block before, whose pairs a block goes on with that begins with fewer than 64 tokens; 0: there is
     // none. Of a block that the step brings, its token page's.
     uint64_t previous;
@@ -32,7 +32,7 @@ static_assert(sizeof(AppendTask) == 48);
 
 // Universal scales only: how far the tasks of a sequence and head are, while several CTAs work on them. All 0 between launches.
 struct alignas(16) AppendProgress {
-    uint32_t k_amax, v_amax;  // bits of the largest magnitudes so far
+    uint32_t k_scale, v_scale;  // bits of the largest so far
     int32_t left;  // tasks that the last one, or who finishes, still waits for; below 0 until the last one has said how many
     int32_t last;  // the last one
 };
@@ -58,12 +58,13 @@ struct AppendArgs {
     bool k_turning;  // launch_turning comes before the append of a step in which pages begin
     bool saturate;   // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 
-    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest magnitudes of K and V, open_amax_stride
-    // elements apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that
-    // it can be taken back.
-    float* open_amax;
-    int64_t open_amax_stride;
-    AppendProgress* progress;  // [sequences, kv_heads]
+    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest scales of K and V, scales_stride elements
+    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
+    // taken back.
+    float* largest_scales;
+    int64_t scales_stride;
+    uint64_t token_own_scales;  // where token blocks have the layer's: Geometry::own_scales_offset; 0: they have not
+    AppendProgress* progress;   // [sequences, kv_heads]
 
     uint32_t* nonfinite;  // [sequences] counts values that were replaced, or nullptr
     uint64_t* clamped;    // counts values beyond a universal scale, or nullptr
@@ -92,17 +93,41 @@ struct ReopenArgs {
     const HeadArgs* heads;                 // [layers, kv_heads]
     uint64_t token_page_bytes;             // of one layer
     bool k_turning;
+    uint64_t token_own_scales;  // where token blocks have them; 0: they have not
 };
 
 // Decodes tokens [0, tokens) of every channel page into the token pages, whose other tokens stay as they are. Returns a
 // cudaError_t.
 int launch_reopen(const ReopenArgs& args, CUstream_st* stream);
 
+// Universal scales: sequences whose largest scales are to be found from their blocks. All layers and heads.
+struct RecallArgs {
+    static constexpr int kMostSequences = 64;
+    struct Sequence {
+        int32_t first_entry, blocks;  // of the table: full blocks that the step does not touch
+        int32_t have;                 // tokens of the token block in the entry behind them, which are settled there; 0: none
+        int32_t index;                // for largest_scales
+    };
+    int32_t head_dim, kv_heads, layers, sequences;
+    bool k_turning;
+    const uint64_t* table;
+    const uint64_t *channel_layer_offset, *low_layer_offset;  // [layers]; nullptr where there are no such blocks
+    const HeadArgs *channel_heads, *low_heads;                // [layers, kv_heads]
+    uint64_t token_page_bytes;                                // of one layer
+    uint64_t token_own_scales;                                // where token blocks have them
+    float* largest_scales;                                    // [sequences, 2 sides, layers, kv_heads, 2]: side 0 is written
+    Sequence of[kMostSequences];
+};
+
+// As CpuStep::recall_scales of src/attend/cpu_step.cpp. Returns a cudaError_t.
+int launch_recall(const RecallArgs& args, CUstream_st* stream);
+
 // Full blocks of 8 bits whose pages become channel pages of 4 bits elsewhere: all layers and heads, one piece behind the other.
 struct LowerArgs {
     static constexpr int kMostBlocks = 128;
     int32_t head_dim, pieces, blocks;  // pieces of a block: layers x heads
     bool v_exponents, fractional_zero, v_search, k_turning;
+    uint64_t token_own_scales;                    // where token blocks have them; 0: they have not
     uint64_t from[kMostBlocks], to[kMostBlocks];  // addresses
 };
 

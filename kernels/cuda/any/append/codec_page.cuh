@@ -19,6 +19,7 @@ struct PageImage {
     uint4 k[kChunks], v[kChunks];             // a token page's code arrays, chunks of a load permuted
     alignas(16) float scale[2][kPageTokens];  // of K, V
     float ratio[2][kPageTokens];              // that merge the tokens' scales
+    float own[2][kPageTokens];                // universal scales: those that the tokens would have alone
     int32_t v_sum[kPageTokens];               // of a token's |V codes|
     bool merge[2][2];                         // by half of the tokens: some ratio is not 1
 
@@ -412,8 +413,8 @@ __device__ __forceinline__ void sum_v(PageImage<D>& page) {
 
 // Token t of the page, by thread t: the ratios that merge scales, V's exponents, and the end of the piece.
 template <int D>
-__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, bool k_turning, uint8_t* piece,
-                                             const PieceOffsets& at, int t) {
+__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, bool k_turning, bool keeps_own_scales,
+                                             uint8_t* piece, const PieceOffsets& at, int t) {
     const int lane = t % 32;
     const float k_max = page_max(page.scale[0], lane), v_max = page_max(page.scale[1], lane);
     const float k_ratio = merge_ratio(page.scale[0][t], k_max, 0);
@@ -436,10 +437,15 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponent
     const int next = __shfl_down_sync(kWholeWarp, exponent, 1);
     if (t % 2 == 0) piece[at.v_exponents + t / 2] = uint8_t(exponent | next << 4);
     auto* end = reinterpret_cast<uint32_t*>(piece + at.k_scale);
+    constexpr int kOwn = 2 + kTurningBytes / 4;  // ChannelLayout::own_scales()
     const int words = (at.bytes - at.k_scale) / 4, pairs = t - 2;
     uint32_t word = t == 0 ? __float_as_uint(k_max) : t == 1 ? __float_as_uint(v_max) : 0;
     if (k_turning && pairs >= 0 && 4 * pairs < kTurningBytes)
         word = lowest_bytes(reinterpret_cast<const uint4*>(page.scale[0])[pairs]);
+    if (keeps_own_scales) {
+        const float k_own = page_max(page.own[0], lane), v_own = page_max(page.own[1], lane);
+        word = t == kOwn ? __float_as_uint(k_own) : t == kOwn + 1 ? __float_as_uint(v_own) : word;
+    }
     if (t < words) end[t] = word;
 }
 
@@ -452,7 +458,8 @@ __device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v
         sum_v(page);
         __syncthreads();
     }
-    if (threadIdx.x < kPageTokens) merge_scales(page, a.v_exponents, a.k_turning, piece, at, threadIdx.x);
+    if (threadIdx.x < kPageTokens)
+        merge_scales(page, a.v_exponents, a.k_turning, a.token_own_scales != 0, piece, at, threadIdx.x);
     __syncthreads();
     static_assert(RowShape<D>::kWarps >= D / 16, "a warp takes one unit of V and at most one of K");
     if (warp < D / 16) encode_v(page, warp, v_bits, a.v_search, a.fractional_zero, piece, at, lane);

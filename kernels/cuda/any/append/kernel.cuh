@@ -141,7 +141,12 @@ class Appender {
             page_.scale[0][threadIdx.x] = scales[0];
             page_.scale[1][threadIdx.x] = scales[kPageTokens];
         }
-        if (universal && threadIdx.x < kPageTokens) amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
+        if (universal && threadIdx.x < kPageTokens) {
+            amax_[0][threadIdx.x] = amax_[1][threadIdx.x] = 0.0f;
+            const bool present = threadIdx.x < task.have;
+            for (int which = 0; which < 2; ++which)
+                page_.own[which][threadIdx.x] = present ? own_scales(task, which)[threadIdx.x] : 0.0f;
+        }
         if (closes || universal) __syncthreads();
         const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
         const uint8_t* turning = tensor == 0 && a_.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
@@ -157,7 +162,9 @@ class Appender {
                 read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, turning, t, x, amax);
                 if (!valid) continue;
                 if (pass == 0) {
-                    if (lane_ == 0) amax_[tensor][t] = amax[0];
+                    if (lane_ != 0) continue;
+                    amax_[tensor][t] = amax[0];
+                    own_scales(task, tensor)[t] = page_.own[tensor][t] = page_stage1_scale(amax[0]);
                     continue;
                 }
                 float scale = universal ? shared : page_stage1_scale(amax[0]);
@@ -187,23 +194,23 @@ class Appender {
         close_page(page_, h.k_bits, h.v_bits, a_, piece);
     }
 
-    // Universal scales: takes up what the sequence has seen before the step.
+    // Universal scales: takes up the sequence's largest ones before the step.
     __device__ void begin(const AppendTask& task) {
-        if (task.amax_side == kNothingSeen) return;
-        k_seen_ = record(task, task.amax_side)[0];
-        v_seen_ = record(task, task.amax_side)[1];
+        if (task.scales_side == kNothingSeen) return;
+        k_largest_ = record(task, task.scales_side)[0];
+        v_largest_ = record(task, task.scales_side)[1];
     }
 
     // This CTA has done its part of the task, number n. Returns the number of the sequence's last task to the CTA that
-    // completes what that one waits for, which then knows all magnitudes, and -1 to the others.
+    // completes what that one waits for, which then knows all scales, and -1 to the others.
     __device__ int arrive(const AppendTask& task, int n, bool last) {
         __shared__ int last_task;
-        __shared__ float amax[2];
+        __shared__ float largest[2];
         __syncthreads();  // with the reads of an earlier call
         if (threadIdx.x == 0) {
             AppendProgress& p = a_.progress[int64_t(task.sequence) * a_.kv_heads + head_];
-            atomicMax(&p.k_amax, __float_as_uint(k_seen_));
-            atomicMax(&p.v_amax, __float_as_uint(v_seen_));
+            atomicMax(&p.k_scale, __float_as_uint(k_largest_));
+            atomicMax(&p.v_scale, __float_as_uint(v_largest_));
             if (last) p.last = n;
             __threadfence();
             const int change = last ? task.index : -1;  // the last one says how many come before it
@@ -211,28 +218,28 @@ class Appender {
             if (atomicAdd(&p.left, change) + change == 0) {
                 __threadfence();
                 last_task = __ldcg(&p.last);
-                amax[0] = __uint_as_float(atomicExch(&p.k_amax, 0u));
-                amax[1] = __uint_as_float(atomicExch(&p.v_amax, 0u));
+                largest[0] = __uint_as_float(atomicExch(&p.k_scale, 0u));
+                largest[1] = __uint_as_float(atomicExch(&p.v_scale, 0u));
             }
         }
         __syncthreads();
         if (last_task >= 0) {
-            k_seen_ = amax[0];
-            v_seen_ = amax[1];
+            k_largest_ = largest[0];
+            v_largest_ = largest[1];
         }
         return last_task;
     }
 
     __device__ void end(const AppendTask& task) {
         if (threadIdx.x != 0) return;
-        float* after = record(task, task.amax_side == 0 ? 1 : 0);
-        after[0] = k_seen_;
-        after[1] = v_seen_;
+        float* after = record(task, task.scales_side == 0 ? 1 : 0);
+        after[0] = k_largest_;
+        after[1] = v_largest_;
     }
 
   private:
     __device__ float* record(const AppendTask& task, int side) const {
-        return a_.open_amax + (2 * int64_t(task.sequence) + side) * a_.open_amax_stride + 2 * head_;
+        return a_.largest_scales + (2 * int64_t(task.sequence) + side) * a_.scales_stride + 2 * head_;
     }
 
     struct ScaleOf {
@@ -258,6 +265,12 @@ class Appender {
     __device__ uint8_t* token_piece(const AppendTask& task) const {
         const uint64_t layer = task.token_page & kEntrySingleLayer ? 0 : a_.token_layer_offset;
         return reinterpret_cast<uint8_t*>((task.token_page & ~kEntryFlags) + layer + head_ * kPieceBytes);
+    }
+
+    // [64] of K or V in the block's slot, which is there but for a page that closes in the step that opens it.
+    __device__ float* own_scales(const AppendTask& task, int tensor) const {
+        return reinterpret_cast<float*>((task.token_page & ~kEntryFlags) + a_.token_own_scales) +
+               (2 * head_ + tensor) * kPageTokens;
     }
 
     // Of channel `channel` and a token that is `t` modulo 8.
@@ -392,22 +405,27 @@ class Appender {
             for (int p = 0; p < 4; ++p) amax_[tensor][t0 + 8 * p] = amax[p];
         }
         __syncthreads();
-        const float most = page_max(amax_[tensor], threadIdx.x % 32);
-        const float seen = fmaxf(tensor ? v_seen_ : k_seen_, most);
-        k_seen_ = tensor ? k_seen_ : seen;
-        v_seen_ = tensor ? seen : v_seen_;
-        s.shared = page_stage1_scale(s.page ? most : seen);
+        if (a_.universal_open_scale && threadIdx.x < kPageTokens) {
+            const float of_token = page_stage1_scale(amax_[tensor][threadIdx.x]);
+            page_.own[tensor][threadIdx.x] = of_token;
+            if (!(task.token_page & kEntrySingleLayer)) own_scales(task, tensor)[threadIdx.x] = of_token;
+        }
+        const float own = page_stage1_scale(page_max(amax_[tensor], threadIdx.x % 32));
+        const float largest = fmaxf(tensor ? v_largest_ : k_largest_, own);
+        k_largest_ = tensor ? k_largest_ : largest;
+        v_largest_ = tensor ? largest : v_largest_;
+        s.shared = s.page ? own : largest;
         return s;
     }
 
-    // The universal scale of the page, and the sequence's largest magnitudes with it: src/attend/cpu_step.cpp.
+    // The universal scale of the page: src/attend/stage1.h.
     __device__ float universal_scale(int tensor, int have) {
         const int lane = threadIdx.x % 32;
-        k_seen_ = fmaxf(k_seen_, page_max(amax_[0], lane));
-        v_seen_ = fmaxf(v_seen_, page_max(amax_[1], lane));
-        const auto fixed = [&](int t) { return t < have ? page_.scale[tensor][t] : 0.0f; };
-        const float scale = warp_max(fmaxf(fixed(lane), fixed(lane + 32)));
-        return scale > 0.0f ? scale : page_stage1_scale(tensor ? v_seen_ : k_seen_);
+        k_largest_ = fmaxf(k_largest_, page_stage1_scale(page_max(amax_[0], lane)));
+        v_largest_ = fmaxf(v_largest_, page_stage1_scale(page_max(amax_[1], lane)));
+        const auto present = [&](int t) { return t < have ? page_.scale[tensor][t] : 0.0f; };
+        const float fixed = warp_max(fmaxf(present(lane), present(lane + 32)));
+        return fixed > 0.0f ? fixed : tensor ? v_largest_ : k_largest_;
     }
 
     // Codes of one token into its page, and into the image where the page closes.
@@ -438,7 +456,7 @@ class Appender {
     Page& page_;
     float (&amax_)[2][kPageTokens];
     TurningTable& turning_;
-    float k_seen_ = 0.0f, v_seen_ = 0.0f;  // the largest magnitudes of the sequence's head so far
+    float k_largest_ = 0.0f, v_largest_ = 0.0f;  // scales of the sequence's head so far
     const int head_, warp_, row_in_warp_, lane_;
 };
 

@@ -27,6 +27,11 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
         page.scale[0][threadIdx.x] = scales[0];
         page.scale[1][threadIdx.x] = scales[kPageTokens];
         page.v_sum[threadIdx.x] = 0;
+        if (a.token_own_scales) {
+            const auto* own = reinterpret_cast<const float*>(a.from[block] + a.token_own_scales) + 2 * kPageTokens * piece;
+            page.own[0][threadIdx.x] = own[threadIdx.x];
+            page.own[1][threadIdx.x] = own[kPageTokens + threadIdx.x];
+        }
     }
     __syncthreads();
     close_page(page, kBits, kBits, a, to);

@@ -23,17 +23,24 @@ __global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ Reo
     const TokenLayout to(d);
     const auto* piece = reinterpret_cast<const uint8_t*>(a.channel_slot + a.channel_layer_offset[layer] + h.channel_offset);
     auto* out = reinterpret_cast<uint8_t*>(a.token_slot + layer * a.token_page_bytes + head * to.bytes());
+    __shared__ int peak[2][kPageTokens];
+    if (threadIdx.x < kPageTokens) peak[0][threadIdx.x] = peak[1][threadIdx.x] = 0;
+    __syncthreads();
     const int k_mask = (1 << h.k_bits) - 1, v_mask = (1 << h.v_bits) - 1;
     for (int n = threadIdx.x; n < a.tokens * d; n += blockDim.x) {
         const int t = n / d, c = n % d;
         const CodePlace k = k_place(d, h.k_bits, t, c), v = v_place(d, h.v_bits, t, c);
         const int k_code = piece[from.k_codes() + k.byte] >> k.shift & k_mask;
         const int v_code = piece[from.v_codes() + v.byte] >> v.shift & v_mask;
-        out[to.k_codes() + k_place(d, 8, t, c).byte] =
-            uint8_t(decode(k_code, piece[from.k_step() + c], piece[from.k_zero() + c], h.k_bits));
-        out[to.v_codes() + v_place(d, 8, t, c).byte] =
-            uint8_t(decode(v_code, piece[from.v_step() + c], piece[from.v_zero() + c], h.v_bits));
+        const int8_t k_value = decode(k_code, piece[from.k_step() + c], piece[from.k_zero() + c], h.k_bits);
+        const int8_t v_value = decode(v_code, piece[from.v_step() + c], piece[from.v_zero() + c], h.v_bits);
+        out[to.k_codes() + k_place(d, 8, t, c).byte] = uint8_t(k_value);
+        out[to.v_codes() + v_place(d, 8, t, c).byte] = uint8_t(v_value);
+        if (!a.token_own_scales) continue;
+        atomicMax(&peak[0][t], abs(int(k_value)));
+        atomicMax(&peak[1][t], abs(int(v_value)));
     }
+    __syncthreads();
     const TurningPairs turning = a.k_turning ? turning_of_channel(piece, from) : TurningPairs{};
     for (int t = a.tokens + threadIdx.x; t < kPageTokens && a.k_turning; t += blockDim.x) {
         reinterpret_cast<uint32_t*>(out + to.k_scale())[t] = turning.byte(t);
@@ -41,9 +48,15 @@ __global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ Reo
     for (int t = threadIdx.x; t < a.tokens; t += blockDim.x) {
         const int exponent = piece[from.v_exponents() + t / 2] >> t % 2 * 4 & 15;
         const auto scale = [piece](size_t at) { return *reinterpret_cast<const float*>(piece + at); };
-        const float k_scale = scale(from.k_scale());
-        reinterpret_cast<float*>(out + to.k_scale())[t] = turning.any() ? scale_with_turning(k_scale, turning, t) : k_scale;
-        reinterpret_cast<float*>(out + to.v_scale())[t] = reopened_scale(scale(from.v_scale()), exponent);
+        const float page_scale = scale(from.k_scale());
+        const float k_scale = turning.any() ? scale_with_turning(page_scale, turning, t) : page_scale;
+        const float v_scale = reopened_scale(scale(from.v_scale()), exponent);
+        reinterpret_cast<float*>(out + to.k_scale())[t] = k_scale;
+        reinterpret_cast<float*>(out + to.v_scale())[t] = v_scale;
+        if (!a.token_own_scales) continue;
+        auto* own = reinterpret_cast<float*>(a.token_slot + a.token_own_scales) + int64_t(blockIdx.x) * 2 * kPageTokens;
+        own[t] = reopened_own_scale(peak[0][t], k_scale);
+        own[kPageTokens + t] = reopened_own_scale(peak[1][t], v_scale);
     }
 }
 

@@ -154,9 +154,16 @@ __global__ void __launch_bounds__(32 * kWarps)
     identity.kind = uint8_t(task.kind);
     identity.payload_bytes = bytes;
     const uint64_t payload_hash = hash_long(slot + begin, bytes, secret);
+    const uint64_t own_bytes = task.kind == PageKind::kToken ? a.own_scales_bytes : 0;
+    const uint64_t slot_end = a.slot_bytes[size_t(task.kind)] - own_bytes;
+    uint64_t own_hash = 0;
+    if (own_bytes > 0 && layer + 1 == a.layers) {
+        __syncthreads();  // with the hash before
+        own_hash = hash_long(slot + slot_end, own_bytes, secret);
+    }
     if (threadIdx.x >= 32) return;
     const int lane = int(threadIdx.x);
-    const uint64_t hash = hash_bound(identity, payload_hash, secret);
+    const uint64_t hash = hash_bound(identity, payload_hash, secret) ^ own_hash;
     auto* trailer = reinterpret_cast<SlotTrailer*>(slot + payload);
     auto* hashes = reinterpret_cast<uint64_t*>(trailer + 1);
     if (kSeal) {
@@ -174,7 +181,7 @@ __global__ void __launch_bounds__(32 * kWarps)
             t.layers = a.layers;
             *trailer = t;
         }
-        auto* end = reinterpret_cast<uint64_t*>(slot + a.slot_bytes[size_t(task.kind)]);
+        auto* end = reinterpret_cast<uint64_t*>(slot + slot_end);
         for (uint64_t* rest = hashes + a.layers + lane; rest < end; rest += 32) *rest = 0;
     } else if (lane == 0) {
         const SlotTrailer& t = *trailer;

@@ -26,6 +26,7 @@ struct HashArgs {
     const uint64_t* channel_page_offset;  // [layers + 1] in device memory; unused where no task is a channel block
     uint64_t token_page_bytes, low_page_bytes;
     uint64_t slot_bytes[kPageKinds];  // by PageKind
+    uint64_t own_scales_bytes;        // of token blocks, at the end of their slots
 };
 
 // Writes the trailers of all tasks: identity, hashes, zeros to the end of the slot. Returns a cudaError_t.
