@@ -172,16 +172,16 @@ class Walk : public UniversalScale {
         ta_error err;
         if (!whole) {
             Model copy{0, m.parts};
-            require(ta_seq_save(pool_.get(), m.id, path.c_str(), nullptr, nullptr, &err), err);
-            require(ta_seq_load(pool_.get(), path.c_str(), nullptr, nullptr, &copy.id, &err), err);
+            require(ta_seq_save(pool_.get(), m.id, path.c_str(), nullptr, &err), err);
+            require(ta_seq_load(pool_.get(), path.c_str(), nullptr, &copy.id, &err), err);
             models_.push_back(copy);
             return;
         }
-        require(ta_kv_pool_save(pool_.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, nullptr, &err), err);
+        require(ta_kv_pool_save(pool_.get(), path.c_str(), TA_SAVE_PUBLISHED, nullptr, &err), err);
         KvPool other = fresh_pool();
         std::vector<ta_loaded_seq> all(models_.size());
         uint64_t n = 0;
-        require(ta_kv_pool_load(other.get(), path.c_str(), nullptr, nullptr, all.data(), all.size(), &n, &err), err);
+        require(ta_kv_pool_load(other.get(), path.c_str(), nullptr, all.data(), all.size(), &n, &err), err);
         ASSERT_EQ(n, models_.size());
         for (Model& model : models_) {
             for (const ta_loaded_seq& s : all) {
