@@ -491,6 +491,7 @@ class Walk {
         const int64_t old_length = s.length, row = c_.row();
         s.length += m.n_new;
         s.blocks = std::move(m.blocks);
+        s.knows_scales = s.knows_scales || m.n_new > 0;
         ASSERT_EQ(length(pool_, s.id), s.length);
         const int64_t unchanged = m.n_new > 0 ? old_length / 64 * 64 : old_length;
         for (uint32_t layer = 0; layer < c_.layers; ++layer) {
