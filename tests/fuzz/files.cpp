@@ -18,9 +18,13 @@ using namespace testing;
 
 constexpr uint32_t kLayers = 2, kHeads = 1, kDim = 64;
 
-const Geometry& geometry() {
-    static const Geometry g = Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr).value();
-    return g;
+// Pools of profile paper have universal open scales.
+const Geometry& geometry(ta_profile profile) {
+    static const auto make = [](bool universal) {
+        return Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr, false, universal).value();
+    };
+    static const Geometry accurate = make(false), paper = make(true);
+    return profile == TA_PROFILE_PAPER ? paper : accurate;
 }
 const Folder& folder() {
     static const Folder f;
@@ -127,7 +131,7 @@ Base parse(ta_profile profile, bool of_pool, const std::string& path) {
         const auto h = get<BlockHeader>(file, at);
         const size_t slot = at + sizeof h;
         part(at, slot);
-        at = slot + geometry().slot_bytes(PageKind(h.kind));
+        at = slot + geometry(profile).slot_bytes(PageKind(h.kind));
         part(slot, at);
         base.slots.push_back(places_of(h.slot_hash, base.parts[1]));
     }
@@ -139,12 +143,13 @@ Base parse(ta_profile profile, bool of_pool, const std::string& path) {
 }
 
 void mend(const Base& base, Parts& parts, int left) {
+    const Geometry& shape = geometry(base.profile);
     for (size_t i = 2; i + 1 < parts.size(); i += 2) {
         Bytes &header = parts[i], &slot = parts[i + 1];
-        const auto kind = slot.size() == geometry().token_slot_bytes ? PageKind::kToken : PageKind::kChannel;
+        const auto kind = slot.size() == shape.token_slot_bytes ? PageKind::kToken : PageKind::kChannel;
         if (!(left & kPages) && header.size() == sizeof(BlockHeader) &&
             get<BlockHeader>(header, 0).tokens == uint32_t(kPageTokens))
-            mend_pages(geometry(), kind, slot);
+            mend_pages(shape, kind, slot);
         if (!(left & kSlots)) put(header, offsetof(BlockHeader, slot_hash), hash(slot));
         if (!(left & kBlockHeaders) && header.size() == sizeof(BlockHeader))
             put(header, offsetof(BlockHeader, hash), header_hash(get<BlockHeader>(header, 0)));
