@@ -5,7 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
+#include <semaphore>
+#include <thread>
 
 #include "tiering/disk_files.h"
 
@@ -104,6 +107,91 @@ TEST_F(DiskSync, WhatASyncFailedForIsWrittenAgain) {
         EXPECT_STREQ(tier->health().reason, "");
         for (uint64_t i = 0; i < 4; ++i) EXPECT_TRUE(read_block(*tier, slots[i], make_identity(i, i + 1)));
     }
+}
+
+// Operations that wait for the test.
+struct GatedFiles : FaultyFiles {
+    struct Gate {
+        std::binary_semaphore reached{0}, opens{0};
+        int result = 0;
+    };
+    std::atomic<Gate*> sync{nullptr}, write{nullptr}, read{nullptr};  // of the next one
+
+    static int pass(std::atomic<Gate*>& next) {
+        Gate* gate = next.exchange(nullptr);
+        if (!gate) return 0;
+        gate->reached.release();
+        gate->opens.acquire();
+        return gate->result;
+    }
+    int fsync(int fd) override {
+        const int e = pass(sync);
+        return e ? e : FaultyFiles::fsync(fd);
+    }
+    int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
+        const int e = pass(write);
+        return e ? e : FaultyFiles::pwrite(fd, data, bytes, offset);
+    }
+    int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override {
+        const int e = pass(read);
+        return e ? e : FaultyFiles::pread(fd, data, bytes, offset);
+    }
+};
+
+// The kernel may have dropped of it what was written before the sync failed.
+TEST_F(DiskSync, AWriteThatEndsDuringASyncThatFailsIsWrittenAgain) {
+    const auto files = std::make_shared<GatedFiles>();
+    DiskTierOptions o = options();
+    o.threads = 2;
+    auto tier = open(o, files);
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    const Slot a = take(*tier), b = take(*tier);
+    ASSERT_TRUE(write_block(*tier, a, make_identity(0, 1)));
+    GatedFiles::Gate sync;
+    sync.result = -EIO;
+    files->sync = &sync;
+    std::thread flush([&] { EXPECT_EQ(tier->flush().code(), TA_E_IO); });
+    sync.reached.acquire();
+    EXPECT_TRUE(write_block(*tier, b, make_identity(1, 2)));
+    sync.opens.release();
+    flush.join();
+    EXPECT_NE(std::string(tier->health().reason).find("writes 2 records again"), std::string::npos) << tier->health().reason;
+    EXPECT_TRUE(is_ok(tier->flush()));
+}
+
+// It may be the only one that a power failure leaves.
+TEST_F(DiskSync, ARetiredRecordStaysWhileWhatReplacesItIsDoubtful) {
+    const auto files = std::make_shared<GatedFiles>();
+    DiskTierOptions o = options();
+    o.threads = 2;
+    auto tier = open(o, files);
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    const BlockIdentity first = make_identity(1, 1);
+    const Slot a = take(*tier), b = take(*tier), c = take(*tier);
+    ASSERT_TRUE(write_block(*tier, a, first));
+    ASSERT_TRUE(is_ok(tier->flush()));
+    ASSERT_TRUE(write_block(*tier, c, make_identity(2, 3)));
+    // A sync fails while the replacement is being written,
+    GatedFiles::Gate write, read;
+    files->write = &write;
+    std::thread replaces([&] { EXPECT_TRUE(write_block(*tier, b, again(first, 2))); });
+    write.reached.acquire();
+    files->break_now(Fault::kEio, false);
+    EXPECT_EQ(tier->flush().code(), TA_E_IO);
+    // and its write ends when the next flush has looked at what it has to write again.
+    files->read = &read;
+    std::thread flush([&] { (void)tier->flush(); });
+    read.reached.acquire();
+    write.opens.release();
+    replaces.join();
+    tier->retire({&a, 1});
+    read.opens.release();
+    flush.join();
+    ASSERT_TRUE(tier->wait_for_erased(5s));
+    EXPECT_TRUE(has_header(a));
+    EXPECT_TRUE(is_ok(tier->flush()));
+    ASSERT_TRUE(tier->wait_for_erased(5s));
+    EXPECT_FALSE(has_header(a));
 }
 
 TEST_F(DiskSync, AFlushErasesWhatCouldNotBeErasedWhereNothingElseIsToSync) {
