@@ -485,6 +485,7 @@ class Problem {
                      offsets.get(),
                      device_heads.get(),
                      page,
+                     false,
                      2 * page};
         CHECK(launch_reopen(a, nullptr));
         CHECK(cudaDeviceSynchronize());
