@@ -193,14 +193,21 @@ class Program {
         const int32_t patience = odd() ? int32_t(in_.byte()) : INT32_MAX;
         return watches_.emplace_back(std::make_unique<Watch>(Watch{patience, plain_})).get();
     }
-    static void released(void* user) { ++static_cast<Watch*>(user)->released; }
+    static void released(void* user) {
+        if (user) ++static_cast<Watch*>(user)->released;
+    }
     ta_progress* progress() {
-        const auto report = [](void* user, uint64_t, uint64_t) -> int32_t { return --static_cast<Watch*>(user)->patience < 0; };
+        const auto report = [](void* user, uint64_t, uint64_t) -> int32_t {
+            auto* watch = static_cast<Watch*>(user);
+            return watch && --watch->patience < 0;
+        };
         return sized(ta_progress{0, or_null(+report), watch(), or_null(&released)});
     }
     ta_log_sink* log_sink() {
         const auto log = [](ta_log_level, const char* message, void* user) {
-            require(message && static_cast<Watch*>(user)->released == 0, "a message to a log that was released");
+            // A set cut off before `user` has none.
+            const auto* watch = static_cast<Watch*>(user);
+            require(message && (!watch || watch->released == 0), "a message to a log that was released");
         };
         return sized(ta_log_sink{0, ta_log_level(number(TA_LOG_DEBUG)), or_null(+log), watch(), or_null(&released)});
     }
