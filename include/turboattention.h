@@ -51,6 +51,7 @@
  *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
  *    ta_calibrator is used by one thread at a time: a call on it while another runs gives TA_E_BUSY. No handle may be
  *    destroyed while a call on it runs.
+ *  - No call is a cancellation point of pthread_cancel (docs/threading.md).
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
  *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, but for ta_plan_abort of an open plan; a lost GPU every call that needs it with
  *    TA_E_DEVICE_LOST.

@@ -68,17 +68,28 @@ ta_status report(const Status& status, ta_error* err) noexcept;
 
 // Runs the body of an ABI function: a Status comes out as ta_status + ta_error, an exception as TA_E_MEMORY or TA_E_INTERNAL.
 template <class Body>
-ta_status guard(ta_error* err, Body&& body) noexcept {
-    const NoCancel no_cancel;
-    try {
-        return report(body(), err);
-    } catch (const std::bad_alloc&) {
-        return report(fail(TA_E_MEMORY, "no memory: the C++ operator new failed"), err);
-    } catch (const std::exception& e) {
-        return report(fail(TA_E_INTERNAL, "unexpected exception: %s", e.what()), err);
-    } catch (...) {
-        return report(fail(TA_E_INTERNAL, "unexpected exception"), err);
-    }
+ta_status guard(ta_error* err, Body&& body) {
+    return without_cancel([&]() noexcept -> ta_status {
+        try {
+            return report(body(), err);
+        } catch (const std::bad_alloc&) {
+            return report(fail(TA_E_MEMORY, "no memory: the C++ operator new failed"), err);
+        } catch (const std::exception& e) {
+            return report(fail(TA_E_INTERNAL, "unexpected exception: %s", e.what()), err);
+        } catch (...) {
+            return report(fail(TA_E_INTERNAL, "unexpected exception"), err);
+        }
+    });
+}
+
+// Deletes a handle of this process, which may be null. In a forked child the threads and locks of the parent do not exist: the
+// memory is left alone.
+template <class Handle, class ContextOf>
+void destroy(Handle* handle, ContextOf&& context_of) {
+    without_cancel([&]() noexcept {
+        if (handle && context_of(*handle).owned_by_this_process()) delete handle;
+        return 0;
+    });
 }
 
 // A call's use of such a handle, from its first look at it to its end.

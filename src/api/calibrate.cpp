@@ -7,7 +7,7 @@ namespace {
 
 // The body of a call on a calibrator; no other runs meanwhile.
 template <class Body>
-ta_status call(const ta_calibrator* calibrator, ta_error* err, Body&& body) noexcept {
+ta_status call(const ta_calibrator* calibrator, ta_error* err, Body&& body) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(calibrator, "calibrator", 0));
         TA_RETURN_IF_ERROR(check_process(calibrator->impl->context()));
@@ -34,8 +34,7 @@ ta_status ta_calibrator_create(ta_context* context, uint32_t layers, uint32_t kv
 }
 
 void ta_calibrator_destroy(ta_calibrator* calibrator) {
-    const NoCancel no_cancel;
-    if (calibrator && calibrator->impl->context().owned_by_this_process()) delete calibrator;
+    destroy(calibrator, [](const ta_calibrator& c) -> const Context& { return c.impl->context(); });
 }
 
 ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* k, const ta_tensor* v,

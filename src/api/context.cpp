@@ -57,9 +57,7 @@ ta_status ta_context_create(const ta_context_options* options, ta_context** out,
 }
 
 void ta_context_destroy(ta_context* context) {
-    const NoCancel no_cancel;
-    // In a forked child the threads and locks of the parent do not exist: the memory is left alone.
-    if (context && context->impl->owned_by_this_process()) delete context;
+    destroy(context, [](const ta_context& c) -> const Context& { return *c.impl; });
 }
 
 ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, ta_error* err) {

@@ -7,7 +7,7 @@ namespace {
 
 // The body of a call on a plan; no other runs meanwhile.
 template <class Body>
-ta_status call_on_any(ta_plan* plan, ta_error* err, Body&& body) noexcept {
+ta_status call_on_any(ta_plan* plan, ta_error* err, Body&& body) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(plan, "plan", 0));
         TA_RETURN_IF_ERROR(check_process(plan->impl->pool().context()));
@@ -19,7 +19,7 @@ ta_status call_on_any(ta_plan* plan, ta_error* err, Body&& body) noexcept {
 
 // The same of a pool that is open.
 template <class Body>
-ta_status call(ta_plan* plan, ta_error* err, Body&& body) noexcept {
+ta_status call(ta_plan* plan, ta_error* err, Body&& body) {
     return call_on_any(plan, err, [&](Plan& p) -> Status {
         TA_RETURN_IF_ERROR(p.pool().check_open());
         return body(p);
@@ -46,8 +46,7 @@ ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err) {
 }
 
 void ta_plan_destroy(ta_plan* plan) {
-    const NoCancel no_cancel;
-    if (plan && plan->impl->pool().context().owned_by_this_process()) delete plan;
+    destroy(plan, [](const ta_plan& p) -> const Context& { return p.impl->pool().context(); });
 }
 
 ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,

@@ -183,8 +183,7 @@ ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err) {
 }
 
 void ta_kv_pool_destroy(ta_kv_pool* pool) {
-    const NoCancel no_cancel;
-    if (pool && pool->impl->context().owned_by_this_process()) delete pool;
+    destroy(pool, [](const ta_kv_pool& p) -> const Context& { return p.impl->context(); });
 }
 
 ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* out, ta_error* err) {

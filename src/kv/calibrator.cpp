@@ -14,18 +14,21 @@ Calibrator::Calibrator(std::shared_ptr<Context> context, uint32_t layers, uint32
       head_dim_(head_dim),
       tokens_(layers, 0),
       row_(head_dim) {
-    const size_t n = size_t(layers) * kv_heads * head_dim;
-    for (Ranges* r : {&k_, &v_}) {
-        r->min.assign(n, std::numeric_limits<float>::infinity());
-        r->max.assign(n, -std::numeric_limits<float>::infinity());
-    }
+    k_.resize(layers);
+    v_.resize(layers);
 }
 
-void Calibrator::widen(Ranges& ranges, uint32_t layer, const TensorView& x) {
+void Calibrator::prepare(Ranges& ranges) const {
+    const size_t n = size_t(kv_heads_) * head_dim_;
+    if (ranges.min.empty()) ranges.min.assign(n, std::numeric_limits<float>::infinity());
+    if (ranges.max.empty()) ranges.max.assign(n, -std::numeric_limits<float>::infinity());
+}
+
+void Calibrator::widen(Ranges& ranges, const TensorView& x) {
     const cpu::PageCodec& codec = *context_->kernels().codec;
     for (int64_t t = 0; t < x.tokens; ++t) {
         for (uint32_t h = 0; h < kv_heads_; ++h) {
-            const size_t first = (size_t(layer) * kv_heads_ + h) * head_dim_;
+            const size_t first = size_t(h) * head_dim_;
             codec.to_float(x.at(t, h), x.dtype, head_dim_, false, row_.data());
             for (size_t c = 0; c < head_dim_; ++c) {
                 ranges.min[first + c] = std::min(ranges.min[first + c], row_[c]);
@@ -74,19 +77,21 @@ Status Calibrator::observe(uint32_t layer, TensorView k, TensorView v) {
     const cpu::PageCodec& codec = *context_->kernels().codec;
     if (Status s = check_finite(codec, k, "k"); !s.ok()) return std::move(s).argument(2).layer(layer);
     if (Status s = check_finite(codec, v, "v"); !s.ok()) return std::move(s).argument(3).layer(layer);
-    widen(k_, layer, k);
-    widen(v_, layer, v);
+    prepare(k_[layer]);
+    prepare(v_[layer]);
+    widen(k_[layer], k);
+    widen(v_[layer], v);
     tokens_[layer] += uint64_t(k.tokens);
     return {};
 }
 
-void Calibrator::rank(const Ranges& ranges, uint32_t n_low, uint8_t* bits, float* priority) const {
+void Calibrator::rank(const std::vector<Ranges>& ranges, uint32_t n_low, uint8_t* bits, float* priority) const {
     std::vector<double> score(kv_heads_);
     std::vector<uint32_t> order(kv_heads_);
     for (uint32_t layer = 0; layer < layers_; ++layer) {
         for (uint32_t h = 0; h < kv_heads_; ++h) {
-            const float* min = ranges.min.data() + (size_t(layer) * kv_heads_ + h) * head_dim_;
-            const float* max = ranges.max.data() + (size_t(layer) * kv_heads_ + h) * head_dim_;
+            const float* min = ranges[layer].min.data() + size_t(h) * head_dim_;
+            const float* max = ranges[layer].max.data() + size_t(h) * head_dim_;
             double mean = 0.0, variance = 0.0;
             for (uint32_t c = 0; c < head_dim_; ++c) mean += (double(max[c]) - double(min[c])) / head_dim_;
             for (uint32_t c = 0; c < head_dim_; ++c) {

@@ -25,15 +25,16 @@ class Calibrator {
     Status finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const;
 
   private:
-    struct Ranges {  // [layers, kv_heads, head_dim]
+    struct Ranges {  // of a layer: [kv_heads, head_dim], or empty before it is observed
         std::vector<float> min, max;
     };
-    void widen(Ranges& ranges, uint32_t layer, const TensorView& x);
-    void rank(const Ranges& ranges, uint32_t n_low, uint8_t* bits, float* priority) const;
+    void prepare(Ranges& ranges) const;
+    void widen(Ranges& ranges, const TensorView& x);
+    void rank(const std::vector<Ranges>& ranges, uint32_t n_low, uint8_t* bits, float* priority) const;
 
     std::shared_ptr<Context> context_;
     uint32_t layers_, kv_heads_, head_dim_;
-    Ranges k_, v_;
+    std::vector<Ranges> k_, v_;     // [layers]
     std::vector<uint64_t> tokens_;  // [layers]
     std::vector<float> row_;
 };

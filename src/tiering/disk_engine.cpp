@@ -123,8 +123,11 @@ void DiskEngine::stop() {
     changed_.wait_for(lock, stalled_now_ > 0 ? std::chrono::milliseconds(0) : options_.deadline,
                       [&] { return exited_ == workers_.size(); });
     const bool all_exited = exited_ == workers_.size();
+    // Closing the file may hang as well. If a thread still uses it, the last one closes it.
+    supervisor_closes_ = all_exited && supervisor_.joinable();
     supervisor_stops_ = true;
     supervise_.notify_one();
+    if (supervisor_closes_ && !changed_.wait_for(lock, options_.deadline, [&] { return is_closed_; })) supervisor_.detach();
     lock.unlock();
     if (supervisor_.joinable()) supervisor_.join();
     for (std::thread& t : workers_) {

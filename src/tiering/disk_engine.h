@@ -152,7 +152,8 @@ class DiskEngine {
     mutable std::mutex mutex_;
     std::condition_variable supervise_, changed_;
     bool stopping_ = false, supervisor_stops_ = false;
-    bool supervisor_idle_ = false;  // it waits for no deadline
+    bool supervisor_closes_ = false, is_closed_ = false;  // the file
+    bool supervisor_idle_ = false;                        // it waits for no deadline
     unsigned exited_ = 0;
 
     SlotMap map_;

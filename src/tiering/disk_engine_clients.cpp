@@ -429,6 +429,12 @@ void DiskEngine::supervise() {
         }
         supervisor_idle_ = false;
     }
+    if (!supervisor_closes_) return;
+    lock.unlock();
+    file_->close();
+    lock.lock();
+    is_closed_ = true;
+    changed_.notify_all();
 }
 
 // Tells one client that its request will come to nothing: cancelled, or beyond its deadline. False when there is none.

@@ -90,10 +90,10 @@ class DiskFile::DirectBuffer {
 };
 
 DiskFile::~DiskFile() {
-    close_file();
+    close();
 }
 
-void DiskFile::close_file() {
+void DiskFile::close() {
     // A child of this process may still have the descriptor, and with it the lock.
     const bool locked = locked_by_ == getpid();
     // Without a lock somebody else may have put blocks into it.
@@ -106,7 +106,7 @@ void DiskFile::close_file() {
 }
 
 void DiskFile::start_over() {
-    close_file();
+    close();
     queue.reset();
     degraded.clear();
 }

@@ -42,6 +42,8 @@ class DiskFile {
 
     std::shared_ptr<FileSystem> files;
     void keep() { made_ = false; }
+    // What the destructor does, for a thread that may wait for it.
+    void close();
     // The superblock of this session, in that state, and its place.
     uint64_t seal_session(SessionState state, uint8_t* page) const;
 
@@ -95,7 +97,6 @@ class DiskFile {
     int open_file(const char* path, int flags);
     bool is_named(const char* path) const;
     void start_over();
-    void close_file();
     Status check_wanted() const;
     int lock();
 

@@ -1,9 +1,11 @@
 // What a call does to the thread that makes it: it may be cancelled and its stack may be small.
 #include <gtest/gtest.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -82,6 +84,82 @@ TEST(CallerThread, NorIsACallback) {
     run_thread(Cancelled::body, &c, nullptr, 0, &result);
     EXPECT_EQ(c.status, TA_OK) << c.err.message;
     EXPECT_EQ(result, PTHREAD_CANCELED);
+}
+
+// Whoever lets a thread be cancelled anywhere has it end where a call returns.
+void make_asynchronous() {
+    int before;
+    pthread_setcanceltype(PTHREAD_CANCEL_ASYNCHRONOUS, &before);
+}
+
+TEST(CallerThread, AsynchronousCancellationInACallEndsTheThreadBehindIt) {
+    const Context context = make_context(1);
+    const KvPool pool = make_pool(context, pool_options(1, 1, 64));
+    const Folder folder;
+    struct Saving {
+        ta_kv_pool* pool;
+        ta_seq seq;
+        std::string path;
+        bool returned = false;
+
+        static void* body(void* user) {
+            auto& s = *static_cast<Saving*>(user);
+            auto progress = sized<ta_progress>();
+            progress.report = [](void*, uint64_t, uint64_t) {
+                pthread_cancel(pthread_self());
+                return 0;
+            };
+            make_asynchronous();
+            ta_seq_save(s.pool, s.seq, s.path.c_str(), &progress, nullptr);
+            s.returned = true;
+            return nullptr;
+        }
+    } saving{pool.get(), make_sequence(pool), folder.file("f")};
+    void* result = nullptr;
+    run_thread(Saving::body, &saving, nullptr, 0, &result);
+    EXPECT_EQ(result, PTHREAD_CANCELED);
+    EXPECT_FALSE(saving.returned);
+    ta_seq loaded = 0;
+    ta_error err;
+    EXPECT_EQ(ta_seq_load(pool.get(), saving.path.c_str(), nullptr, &loaded, &err), TA_OK) << err.message;
+}
+
+TEST(CallerThread, AsynchronousCancellationAtAnyInstruction) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    GTEST_SKIP() << "the functions of sanitizers cannot be left anywhere";
+#endif
+    const Context context = make_context(1);
+    const KvPool pool = make_pool(context, pool_options(1, 1, 64));
+    struct Looping {
+        ta_kv_pool* pool;
+        std::atomic<bool> started{false};
+
+        static void* body(void* user) {
+            auto& l = *static_cast<Looping*>(user);
+            make_asynchronous();
+            for (;;) {
+                ta_seq seq = 0;
+                ta_seq_create(l.pool, &seq, nullptr);
+                ta_seq_truncate(l.pool, seq, 0, nullptr);
+                ta_seq_release(l.pool, seq, nullptr);
+                ta_calibrator_destroy(nullptr);
+                l.started = true;
+            }
+        }
+    };
+    Random random(3);
+    for (int round = 0; round < 300; ++round) {
+        Looping looping{pool.get()};
+        pthread_t thread;
+        ASSERT_EQ(pthread_create(&thread, nullptr, Looping::body, &looping), 0);
+        while (!looping.started) sched_yield();
+        for (volatile int64_t left = random.below(20000); left > 0;) left = left - 1;
+        pthread_cancel(thread);
+        void* result = nullptr;
+        ASSERT_EQ(pthread_join(thread, &result), 0);
+        ASSERT_EQ(result, PTHREAD_CANCELED);
+    }
+    EXPECT_LE(stats(pool).sequences, 300u);  // a thread may end with an id
 }
 
 // ------------------------------------------------------------------------------------------------------------------ stack

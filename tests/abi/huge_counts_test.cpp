@@ -1,12 +1,15 @@
 // Counts near the limits of their types: refused at once, with nothing taken and nothing changed, however large the budget is.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <ctime>
+#include <fstream>
 #include <limits>
 
 #include "support/handles.h"
+#include "support/tensor.h"
 
 namespace ta::testing {
 namespace {
@@ -15,6 +18,12 @@ double cpu_seconds() {
     timespec t{};
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
     return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
+}
+
+uint64_t resident_bytes() {
+    uint64_t all = 0, resident = 0;
+    std::ifstream("/proc/self/statm") >> all >> resident;
+    return resident * uint64_t(sysconf(_SC_PAGESIZE));
 }
 
 class HugeCounts : public ::testing::TestWithParam<uint64_t> {
@@ -71,6 +80,27 @@ TEST_P(HugeCounts, KeysToMatch) {
     require(ta_namespace_get_stats(pool_.get(), space, &s, &err), err);
     EXPECT_EQ(s.misses, kKeys);
     munmap(keys, kKeys * 32);
+}
+
+// Of 17 GB of ranges it takes those of the layers that it is shown.
+TEST(HugeCalibrator, TakesMemoryLayerByLayer) {
+    const Context context = make_context(1);
+    constexpr uint32_t kLayers = 4096, kHeads = 1024, kDim = 256;
+    const double start = cpu_seconds();
+    const uint64_t before = resident_bytes();
+    ta_calibrator* calibrator = nullptr;
+    ta_error err;
+    require(ta_calibrator_create(context.get(), kLayers, kHeads, kDim, &calibrator, &err), err);
+    Tensor k(std::vector<float>(size_t{kHeads} * kDim, 1.0f), 1, kHeads, kDim);
+    for (const uint32_t layer : {0u, kLayers - 1}) {
+        require(ta_calibrator_observe(calibrator, layer, k.view(), k.view(), &err), err);
+    }
+    EXPECT_LT(cpu_seconds() - start, 0.2);
+    EXPECT_LT(resident_bytes() - before, uint64_t{64} << 20);
+    std::vector<uint8_t> bits(size_t{kLayers} * kHeads);
+    EXPECT_EQ(ta_calibrator_finish(calibrator, 1, bits.data(), bits.data(), nullptr, nullptr, &err), TA_E_STATE);
+    EXPECT_EQ(err.layer, 1) << err.message;
+    ta_calibrator_destroy(calibrator);
 }
 
 INSTANTIATE_TEST_SUITE_P(Budgets, HugeCounts, ::testing::Values(uint64_t{1} << 20, uint64_t{1} << 44, UINT64_MAX));

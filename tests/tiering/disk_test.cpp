@@ -10,6 +10,7 @@
 #include <fstream>
 #include <random>
 #include <set>
+#include <thread>
 
 #include "support/files.h"
 #include "tiering/disk_client.h"
@@ -293,6 +294,42 @@ TEST_P(Disk, ClosingDoesNotWaitForAStall) {
     EXPECT_EQ(collector.pending(), 0u) << "the destructor tells every client";
     EXPECT_TRUE(bytes == std::vector<uint8_t>(kChannelBytes, 0xee));
     files->heal();
+    EXPECT_TRUE(files->wait_until_closed());
+}
+
+// One whose close() does not come back until it may.
+class HangingClose final : public FaultyFiles {
+  public:
+    int close(int fd) override {
+        if (hangs) hangs.wait(true);
+        return FaultyFiles::close(fd);
+    }
+    void go_on() {
+        hangs = false;
+        hangs.notify_all();
+    }
+    std::atomic<bool> hangs{false};
+};
+
+TEST_P(Disk, ClosingDoesNotWaitForAFileThatDoesNotClose) {
+    const auto hanging = std::make_shared<HangingClose>();
+    files = hanging;
+    DiskTierOptions o = options();
+    o.deadline = 200ms;
+    auto tier = open(o);
+    const Slot a = take(*tier, kChannel);
+    ASSERT_TRUE(write_block(*tier, a, make_identity(1, 1)));
+    hanging->hangs = true;
+    std::atomic<bool> destroyed{false};
+    std::thread destroys([&] {
+        tier.reset();
+        destroyed = true;
+    });
+    for (int i = 0; i < 5000 && !destroyed; ++i) usleep(1000);
+    EXPECT_TRUE(destroyed);
+    EXPECT_GT(files->open_files(), 0);
+    hanging->go_on();
+    destroys.join();
     EXPECT_TRUE(files->wait_until_closed());
 }
 
