@@ -59,7 +59,7 @@ class CpuStep final : public StepBackend {
     Status reserve_append_scratch();
     AppendScratch& append_scratch(int worker) { return reinterpret_cast<AppendScratch*>(append_scratch_.data())[worker]; }
     void make_append_tasks();
-    void recall_scales(StepMember& m);
+    Status recall_scales(StepMember& m);
     uint8_t* token_page(const StepBlock& t, uint32_t layer);
     // Of a token block.
     float* own_scales(const Block& block, uint32_t layer, uint32_t head) const {
@@ -130,7 +130,7 @@ Status CpuStep::begin(Step& step) {
     }
     step_ = &step;
     for (StepMember& m : step.members) {
-        if (m.recalls) recall_scales(m);
+        if (m.recalls) TA_RETURN_IF_ERROR(recall_scales(m));
     }
     make_append_tasks();
     saturated_ = clamped_ = 0;
@@ -139,12 +139,13 @@ Status CpuStep::begin(Step& step) {
 
 // The largest scales that tokens of the blocks would have alone, up to the present tokens of the step's first one, a copy, which
 // are settled there.
-void CpuStep::recall_scales(StepMember& m) {
+Status CpuStep::recall_scales(StepMember& m) {
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
     const Geometry& g = pool_.geometry();
     const cpu::PageCodec& codec = this->codec();
     const int d = int(g.head_dim);
     std::fill(m.largest_scales.begin(), m.largest_scales.end(), 0.0f);
-    pool_.context().threads().parallel_for(int64_t(g.layers) * g.kv_heads, 1, [&](int64_t i, int) {
+    pool_.context().threads().parallel_for(int64_t(g.layers) * g.kv_heads, 1, [&](int64_t i, int worker) {
         const auto layer = uint32_t(i / g.kv_heads), head = uint32_t(i % g.kv_heads);
         float* largest = m.largest_scales.data() + 2 * i;
         // [64] of K, then of V, or one each.
@@ -168,13 +169,14 @@ void CpuStep::recall_scales(StepMember& m) {
         if (t.have == 0) return;
         take(t.token->slot() + g.own_scales_offset(layer, head), kPageTokens, t.have);
         uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
-        cpu::HeadStage1 codes;
+        cpu::HeadStage1& codes = append_scratch(worker).codes;
         codec.load_token_piece(piece, d, t.have, codes);
         const TurningPairs turning = pool_.numerics().k_turning ? turning_of_tokens(piece, TokenLayout(d)) : TurningPairs{};
         settle_page(codes.k, codes.k_scale, d, t.have, largest[0], pool_.numerics().k_turning ? &turning : nullptr);
         settle_page(codes.v, codes.v_scale, d, t.have, largest[1]);
         codec.store_token_piece(codes, d, 0, t.have, piece);
     });
+    return {};
 }
 
 // One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it, or the turning

@@ -141,29 +141,31 @@ Status Plan::check_room() const {
     const uint64_t block_bytes = sizeof(StepBlock) + sizeof(Block) + (on_cpu && !hooks ? slot_bytes + g.token_page_bytes : 0);
     // Any machine has as many; to ask it takes system calls, which ordinary steps do not make.
     constexpr uint64_t kFewBytes = uint64_t{1} << 30;
+    const auto blocks_of = [](const StepMember& m) { return uint64_t(blocks_for(m.length + m.n_new) - blocks_for(m.length)); };
     uint64_t blocks = 0;  // at most 2^32 members with 2^25 blocks: times the size of one it may not fit
-    for (size_t i = 0; i < step_.members.size(); ++i) {
+    for (const StepMember& m : step_.members) blocks += blocks_of(m);
+    // Names the first member that is too much, and what all of them lack.
+    const auto refuse = [&](Status&& s, uint64_t each, uint64_t there) {
+        size_t i = 0;
+        for (uint64_t sum = blocks_of(step_.members[0]); sum <= there / each; sum += blocks_of(step_.members[i])) ++i;
         const StepMember& m = step_.members[i];
-        const int64_t last = blocks_for(m.length + m.n_new);
-        blocks += uint64_t(last - blocks_for(m.length));
-        if (blocks > budget / slot_bytes) {
-            return fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the step needs %llu more blocks",
-                        (unsigned long long)budget, (unsigned long long)blocks)
-                .tier(TA_TIER_DEVICE)
-                .bytes(checked_mul(blocks, slot_bytes).value_or(UINT64_MAX) - budget)
-                .sequence(int64_t(i))
-                .block(last - 1);
-        }
-        if (blocks <= kFewBytes / block_bytes) continue;
-        const uint64_t memory = machine_memory();
-        if (blocks <= memory / block_bytes) continue;
-        return fail(TA_E_MEMORY, "this process can have %llu bytes of memory; the step needs %llu more blocks",
-                    (unsigned long long)memory, (unsigned long long)blocks)
-            .bytes(checked_mul(blocks, block_bytes).value_or(UINT64_MAX) - memory)
+        return std::move(s)
+            .bytes(checked_mul(blocks, each).value_or(UINT64_MAX) - there)
             .sequence(int64_t(i))
-            .block(last - 1);
+            .block(blocks_for(m.length + m.n_new) - 1);
+    };
+    if (blocks > budget / slot_bytes) {
+        return refuse(fail(TA_E_TIER_FULL, "the device tier has a budget of %llu bytes; the step needs %llu more blocks",
+                           (unsigned long long)budget, (unsigned long long)blocks)
+                          .tier(TA_TIER_DEVICE),
+                      slot_bytes, budget);
     }
-    return {};
+    if (blocks <= kFewBytes / block_bytes) return {};
+    const uint64_t memory = machine_memory();
+    if (blocks <= memory / block_bytes) return {};
+    return refuse(fail(TA_E_MEMORY, "this process can have %llu bytes of memory; the step needs %llu more blocks",
+                       (unsigned long long)memory, (unsigned long long)blocks),
+                  block_bytes, memory);
 }
 
 // The blocks that the member's new tokens come into, and where their bytes will come from.

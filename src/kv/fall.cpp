@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 
 namespace ta {
 namespace {
@@ -14,16 +16,23 @@ void keep_largest(const float* own, size_t each, uint8_t* to) {
     }
 }
 
+// Too large for a caller's stack.
+struct Scratch {
+    cpu::HeadStage1 values;
+    alignas(kPieceAlignment) uint8_t between[ChannelLayout(kMaxHeadDim, 4, 4).bytes()];
+};
+
 }  // namespace
 
-void encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
+Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
                   PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n) {
     const cpu::EncodeOptions options{numerics.v_exponents, numerics.fractional_zero, numerics.v_search, numerics.k_turning};
     const auto piece_of = [&g](PageKind kind, uint32_t layer, uint32_t head) {
         return g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
     };
-    cpu::HeadStage1 values;
-    alignas(kPieceAlignment) uint8_t between[ChannelLayout(kMaxHeadDim, 4, 4).bytes()];
+    const std::unique_ptr<Scratch> scratch(new (std::nothrow) Scratch);
+    if (!scratch) return fail(TA_E_MEMORY, "no memory to encode a page with fewer bits").bytes(sizeof(Scratch));
+    cpu::HeadStage1& values = scratch->values;
     for (uint32_t layer = first; layer < first + n; ++layer) {
         for (uint32_t head = 0; head < g.kv_heads; ++head) {
             const uint8_t* piece = from + piece_of(from_kind, layer, head);
@@ -38,7 +47,7 @@ void encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCo
             };
             if (from_kind == PageKind::kToken) {
                 codec.load_token_piece(piece, int(g.head_dim), kPageTokens, values);
-                uint8_t* closed = to_kind == PageKind::kChannel ? out : between;
+                uint8_t* closed = to_kind == PageKind::kChannel ? out : scratch->between;
                 codec.encode_channel_piece(values, channel, options, closed);
                 if (to_kind == PageKind::kChannel) {
                     keep(channel);
@@ -52,6 +61,7 @@ void encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCo
             keep(low);
         }
     }
+    return {};
 }
 
 }  // namespace ta

@@ -23,7 +23,8 @@ inline bool may_fall(const Geometry& geometry, const Numerics& numerics, const B
 }
 
 // Encodes pages [first, first + n) of a full block from one kind to a lower one: as closing and reopening them would.
-void encode_lower(const Geometry& geometry, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
+// TA_E_MEMORY: nothing was written.
+Status encode_lower(const Geometry& geometry, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
                   PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n);
 
 }  // namespace ta

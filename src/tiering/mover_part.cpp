@@ -393,8 +393,10 @@ void MovePart::fall(Work& w, uint8_t* to, const Piece& piece, std::mutex& failin
                               uint32_t(kPageTokens));
     if (s.ok()) s = verify_pages(g, w.from.kind, w.from.address, w.item->index, piece.first, piece.n);
     if (s.ok()) {
-        encode_lower(g, pool.numerics(), *pool.context().kernels().codec, w.from.address, w.from.kind, to, w.to.kind,
-                     piece.first, piece.n);
+        s = encode_lower(g, pool.numerics(), *pool.context().kernels().codec, w.from.address, w.from.kind, to, w.to.kind,
+                         piece.first, piece.n);
+    }
+    if (s.ok()) {
         write_page_hashes(g, w.to.kind, to, piece.first, piece.n);
         return;
     }

@@ -209,9 +209,9 @@ struct Measured {
     }
 };
 
-class StackNeed : public ::testing::TestWithParam<std::pair<ta_cpu_isa, uint32_t>> {};
+class StackNeedOfCalls : public ::testing::TestWithParam<std::pair<ta_cpu_isa, uint32_t>> {};
 
-TEST_P(StackNeed, NoCallTakesMoreThan32KiBOfItsCallersStack) {
+TEST_P(StackNeedOfCalls, NoCallTakesMoreThan32KiBOfItsCallersStack) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__OPTIMIZE__)
     GTEST_SKIP() << "sanitizers and unoptimised code take more stack";
 #endif
@@ -234,7 +234,50 @@ TEST_P(StackNeed, NoCallTakesMoreThan32KiBOfItsCallersStack) {
     std::printf("deepest: %s, %zu bytes\n", deepest.c_str(), most);
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, StackNeed,
+// Begins that make room by taking bits from blocks, and begins that look for universal scales.
+TEST(StackNeed, ABeginWithMuchToDoTakesNoMoreThan32KiB) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__OPTIMIZE__)
+    GTEST_SKIP() << "sanitizers and unoptimised code take more stack";
+#endif
+    const Context context = make_context(1);
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 64 << 20;
+    tiers.falling_precision = TA_ON;
+    for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+        auto numerics = sized<ta_numerics>();
+        numerics.profile = profile;
+        numerics.sink_blocks = -1;
+        auto options = pool_options(2, 2, 128, 8, &numerics);
+        options.budget_bytes = 1 << 20;
+        options.tiers = &tiers;
+        const KvPool pool = make_pool(context, options);
+        const Plan plan = make_plan(pool);
+        std::vector<ta_seq> seqs;
+        for (int i = 0; i < 12; ++i) seqs.push_back(make_sequence(pool));
+        for (int round = 0; round < 2; ++round) {
+            for (const ta_seq seq : seqs) {
+                constexpr int32_t kNew = 120;
+                ta_error err;
+                if (round > 0) require(ta_seq_truncate(pool.get(), seq, length(pool, seq) - 10, &err), err);
+                const PaintedStack stack;
+                const std::function<ta_status(ta_error*)> call = [&](ta_error* e) {
+                    return ta_plan_begin(plan.get(), 1, &seq, &kNew, nullptr, e);
+                };
+                Measured m{call, stack};
+                void* result = nullptr;
+                run_thread(Measured::body, &m, stack.stack(), PaintedStack::kBytes, &result);
+                EXPECT_LE(m.used, size_t{32} << 10) << "profile " << profile << ", round " << round;
+                ASSERT_EQ(m.status, TA_OK) << m.err.message;
+                Tensor k(std::vector<float>(kNew * 256, 1.0f), kNew, 2, 128), v(std::vector<float>(kNew * 256, 1.0f), kNew, 2, 128);
+                for (uint32_t layer = 0; layer < 2; ++layer) append(plan, layer, k, v);
+                end(plan);
+            }
+        }
+        EXPECT_GT(tier_stats(pool, TA_TIER_DEVICE).evicted_blocks, 0u) << "nothing had to go";
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, StackNeedOfCalls,
                          ::testing::Values(std::pair(TA_CPU_ISA_SCALAR, 128u), std::pair(TA_CPU_ISA_AVX2, 256u),
                                            std::pair(TA_CPU_ISA_AVX_VNNI, 256u), std::pair(TA_CPU_ISA_AVX512, 64u),
                                            std::pair(TA_CPU_ISA_AVX512, 256u)));
