@@ -198,7 +198,8 @@ enum ta_open_scale_code {
     TA_OPEN_SCALE_TOKEN = 1, /* each token has its own */
     /* one per page, from the largest magnitude of the sequence's tokens when the page's first one comes that is not zero; larger
      * values that follow are clamped (FlashQ). Whole pages whose granularity is TOKEN take it too. Tokens that were truncated
-     * away do not count. Token blocks have 512 bytes more for each head and layer. */
+     * away do not count in later pages; in the page that they were in, what they clamped or coarsened stays so. Token blocks
+     * have 512 bytes more for each head and layer. */
     TA_OPEN_SCALE_UNIVERSAL = 2
 };
 
@@ -583,8 +584,8 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, con
  * belongs to the namespace of the same salt as the one that it was saved from. Where room has to be made, as a begin makes it,
  * all of the file is checked before, so that one that is bad or cannot fit changes nothing. Where the load fails later (a disk,
  * other calls that take the room, the callback), other blocks may lie in slower tiers.
- * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO, TA_E_UNSUPPORTED (another
- * version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
+ * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO (a symbolic link, too),
+ * TA_E_UNSUPPORTED (another version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
  * created and something in the pool is of), TA_E_MEMORY. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progress* progress, ta_seq* out, ta_error* err);
 
@@ -748,7 +749,8 @@ typedef struct ta_tier_stats {
     uint64_t bytes_budget;
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */
-    uint64_t largest_free; /* longest run of them that blocks can have; 0 where that is not known */
+    uint64_t largest_free; /* longest run of them that blocks can have; 0 where no block fits, and on a CPU's
+                            * device tier, which has no slots of its own */
     double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
     uint64_t blocks;
     /* `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */

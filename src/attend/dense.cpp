@@ -163,7 +163,12 @@ Status attend_dense(Context& context, const DenseCall& call) {
         const TensorView* tensors[] = {&call.q, &call.k, &call.v};
         const char* names[] = {"q", "k", "v"};
         for (int i = 0; i < 3; ++i) {
-            if (Status s = check_finite(codec, *tensors[i], names[i]); !s.ok()) return std::move(s).argument(i + 1);
+            Status s = check_finite(codec, *tensors[i], names[i]);
+            if (s.ok()) continue;
+            if (!s.detail()) return s;
+            const std::span<const int64_t> offsets = i == 0 ? call.q_offsets : call.k_offsets;
+            const auto behind = std::upper_bound(offsets.begin(), offsets.end(), s.detail()->token);
+            return std::move(s).argument(i + 1).sequence(behind - offsets.begin() - 1);
         }
     }
     return DenseRun(context, call).run();

@@ -25,7 +25,7 @@ struct Scratch {
 }  // namespace
 
 Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
-                  PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n) {
+                    PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n) {
     const cpu::EncodeOptions options{numerics.v_exponents, numerics.fractional_zero, numerics.v_search, numerics.k_turning};
     const auto piece_of = [&g](PageKind kind, uint32_t layer, uint32_t head) {
         return g.page_offset(kind, layer) + g.head_offset(kind, layer, head);

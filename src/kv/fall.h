@@ -1,5 +1,5 @@
 // Precision that falls on the way down: a full block of 8 bits becomes one of 4 when it leaves for the host tier, and one of 2
-// when it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.7.
+// when it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.8.
 //
 // Always by the same steps, 8 -> 4 -> 2 bits, also where a block skips a tier: so its bytes follow from its content id and
 // kind.
@@ -25,6 +25,6 @@ inline bool may_fall(const Geometry& geometry, const Numerics& numerics, const B
 // Encodes pages [first, first + n) of a full block from one kind to a lower one: as closing and reopening them would.
 // TA_E_MEMORY: nothing was written.
 Status encode_lower(const Geometry& geometry, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
-                  PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n);
+                    PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n);
 
 }  // namespace ta

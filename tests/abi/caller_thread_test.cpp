@@ -268,7 +268,8 @@ TEST(StackNeed, ABeginWithMuchToDoTakesNoMoreThan32KiB) {
                 run_thread(Measured::body, &m, stack.stack(), PaintedStack::kBytes, &result);
                 EXPECT_LE(m.used, size_t{32} << 10) << "profile " << profile << ", round " << round;
                 ASSERT_EQ(m.status, TA_OK) << m.err.message;
-                Tensor k(std::vector<float>(kNew * 256, 1.0f), kNew, 2, 128), v(std::vector<float>(kNew * 256, 1.0f), kNew, 2, 128);
+                Tensor k(std::vector<float>(kNew * 256, 1.0f), kNew, 2, 128),
+                    v(std::vector<float>(kNew * 256, 1.0f), kNew, 2, 128);
                 for (uint32_t layer = 0; layer < 2; ++layer) append(plan, layer, k, v);
                 end(plan);
             }

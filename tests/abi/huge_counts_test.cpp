@@ -55,8 +55,13 @@ TEST_P(HugeCounts, NewTokens) {
         EXPECT_EQ(stats(pool_).bytes_used, 0u);
         EXPECT_EQ(info(context_).bytes_in_use, before);
     }
-    begin(plan, seqs, {100, 1, 1, 1});
     ta_error err;
+    const uint64_t slot = stats(pool_).channel_block_bytes;
+    const std::vector<int32_t> alike(4, int32_t(std::min<uint64_t>(GetParam() / slot + 1, 1 << 24)) * 64);
+    if (ta_plan_begin(plan.get(), 4, seqs.data(), alike.data(), nullptr, &err) == TA_E_TIER_FULL) {
+        EXPECT_EQ(uint64_t(err.bytes), 4 * uint64_t(alike[0] / 64) * slot - GetParam()) << "what all lack";
+    }
+    begin(plan, seqs, {100, 1, 1, 1});
     require(ta_plan_abort(plan.get(), &err), err);
 }
 

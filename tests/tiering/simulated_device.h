@@ -149,8 +149,8 @@ class SimulatedDevice final : public Device {
             const Geometry& g = pool_.geometry();
             for (size_t i = 0; i < blocks.size(); ++i) {
                 const PlacedBlock& b = blocks[i];
-                TA_RETURN_IF_ERROR(ta::encode_lower(g, pool_.numerics(), *pool_.context().kernels().codec, b.slot, b.kind, to[i],
-                                                    PageKind::kChannel, 0, g.layers));
+                TA_RETURN_IF_ERROR(ta::encode_lower(g, pool_.numerics(), *pool_.context().kernels().codec, b.slot, b.kind,
+                                                    to[i], PageKind::kChannel, 0, g.layers));
                 write_trailer(g, PageKind::kChannel, to[i], pool_.fingerprint(), b.index, b.block->content_id(), kPageTokens,
                               true);
             }

@@ -304,6 +304,25 @@ TEST(Dense, SaturateReplacesWhatRejectRefuses) {
     }
 }
 
+TEST(Dense, NamesTheSequenceOfAValueThatIsNotFinite) {
+    Random random(45);
+    std::vector<float> values = random.normals(6 * 64);
+    values[2 * 64 + 5] = std::numeric_limits<float>::quiet_NaN();
+    Tensor good(random.normals(6 * 64), 6, 1, 64), bad(values, 6, 1, 64), out(6, 1, 64);
+    const int64_t offsets[] = {0, 2, 2, 6};  // the second has no tokens
+    auto options = sized<ta_dense_options>();
+    options.batch = 3;
+    options.q_offsets = options.k_offsets = offsets;
+    for (int place = 0; place < 3; ++place) {
+        ta_error err;
+        EXPECT_EQ(ta_attend_dense(context().get(), place == 0 ? bad.view() : good.view(), place == 1 ? bad.view() : good.view(),
+                                  place == 2 ? bad.view() : good.view(), out.view(), nullptr, &options, &err),
+                  TA_E_NONFINITE);
+        EXPECT_EQ(err.sequence, 2) << err.message;
+        EXPECT_EQ(err.token, 2) << err.message;
+    }
+}
+
 TEST(Dense, SameBitsForEveryInstructionSetAndNumberOfThreads) {
     const AttentionData data = make_data(DataKind::kPeaky, {70, 700, 4, 2, 96}, 55);
     const auto run = [&](const Context& c, ta_dense_variant variant) {
