@@ -397,6 +397,10 @@ typedef struct ta_numerics {
 typedef int32_t ta_tier;
 enum ta_tier_code { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
 
+/* What a tier can do now. Read-only: what it holds can be read; it tries by itself to write again. */
+typedef int32_t ta_tier_state;
+enum ta_tier_state_code { TA_TIER_OK = 0, TA_TIER_READ_ONLY = 1, TA_TIER_FAILED = 2 };
+
 /* Which blocks leave a full tier first. Sink blocks, open and pinned ones stay; blocks that sequences share go when others are
  * not enough. */
 typedef int32_t ta_eviction;
@@ -745,7 +749,7 @@ TA_API ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residen
 /* Of one tier. Counters are since creation. */
 typedef struct ta_tier_stats {
     uint32_t struct_size;
-    int32_t state; /* 0: ok; 1: read-only, tries again by itself; 2: failed */
+    ta_tier_state state;
     uint64_t bytes_budget;
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */

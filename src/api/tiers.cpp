@@ -59,6 +59,9 @@ void fill_device_usage(const BlockStore& store, ta_tier_stats& r) {
     r.low_blocks = usage.low_blocks;
 }
 
+static_assert(int(TierState::kOk) == TA_TIER_OK && int(TierState::kReadOnly) == TA_TIER_READ_ONLY &&
+              int(TierState::kFailed) == TA_TIER_FAILED);
+
 // Of a tier below the device.
 void fill_tier_usage(const Tier& tier, ta_tier_stats& r) {
     const TierStats s = tier.stats();
