@@ -53,8 +53,8 @@
  *    destroyed while a call on it runs.
  *  - No call is a cancellation point of pthread_cancel (docs/threading.md).
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
- *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, but for ta_plan_abort of an open plan; a lost GPU every call that needs it with
- *    TA_E_DEVICE_LOST.
+ *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, but for ta_plan_abort of an open plan. When a GPU
+ *    is lost, every call that needs it gives TA_E_DEVICE_LOST.
  *  - Callback sets (ta_allocator, ta_log_sink, ta_progress) are copied. The library calls a set's release(user), unless it is
  *    NULL, exactly once when it lets go of the set: after the last of its other functions has returned, from any thread, and
  *    also when the call that was given the set fails. Where struct_size of the set, or of the struct that points to it, is that
@@ -196,10 +196,10 @@ typedef int32_t ta_open_scale;
 enum ta_open_scale_code {
     TA_OPEN_SCALE_DEFAULT = 0,
     TA_OPEN_SCALE_TOKEN = 1, /* each token has its own */
-    /* one per page, from the largest magnitude of the sequence's tokens when the page's first one comes that is not zero; larger
-     * values that follow are clamped (FlashQ). Whole pages whose granularity is TOKEN take it too. Tokens that were truncated
-     * away do not count in later pages; in the page that they were in, what they clamped or coarsened stays so. Token blocks
-     * have 512 bytes more for each head and layer. */
+    /* one per page, fixed by the page's first token that is not zero: from the largest magnitude of the sequence's tokens up to
+     * the end of that step. Larger values that join the page later are clamped (FlashQ). Whole pages whose granularity is TOKEN
+     * take it too. Pages that begin after a truncation do not see what was truncated away; in the page that was cut, what the
+     * lost tokens had coarsened or clamped stays so. Token blocks have 512 bytes more for each head and layer. */
     TA_OPEN_SCALE_UNIVERSAL = 2
 };
 
@@ -389,7 +389,8 @@ typedef struct ta_numerics {
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
     /* Pairs of K channels with a part far above the rest that turns evenly from token to token, as the rotary embedding makes of
-     * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. */
+     * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. Turn it off
+     * where positions jump or repeat within a page and K has such a bias: there it makes K worse (docs/numerics.md, 4.7). */
     ta_switch k_turning;
 } ta_numerics;
 
@@ -494,8 +495,8 @@ typedef struct ta_kv_pool_stats {
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the
  * budget is taken now. Not in the budget: padding of each block to whole memory pages; without allocator hooks, the rest of the
- * last huge page of either kind of block; on a GPU, the largest of universal scales, and what is left over where
- * blocks of several sizes share the memory: ta_context_info.device_bytes_in_use has the sum.
+ * last huge page of either kind of block; on a GPU, the sequences' largest scales under universal open scales, and what is left
+ * over where blocks of several sizes share the memory: ta_context_info.device_bytes_in_use has the sum.
  * Errors: TA_E_INVALID, TA_E_UNSUPPORTED, TA_E_MEMORY; of the tiers also TA_E_TIER_FULL (no space for the file), TA_E_IO,
  * TA_E_LIMIT (threads), TA_E_BUSY (another pool has the file at disk_path, from its creation to its destruction),
  * TA_E_CORRUPT (the file is damaged). */
@@ -589,8 +590,8 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, con
  * all of the file is checked before, so that one that is bad or cannot fit changes nothing. Where the load fails later (a disk,
  * other calls that take the room, the callback), other blocks may lie in slower tiers.
  * Errors: TA_E_INVALID (a file of another pool, no regular file), TA_E_CORRUPT (err->block), TA_E_IO (a symbolic link, too),
- * TA_E_UNSUPPORTED (another version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536 namespaces that nobody
- * created and something in the pool is of), TA_E_MEMORY. */
+ * TA_E_UNSUPPORTED (another version of the format), TA_E_CANCELLED, TA_E_TIER_FULL, TA_E_LIMIT (max_sequences; files named 65536
+ * namespaces that nobody created and something in the pool is of), TA_E_MEMORY. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progress* progress, ta_seq* out, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ prefix reuse
@@ -753,8 +754,7 @@ typedef struct ta_tier_stats {
     uint64_t bytes_budget;
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */
-    uint64_t largest_free; /* longest run of them that blocks can have; 0 where no block fits, and on a CPU's
-                            * device tier, which has no slots of its own */
+    uint64_t largest_free; /* longest run of them that blocks can have; 0: no block fits; always 0 for a CPU's device tier */
     double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
     uint64_t blocks;
     /* `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */

@@ -137,8 +137,8 @@ Status CpuStep::begin(Step& step) {
     return {};
 }
 
-// The largest scales that tokens of the blocks would have alone, up to the present tokens of the step's first one, a copy, which
-// are settled there.
+// Finds the member's largest scales from its blocks (numerics.md section 2). The first block that the step touches is a copy: its
+// present tokens get the codes and scales that they would have had.
 Status CpuStep::recall_scales(StepMember& m) {
     TA_RETURN_IF_ERROR(reserve_append_scratch());
     const Geometry& g = pool_.geometry();

@@ -7,7 +7,7 @@
 
 namespace ta {
 
-// A frame of its own, which `without_cancel` may be unwound above.
+// Keeps `work` in a frame of its own. The frame of without_cancel may be unwound, and this one may not.
 template <class Work>
 [[gnu::noinline]] auto run_apart(Work&& work) noexcept {
     return std::forward<Work>(work)();
@@ -16,9 +16,9 @@ template <class Work>
 // What `work`, which does not throw, returns. While it runs pthread_cancel of this thread is put off: a thread that is cancelled
 // in a read, a write or a wait would unwind through functions that do not throw, and the process would end. No system call.
 //
-// NOTES: where the thread's cancellation is asynchronous, what was put off ends the thread within the last call here. So
-// neither this function nor one between it and the caller of the ABI is noexcept or has anything to destroy. The state alone
-// would not do: a cancellation that is on its way looks at nothing but the type (glibc).
+// If the thread's cancellation is asynchronous, one that was put off ends the thread within pthread_setcanceltype below. So
+// neither this function nor one between it and the caller of the ABI may be noexcept or have anything to destroy. The state alone
+// is not enough: glibc looks only at the type when it delivers a cancellation that is on its way.
 template <class Work>
 auto without_cancel(Work&& work) {
     int state, type;

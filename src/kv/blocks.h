@@ -268,7 +268,7 @@ class BlockStore {
     bool has_record(const Block& block) const;
     // False when there is none.
     bool drop_record(Block& block);
-    // How many there were.
+    // How many records drop_record() has dropped since creation.
     uint64_t dropped_records() const { return dropped_records_.load(std::memory_order_relaxed); }
     // Whether a record, beside the block or its place, bears the keys that it has now.
     bool has_all_keys_on_disk(const Block& block) const;

@@ -35,6 +35,11 @@ class DiskSync : public DiskFiles {
         identity.content_id = content;
         return identity;
     }
+    std::unique_ptr<DiskTier> open_with_threads(unsigned n, std::shared_ptr<FileSystem> files) {
+        DiskTierOptions o = options();
+        o.threads = n;
+        return open(o, std::move(files));
+    }
     bool has_header(Slot slot) const {
         const std::vector<uint8_t> all = bytes();
         return !is_blank(all.data() + record_at(slot), kDiskPage);
@@ -141,9 +146,7 @@ struct GatedFiles : FaultyFiles {
 // The kernel may have dropped of it what was written before the sync failed.
 TEST_F(DiskSync, AWriteThatEndsDuringASyncThatFailsIsWrittenAgain) {
     const auto files = std::make_shared<GatedFiles>();
-    DiskTierOptions o = options();
-    o.threads = 2;
-    auto tier = open(o, files);
+    auto tier = open_with_threads(2, files);
     ASSERT_TRUE(tier) << is_ok(why).message();
     const Slot a = take(*tier), b = take(*tier);
     ASSERT_TRUE(write_block(*tier, a, make_identity(0, 1)));
@@ -162,9 +165,7 @@ TEST_F(DiskSync, AWriteThatEndsDuringASyncThatFailsIsWrittenAgain) {
 // It may be the only one that a power failure leaves.
 TEST_F(DiskSync, ARetiredRecordStaysWhileWhatReplacesItIsDoubtful) {
     const auto files = std::make_shared<GatedFiles>();
-    DiskTierOptions o = options();
-    o.threads = 2;
-    auto tier = open(o, files);
+    auto tier = open_with_threads(2, files);
     ASSERT_TRUE(tier) << is_ok(why).message();
     const BlockIdentity first = make_identity(1, 1);
     const Slot a = take(*tier), b = take(*tier), c = take(*tier);
