@@ -754,7 +754,7 @@ typedef struct ta_tier_stats {
     uint64_t bytes_budget;
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */
-    uint64_t largest_free; /* longest run of them that blocks can have; 0: no block fits; not known of the device tier, 0 */
+    uint64_t largest_free; /* longest run of them that blocks can have; 0: no block fits, or not known (device tier) */
     double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
     uint64_t blocks;
     /* `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */
