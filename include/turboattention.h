@@ -36,7 +36,7 @@
  *  - A call that fails changes nothing, writes none of its outputs and leaves every object usable. One exception:
  *    ta_kv_pool_write_metrics gives the size that it needs when the buffer is too small.
  *  - Errors. The lists below name what a call may return beside these: TA_E_INVALID (a NULL that is not allowed, an unknown
- *    enum value), TA_E_ALIGNMENT (an array or tensor is not aligned to its elements), TA_E_STRUCT (struct_size), TA_E_CLOSED,
+ *    enum value), TA_E_ALIGNMENT (a pointer is not aligned to its type), TA_E_STRUCT (struct_size), TA_E_CLOSED,
  *    TA_E_FORKED, TA_E_MEMORY (for its own bookkeeping), TA_E_INTERNAL, of a plan or a calibrator TA_E_BUSY (Threads)
  *    and, where it needs the GPU, TA_E_DEVICE and TA_E_DEVICE_LOST.
  *  - Enums. Values are passed as int32_t typedefs (ta_tier); their constants are those of the enum beside it, whose name ends in
@@ -93,7 +93,7 @@ enum ta_status_code {
     TA_E_STRUCT = 0x0102,      /* struct_size is that of no header's struct, or an unknown tail is not zero */
     TA_E_SHAPE = 0x0103,       /* a tensor's shape or strides do not fit the call */
     TA_E_DTYPE = 0x0104,       /* a tensor's element type is not accepted here */
-    TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its element */
+    TA_E_ALIGNMENT = 0x0105,   /* a pointer is not aligned to its type */
     TA_E_UNSUPPORTED = 0x0106, /* a valid wish that this build or device cannot serve; the text says what it can */
     /* 0x02xx: not now: the object is in another state */
     TA_E_STATE = 0x0201,     /* wrong order of calls: the text says which call belongs first */
@@ -389,8 +389,8 @@ typedef struct ta_numerics {
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
     const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
     /* Pairs of K channels with a part far above the rest that turns evenly from token to token, as the rotary embedding makes of
-     * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. Turn it off
-     * where positions jump or repeat within a page and K has such a bias: there it makes K worse (docs/numerics.md, 4.7). */
+     * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. It does not
+     * help where positions jump or repeat within a page (docs/numerics.md, 4.7). */
     ta_switch k_turning;
 } ta_numerics;
 

@@ -67,8 +67,10 @@ namespace ta::api {
 ta_status report(const Status& status, ta_error* err) noexcept;
 
 // Runs the body of an ABI function: a Status comes out as ta_status + ta_error, an exception as TA_E_MEMORY or TA_E_INTERNAL.
+// An err that is not aligned can only be told of by the status.
 template <class Body>
 ta_status guard(ta_error* err, Body&& body) {
+    if (reinterpret_cast<uintptr_t>(err) % alignof(ta_error) != 0) return TA_E_ALIGNMENT;
     return without_cancel([&]() noexcept -> ta_status {
         try {
             return report(body(), err);
@@ -111,17 +113,20 @@ class Use {
     const Exclusive* const handle_;
 };
 
-inline Status check_pointer(const void* p, const char* name, int argument) {
-    if (p) return {};
-    return fail(TA_E_INVALID, "%s is null", name).argument(argument);
+// A pointer of the caller's, which may be null. `in`: of which struct, if it is a field.
+template <class T>
+Status check_aligned(const T* p, const char* name, int argument, const char* in = nullptr) {
+    if (reinterpret_cast<uintptr_t>(p) % alignof(T) == 0) return {};
+    return fail(TA_E_ALIGNMENT, "%s%s%s is not aligned to %zu bytes, as its type needs", in ? in : "", in ? "." : "", name,
+                alignof(T))
+        .argument(argument);
 }
 
-// An array of the caller's; may be null. `in`: of which struct, if it is a field.
+// One that may not be null.
 template <class T>
-Status check_aligned(const T* array, const char* name, int argument, const char* in = nullptr) {
-    if (reinterpret_cast<uintptr_t>(array) % alignof(T) == 0) return {};
-    return fail(TA_E_ALIGNMENT, "%s%s%s is not aligned to its %zu-byte elements", in ? in : "", in ? "." : "", name, alignof(T))
-        .argument(argument);
+Status check_pointer(const T* p, const char* name, int argument) {
+    if (p) return check_aligned(p, name, argument);
+    return fail(TA_E_INVALID, "%s is null", name).argument(argument);
 }
 
 inline Status check_process(const Context& context) {
@@ -151,8 +156,8 @@ inline constexpr std::array<ArrayField, 1> kArrayFields<ta_tier_stats>{
 // The struct_size of a struct that a call reads or writes: that of some header, older or younger than this one.
 template <class T>
 Result<uint32_t> read_struct_size(const T* given, const char* name, int argument) {
-    uint32_t size;
-    std::memcpy(&size, given, sizeof size);
+    TA_RETURN_IF_ERROR(check_aligned(given, name, argument));
+    const uint32_t size = given->struct_size;
     if (size < 2 * sizeof(uint32_t) || size > kMaxStructBytes) {
         return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
             .argument(argument);

@@ -159,7 +159,6 @@ ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first,
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(mass, "mass", 4));
-        TA_RETURN_IF_ERROR(check_aligned(mass, "mass", 4));
         Pool& p = *pool->impl;
         TA_RETURN_IF_ERROR(p.check_open());
         if (!p.observes_attention()) return fail(TA_E_UNSUPPORTED, "the pool does not evict by TA_EVICT_ATTENTION").argument(0);

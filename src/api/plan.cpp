@@ -54,7 +54,6 @@ ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, cons
     return call(plan, err, [&](Plan& p) -> Status {
         if (n_seqs == 0) return fail(TA_E_INVALID, "n_seqs is 0").argument(1);
         TA_RETURN_IF_ERROR(check_pointer(seqs, "seqs", 2));
-        TA_RETURN_IF_ERROR(check_aligned(seqs, "seqs", 2));
         TA_RETURN_IF_ERROR(check_aligned(n_new, "n_new", 3));
         TA_RETURN_IF_ERROR(check_aligned(n_query, "n_query", 4));
         return p.begin({seqs, n_seqs}, n_new, n_query);

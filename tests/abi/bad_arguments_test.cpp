@@ -291,6 +291,74 @@ TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
     EXPECT_EQ(space, 77u);
 }
 
+// What a call reads as a struct or writes to.
+TEST_F(BadArguments, PointersThatAreNotAlignedAreRefused) {
+    const auto id = misaligned<uint64_t>();
+    const auto number = misaligned<int64_t>();
+    ta_kv_pool* const p = pool.get();
+    const uint8_t key[32] = {};
+    int64_t length = 77;
+    uint64_t seq = 77;
+    const auto right = pool_options(1, 1, 64);
+    auto space = sized<ta_namespace_options>();
+    space.salt[0] = 1;
+    const ta_status wrong = TA_E_ALIGNMENT;
+    const char *const out = "out is not aligned", *const of_info = "info is not aligned",
+                      *const of_stats = "stats is not aligned";
+    const auto context_out = misaligned<ta_context*>();
+    expect_failures({
+        {"context", [&](ta_error* e) { return ta_context_create(nullptr, context_out, e); }, wrong, 1, out},
+        {"context options",
+         [&](ta_error* e) {
+             ta_context* made;
+             return ta_context_create(misaligned<ta_context_options>(), &made, e);
+         },
+         wrong, 0, "options is not aligned"},
+        {"context info", [&](ta_error* e) { return ta_context_get_info(context.get(), misaligned<ta_context_info>(), e); },
+         wrong, 1, of_info},
+        {"pool", [&](ta_error* e) { return ta_kv_pool_create(context.get(), &right, misaligned<ta_kv_pool*>(), e); }, wrong, 2,
+         out},
+        {"pool stats", [&](ta_error* e) { return ta_kv_pool_get_stats(p, misaligned<ta_kv_pool_stats>(), e); }, wrong, 1,
+         of_stats},
+        {"description", [&](ta_error* e) { return ta_kv_pool_describe(p, misaligned<ta_kv_pool_description>(), e); }, wrong, 1,
+         out},
+        {"sequence", [&](ta_error* e) { return ta_seq_create(p, id, e); }, wrong, 1, out},
+        {"fork", [&](ta_error* e) { return ta_seq_fork(p, long_seq, id, e); }, wrong, 2, out},
+        {"length", [&](ta_error* e) { return ta_seq_length(p, long_seq, number, e); }, wrong, 2, out},
+        {"loaded sequence", [&](ta_error* e) { return ta_seq_load(p, "none", nullptr, id, e); }, wrong, 3, out},
+        {"loaded sequences",
+         [&](ta_error* e) { return ta_kv_pool_load(p, "none", nullptr, misaligned<ta_loaded_seq>(), 1, &seq, e); }, wrong, 3,
+         "loaded is not aligned"},
+        {"number of loaded", [&](ta_error* e) { return ta_kv_pool_load(p, "none", nullptr, nullptr, 0, id, e); }, wrong, 5,
+         "n is not aligned"},
+        {"namespace", [&](ta_error* e) { return ta_namespace_create(p, &space, id, e); }, wrong, 2, out},
+        {"matched", [&](ta_error* e) { return ta_seq_match_prefix(p, 1, key, 1, id, &length, e); }, wrong, 4, out},
+        {"length matched", [&](ta_error* e) { return ta_seq_match_prefix(p, 1, key, 1, &seq, number, e); }, wrong, 5,
+         "length is not aligned"},
+        {"move", [&](ta_error* e) { return ta_seq_move(p, long_seq, 0, 1, TA_TIER_DEVICE, id, e); }, wrong, 5, out},
+        {"prefetch", [&](ta_error* e) { return ta_seq_prefetch(p, long_seq, 0, 1, id, e); }, wrong, 4, out},
+        {"residency", [&](ta_error* e) { return ta_seq_residency(p, long_seq, misaligned<ta_residency>(), e); }, wrong, 2, out},
+        {"tier stats",
+         [&](ta_error* e) { return ta_kv_pool_get_tier_stats(p, TA_TIER_DEVICE, misaligned<ta_tier_stats>(), e); }, wrong, 2,
+         of_stats},
+        {"metrics", [&](ta_error* e) { return ta_kv_pool_write_metrics(p, TA_METRICS_JSON, nullptr, 0, id, e); }, wrong, 4,
+         "needed is not aligned"},
+        {"plan", [&](ta_error* e) { return ta_plan_create(p, nullptr, misaligned<ta_plan*>(), e); }, wrong, 2, out},
+        {"tensor",
+         [&](ta_error* e) {
+             const auto t = misaligned<ta_tensor>();
+             return ta_attend_dense(context.get(), t, t, t, t, nullptr, nullptr, e);
+         },
+         wrong, 1, "q is not aligned"},
+        {"calibrator",
+         [&](ta_error* e) { return ta_calibrator_create(context.get(), 1, 1, 64, misaligned<ta_calibrator*>(), e); }, wrong, 4,
+         out},
+    });
+    EXPECT_EQ(ta_seq_create(p, &seq, misaligned<ta_error>()), wrong);
+    EXPECT_EQ(length, 77);
+    EXPECT_EQ(seq, 77u);
+}
+
 TEST_F(BadArguments, InspectionRefusesRangesBeyondTheSequence) {
     auto block = sized<ta_x_block_info>();
     std::vector<float> k(size_t(130 * kRow), -1.0f), v = k;

@@ -30,6 +30,13 @@ T* untouched() {
     return reinterpret_cast<T*>(&place);
 }
 
+// A pointer that is not aligned to its type; nothing may be read or written there.
+template <class T>
+T* misaligned() {
+    static T place[2];
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(place) + 1);
+}
+
 class WrongCalls : public ::testing::Test {
   protected:
     static constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64, kQHeads = 4;
