@@ -182,12 +182,15 @@ TA_HD inline float sum_of_32(float (&lane)[32]) {
 }
 
 // A pair is taken where its square is at least an eighth of what a row is without such pairs: less does not show in the steps of
-// the others. And where it is three quarters of what the two channels are: another pair of channels does not look like one.
+// the others. And where it is three quarters of what the two channels are.
 inline constexpr float kTurningShare = 8.0f, kTurningPart = 0.75f;
+// Two channels of two pairs look like one, too, where these turn almost as fast. What such a pair leaves is far above the rest of
+// the row. A pair that leaves at most twice the share of two channels is taken at once, another where nothing better is left.
+inline constexpr float kTurningRest = 4.0f;  // over head_dim, of a row
 inline constexpr int kTurningRows = 8;  // so many rows show what a row is; of fewer a pair must hold as much as all of the rest
 inline constexpr float kLeastTurning = 0x1p-40f;  // amplitude: its square is a number of all bits
 inline constexpr float kMostTurning = 0x1p58f;
-inline constexpr int kTurningTries = 16;  // pairs of channels that are looked at in one page
+inline constexpr int kTurningTries = 64;  // pairs of channels that are looked at in one page
 
 // Channels can be a pair at these distances: the halves of all channels, of half of them, of a quarter; neighbours.
 inline constexpr int kTurningDistances = 4;
@@ -233,28 +236,62 @@ TA_HD inline float square_without_peaks(const float* square, int d) {
     return rn_mul(mean, float(d));
 }
 
-// The square that a pair must have, where the sampled of n rows have `all` together.
-TA_HD inline float least_turning(float all, int n) {
-    return rn_mul(rn_div(all, float(turning_samples(n))), n < kTurningRows ? 1.0f : 1.0f / kTurningShare);
-}
+// From the square of a row, of n rows and head_dim d: the square that a pair must have, and what it may leave to be taken at once.
+struct TurningLimits {
+    float least, rest;
+    TA_HD TurningLimits(float row, int n, int d)
+        : least(rn_mul(row, n < kTurningRows ? 1.0f : 1.0f / kTurningShare)),
+          rest(rn_mul(row, rn_div(kTurningRest, float(d)))) {}
+};
 
-// Which pairs of channels to look at, those that hold most first.
+// The pairs that a search has taken, and those that it may take once it has looked at all. By one thread; all 0 at first.
+struct TurningChoice {
+    uint64_t taken[kTurningPairs], left[kTurningTries];
+    float rest[kTurningTries];  // what each of `left` leaves
+    int n_taken, n_left;
+    bool used[kMaxHeadDim];  // channels of those taken
+
+    TA_HD bool is_full() const { return n_taken == kTurningPairs; }
+    TA_HD void take(uint64_t code) {
+        const TurningPair p = unpack_turning(code);
+        taken[n_taken++] = code;
+        used[p.first] = used[p.second] = true;
+    }
+    TA_HD void leave(uint64_t code, float what) {
+        left[n_left] = code;
+        rest[n_left++] = what;
+    }
+    // Of those left, what leaves least first.
+    TA_HD void take_left() {
+        while (!is_full()) {
+            int best = -1;
+            for (int n = 0; n < n_left; ++n) {
+                const TurningPair p = unpack_turning(left[n]);
+                if (!used[p.first] && !used[p.second] && (best < 0 || rest[n] < rest[best])) best = n;
+            }
+            if (best < 0) return;
+            take(left[best]);
+        }
+    }
+};
+
+// Which pairs of channels to look at, those that hold most first, without channels that are `used`.
 struct TurningSearch {
     const float* square;
     int d;
     int samples;  // rows that `square` is of
-    float least;  // the square that a pair must have in each
-    bool used[kMaxHeadDim] = {}, tried[kTurningDistances][kMaxHeadDim] = {};
+    TurningLimits limits;
+    bool tried[kTurningDistances][kMaxHeadDim] = {};
     int tries = 0;
 
     TA_HD TurningSearch(const float* s, int head_dim, int rows)
         : square(s),
           d(head_dim),
           samples(turning_samples(rows)),
-          least(least_turning(square_without_peaks(s, head_dim), rows)) {}
+          limits(rn_div(square_without_peaks(s, head_dim), float(turning_samples(rows))), rows, head_dim) {}
 
     // False where none is left.
-    TA_HD bool next(int& first, int& second) {
+    TA_HD bool next(const bool* used, int& first, int& second) {
         if (tries == kTurningTries) return false;
         float most = 0.0f;
         int distance = 0;
@@ -264,7 +301,7 @@ struct TurningSearch {
                 if (!is_first_of_pair(d, n, c) || tried[n][c]) continue;
                 const int other = c + turning_distance(d, n);
                 const float both = rn_add(square[c], square[other]);
-                if (used[c] || used[other] || !(both > most && both >= rn_mul(least, float(samples)))) continue;
+                if (used[c] || used[other] || !(both > most && both >= rn_mul(limits.least, float(samples)))) continue;
                 most = both, first = c, distance = n;
             }
         }
@@ -297,14 +334,14 @@ inline TurningSum turned_back(const TurningSeries& s, uint32_t turn, int begin, 
     return {sum_of_32(re), sum_of_32(im)};
 }
 
-// From the products of neighbours: how far the series turns from token to token.
-inline uint32_t turn_between_neighbours(const TurningSeries& s) {
+// The products of neighbours. Its angle is how far the series turns from token to token.
+inline TurningSum sum_of_neighbours(const TurningSeries& s) {
     float re[32] = {}, im[32] = {};
     for (int t = 0; t + 1 < s.n; ++t) {
         re[t % 32] = rn_add(re[t % 32], rn_add(rn_mul(s.x[t + 1], s.x[t]), rn_mul(s.y[t + 1], s.y[t])));
         im[t % 32] = rn_add(im[t % 32], rn_sub(rn_mul(s.y[t + 1], s.x[t]), rn_mul(s.x[t + 1], s.y[t])));
     }
-    return turn_of(sum_of_32(re), sum_of_32(im));
+    return {sum_of_32(re), sum_of_32(im)};
 }
 
 // The turn, corrected by how far the second half of the series is off from the first. It has the bits that the code has.
@@ -321,11 +358,35 @@ TA_HD inline void anchor(TurningPair& p, TurningSum sum, int n) {
     p.amplitude = rn_sqrt(rn_add(rn_mul(re, re), rn_mul(im, im)));
 }
 
-// Is what was fitted to n tokens, whose squares add up to `all`, a pair to be taken? `least`: of TurningSearch.
-TA_HD inline bool is_turning(const TurningPair& p, int n, float all, float least) {
+// Is what was fitted to n tokens, whose squares add up to `all`, a pair to be taken?
+TA_HD inline bool is_turning(const TurningPair& p, int n, float all, const TurningLimits& limits) {
     const float square = rn_mul(p.amplitude, p.amplitude);
-    return p.amplitude >= kLeastTurning && square >= least && rn_mul(square, float(n)) >= rn_mul(all, kTurningPart);
+    return p.amplitude >= kLeastTurning && square >= limits.least && rn_mul(square, float(n)) >= rn_mul(all, kTurningPart);
 }
+
+// The square per token that the pair leaves, less what rounding makes of it.
+TA_HD inline float turning_rest(const TurningPair& p, int n, float all) {
+    return rn_sub(rn_div(all, float(n)), rn_mul(rn_mul(p.amplitude, p.amplitude), 1.0f + 0x1p-20f));
+}
+
+// From the sum of the products of neighbours: can the series be a pair? If not, it is not worth a fit.
+TA_HD inline bool may_turn(TurningSum neighbours, int n, float all) {
+    const float re = std::fabs(neighbours.re), im = std::fabs(neighbours.im);
+    return n < kTurningRows || rn_mul(re > im ? re : im, 4.0f) >= all;
+}
+
+// How far the values of a channel spread: what a step of a page's codes and, less, of a token's come from.
+struct TurningSpread {
+    float low = __builtin_inff(), high = -__builtin_inff();
+    TA_HD void see(float x) {
+        low = x < low ? x : low;
+        high = x > high ? x : high;
+    }
+    TA_HD float size() const {
+        const float most = high > -low ? high : -low;
+        return rn_add(rn_sub(high, low), rn_mul(most, 0.125f));
+    }
+};
 
 // A pair of the page before in a page whose first n tokens have this sum, turned back by the pair's turn: what was to be expected
 // counts as one token more, where the tokens have not something else. False: there is no such pair any more.
@@ -350,14 +411,29 @@ inline float sum_of_squares(const TurningSeries& s) {
     return sum_of_32(lane);
 }
 
-// Fits a pair to a series. One token has a constant.
-inline TurningPair fit_turning(const TurningSeries& s, int first, int second) {
-    TurningPair p{first, second, turn_between_neighbours(s), 0, 0.0f};
+// Fits a pair to a series whose squares add up to `all`; of amplitude 0 if it is none. One token has a constant.
+inline TurningPair fit_turning(const TurningSeries& s, int first, int second, float all) {
+    const TurningSum neighbours = sum_of_neighbours(s);
+    TurningPair p{first, second, turn_of(neighbours.re, neighbours.im), 0, 0.0f};
+    if (!may_turn(neighbours, s.n, all)) return p;
     const int half = s.n / 2;
     if (half > 0)
         p.turn = corrected_turn(p.turn, turned_back(s, p.turn, 0, half), turned_back(s, p.turn, half, 2 * half), half);
     anchor(p, turned_back(s, p.turn, 0, s.n), s.n);
     return p;
+}
+
+// Do the series' values spread less without the pair? Not where positions do not follow each other and the pair fits some only.
+inline bool turning_helps(const TurningSeries& s, const TurningPair& p) {
+    TurningSpread given[2], rest[2];
+    for (int t = 0; t < s.n; ++t) {
+        const TurningValues at = turning_values(p, t);
+        given[0].see(s.x[t]);
+        given[1].see(s.y[t]);
+        rest[0].see(rn_sub(s.x[t], at.first));
+        rest[1].see(rn_sub(s.y[t], at.second));
+    }
+    return rn_add(rest[0].size(), rest[1].size()) < rn_add(given[0].size(), given[1].size());
 }
 
 }  // namespace ta

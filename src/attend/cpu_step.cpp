@@ -86,7 +86,7 @@ class CpuStep final : public StepBackend {
     std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all observed calls
     int64_t heads_observed_ = 0;  // of these calls: each gave a weight of 1 to every observed token
     Buffer workspace_, append_scratch_;
-    std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
+    std::vector<const StepBlock*> anew_;  // whose tokens the step changes, until it is sealed
     Buffer kept_;                         // and what they were
     AttendExecutor executor_;
 };
@@ -100,7 +100,7 @@ Status CpuStep::begin(Step& step) {
     anew_.clear();
     for (const StepMember& m : step.members) {
         for (const StepBlock& t : m.touched) {
-            if (t.begins_anew) anew_.push_back(&t);
+            if (t.changes_tokens()) anew_.push_back(&t);
         }
     }
     const size_t payload = pool_.geometry().token_payload_bytes;
@@ -247,15 +247,20 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const int64_t row = m.new_row + t.index * kPageTokens + t.have - m.length;
     const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.index(layer, head) * g.head_dim;
     uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
-    if (t.begins_anew) read_stored_rows(piece, t.have, s);
+    // Of the tokens that it has.
+    const uint8_t* stored =
+        t.have == 0 ? nullptr
+                    : t.token->slot() + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
+    if (t.begins_anew) read_stored_rows(stored, t.have, s);
     read_rows(k, row, n, head, offset, s.k + (t.begins_anew ? t.have * d : 0));
     read_rows(v, row, n, head, nullptr, s.v);
     TurningPairs turning;
     int first_k = t.have;  // from which on K is encoded
     if (num.k_turning) {
-        if (t.have > 0) turning = turning_of_tokens(piece, TokenLayout(d));
+        if (stored) turning = turning_of_tokens(stored, TokenLayout(d));
         if (t.begins_anew) {
-            const TurningPairs found = find_turning(s.k, t.end, d);
+            const bool stays = t.index > 0 && turning.any() && all_turning_helps(turning, s.k, t.end, d);
+            const TurningPairs found = stays ? turning : find_turning(s.k, t.end, d);
             if (found == turning) {
                 std::memmove(s.k, s.k + t.have * d, size_t(n) * size_t(d) * sizeof(float));
             } else {
@@ -275,8 +280,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     }
     for (int i = 0; i < n; ++i) s.v_amax[i] = codec.amax(s.v + i * d, d);
 
-    if (t.have > 0 && (t.channel || num.universal_open_scale || t.begins_anew))
-        codec.load_token_piece(piece, d, t.have, s.codes);
+    if (stored && (t.channel || num.universal_open_scale || t.begins_anew)) codec.load_token_piece(stored, d, t.have, s.codes);
 
     float own[2] = {0.0f, 0.0f};  // of universal scales: the page's largest
     float k_universal = 0.0f, v_universal = 0.0f;
@@ -306,7 +310,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
                         num.k_turning ? &turning : nullptr) +
         quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
     if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
-    codec.store_token_piece(s.codes, d, first_k, t.end, piece);
+    codec.store_token_piece(s.codes, d, t.workspace_page < 0 ? first_k : 0, t.end, piece);
     if (num.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
 
     if (!t.channel) return;
@@ -392,7 +396,7 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
 
 uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
     const Geometry& g = pool_.geometry();
-    if (t.token) return t.token->slot() + g.page_offset(PageKind::kToken, layer);
+    if (t.workspace_page < 0) return t.token->slot() + g.page_offset(PageKind::kToken, layer);
     return workspace_.data() + size_t(t.workspace_page) * g.token_page_bytes;
 }
 

@@ -205,7 +205,7 @@ Status CudaStep::keep_anew(const Step& step) {
     std::vector<const StepBlock*> anew;
     for (const StepMember& m : step.members) {
         for (const StepBlock& t : m.touched) {
-            if (t.begins_anew) anew.push_back(&t);
+            if (t.changes_tokens()) anew.push_back(&t);
         }
     }
     const size_t payload = pool_.geometry().token_payload_bytes;

@@ -165,7 +165,7 @@ uint64_t CudaTables::entry_before(const StepMember& m, const StepBlock& t) const
 }
 
 uint64_t CudaTables::page_of(const StepBlock& t) const {
-    if (t.token) return uint64_t(uintptr_t(t.token->slot()));
+    if (t.workspace_page < 0) return uint64_t(uintptr_t(t.token->slot()));
     const uint64_t page = uint64_t(uintptr_t(workspace_.data())) + uint64_t(t.workspace_page) * workspace_stride();
     return page | cuda::kEntrySingleLayer;
 }
@@ -184,6 +184,7 @@ void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepT
         for (const StepBlock& t : m.touched) {
             AppendTask a{};
             a.token_page = page_of(t);
+            a.copied_from = t.have > 0 && t.workspace_page >= 0 ? uint64_t(uintptr_t(t.token->slot())) : 0;
             a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
             a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
             a.sequence = int32_t(m.sequence->slot);

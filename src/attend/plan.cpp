@@ -184,13 +184,13 @@ void Plan::list_touched(StepMember& m) {
         t.end = int(std::min<int64_t>(kPageTokens, total - b * kPageTokens));
         t.stays_8_bits = g.all_8_bits || b < sinks;
         t.closes = t.end == kPageTokens && !t.stays_8_bits;
-        t.begins_anew = n.k_turning && !n.universal_open_scale && b == 0 && turning_begins_anew(t.have, t.end);
+        t.begins_anew = n.k_turning && !n.universal_open_scale && t.have > 0 &&
+                        (t.closes || (b == 0 && turning_begins_anew(t.have, t.end)));
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
             if (may_be_written(present) && !m.recalls) t.token = present;
-        } else if (t.closes) {
-            t.workspace_page = step_.workspace_pages++;
         }
+        if (t.closes && (t.have == 0 || t.begins_anew)) t.workspace_page = step_.workspace_pages++;
         m.touched.push_back(std::move(t));
     }
 }
@@ -220,7 +220,7 @@ Plan::Wanted Plan::list_wanted() {
                 wanted.tenants.push_back(m.sequence->tenant);
                 wanted.owners.emplace_back(i, &t);
             };
-            if (!t.token && t.workspace_page < 0) want(PageKind::kToken);
+            if (!t.token && (t.have > 0 || !t.closes)) want(PageKind::kToken);
             if (t.closes) want(PageKind::kChannel);
         }
     }

@@ -12,8 +12,9 @@
 
 namespace ta {
 
-// A block that receives tokens [have, end) in this step. Its INT8 page is `token`'s or, when all 64 tokens arrive now and the
-// block closes, one of the workspace, which holds a single layer: nobody reads it after the layer's attend.
+// A block that receives tokens [have, end) in this step. Its INT8 page is `token`'s or, where all 64 tokens arrive now or K begins
+// anew and the block closes, one of the workspace, which holds a single layer: nobody reads it after the layer's attend. If there
+// are both, the tokens that the block has are copied from `token`, which stays as it is.
 struct StepBlock {
     int64_t index = 0;  // within the sequence
     int have = 0, end = 0;
@@ -21,9 +22,10 @@ struct StepBlock {
     int64_t workspace_page = -1;
     BlockPtr channel;  // what the block becomes; null while it stays open or at 8 bits
     bool stays_8_bits = false, closes = false;
-    // K of the tokens that it has is encoded again if the new ones help to find other turning pairs. The step keeps what was there:
-    // an abort puts it back.
+    // K of the tokens that it has is encoded again if the new ones help to find other turning pairs. Where that changes `token`, the
+    // step keeps what was there: an abort puts it back.
     bool begins_anew = false;
+    bool changes_tokens() const { return begins_anew && workspace_page < 0; }
 };
 
 struct StepMember {

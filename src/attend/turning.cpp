@@ -1,5 +1,8 @@
 #include "src/attend/turning.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace ta {
 namespace {
 
@@ -34,15 +37,24 @@ TurningPairs find_turning(const float* k, int n, int d) {
         for (int c = 0; c < d; ++c) square[c] += row[c] * row[c];
     }
     TurningSearch search(square, d, n);
-    TurningPairs found;
-    int pairs = 0, first, second;
-    while (pairs < kTurningPairs && search.next(first, second)) {
+    TurningChoice choice{};
+    int first, second;
+    while (!choice.is_full() && search.next(choice.used, first, second)) {
         const TurningSeries s = series_of_rows(k, n, d, first, second);
-        const TurningPair p = fit_turning(s, first, second);
-        if (!is_turning(p, n, sum_of_squares(s), search.least)) continue;
-        found.code[pairs++] = pack_turning(p);
-        search.used[first] = search.used[second] = true;
+        const float all = sum_of_squares(s);
+        const TurningPair p = fit_turning(s, first, second, all);
+        if (!is_turning(p, n, all, search.limits)) continue;
+        const uint64_t code = pack_turning(p);
+        const float rest = turning_rest(p, n, all);
+        if (rest <= search.limits.rest) {
+            choice.take(code);
+        } else if (turning_helps(s, unpack_turning(code))) {
+            choice.leave(code, rest);
+        }
     }
+    choice.take_left();
+    TurningPairs found;
+    std::copy(std::begin(choice.taken), std::end(choice.taken), found.code);
     return found;
 }
 
@@ -52,9 +64,19 @@ TurningPairs carry_turning(const TurningPairs& before, const float* k, int n, in
     for (int i = 0; i < kTurningPairs && before.code[i]; ++i) {
         TurningPair p = unpack_turning(before.code[i]);
         const TurningSeries s = series_of_rows(k, n, d, p.first, p.second);
-        if (carry(p, turned_back(s, p.turn, 0, n), n)) found.code[pairs++] = pack_turning(p);
+        if (!carry(p, turned_back(s, p.turn, 0, n), n)) continue;
+        const uint64_t code = pack_turning(p);
+        if (n < kTurningRows || turning_helps(s, unpack_turning(code))) found.code[pairs++] = code;
     }
     return found;
+}
+
+bool all_turning_helps(const TurningPairs& pairs, const float* k, int n, int d) {
+    for (int i = 0; i < kTurningPairs && pairs.code[i]; ++i) {
+        const TurningPair p = unpack_turning(pairs.code[i]);
+        if (!turning_helps(series_of_rows(k, n, d, p.first, p.second), p)) return false;
+    }
+    return true;
 }
 
 void take_out_turning(const TurningPairs& pairs, int first, int n, int d, float* k) {

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <numbers>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -92,6 +95,43 @@ TEST(Turning, PairsOfEverySpeedAndShapeAreTakenOut) {
                 ASSERT_LE(rows.square(), 1.2 + amplitude * amplitude / 16384 / d) << d << ", " << amplitude << ", " << n;
             }
         }
+    }
+}
+
+// The frequencies of rotary embeddings, neighbours among them, which look alike: what the pairs leave beside the noise.
+TEST(Turning, SetsOfPairsOfRotaryEmbeddings) {
+    std::mt19937_64 random(3);
+    std::uniform_real_distribution<double> uniform;
+    int sets[9] = {}, wrong[9] = {};
+    for (const int d : {64, 128, 256}) {
+        for (const double base : {1e4, 5e5, 1e6}) {
+            for (const int pairs : {1, 2, 3, 4, 8}) {
+                for (int n = 0; n < 200; ++n) {
+                    const Rows noise(64, d, random());
+                    Rows rows = noise;
+                    std::vector<int> of(size_t(d / 2));
+                    std::iota(of.begin(), of.end(), 0);
+                    if (n % 2) {
+                        std::shuffle(of.begin(), of.end(), random);
+                    } else {
+                        std::rotate(of.begin(), of.begin() + int(random() % uint64_t(d / 2 - pairs)), of.end());
+                    }
+                    const double bias = n % 3 == 0 ? 30 : n % 3 == 1 ? 100 : 300, position = std::floor(1e5 * uniform(random));
+                    for (int i = 0; i < pairs; ++i) {
+                        const double turn = std::pow(base, -2.0 * of[size_t(i)] / d);
+                        rows.add(of[size_t(i)], of[size_t(i)] + d / 2, bias * (n % 4 < 2 ? 1 : 0.3 + 0.7 * uniform(random)),
+                                 turn, position * turn + 6.3 * uniform(random));
+                    }
+                    take_out_turning(find_turning(rows.k.data(), 64, d), 0, 64, d, rows.k.data());
+                    for (size_t i = 0; i < rows.k.size(); ++i) rows.k[i] -= noise.k[i];
+                    ++sets[pairs], wrong[pairs] += rows.square() > 2.0;
+                }
+            }
+        }
+    }
+    for (const int pairs : {1, 2, 3, 4, 8}) {
+        std::printf("%d pairs: %d of %d leave more than twice the noise\n", pairs, wrong[pairs], sets[pairs]);
+        EXPECT_LE(wrong[pairs] * (pairs < 8 ? 400 : 60), sets[pairs]) << pairs;
     }
 }
 

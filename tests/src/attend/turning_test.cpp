@@ -31,6 +31,7 @@ struct Model {
     int64_t q_heads = 4, kv_heads = 2;
     int64_t n_keys = 1024;
     int first_position = 0;
+    int64_t (*position)(int64_t token) = nullptr;  // where positions do not follow each other
 };
 
 const std::vector<Model>& models() {
@@ -53,6 +54,18 @@ const std::vector<Model>& models() {
           {30, 94, .013},
           {45, 109, .0015},
           {60, 124, .00018}}},
+        {"two of neighbouring frequencies", 128, {{16, 80, 0.1}, {17, 81, 0.0866}}},
+        {"neighbours and a slow one", 64, {{5, 37, 0.237}, {6, 38, 0.178}, {7, 39, 0.133}, {28, 60, 3e-4}}},
+        {"eight of neighbouring frequencies",
+         128,
+         {{20, 84, .0562},
+          {21, 85, .0487},
+          {22, 86, .0422},
+          {23, 87, .0365},
+          {24, 88, .0316},
+          {25, 89, .0274},
+          {26, 90, .0237},
+          {27, 91, .0205}}},
         {"far in the context", 128, {{20, 84, 0.0562}, {50, 114, 1e-3}}, 0.01f, 4, 2, 1024, 100000},
     };
     return all;
@@ -73,7 +86,8 @@ Data make_data(const Model& m, float bias, int64_t n_query = 32) {
     x.q = random.normals(n_query * m.q_heads * d, 2.0f);
     for (const Pair& p : m.pairs) {
         for (int64_t row = 0; row < m.n_keys * m.kv_heads; ++row) {
-            const double angle = double(m.first_position + row / m.kv_heads) * p.turn + double(row % m.kv_heads);
+            const int64_t token = row / m.kv_heads, position = m.position ? m.position(token) : m.first_position + token;
+            const double angle = double(position) * p.turn + double(row % m.kv_heads);
             x.k[size_t(row * d + p.first)] += bias * float(std::cos(angle));
             x.k[size_t(row * d + p.second)] += bias * float(std::sin(angle));
         }
@@ -158,6 +172,29 @@ TEST_P(TurningModels, AreAsAccurateAsThoseWithoutABias) {
 }
 INSTANTIATE_TEST_SUITE_P(All, TurningModels, ::testing::Range(size_t{0}, models().size()));
 
+// Documents that begin again at position 0, an image's rows and columns: within such pages no pair turns evenly.
+TEST(TurningModelsOfJumps, AreNoWorseThanWithoutPairs) {
+    const auto documents = [](int64_t token) { return token % 150; };
+    const auto columns = [](int64_t token) { return token < 100 || token > 900 ? token : 100 + token % 24; };
+    const auto rows = [](int64_t token) { return token < 100 || token > 900 ? token : 100 + token / 24; };
+    const Context context = make_context(2);
+    const std::vector<Pair> pairs = {{20, 84, 0.0562}, {30, 94, 0.0133}, {5, 69, 0.48}};
+    for (const auto position : {+documents, +columns, +rows}) {
+        const Model m{"", 128, pairs, 0.01f, 4, 2, 1024, 0, position};
+        const Data none = make_data(m, 0.0f), more = make_data(m, 100.0f);
+        for (const std::vector<int64_t>& chunks :
+             {std::vector<int64_t>{m.n_keys}, {100, 1, 91, 333, 63, 64, 200, m.n_keys - 852}, one_by_one({}, m.n_keys)}) {
+            for (uint32_t bits : {8u, 4u}) {
+                const double with = error_of(context, more, bits, chunks),
+                             without = error_of(context, more, bits, chunks, TA_OFF);
+                std::printf("%u bits, %5.2f%% without bias, %6.2f%% with pairs, %6.2f%% without\n", bits,
+                            100 * error_of(context, none, bits, chunks), 100 * with, 100 * without);
+                EXPECT_LE(with, 1.25 * without) << bits << " bits, " << chunks.size() << " chunks";
+            }
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------------------------ pages
 
 struct Fixture {
@@ -220,6 +257,17 @@ TEST(TurningPages, AnAbortPutsBackWhatAStepBeganAnew) {
     f.add(61), twin.add(61);
     EXPECT_EQ(f.block(0), twin.block(0));
     EXPECT_NE(dequantize(f.pool, f.seq, 0, 0, 3, f.row()).k, first.k) << "the tokens are encoded again";
+    // One that closes is encoded elsewhere.
+    f.add(30), twin.add(30);
+    const std::vector<uint8_t> open = f.block(1);
+    for (int n : {34, 200}) {
+        f.start(n);
+        ta_error err;
+        require(ta_plan_abort(f.plan.get(), &err), err);
+        ASSERT_EQ(f.block(1), open) << n;
+    }
+    f.add(34), twin.add(34);
+    EXPECT_EQ(dequantize(f.pool, f.seq, 0, 64, 64, f.row()).k, dequantize(twin.pool, twin.seq, 0, 64, 64, f.row()).k);
 }
 
 TEST(TurningPages, KIsReadBackWhateverBecameOfThePage) {

@@ -15,6 +15,7 @@ inline constexpr uint8_t kNothingSeen = 2;
 // A block that receives tokens [have, end) in this step: the same in all layers.
 struct alignas(16) AppendTask {
     uint64_t token_page;    // slot of the block's token page, or with kEntrySingleLayer the page itself
+    uint64_t copied_from;   // slot that launch_turning copies the tokens that it has from; 0: they are there
     uint64_t channel_slot;  // slot of what it becomes; 0: it does not close. Closes only with end = 64
     int32_t row;            // of k and v: that of token `have`
     int32_t sequence;       // index for largest_scales and nonfinite; the tasks of a sequence stand together, in order
@@ -26,9 +27,9 @@ struct alignas(16) AppendTask {
     // none. Of a block that the step brings, its token page's.
     uint64_t previous;
     bool first_block;  // of its sequence
-    bool begins_anew;  // K of the tokens that it has is encoded again if other pairs are found
+    bool begins_anew;  // K of the tokens that it has is encoded again if other pairs are found, or do not help any more
 };
-static_assert(sizeof(AppendTask) == 48);
+static_assert(sizeof(AppendTask) == 64);
 
 // Universal scales only: how far the tasks of a sequence and head are, while several CTAs work on them. All 0 between launches.
 struct alignas(16) AppendProgress {

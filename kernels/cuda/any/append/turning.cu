@@ -22,8 +22,7 @@ __device__ __forceinline__ float sum_of_warp(float x) {  // in the order of sum_
 
 struct Shared {
     float square[kMaxHeadDim];
-    bool used[kMaxHeadDim];
-    uint64_t found[kTurningPairs];
+    TurningChoice choice;
     int32_t first, second;  // the pair of channels to look at; first < 0: none
 };
 
@@ -43,22 +42,24 @@ class PageTurning {
 
     // By the whole CTA.
     __device__ void run() {
+        if (task_.copied_from != 0) copy_tokens();
         if (task_.have > 0 && !task_.begins_anew) return;
         __syncthreads();  // with what the CTA did before
-        if (threadIdx.x < kTurningPairs) shared_.found[threadIdx.x] = 0;
+        if (threadIdx.x < kTurningPairs) shared_.choice.taken[threadIdx.x] = 0;
+        if (threadIdx.x == 0) shared_.choice.n_taken = shared_.choice.n_left = 0;
         const bool carries = task_.have == 0 && task_.end < kPageTokens && task_.previous != 0;
         __syncthreads();
         // A page that is not its sequence's first and of which the one before is gone has none.
         if (carries) {
             carry_pairs();
-        } else if (task_.end == kPageTokens || task_.first_block) {
+        } else if ((task_.end == kPageTokens || task_.first_block) && !stored_pairs_stay()) {
             find_pairs();
         }
         __syncthreads();
         TurningPairs pairs;
         int n = 0;
         for (int i = 0; i < kTurningPairs; ++i) {
-            if (shared_.found[i]) pairs.code[n++] = shared_.found[i];
+            if (shared_.choice.taken[i]) pairs.code[n++] = shared_.choice.taken[i];
         }
         if (task_.have > 0 && !(pairs == stored_pairs())) {
             __syncthreads();  // with those who read the scales
@@ -79,6 +80,13 @@ class PageTurning {
         TurningPairs out;
         for (int n = 0; n < kTurningPairs; ++n) out.code[n] = turning_of_scales(piece_ + layout_.k_scale(), n);
         return out;
+    }
+
+    __device__ void copy_tokens() const {
+        const auto* from = reinterpret_cast<const uint4*>(token_piece(task_.copied_from));
+        for (int n = int(threadIdx.x); n < int(layout_.bytes() / sizeof(uint4)); n += kThreads) {
+            reinterpret_cast<uint4*>(piece_)[n] = from[n];
+        }
     }
 
     // Pair n of the page before, 0 if there is none.
@@ -228,8 +236,9 @@ class PageTurning {
             im = rn_add(im, rn_sub(rn_mul(y1, s.x[m]), rn_mul(x1, s.y[m])));
         }
         all = sum_of_warp(squares);
-        re = sum_of_warp(re), im = sum_of_warp(im);
-        TurningPair p{first, second, turn_of(re, im), 0, 0.0f};
+        const TurningSum neighbours{sum_of_warp(re), sum_of_warp(im)};
+        TurningPair p{first, second, turn_of(neighbours.re, neighbours.im), 0, 0.0f};
+        if (!may_turn(neighbours, s.n, all)) return p;
         const int half = s.n / 2;
         if (half > 0) {
             const TurningSum before = turned_back(s, p.turn, 0, half), after = turned_back(s, p.turn, half, 2 * half);
@@ -237,6 +246,29 @@ class PageTurning {
         }
         anchor(p, turned_back(s, p.turn, 0, s.n), s.n);
         return p;
+    }
+    __device__ static float size_of(TurningSpread spread) {
+#pragma unroll
+        for (int h = 16; h >= 1; h /= 2) {
+            spread.see(__shfl_xor_sync(kWholeWarp, spread.low, h));
+            spread.see(__shfl_xor_sync(kWholeWarp, spread.high, h));
+        }
+        return spread.size();
+    }
+    // ta::turning_helps.
+    __device__ bool helps(const Series& s, const TurningPair& p) const {
+        TurningSpread given[2], rest[2];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const int t = lane_ + 32 * m;
+            if (t >= s.n) continue;
+            const TurningValues at = turning_values(p, t);
+            given[0].see(s.x[m]);
+            given[1].see(s.y[m]);
+            rest[0].see(rn_sub(s.x[m], at.first));
+            rest[1].see(rn_sub(s.y[m], at.second));
+        }
+        return rn_add(size_of(rest[0]), size_of(rest[1])) < rn_add(size_of(given[0]), size_of(given[1]));
     }
 
     // ---- pairs ----
@@ -249,8 +281,27 @@ class PageTurning {
         const uint64_t code = warp_ < kTurningPairs ? previous_pair(warp_) : 0;
         if (code == 0) return;
         TurningPair p = unpack_turning(code);
-        const bool goes_on = carry(p, turned_back(series(p.first, p.second, n), p.turn, 0, n), n);
-        if (goes_on && lane_ == 0) shared_.found[warp_] = pack_turning(p);
+        const Series s = series(p.first, p.second, n);
+        if (!carry(p, turned_back(s, p.turn, 0, n), n)) return;
+        const uint64_t now = pack_turning(p);
+        if ((n < kTurningRows || helps(s, unpack_turning(now))) && lane_ == 0) shared_.choice.taken[warp_] = now;
+    }
+
+    // Does a page that closes keep the pairs that it has? If so, they are taken.
+    __device__ bool stored_pairs_stay() const {
+        if (task_.have == 0 || task_.first_block || !stored_pairs().any()) return false;
+        const int n = task_.end;
+        for (int t = warp_; t < n; t += kWarps) load_row(t);
+        __syncthreads();
+        const uint64_t code = warp_ < kTurningPairs ? turning_of_scales(piece_ + layout_.k_scale(), warp_) : 0;
+        bool stays = true;
+        if (code != 0) {
+            const TurningPair p = unpack_turning(code);
+            stays = helps(series(p.first, p.second, n), p);
+        }
+        if (!__syncthreads_and(stays)) return false;
+        if (code != 0 && lane_ == 0) shared_.choice.taken[warp_] = code;
+        return true;
     }
 
     __device__ void find_pairs() const {
@@ -265,37 +316,42 @@ class PageTurning {
                 square = rn_add(square, rn_mul(x, x));
             }
             shared_.square[c] = square;
-            shared_.used[c] = false;
+            shared_.choice.used[c] = false;
         }
         __syncthreads();
-        float least = 0.0f;
+        TurningLimits limits(0.0f, n, d_);
         uint32_t tried = 0;
         if (warp_ == 0) {
-            least = least_turning(square_without_peaks(), n);
-            next(least, samples, tried);
+            limits = TurningLimits(rn_div(square_without_peaks(), float(samples)), n, d_);
+            next(limits.least, samples, tried);
         }
         __syncthreads();
         if (shared_.first < 0 && (task_.have == 0 || !stored_pairs().any())) return;
         for (int t = warp_; t < n; t += kWarps) load_row(t);
         __syncthreads();
         if (warp_ > 0) return;
-        int found = 0, tries = 1;
-        for (int first = shared_.first, second = shared_.second; first >= 0;) {
-            float all;
-            const TurningPair p = fit(series(first, second, n), first, second, all);
+        TurningChoice& choice = shared_.choice;
+        for (int tries = 1; shared_.first >= 0; ++tries) {
+            look_at(shared_.first, shared_.second, n, limits);
             __syncwarp();
-            if (is_turning(p, n, all, least)) {
-                if (lane_ == 0) {
-                    shared_.found[found] = pack_turning(p);
-                    shared_.used[first] = shared_.used[second] = true;
-                }
-                ++found;
-            }
-            __syncwarp();
-            if (found == kTurningPairs || tries == kTurningTries) break;
-            ++tries;
-            next(least, samples, tried);
-            first = shared_.first, second = shared_.second;
+            if (choice.is_full() || tries == kTurningTries) break;
+            next(limits.least, samples, tried);
+        }
+        if (lane_ == 0) choice.take_left();
+    }
+
+    // As find_turning does, by one warp.
+    __device__ void look_at(int first, int second, int n, const TurningLimits& limits) const {
+        const Series s = series(first, second, n);
+        float all;
+        const TurningPair p = fit(s, first, second, all);
+        if (!is_turning(p, n, all, limits)) return;
+        const uint64_t code = pack_turning(p);
+        const float rest = turning_rest(p, n, all);
+        if (rest <= limits.rest) {
+            if (lane_ == 0) shared_.choice.take(code);
+        } else if (helps(s, unpack_turning(code))) {
+            if (lane_ == 0) shared_.choice.leave(code, rest);
         }
     }
 
@@ -329,7 +385,7 @@ class PageTurning {
                 if (!is_first_of_pair(d_, m, c) || (tried >> (8 * m + k) & 1)) continue;
                 const int other = c + turning_distance(d_, m);
                 const float both = rn_add(shared_.square[c], shared_.square[other]);
-                if (shared_.used[c] || shared_.used[other] || !(both > most && both >= enough)) continue;
+                if (shared_.choice.used[c] || shared_.choice.used[other] || !(both > most && both >= enough)) continue;
                 most = both, best = uint32_t(m * kMaxHeadDim + c);
             }
         }
