@@ -378,10 +378,11 @@ TA_HD inline bool may_turn(TurningSum neighbours, int n, float all) {
 // How far the values of a channel spread: what a step of a page's codes and, less, of a token's come from.
 struct TurningSpread {
     float low = __builtin_inff(), high = -__builtin_inff();
-    TA_HD void see(float x) {
-        low = x < low ? x : low;
-        high = x > high ? x : high;
+    TA_HD void see(const TurningSpread& more) {
+        low = more.low < low ? more.low : low;
+        high = more.high > high ? more.high : high;
     }
+    TA_HD void see(float x) { see(TurningSpread{x, x}); }
     TA_HD float size() const {
         const float most = high > -low ? high : -low;
         return rn_add(rn_sub(high, low), rn_mul(most, 0.125f));

@@ -41,14 +41,17 @@ Channels channels_of(const DataStyle& style, const TokenShape& shape, uint64_t w
     return c;
 }
 
-// As a rotary embedding turns a bias of K: halves, and now and then neighbours.
+// As a rotary embedding turns a bias of K: halves, and now and then neighbours; in some styles positions begin anew, which may be
+// within a page, or frequencies lie close together.
 void add_turning_pairs(const DataStyle& style, const TokenShape& shape, int64_t position, float* row) {
     Random random = fixed(style, 3);
+    if (random.chance(40)) position %= random.between(20, 300);
+    const double slowest = random.chance(30) ? 0.0 : -6.0;
     for (int64_t head = 0; head < shape.heads; ++head) {
         for (int64_t pairs = random.between(1, 10); pairs > 0; --pairs) {
             const bool neighbours = random.chance(20);
             const int64_t at = random.below(shape.head_dim / 2), c = head * shape.head_dim + (neighbours ? 2 * at : at);
-            const double size = random.uniform(10.0, 300.0), turn = std::pow(10.0, random.uniform(-6.0, 0.3));
+            const double size = random.uniform(10.0, 300.0), turn = std::pow(10.0, random.uniform(slowest, 0.3));
             row[c] += float(size * std::cos(turn * double(position)));
             row[c + (neighbours ? 1 : shape.head_dim / 2)] += float(size * std::sin(turn * double(position)));
         }

@@ -250,8 +250,8 @@ class PageTurning {
     __device__ static float size_of(TurningSpread spread) {
 #pragma unroll
         for (int h = 16; h >= 1; h /= 2) {
-            spread.see(__shfl_xor_sync(kWholeWarp, spread.low, h));
-            spread.see(__shfl_xor_sync(kWholeWarp, spread.high, h));
+            const float low = __shfl_xor_sync(kWholeWarp, spread.low, h), high = __shfl_xor_sync(kWholeWarp, spread.high, h);
+            spread.see(TurningSpread{low, high});
         }
         return spread.size();
     }
