@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "src/attend/executor.h"
+#include "src/attend/cpu/executor.h"
 
 namespace ta {
 namespace {

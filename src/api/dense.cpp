@@ -1,4 +1,4 @@
-#include "src/attend/dense.h"
+#include "src/attend/dense/dense.h"
 
 #include <vector>
 

@@ -1,4 +1,4 @@
-#include "src/kv/pool_file.h"
+#include "src/kv/files/pool_file.h"
 
 #include <algorithm>
 

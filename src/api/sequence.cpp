@@ -1,5 +1,5 @@
 #include "src/api/api.h"
-#include "src/kv/sequence_file.h"
+#include "src/kv/files/sequence_file.h"
 
 using namespace ta;
 using namespace ta::api;

@@ -7,8 +7,8 @@
 
 #include "kernels/format/codec.h"
 #include "kernels/format/types.h"
-#include "src/kv/numerics.h"
 #include "src/kv/tensor.h"
+#include "src/page/numerics.h"
 
 namespace ta {
 

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "kernels/format/turning.h"
-#include "src/attend/step_room.h"
 #include "src/core/profile.h"
+#include "tiering/room/step_room.h"
 
 namespace ta {
 namespace {

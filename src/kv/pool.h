@@ -16,14 +16,14 @@
 
 #include "src/core/checked.h"
 #include "src/core/context.h"
-#include "src/kv/blocks.h"
-#include "src/kv/geometry.h"
-#include "src/kv/numerics.h"
 #include "src/kv/prefix.h"
-#include "src/kv/room_queue.h"
-#include "src/tiering/disk.h"
-#include "src/tiering/mover.h"
-#include "src/tiering/policy/policy.h"
+#include "src/page/geometry.h"
+#include "src/page/numerics.h"
+#include "tiering/disk/disk.h"
+#include "tiering/move/mover.h"
+#include "tiering/policy/policy.h"
+#include "tiering/room/room_queue.h"
+#include "tiering/store/blocks.h"
 
 namespace ta {
 

@@ -5,10 +5,10 @@
 #include <unordered_set>
 #include <utility>
 
-#include "src/kv/block_file.h"
+#include "src/kv/files/block_file.h"
 #include "src/kv/pool.h"
-#include "src/kv/room_retry.h"
-#include "src/tiering/disk.h"
+#include "tiering/disk/disk.h"
+#include "tiering/room/room_retry.h"
 
 namespace ta {
 

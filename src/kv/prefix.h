@@ -13,8 +13,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "src/kv/blocks.h"
-#include "src/tiering/mover.h"
+#include "tiering/move/mover.h"
+#include "tiering/store/blocks.h"
 
 namespace ta {
 

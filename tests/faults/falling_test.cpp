@@ -11,7 +11,7 @@
 #include "support/failing_memory.h"
 #include "support/files.h"
 #include "support/tiers.h"
-#include "tests/src/kv/falling_blocks.h"
+#include "tests/tiering/store/falling_blocks.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"
 

@@ -13,9 +13,9 @@
 
 #include "abi/prefix_steps.h"
 #include "src/api/api.h"
-#include "src/tiering/disk.h"
 #include "support/failing_memory.h"
 #include "support/files.h"
+#include "tiering/disk/disk.h"
 #include "tiering/power_files.h"
 
 namespace ta::testing {

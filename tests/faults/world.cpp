@@ -8,7 +8,7 @@
 
 #include "kernels/format/hash.h"
 #include "src/api/api.h"
-#include "src/tiering/disk.h"
+#include "tiering/disk/disk.h"
 
 namespace ta::testing {
 namespace {

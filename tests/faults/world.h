@@ -14,7 +14,7 @@
 #include "support/failing_memory.h"
 #include "support/files.h"
 #include "support/tiers.h"
-#include "tiering/disk_client.h"
+#include "tiering/disk/client.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"
 

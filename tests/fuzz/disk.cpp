@@ -8,10 +8,10 @@
 #include <filesystem>
 
 #include "kernels/format/hash.h"
-#include "src/tiering/disk_format.h"
 #include "support/files.h"
 #include "support/handles.h"
 #include "tests/fuzz/pages.h"
+#include "tiering/disk/format.h"
 
 namespace ta::fuzz {
 namespace {

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include "src/kv/block_file.h"
+#include "src/kv/files/block_file.h"
 #include "support/handles.h"
 #include "tests/fuzz/pages.h"
 

@@ -4,8 +4,8 @@
 #include <cstddef>
 
 #include "kernels/format/slot.h"
-#include "src/kv/blocks.h"
 #include "tests/fuzz/parts.h"
+#include "tiering/store/blocks.h"
 
 namespace ta::fuzz {
 

@@ -15,8 +15,8 @@
 
 #include "src/attend/step.h"
 #include "src/core/device.h"
-#include "src/kv/fall.h"
 #include "src/kv/pool.h"
+#include "tiering/store/fall.h"
 
 namespace ta::testing {
 

@@ -3,9 +3,9 @@
 
 #include <functional>
 
-#include "src/tiering/disk.h"
-#include "src/tiering/host.h"
 #include "support/files.h"
+#include "tiering/disk/disk.h"
+#include "tiering/host/host.h"
 
 namespace ta {
 namespace {

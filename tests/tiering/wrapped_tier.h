@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "src/tiering/tier.h"
+#include "tiering/tier.h"
 
 namespace ta::testing {
 

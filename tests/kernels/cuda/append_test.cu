@@ -15,7 +15,7 @@
 #include "kernels/cpu/page_codec.h"
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_page.cuh"
-#include "src/attend/stage1.h"
+#include "src/attend/cpu/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/gpu.h"
 
@@ -349,7 +349,7 @@ class Problem {
     }
     TensorArgs tensor(uint8_t* p) const { return {p + origin() * int64_t(element()), stride_row(), stride_head(), c_.type}; }
 
-    // CpuStep::append_block of src/attend/cpu_step.cpp over the arena.
+    // CpuStep::append_block of src/attend/cpu/step.cpp over the arena.
     void append_on_cpu(const AppendTask& t, const std::vector<uint8_t>& k, const std::vector<uint8_t>& v,
                        std::vector<uint32_t>& nonfinite, uint64_t& clamped) {
         const Settings& num = c_.set;

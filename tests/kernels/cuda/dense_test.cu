@@ -6,7 +6,7 @@
 
 #include "kernels/cpu/page_codec.h"
 #include "kernels/cuda/any/dense/dense.h"
-#include "src/attend/stage1.h"
+#include "src/attend/cpu/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/gpu.h"
 

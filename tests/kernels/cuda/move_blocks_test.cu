@@ -4,7 +4,7 @@
 #include <numeric>
 #include <random>
 
-#include "kernels/cuda/any/move_blocks/move_blocks.h"
+#include "kernels/cuda/any/moves/move_blocks.h"
 #include "kernels/cuda/common/generation.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/gpu.h"

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <random>
 
-#include "kernels/cuda/any/page_hash/page_hash.h"
+#include "kernels/cuda/any/hash/page_hash.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/gpu.h"
 #include "kernels/format/hash.h"

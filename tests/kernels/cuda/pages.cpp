@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "kernels/cpu/kernels.h"
-#include "src/attend/stage1.h"
+#include "src/attend/cpu/stage1.h"
 
 namespace ta::cuda::testing {
 namespace {

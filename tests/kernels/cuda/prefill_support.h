@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
-#include "src/attend/stage1.h"
+#include "src/attend/cpu/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/pages.h"
 

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "src/attend/turning.h"
+#include "src/attend/cpu/turning.h"
 
 namespace ta {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "src/attend/cuda_attend.h"
+#include "src/attend/cuda/attend.h"
 
 namespace ta {
 namespace {

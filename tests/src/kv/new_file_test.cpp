@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <set>
 
-#include "src/kv/block_file.h"
+#include "src/kv/files/block_file.h"
 #include "support/files.h"
 #include "tiering/faulty_files.h"
 

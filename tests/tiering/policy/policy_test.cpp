@@ -1,5 +1,5 @@
 // Each policy on owners and blocks that are made up.
-#include "src/tiering/policy/policy.h"
+#include "tiering/policy/policy.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <set>
 #include <tuple>
 
-#include "src/tiering/policy/spread.h"
+#include "tiering/policy/spread.h"
 
 namespace ta {
 namespace {

@@ -1,5 +1,5 @@
 // Append on CUDA: stage 1 of new K and V into token pages, and the closing of the pages that they fill to 4 or 2 bits. Every
-// byte is the one the CPU writes (src/attend/cpu_step.cpp). The host side; nothing here needs the CUDA language.
+// byte is the one the CPU writes (src/attend/cpu/step.cpp). The host side; nothing here needs the CUDA language.
 #pragma once
 
 #include <cstdint>
@@ -120,7 +120,7 @@ struct RecallArgs {
     Sequence of[kMostSequences];
 };
 
-// As CpuStep::recall_scales of src/attend/cpu_step.cpp. Returns a cudaError_t.
+// As CpuStep::recall_scales of src/attend/cpu/step.cpp. Returns a cudaError_t.
 int launch_recall(const RecallArgs& args, CUstream_st* stream);
 
 // Full blocks of 8 bits whose pages become channel pages of 4 bits elsewhere: all layers and heads, one piece behind the other.

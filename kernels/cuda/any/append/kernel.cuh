@@ -418,7 +418,7 @@ class Appender {
         return s;
     }
 
-    // The universal scale of the page: src/attend/stage1.h.
+    // The universal scale of the page: src/attend/cpu/stage1.h.
     __device__ float universal_scale(int tensor, int have) {
         const int lane = threadIdx.x % 32;
         k_largest_ = fmaxf(k_largest_, page_stage1_scale(page_max(amax_[0], lane)));

@@ -1,4 +1,4 @@
-// Universal scales of a sequence from its blocks: CpuStep::recall_scales of src/attend/cpu_step.cpp.
+// Universal scales of a sequence from its blocks: CpuStep::recall_scales of src/attend/cpu/step.cpp.
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/any/append/append.h"
@@ -15,7 +15,7 @@ __device__ void raise(uint32_t& most, float scale) {
     atomicMax(&most, __float_as_uint(scale));
 }
 
-// settle_page of src/attend/stage1.h, by all threads. `turning`: scales have bytes of turning pairs.
+// settle_page of src/attend/cpu/stage1.h, by all threads. `turning`: scales have bytes of turning pairs.
 __device__ void settle(int d, uint8_t* codes, float* scales, bool is_v, int have, float largest, bool turning) {
     if (turning && largest == 0.0f && turning_of_scales(reinterpret_cast<const uint8_t*>(scales), 0) != 0)
         largest = stage1_scale(kMinAmax, kStage1Levels);

@@ -1,4 +1,4 @@
-// Before an append: the turning pairs of pages that begin, as src/attend/turning.cpp and cpu_step.cpp find them, to the bit. They
+// Before an append: the turning pairs of pages that begin, as src/attend/cpu/turning.cpp and cpu_step.cpp find them, to the bit. They
 // go into the lowest bytes of the K scales of the page's tokens, where the append finds them. A CTA takes one head of one block;
 // the last block of a sequence, which goes on with the pairs of the one before it, is taken by whoever has that.
 #include <cuda_runtime_api.h>

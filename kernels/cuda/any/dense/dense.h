@@ -1,4 +1,4 @@
-// Dense attention on CUDA: K and V of plain tensors to token pages, byte for byte those of src/attend/dense.cpp, and attention
+// Dense attention on CUDA: K and V of plain tensors to token pages, byte for byte those of src/attend/dense/dense.cpp, and attention
 // with V in float, which no page holds. The host side; nothing here needs the CUDA language.
 #pragma once
 

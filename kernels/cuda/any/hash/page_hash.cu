@@ -1,0 +1,212 @@
+// XXH3_64 with its default secret, unseeded, a CTA to a page. What a 1024-byte block adds to the eight accumulators does not
+// depend on the blocks before it: warps sum blocks, a lane one accumulator over every fourth stripe, and only the scrambling
+// between blocks is serial, in one warp. The constants and the order of operations are those of the published XXH3 algorithm;
+// the tests compare with the library.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "kernels/cuda/any/hash/page_hash.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/format/slot.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace ta::cuda {
+namespace {
+
+constexpr uint32_t kPrime32_1 = 0x9E3779B1u, kPrime32_2 = 0x85EBCA77u, kPrime32_3 = 0xC2B2AE3Du;
+constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87u, kPrime64_2 = 0xC2B2AE3D27D4EB4Fu, kPrime64_3 = 0x165667B19E3779F9u,
+                   kPrime64_4 = 0x85EBCA77C2B2AE63u, kPrime64_5 = 0x27D4EB2F165667C5u;
+constexpr int kStripe = 64, kStripesOfBlock = 16, kBlock = kStripe * kStripesOfBlock;
+constexpr int kWarps = 8;
+constexpr int kBlocksAtOnce = 128;  // whose sums are in shared memory
+constexpr int kLoaded = 4;          // blocks that a warp has on their way
+
+// The secret as 64-bit words: at multiples of 8, and where the algorithm reads it unaligned.
+struct Secret {
+    uint64_t words[24];
+    uint64_t last[8];   // for the last stripe: from byte 121
+    uint64_t merge[8];  // from byte 11
+};
+
+Secret default_secret() {
+    Secret s;
+    std::memcpy(s.words, XXH3_kSecret, sizeof s.words);
+    std::memcpy(s.last, XXH3_kSecret + sizeof s.words - kStripe - 7, sizeof s.last);
+    std::memcpy(s.merge, XXH3_kSecret + 11, sizeof s.merge);
+    return s;
+}
+
+__device__ uint64_t fold(uint64_t a, uint64_t b) {
+    return a * b ^ __umul64hi(a, b);
+}
+__device__ uint64_t avalanche(uint64_t h) {
+    h ^= h >> 37;
+    h *= 0x165667919E3779F9u;
+    return h ^ h >> 32;
+}
+
+// Sum of what stripes add to accumulator i: the product of its own halves, and the data of its neighbour.
+struct Addend {
+    uint64_t product = 0, data = 0;
+    __device__ void add(uint64_t x, uint64_t key) {
+        const uint64_t keyed = x ^ key;
+        product += uint64_t(uint32_t(keyed)) * uint32_t(keyed >> 32);
+        data += x;
+    }
+    // Over the lanes that share an accumulator.
+    __device__ uint64_t sum() const {
+        uint64_t n = product + __shfl_xor_sync(~0u, data, 1);
+        n += __shfl_xor_sync(~0u, n, 8);
+        return n + __shfl_xor_sync(~0u, n, 16);
+    }
+};
+
+// XXH3_64 of more than 240 bytes, a multiple of 64, at a multiple of 8. By a CTA; every lane of its first warp gets it.
+__device__ uint64_t hash_long(const uint8_t* bytes, uint64_t n, const Secret& secret) {
+    __shared__ uint64_t sums[kBlocksAtOnce][8];
+    const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32);
+    const int i = lane % 8, quarter = lane / 8;
+    const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+    uint64_t accumulator = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) accumulator = i == k ? start[k] : accumulator;
+    uint64_t key[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) key[k] = secret.words[quarter + 4 * k + i];
+    const uint64_t scramble = secret.words[16 + i], blocks = (n - 1) / kBlock;
+    const auto* words = reinterpret_cast<const uint64_t*>(bytes) + lane;
+    for (uint64_t first = 0; first < blocks; first += kBlocksAtOnce) {
+        const int now = int(min(blocks - first, uint64_t(kBlocksAtOnce)));
+        for (int b = warp; b < now; b += kWarps * kLoaded) {
+            uint64_t x[kLoaded][4];
+#pragma unroll
+            for (int l = 0; l < kLoaded; ++l) {
+                const int block = min(b + l * kWarps, now - 1);  // what is loaded twice is not used
+#pragma unroll
+                for (int k = 0; k < 4; ++k) x[l][k] = words[(first + block) * (kBlock / 8) + 32 * k];
+            }
+#pragma unroll
+            for (int l = 0; l < kLoaded; ++l) {
+                Addend addend;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) addend.add(x[l][k], key[k]);
+                const uint64_t sum = addend.sum();
+                if (b + l * kWarps < now && quarter == 0) sums[b + l * kWarps][i] = sum;
+            }
+        }
+        __syncthreads();
+        if (warp == 0) {
+            for (int b = 0; b < now; ++b) {
+                accumulator += sums[b][i];
+                accumulator = (accumulator ^ accumulator >> 47 ^ scramble) * kPrime32_1;
+            }
+        }
+        __syncthreads();  // NOTES: the sums are those of the next blocks from here on
+    }
+    if (warp != 0) return 0;
+    const int stripes = int((n - 1 - blocks * kBlock) / kStripe);
+    Addend addend;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if (quarter + 4 * k < stripes) addend.add(words[blocks * (kBlock / 8) + 32 * k], key[k]);
+    }
+    if (quarter == 0) addend.add(reinterpret_cast<const uint64_t*>(bytes + n - kStripe)[i], secret.last[i]);
+    accumulator += addend.sum();
+    const uint64_t mine = accumulator ^ secret.merge[i];
+    uint64_t folded = fold(mine, __shfl_xor_sync(~0u, mine, 1));
+    folded += __shfl_xor_sync(~0u, folded, 2);
+    folded += __shfl_xor_sync(~0u, folded, 4);
+    return avalanche(n * kPrime64_1 + folded);
+}
+
+// XXH3_64 of the 56 bytes of a page's identity and its payload's hash.
+__device__ uint64_t hash_bound(const PageIdentity& identity, uint64_t payload_hash, const Secret& secret) {
+    uint64_t w[7];
+    memcpy(w, &identity, sizeof identity);
+    w[6] = payload_hash;
+    const auto mix = [&](int word, int key) { return fold(w[word] ^ secret.words[key], w[word + 1] ^ secret.words[key + 1]); };
+    return avalanche(sizeof w * kPrime64_1 + mix(2, 4) + mix(3, 6) + mix(0, 0) + mix(5, 2));
+}
+
+template <bool kSeal>
+__global__ void __launch_bounds__(32 * kWarps)
+    page_hash_kernel(const __grid_constant__ HashArgs a, const __grid_constant__ Secret secret, uint32_t* mismatch) {
+    const uint64_t page = blockIdx.x;
+    const HashTask task = a.tasks[page / a.layers];
+    const uint32_t layer = uint32_t(page % a.layers);
+    const bool channel = task.kind == PageKind::kChannel;
+    const uint64_t same = task.kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes;
+    const uint64_t begin = channel ? a.channel_page_offset[layer] : layer * same;
+    const uint64_t bytes = channel ? a.channel_page_offset[layer + 1] - begin : same;
+    const uint64_t payload = channel ? a.channel_page_offset[a.layers] : a.layers * same;
+    auto* slot = reinterpret_cast<uint8_t*>(task.slot);
+    PageIdentity identity{};
+    identity.fingerprint = a.fingerprint;
+    identity.block_index = task.block_index;
+    identity.content_id = task.content_id;
+    identity.layer = layer;
+    identity.tokens = kPageTokens;
+    identity.magic = kSlotMagic;
+    identity.version = kFormatVersion;
+    identity.kind = uint8_t(task.kind);
+    identity.payload_bytes = bytes;
+    const uint64_t payload_hash = hash_long(slot + begin, bytes, secret);
+    const uint64_t own_bytes = task.kind == PageKind::kToken ? a.own_scales_bytes : 0;
+    const uint64_t slot_end = a.slot_bytes[size_t(task.kind)] - own_bytes;
+    uint64_t own_hash = 0;
+    if (own_bytes > 0 && layer + 1 == a.layers) {
+        __syncthreads();  // with the hash before
+        own_hash = hash_long(slot + slot_end, own_bytes, secret);
+    }
+    if (threadIdx.x >= 32) return;
+    const int lane = int(threadIdx.x);
+    const uint64_t hash = hash_bound(identity, payload_hash, secret) ^ own_hash;
+    auto* trailer = reinterpret_cast<SlotTrailer*>(slot + payload);
+    auto* hashes = reinterpret_cast<uint64_t*>(trailer + 1);
+    if (kSeal) {
+        if (lane == 0) hashes[layer] = hash;
+        if (layer != 0) return;
+        if (lane == 0) {
+            SlotTrailer t{};
+            t.magic = kSlotMagic;
+            t.version = kFormatVersion;
+            t.kind = uint8_t(task.kind);
+            t.fingerprint = a.fingerprint;
+            t.block_index = task.block_index;
+            t.content_id = task.content_id;
+            t.tokens = kPageTokens;
+            t.layers = a.layers;
+            *trailer = t;
+        }
+        auto* end = reinterpret_cast<uint64_t*>(slot + slot_end);
+        for (uint64_t* rest = hashes + a.layers + lane; rest < end; rest += 32) *rest = 0;
+    } else if (lane == 0) {
+        const SlotTrailer& t = *trailer;
+        const bool named = t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(task.kind) &&
+                           t.fingerprint == a.fingerprint && t.block_index == task.block_index &&
+                           t.content_id == task.content_id && t.tokens == kPageTokens && t.layers == a.layers;
+        if (!named || hashes[layer] != hash) mismatch[page] = named ? 1 : 2;
+    }
+}
+
+template <bool kSeal>
+int launch(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
+    const uint64_t pages = uint64_t(args.n_tasks) * args.layers;
+    if (pages == 0) return cudaSuccess;
+    return launch_kernel(page_hash_kernel<kSeal>, unsigned(pages), 32 * kWarps, 0, stream, args, default_secret(), mismatch);
+}
+
+}  // namespace
+
+int launch_seal(const HashArgs& args, CUstream_st* stream) {
+    return launch<true>(args, nullptr, stream);
+}
+
+int launch_verify(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
+    return launch<false>(args, mismatch, stream);
+}
+
+}  // namespace ta::cuda

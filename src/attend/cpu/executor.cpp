@@ -1,0 +1,468 @@
+#include "src/attend/cpu/executor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "kernels/cpu/attend.h"
+#include "kernels/cpu/math.h"
+#include "src/core/checked.h"
+
+namespace ta {
+namespace {
+
+// Rows of one job: enough to use an unpacked page many times, few enough for a worker's cache.
+constexpr int64_t kRowTile = 240;
+// Rows x pages below which the call is done before another thread would wake up.
+constexpr int64_t kAloneWork = 64;
+// Parts that may be in work or wait for their turn: two for each thread and, where parts are small, as many as these bytes hold,
+// so that the threads go on while one of them sleeps.
+constexpr size_t kPartBytes = size_t{1} << 20;
+// Results that may be in work: as many as the parts belong to, but two at least and no more than these bytes hold.
+constexpr size_t kResultBytes = size_t{16} << 20;
+
+// A part or a result: O [rows, d], m and l [rows], and what `more` floats hold.
+size_t row_floats(int d, int64_t rows, int64_t more = 0) {
+    return size_t(round_up(size_t(rows * (d + 2) + more), 16));
+}
+
+void wait_for(const std::atomic<int64_t>& what, int64_t value) {
+    for (int64_t now; (now = what.load(std::memory_order_acquire)) != value;) what.wait(now, std::memory_order_acquire);
+}
+
+void set(std::atomic<int64_t>& what, int64_t value) {
+    what.store(value, std::memory_order_release);
+    what.notify_all();
+}
+
+struct KeyRange {
+    int64_t begin, end;
+};
+// Keys that the query at position p sees.
+KeyRange visible_keys(const AttendSettings& s, int64_t n_keys, int64_t p) {
+    KeyRange r{0, n_keys};
+    if (s.mask == TA_MASK_CAUSAL) r.end = std::clamp<int64_t>(p + 1, 0, n_keys);
+    if (s.window > 0) {
+        r.begin = std::clamp<int64_t>(p - s.window + 1, 0, n_keys);
+        if (s.mask == TA_MASK_FULL) r.end = std::clamp<int64_t>(p + s.window, 0, n_keys);
+    }
+    if (r.begin > r.end) r.begin = r.end;
+    return r;
+}
+
+// The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where
+// another call has left O. True when that width is the low one.
+bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last) {
+    PageKind width = PageKind::kToken;  // no channel page yet
+    for (last = first; last < end; ++last) {
+        const PageKind kind = pages[last].kind;
+        if (kind == PageKind::kToken || kind == width || !pages[last].page) continue;
+        if (width != PageKind::kToken) break;
+        width = kind;
+    }
+    return width == PageKind::kLow;
+}
+
+}  // namespace
+
+// One worker's share of the scratch buffer.
+class AttendExecutor::Scratch {
+  public:
+    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums, bool k_turning) {
+        uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
+        const auto take = [&next](auto*& ptr, int64_t n) {
+            ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
+            next += round_up(size_t(n) * sizeof *ptr, 64);
+        };
+        take(pages_, pages);
+        take(q, rows * d);
+        take(q_scale, rows);
+        take(q_float, k_turning ? rows * d : 0);
+        take(key_begin, rows);
+        take(key_end, rows);
+        take(position, rows);
+        take(slope, rows);
+        take(bias, rows);
+        take(row, d);
+        take(o, int64_t(row_floats(d, rows)));
+        take(factor, rows);
+        take(page_sums, sums * 2);
+        take(sums_, sums);
+        take(workspace, int64_t(cpu::workspace_bytes(d, int(rows))));
+        bytes = size_t(next - reinterpret_cast<uintptr_t>(data));
+    }
+    cpu::PageRef* pages_;
+    int8_t* q;
+    float *q_scale, *q_float, *slope, *bias, *row;
+    float* o;                           // of a result that is one part
+    float *factor, *page_sums, *sums_;  // of observed rows
+    int64_t *key_begin, *key_end, *position;
+    uint8_t* workspace;
+    size_t bytes;
+};
+
+AttendExecutor::Scratch AttendExecutor::scratch_of(const AttendCall& call, int worker) {
+    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning).bytes;
+    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning};
+}
+
+void AttendExecutor::make_tiles(const AttendCall& call) {
+    tiles_.clear();
+    n_jobs_ = n_parts_ = n_results_ = n_masses_ = work_ = 0;
+    max_pages_ = max_rows_ = max_sums_ = max_part_rows_ = max_result_sums_ = 0;
+    for (size_t s = 0; s < call.sequences.size(); ++s) {
+        const AttendSequence& seq = call.sequences[s];
+        const int64_t rows = seq.n_query * call.group;
+        if (rows == 0) continue;
+        const bool decode = rows <= kP16Rows;
+        const int64_t step = decode ? rows : kRowTile / call.group * call.group;
+        const int64_t first_position = seq.n_keys - seq.n_query;
+        const int64_t first_observed = seq.mass ? rows - std::min(seq.n_query, kObservedTokens) * call.group : rows;
+        for (int64_t row = 0; row < rows; row += step) {
+            Tile t{};
+            t.sequence = int32_t(s);
+            t.row_begin = row;
+            t.row_end = std::min(row + step, rows);
+            // Both ends of the visible range grow with the position.
+            const KeyRange lowest = visible_keys(call.settings, seq.n_keys, first_position + row / call.group);
+            const KeyRange highest = visible_keys(call.settings, seq.n_keys, first_position + (t.row_end - 1) / call.group);
+            t.page_begin = lowest.begin / kPageTokens;
+            t.page_end = std::max(t.page_begin, (highest.end + kPageTokens - 1) / kPageTokens);
+            t.observed_begin = std::min(std::max(row, first_observed), t.row_end);
+            // A longer range is split along the sequence, so that a single long sequence uses every core.
+            t.part_pages = decode ? kDecodeRangePages : kPromptRangePages;
+            t.parts = std::max<int64_t>(1, (t.pages() + t.part_pages - 1) / t.part_pages);
+            t.first_job = n_jobs_;
+            n_jobs_ += t.parts * call.kv_heads;
+            work_ += t.pages() * t.rows() * call.kv_heads;
+            max_rows_ = std::max(max_rows_, t.rows());
+            max_pages_ = std::max(max_pages_, std::min(t.pages(), t.part_pages));
+            if (t.observed() > 0) {
+                t.mass = n_masses_;
+                n_masses_ += t.pages() * call.kv_heads;
+                max_sums_ = std::max(max_sums_, std::min(t.pages(), t.part_pages) * t.rows());
+            }
+            if (t.parts > 1) {
+                t.first_part = n_parts_;
+                t.first_result = n_results_;
+                n_parts_ += t.parts * call.kv_heads;
+                n_results_ += call.kv_heads;
+                max_part_rows_ = std::max(max_part_rows_, t.rows());
+                if (t.observed() > 0) max_result_sums_ = std::max(max_result_sums_, (t.pages() + t.parts) * t.observed());
+            }
+            tiles_.push_back(t);
+        }
+    }
+}
+
+AttendExecutor::Job AttendExecutor::job_at(int64_t i) const {
+    const auto after =
+        std::upper_bound(tiles_.begin(), tiles_.end(), i, [](int64_t n, const Tile& t) { return n < t.first_job; });
+    const Tile& t = *std::prev(after);
+    const int64_t head = (i - t.first_job) / t.parts, part = (i - t.first_job) % t.parts;
+    const int64_t begin = t.page_begin + part * t.part_pages;
+    return {&t, int32_t(head), part, begin, std::min(begin + t.part_pages, t.page_end)};
+}
+
+// Room for the parts and results in work.
+Status AttendExecutor::reserve(const AttendCall& call) {
+    const size_t threads = size_t(context_.threads().threads());
+    const size_t scratch_bytes =
+        Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning).bytes * threads;
+    part_floats_ = row_floats(call.head_dim, max_part_rows_);
+    result_floats_ = row_floats(call.head_dim, max_part_rows_, max_result_sums_);
+    size_t parts = 0, results = 0;
+    if (n_parts_ > 0) {
+        parts = std::max(2 * threads, kPartBytes / (part_floats_ * sizeof(float)));
+        parts = std::min(parts, size_t(n_parts_));
+        int64_t fewest = n_parts_;
+        for (const Tile& t : tiles_) fewest = t.parts > 1 ? std::min(fewest, t.parts) : fewest;
+        results = std::min(parts / size_t(fewest) + 2, std::max<size_t>(2, kResultBytes / (result_floats_ * sizeof(float))));
+        results = std::min(results, size_t(n_results_));
+    }
+    const size_t part_bytes = parts * part_floats_ * sizeof(float), result_bytes = results * result_floats_ * sizeof(float);
+    const size_t mass_bytes = size_t(n_masses_) * sizeof(float);
+    if (!scratch_.reserve(scratch_bytes) || !parts_.reserve(part_bytes) || !results_.reserve(result_bytes) ||
+        !masses_.reserve(mass_bytes)) {
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the workspace of this call",
+                    scratch_bytes + part_bytes + result_bytes + mass_bytes)
+            .bytes(scratch_bytes + part_bytes + result_bytes + mass_bytes);
+    }
+    if (part_turns_.size() < parts) part_turns_ = std::vector<std::atomic<int64_t>>(parts);
+    if (result_turns_.size() < results) result_turns_ = std::vector<ResultTurn>(results);
+    parts_in_work_ = int64_t(parts);
+    results_in_work_ = int64_t(results);
+    for (size_t i = 0; i < parts; ++i) part_turns_[i] = free_for(int64_t(i));
+    for (size_t i = 0; i < results; ++i) {
+        result_turns_[i].serves = int64_t(i);
+        result_turns_[i].next = 0;
+    }
+    return {};
+}
+
+AttendExecutor::Rows AttendExecutor::rows_of(Buffer& buffer, size_t floats, int64_t place, const Tile& tile, int d) {
+    float* o = reinterpret_cast<float*>(buffer.data()) + floats * size_t(place);
+    return Rows::at(o, tile.rows(), d);
+}
+
+Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
+    make_tiles(call);
+    if (n_jobs_ == 0) return {};
+    TA_RETURN_IF_ERROR(reserve(call));
+    std::atomic<uint64_t> replaced{0};
+    context_.threads().parallel_for(n_jobs_, work_ < kAloneWork ? n_jobs_ : 1, [&](int64_t i, int worker) {
+        Scratch scratch = scratch_of(call, worker);
+        run_job(call, job_at(i), scratch, replaced);
+    });
+    // One after the other, so that sums do not depend on threads.
+    const float* masses = reinterpret_cast<const float*>(masses_.data());
+    for (const Tile& t : tiles_) {
+        if (t.observed() == 0) continue;
+        float* sum = call.sequences[size_t(t.sequence)].mass + t.page_begin;
+        const float* mass = masses + t.mass;
+        for (int32_t head = 0; head < call.kv_heads; ++head) {
+            for (int64_t p = 0; p < t.pages(); ++p) sum[p] += *mass++;
+        }
+    }
+    *saturated += replaced.load();
+    return {};
+}
+
+// From what the kernel left for each page and row of a job to the weight of pages in the job's part: sums [pages, observed].
+void AttendExecutor::fold_page_sums(const Job& job, const float* page_sums, float* sums) {
+    const int64_t rows = job.tile->rows(), n = job.tile->observed(), first = job.tile->observed_begin - job.tile->row_begin;
+    float later[kRowTile];  // product of the alphas of later pages
+    std::fill_n(later, n, 1.0f);
+    for (int64_t p = job.pages(); p-- > 0;) {
+        const float* alpha = page_sums + p * 2 * rows + first;
+        const float* sum = alpha + rows;
+        for (int64_t r = 0; r < n; ++r) {
+            sums[p * n + r] = sum[r] * later[r];
+            later[r] *= alpha[r];
+        }
+    }
+}
+
+// The sums over the observed rows, each times what the part counts in the whole.
+void AttendExecutor::add_masses(const Job& job, const float* sums, const float* factor) {
+    const Tile& t = *job.tile;
+    float* masses = reinterpret_cast<float*>(masses_.data()) + t.mass + job.head * t.pages() + (job.page_begin - t.page_begin);
+    const int64_t n = t.observed();
+    for (int64_t p = 0; p < job.pages(); ++p) {
+        float sum = 0.0f;
+        for (int64_t r = 0; r < n; ++r) sum += sums[p * n + r] * factor[r];
+        masses[p] = sum;
+    }
+}
+
+// Where the job's head is in each of its pages.
+void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch& scratch) {
+    const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
+    const size_t token_stride = TokenLayout(call.head_dim).bytes(), low_stride = ChannelLayout(call.head_dim, 2, 2).bytes();
+    for (int64_t p = job.page_begin; p < job.page_end; ++p) {
+        const StoredPage& page = seq.pages[p];
+        const size_t offset = page.kind == PageKind::kToken ? size_t(job.head) * token_stride
+                              : page.kind == PageKind::kLow ? size_t(job.head) * low_stride
+                                                            : call.channel_head_offset[job.head];
+        scratch.pages_[p - job.page_begin] = {page.page ? page.page + offset : nullptr,
+                                              page.kind == PageKind::kToken ? PageKind::kToken : PageKind::kChannel};
+    }
+}
+
+void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch,
+                                      std::atomic<uint64_t>& saturated) {
+    const AttendSettings& s = call.settings;
+    const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
+    const cpu::PageCodec& codec = *context_.kernels().codec;
+    const int d = call.head_dim;
+    const int64_t rows = job.tile->rows();
+    // Scores are kept in log2 units, except before a softcap, whose tanh works in natural ones.
+    const float unit = s.softcap > 0.0f ? s.scale : s.scale * cpu::kLog2e;
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t token = (job.tile->row_begin + r) / call.group, in_group = (job.tile->row_begin + r) % call.group;
+        const int64_t q_head = int64_t(job.head) * call.group + in_group, position = seq.n_keys - seq.n_query + token;
+        float* x = scratch.row;
+        const int64_t replaced = codec.to_float(call.q.at(seq.query_row + token, q_head), call.q.dtype, d, call.saturate, x);
+        if (replaced) saturated.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
+        if (call.k_offset) {
+            // Keys are stored less their offset mu: every score of the row lacks q.mu.
+            const float* mu = call.k_offset + int64_t(job.head) * d;
+            double dot = 0.0;
+            for (int c = 0; c < d; ++c) dot += double(x[c]) * double(mu[c]);
+            scratch.bias[r] = float(dot * double(unit));
+        }
+        for (int c = 0; c < d && call.k_turning; ++c) scratch.q_float[r * d + c] = x[c] * unit;
+        if (call.rotation_signs) codec.rotate(x, d, call.rotation_signs);
+        const float scale = stage1_scale(codec.amax(x, d), call.q_levels);
+        codec.quantize(x, d, scale, call.q_levels, scratch.q + r * d);
+        scratch.q_scale[r] = scale * unit;
+        const KeyRange keys = visible_keys(s, seq.n_keys, position);
+        scratch.key_begin[r] = keys.begin;
+        scratch.key_end[r] = keys.end;
+        scratch.position[r] = position;
+        if (s.alibi_slopes) scratch.slope[r] = s.alibi_slopes[q_head] * cpu::kLog2e;
+    }
+}
+
+void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) {
+    const AttendSettings& s = call.settings;
+    const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
+    const Tile& tile = *job.tile;
+    const int d = call.head_dim;
+    const int64_t rows = tile.rows();
+    place_pages(call, job, scratch);
+    quantize_queries(call, job, scratch, saturated);
+
+    const bool alone = tile.parts == 1, observed = tile.observed() > 0;
+    const Rows part = alone ? Rows::at(scratch.o, rows, d) : start_part(job, d);
+    std::fill_n(part.o, rows * d, 0.0f);
+    std::fill_n(part.m, rows, cpu::kMinusInf);
+    std::fill_n(part.l, rows, 0.0f);
+
+    const PFormat p = p_format(s.p, seq.n_query * call.group);
+    cpu::AttendTask task{};
+    task.head_dim = d;
+    task.pages = scratch.pages_ - job.page_begin;
+    task.n_keys = seq.n_keys;
+    task.rows = int(rows);
+    task.q = scratch.q;
+    task.q_scale = scratch.q_scale;
+    task.q_float = call.k_turning ? scratch.q_float : nullptr;
+    task.key_begin = scratch.key_begin;
+    task.key_end = scratch.key_end;
+    task.position = scratch.position;
+    task.slope = s.alibi_slopes ? scratch.slope : nullptr;
+    task.bias = call.k_offset ? scratch.bias : nullptr;
+    task.softcap_log2 = s.softcap * cpu::kLog2e;
+    task.softcap_inv = s.softcap > 0.0f ? 1.0f / s.softcap : 0.0f;
+    task.exp = s.exp;
+    task.p_levels = p.levels;
+    task.p_running = p.running;
+    if (seq.v_float) {
+        task.v_float = seq.v_float + int64_t(job.head) * d;
+        task.v_float_stride = int64_t(call.kv_heads) * d;
+    }
+    task.o = part.o;
+    task.m = part.m;
+    task.l = part.l;
+    task.workspace = scratch.workspace;
+    if (observed) {
+        for (int64_t page = 0; page < job.pages(); ++page) {
+            std::fill_n(scratch.page_sums + page * 2 * rows, rows, 1.0f);
+            std::fill_n(scratch.page_sums + (page * 2 + 1) * rows, rows, 0.0f);
+        }
+    }
+    for (task.page_begin = job.page_begin; task.page_begin < job.page_end; task.page_begin = task.page_end) {
+        const bool low = end_run(seq.pages, task.page_begin, job.page_end, task.page_end);
+        task.k_bits = low ? 2 : call.k_bits ? call.k_bits[job.head] : 8;
+        task.v_bits = low ? 2 : call.v_bits ? call.v_bits[job.head] : 8;
+        if (observed) task.page_sums = scratch.page_sums + (task.page_begin - job.page_begin) * 2 * rows;
+        context_.kernels().attend(task);
+    }
+    if (!alone) {
+        if (observed) keep_page_sums(job, d, part.m, scratch.page_sums);
+        finish_part(call, job, scratch);
+        return;
+    }
+    for (int64_t r = 0; r < rows; ++r) scratch.factor[r] = finish_row(call, job, r, part, scratch);
+    if (!observed) return;
+    fold_page_sums(job, scratch.page_sums, scratch.sums_);
+    add_masses(job, scratch.sums_, scratch.factor + (tile.observed_begin - tile.row_begin));
+}
+
+// ------------------------------------------------------------------------------------- results of several parts, in order
+//
+// Part k of the call is computed in place k mod parts_in_work_ and waits there for its turn: the parts of a result are joined in
+// their order, by whichever thread finishes one or has joined the one before it. Result r is joined in place r mod
+// results_in_work_. A thread that starts a part waits until both places are free. Jobs begin in order, so the first part that is
+// not joined yet never waits for a place, and with it the call goes on.
+
+// Takes the places of a part and of its result.
+AttendExecutor::Rows AttendExecutor::start_part(const Job& job, int d) {
+    const int64_t result = result_of(job), part = part_of(job);
+    wait_for(result_turns_[size_t(result % results_in_work_)].serves, result);
+    wait_for(part_turns_[size_t(part % parts_in_work_)], free_for(part));
+    return rows_of(parts_, part_floats_, part % parts_in_work_, *job.tile, d);
+}
+
+// In the place of its result until that is whole: the weights of the part's pages and the maxima that they are relative to.
+void AttendExecutor::keep_page_sums(const Job& job, int d, const float* m, const float* page_sums) {
+    const Tile& t = *job.tile;
+    const Rows result = rows_of(results_, result_floats_, result_of(job) % results_in_work_, t, d);
+    fold_page_sums(job, page_sums, result.sums + (job.page_begin - t.page_begin) * t.observed());
+    float* part_m = result.sums + t.pages() * t.observed() + job.part * t.observed();
+    std::copy_n(m + (t.observed_begin - t.row_begin), t.observed(), part_m);
+}
+
+// The part is computed. Joins it if it is next, and those after it that are ready.
+void AttendExecutor::finish_part(const AttendCall& call, const Job& job, Scratch& scratch) {
+    const Tile& t = *job.tile;
+    const int64_t place = result_of(job) % results_in_work_, first = part_of(job) - job.part;
+    ResultTurn& turn = result_turns_[size_t(place)];
+    const Rows result = rows_of(results_, result_floats_, place, t, call.head_dim);
+    // Sequentially consistent, all of it: of the thread that finishes a part and the one that joins the part before it, one at
+    // least sees what the other did. Both may; one of them takes the turn.
+    part_turns_[size_t(part_of(job) % parts_in_work_)] = done(part_of(job));
+    for (int64_t part = job.part; part < t.parts; ++part) {
+        std::atomic<int64_t>& state = part_turns_[size_t((first + part) % parts_in_work_)];
+        if (state.load() != done(first + part)) return;
+        int64_t next = part;
+        if (!turn.next.compare_exchange_strong(next, kJoining)) return;
+        const Rows from = rows_of(parts_, part_floats_, (first + part) % parts_in_work_, t, call.head_dim);
+        if (part == 0) {
+            std::copy_n(from.o, t.rows() * (call.head_dim + 2), result.o);  // m and l lie behind O
+        } else {
+            context_.kernels().join({call.head_dim, t.rows(), result.o, result.m, result.l, from.o, from.m, from.l});
+        }
+        set(state, free_for(first + part + parts_in_work_));
+        if (part + 1 < t.parts) turn.next = part + 1;
+    }
+    finish_result(call, job, result, scratch);
+    turn.next = 0;
+    set(turn.serves, result_of(job) + results_in_work_);
+}
+
+void AttendExecutor::finish_result(const AttendCall& call, const Job& job, const Rows& result, Scratch& scratch) {
+    const Tile& t = *job.tile;
+    for (int64_t r = 0; r < t.rows(); ++r) scratch.factor[r] = finish_row(call, job, r, result, scratch);
+    const int64_t n = t.observed(), first = t.observed_begin - t.row_begin;
+    if (n == 0) return;
+    const float* part_m = result.sums + t.pages() * n;
+    for (Job part{&t, job.head, 0, t.page_begin, 0}; part.part < t.parts; ++part.part, part_m += n) {
+        part.page_end = std::min(part.page_begin + t.part_pages, t.page_end);
+        float weight[kRowTile];
+        for (int64_t r = 0; r < n; ++r) {
+            const bool saw = part_m[r] != cpu::kMinusInf;
+            weight[r] = saw ? scratch.factor[first + r] * cpu::exp2_neg_exact(result.m[first + r] - part_m[r]) : 0.0f;
+        }
+        add_masses(part, result.sums + (part.page_begin - t.page_begin) * n, weight);
+        part.page_begin = part.page_end;
+    }
+}
+
+// Divides by the denominator, with the learned sink in it, and writes the row. Returns what it multiplied with.
+float AttendExecutor::finish_row(const AttendCall& call, const Job& job, int64_t r, const Rows& rows, Scratch& scratch) const {
+    const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
+    const int64_t row = job.tile->row_begin + r, token = seq.query_row + row / call.group;
+    const int64_t q_head = int64_t(job.head) * call.group + row % call.group;
+    const int d = call.head_dim;
+    const float m = rows.m[r], l = rows.l[r];
+    const float* o = rows.o + r * d;
+    double denominator = l, top = m;  // the denominator is denominator * 2^top
+    float weight = 1.0f;
+    if (call.settings.sinks) {
+        const double sink = double(call.settings.sinks[q_head]) * double(cpu::kLog2e);
+        top = std::max(double(m), sink);
+        weight = m == cpu::kMinusInf ? 0.0f : float(std::exp2(double(m) - top));
+        denominator = double(l) * double(weight) + std::exp2(sink - top);
+    }
+    const float factor = denominator > 0.0 ? float(double(weight) / denominator) : 0.0f;
+    for (int c = 0; c < d; ++c) scratch.row[c] = o[c] * factor;
+    context_.kernels().codec->from_float(scratch.row, d, call.out.dtype, call.out.at(token, q_head));
+    if (!call.lse) return factor;
+    call.lse[token * call.kv_heads * call.group + q_head] =
+        denominator > 0.0 ? float((top + std::log2(denominator)) / double(cpu::kLog2e)) : cpu::kMinusInf;
+    return factor;
+}
+
+}  // namespace ta

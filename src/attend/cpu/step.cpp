@@ -1,0 +1,482 @@
+// Steps on a CPU: stage 1 of the new tokens, the closing of pages that they fill, attention. Everything is synchronous.
+#include "src/attend/step.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+
+#include "src/attend/cpu/executor.h"
+#include "src/attend/cpu/stage1.h"
+#include "src/attend/cpu/turning.h"
+
+namespace ta {
+namespace {
+
+// Elements of an append below which it is done before another thread would wake up.
+constexpr int64_t kAloneElements = 1 << 14;
+
+constexpr auto kNoSigns = [] {
+    std::array<float, kMaxHeadDim> ones{};
+    ones.fill(1.0f);
+    return ones;
+}();
+
+// One worker's buffers for one page of one head.
+struct AppendScratch {
+    cpu::HeadStage1 codes;
+    alignas(64) float k[kPageTokens * kMaxHeadDim];
+    alignas(64) float v[kPageTokens * kMaxHeadDim];
+    float k_amax[kPageTokens], v_amax[kPageTokens];
+};
+
+class CpuStep final : public StepBackend {
+  public:
+    explicit CpuStep(Pool& pool)
+        : pool_(pool),
+          workspace_(pool.context().allocator()),
+          append_scratch_(pool.context().allocator()),
+          kept_(pool.context().allocator()),
+          executor_(pool.context()) {}
+
+    Status set_stream(ta_stream) override {
+        return fail(TA_E_UNSUPPORTED, "a CPU has no streams: calls return when their work is done");
+    }
+    Status begin(Step& step) override;
+    Status copy_tokens(const Block& from, int tokens, Block& to) override;
+    Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
+    Status attend(uint32_t layer, AttendCall& call) override;
+    bool replays() const override { return false; }
+    Status seal() override;
+    void finish() override;
+
+  private:
+    struct AppendTask {
+        size_t member;
+        uint32_t head;
+        size_t first, last;  // of touched
+    };
+
+    Status reserve_append_scratch();
+    AppendScratch& append_scratch(int worker) { return reinterpret_cast<AppendScratch*>(append_scratch_.data())[worker]; }
+    void make_append_tasks();
+    Status recall_scales(StepMember& m);
+    uint8_t* token_page(const StepBlock& t, uint32_t layer);
+    // Of a token block.
+    float* own_scales(const Block& block, uint32_t layer, uint32_t head) const {
+        return reinterpret_cast<float*>(block.slot() + pool_.geometry().own_scales_offset(layer, head));
+    }
+    void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
+                      AppendScratch& scratch);
+    void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out);
+    void read_stored_rows(const uint8_t* piece, int n, AppendScratch& scratch);
+    TurningPairs turning_before(const StepMember& member, const StepBlock& t, uint32_t layer, uint32_t head);
+    void list_pages(uint32_t layer, bool observed);
+    void add_masses();
+
+    const cpu::PageCodec& codec() const { return *pool_.context().kernels().codec; }
+
+    Pool& pool_;
+    Step* step_ = nullptr;
+    std::vector<AppendTask> append_tasks_;
+    std::atomic<uint64_t> saturated_{0}, clamped_{0};
+    std::vector<StoredPage> slots_;   // of the members' blocks that the step does not touch, where they were at begin
+    std::vector<size_t> first_slot_;  // of each member
+    std::vector<StoredPage> pages_;   // of one layer
+    std::vector<AttendSequence> attend_sequences_;
+    std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all observed calls
+    int64_t heads_observed_ = 0;  // of these calls: each gave a weight of 1 to every observed token
+    Buffer workspace_, append_scratch_;
+    std::vector<const StepBlock*> anew_;  // whose tokens the step changes, until it is sealed
+    Buffer kept_;                         // and what they were
+    AttendExecutor executor_;
+};
+
+Status CpuStep::begin(Step& step) {
+    const size_t workspace_bytes = size_t(step.workspace_pages) * pool_.geometry().token_page_bytes;
+    if (!workspace_.reserve(workspace_bytes)) {
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes)
+            .bytes(workspace_bytes);
+    }
+    anew_.clear();
+    for (const StepMember& m : step.members) {
+        for (const StepBlock& t : m.touched) {
+            if (t.changes_tokens()) anew_.push_back(&t);
+        }
+    }
+    const size_t payload = pool_.geometry().token_payload_bytes;
+    const size_t anew_bytes = anew_.size() * payload;
+    if (!kept_.reserve(anew_bytes)) {
+        anew_.clear();
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the blocks that the step begins anew", anew_bytes)
+            .bytes(anew_bytes);
+    }
+    for (size_t i = 0; i < anew_.size(); ++i) std::memcpy(kept_.data() + i * payload, anew_[i]->token->slot(), payload);
+    slots_.clear();
+    first_slot_.clear();
+    for (const StepMember& m : step.members) {
+        first_slot_.push_back(slots_.size());
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            const Block::Stored at = block.stored();
+            slots_.push_back({at.slot, at.kind});
+        }
+    }
+    masses_.clear();
+    heads_observed_ = 0;
+    if (pool_.observes_attention()) {
+        size_t blocks = 0;
+        for (const StepMember& m : step.members) blocks += size_t(Step::untouched_blocks(m)) + m.touched.size();
+        masses_.resize(blocks);
+    }
+    step_ = &step;
+    for (StepMember& m : step.members) {
+        if (m.recalls) TA_RETURN_IF_ERROR(recall_scales(m));
+    }
+    make_append_tasks();
+    saturated_ = clamped_ = 0;
+    return {};
+}
+
+// Finds the member's largest scales from its blocks (numerics.md section 2). The first block that the step touches is a copy: its
+// present tokens get the codes and scales that they would have had.
+Status CpuStep::recall_scales(StepMember& m) {
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
+    const Geometry& g = pool_.geometry();
+    const cpu::PageCodec& codec = this->codec();
+    const int d = int(g.head_dim);
+    std::fill(m.largest_scales.begin(), m.largest_scales.end(), 0.0f);
+    pool_.context().threads().parallel_for(int64_t(g.layers) * g.kv_heads, 1, [&](int64_t i, int worker) {
+        const auto layer = uint32_t(i / g.kv_heads), head = uint32_t(i % g.kv_heads);
+        float* largest = m.largest_scales.data() + 2 * i;
+        // [64] of K, then of V, or one each.
+        const auto take = [&](const uint8_t* at, int each, int n) {
+            const auto* own = reinterpret_cast<const float*>(at);
+            for (int which = 0; which < 2; ++which, own += each)
+                largest[which] = std::max(largest[which], *std::max_element(own, own + n));
+        };
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+            const Block::Stored at = m.sequence->blocks[size_t(b)]->stored();
+            if (!at.slot) continue;  // dropped
+            if (at.kind == PageKind::kToken) {
+                take(at.slot + g.own_scales_offset(layer, head), kPageTokens, kPageTokens);
+            } else {
+                take(at.slot + g.page_offset(at.kind, layer) + g.head_offset(at.kind, layer, head) +
+                         g.channel_layout(at.kind, layer, head).own_scales(),
+                     1, 1);
+            }
+        }
+        const StepBlock& t = m.touched.front();
+        if (t.have == 0) return;
+        take(t.token->slot() + g.own_scales_offset(layer, head), kPageTokens, t.have);
+        uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
+        cpu::HeadStage1& codes = append_scratch(worker).codes;
+        codec.load_token_piece(piece, d, t.have, codes);
+        const TurningPairs turning = pool_.numerics().k_turning ? turning_of_tokens(piece, TokenLayout(d)) : TurningPairs{};
+        settle_page(codes.k, codes.k_scale, d, t.have, largest[0], pool_.numerics().k_turning ? &turning : nullptr);
+        settle_page(codes.v, codes.v_scale, d, t.have, largest[1]);
+        codec.store_token_piece(codes, d, 0, t.have, piece);
+    });
+    return {};
+}
+
+// One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it, or the turning
+// pairs of the last on those of the one before it.
+void CpuStep::make_append_tasks() {
+    append_tasks_.clear();
+    const bool in_order = pool_.numerics().universal_open_scale, turning = pool_.numerics().k_turning;
+    for (size_t i = 0; i < step_->members.size(); ++i) {
+        const size_t blocks = step_->members[i].touched.size();
+        size_t last = 0;
+        for (size_t first = 0; first < blocks; first = last) {
+            last = in_order || (turning && first + 2 == blocks) ? blocks : first + 1;
+            for (uint32_t head = 0; head < pool_.geometry().kv_heads; ++head) append_tasks_.push_back({i, head, first, last});
+        }
+    }
+}
+
+Status CpuStep::reserve_append_scratch() {
+    const size_t bytes = sizeof(AppendScratch) * size_t(pool_.context().thread_count());
+    if (append_scratch_.reserve(bytes)) return {};
+    return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the append workspace", bytes).bytes(bytes);
+}
+
+Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
+    if (!pool_.numerics().saturate) {
+        if (Status s = check_finite(codec(), k, "k"); !s.ok()) return std::move(s).argument(2);
+        if (Status s = check_finite(codec(), v, "v"); !s.ok()) return std::move(s).argument(3);
+    }
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
+    // A decode step's few tokens are done before another thread would wake up.
+    const int64_t tasks = int64_t(append_tasks_.size());
+    const bool alone = step_->total_new * int64_t(pool_.geometry().kv_heads * pool_.geometry().head_dim) < kAloneElements;
+    pool_.context().threads().parallel_for(tasks, alone ? tasks : 1, [&](int64_t i, int worker) {
+        const AppendTask& task = append_tasks_[size_t(i)];
+        StepMember& m = step_->members[task.member];
+        AppendScratch& scratch = append_scratch(worker);
+        for (size_t b = task.first; b < task.last; ++b) append_block(m, m.touched[b], layer, task.head, k, v, scratch);
+    });
+    return {};
+}
+
+// Widens n rows of one head from `row` on, less the offset.
+void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out) {
+    const cpu::PageCodec& codec = this->codec();
+    const int d = int(x.head_dim);
+    int64_t replaced = 0;
+    for (int t = 0; t < n; ++t) {
+        float* to = out + t * d;
+        replaced += codec.to_float(x.at(row + t, head), x.dtype, d, pool_.numerics().saturate, to);
+        if (offset) {
+            for (int c = 0; c < d; ++c) to[c] -= offset[c];
+        }
+    }
+    if (replaced) saturated_.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
+}
+
+ScaleRule rule_for(bool whole_page, bool page_scale, bool exponents, bool universal) {
+    if (whole_page && page_scale) return exponents ? ScaleRule::kPageExp : ScaleRule::kPage;
+    return universal ? ScaleRule::kUniversal : ScaleRule::kToken;
+}
+
+void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
+                           AppendScratch& s) {
+    const Geometry& g = pool_.geometry();
+    const Numerics& num = pool_.numerics();
+    const cpu::PageCodec& codec = this->codec();
+    const int d = int(g.head_dim), n = t.end - t.have;
+    const int64_t row = m.new_row + t.index * kPageTokens + t.have - m.length;
+    const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.index(layer, head) * g.head_dim;
+    uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
+    // Of the tokens that it has.
+    const uint8_t* stored =
+        t.have == 0 ? nullptr
+                    : t.token->slot() + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
+    if (t.begins_anew) read_stored_rows(stored, t.have, s);
+    read_rows(k, row, n, head, offset, s.k + (t.begins_anew ? t.have * d : 0));
+    read_rows(v, row, n, head, nullptr, s.v);
+    TurningPairs turning;
+    int first_k = t.have;  // from which on K is encoded
+    if (num.k_turning) {
+        if (stored) turning = turning_of_tokens(stored, TokenLayout(d));
+        if (t.begins_anew) {
+            const bool stays = t.index > 0 && turning.any() && all_turning_helps(turning, s.k, t.end, d);
+            const TurningPairs found = stays ? turning : find_turning(s.k, t.end, d);
+            if (found == turning) {
+                std::memmove(s.k, s.k + t.have * d, size_t(n) * size_t(d) * sizeof(float));
+            } else {
+                turning = found;
+                first_k = 0;
+            }
+        } else if (t.have == 0) {
+            turning = n < kPageTokens && t.index > 0 ? carry_turning(turning_before(m, t, layer, head), s.k, n, d)
+                                                     : find_turning(s.k, n, d);
+        }
+        take_out_turning(turning, first_k, t.end - first_k, d, s.k);
+    }
+    const int n_k = t.end - first_k;
+    for (int i = 0; i < n_k; ++i) {
+        if (num.hadamard) codec.rotate(s.k + i * d, d, pool_.rotation_signs());
+        s.k_amax[i] = codec.amax(s.k + i * d, d);
+    }
+    for (int i = 0; i < n; ++i) s.v_amax[i] = codec.amax(s.v + i * d, d);
+
+    if (stored && (t.channel || num.universal_open_scale || t.begins_anew)) codec.load_token_piece(stored, d, t.have, s.codes);
+
+    float own[2] = {0.0f, 0.0f};  // of universal scales: the page's largest
+    float k_universal = 0.0f, v_universal = 0.0f;
+    if (num.universal_open_scale) {
+        float* largest = m.largest_scales.data() + g.index(layer, head) * 2;
+        float* to = t.token ? own_scales(*t.token, layer, head) : nullptr;
+        for (int which = 0; which < 2; ++which) {
+            const float* amax = which ? s.v_amax : s.k_amax;
+            for (int i = 0; i < t.have; ++i) own[which] = std::max(own[which], to[which * kPageTokens + i]);
+            for (int i = 0; i < n; ++i) {
+                const float scale = stage1_scale(amax[i], kStage1Levels);
+                own[which] = std::max(own[which], scale);
+                if (to) to[which * kPageTokens + t.have + i] = scale;
+            }
+            largest[which] = std::max(largest[which], own[which]);
+        }
+        k_universal = universal_scale(s.codes.k_scale, t.have, largest[0]);
+        v_universal = universal_scale(s.codes.v_scale, t.have, largest[1]);
+    }
+    const bool whole = n == kPageTokens;
+    const ScaleRule k_rule =
+        rule_for(whole && (!t.stays_8_bits || num.k_page_scale_at_8_bits), num.k_page_scale, false, num.universal_open_scale);
+    const ScaleRule v_rule = rule_for(whole && (!t.stays_8_bits || num.v_page_scale_at_8_bits), num.v_page_scale,
+                                      num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
+    const int64_t clamped =
+        quantize_tokens(codec, s.k, s.k_amax, d, first_k, t.end, k_rule, k_universal, kStage1Levels, s.codes.k, s.codes.k_scale,
+                        num.k_turning ? &turning : nullptr) +
+        quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
+    if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
+    codec.store_token_piece(s.codes, d, t.workspace_page < 0 ? first_k : 0, t.end, piece);
+    if (num.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
+
+    if (!t.channel) return;
+    uint8_t* closed =
+        t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
+    const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search, num.k_turning};
+    const ChannelLayout layout = g.channel_layout(PageKind::kChannel, layer, head);
+    codec.encode_channel_piece(s.codes, layout, options, closed);
+    if (num.universal_open_scale) std::memcpy(closed + layout.own_scales(), own, sizeof own);
+}
+
+// K of the first n tokens of a page as it was given, but for its rounding.
+void CpuStep::read_stored_rows(const uint8_t* piece, int n, AppendScratch& s) {
+    const int d = int(pool_.geometry().head_dim);
+    const cpu::PageCodec& codec = this->codec();
+    codec.load_token_piece(piece, d, n, s.codes);
+    for (int t = 0; t < n; ++t) {
+        float* row = s.k + t * d;
+        for (int c = 0; c < d; ++c) row[c] = float(s.codes.k[t * d + c]) * s.codes.k_scale[t];
+        if (!pool_.numerics().hadamard) continue;
+        codec.rotate(row, d, kNoSigns.data());
+        for (int c = 0; c < d; ++c) row[c] *= pool_.rotation_signs()[c];
+    }
+    put_back_turning(turning_of_tokens(piece, TokenLayout(d)), 0, n, d, s.k);
+}
+
+void CpuStep::finish() {
+    const size_t bytes = pool_.geometry().token_payload_bytes;
+    for (size_t i = 0; i < anew_.size(); ++i) std::memcpy(anew_[i]->token->slot(), kept_.data() + i * bytes, bytes);
+    anew_.clear();
+    step_ = nullptr;
+    workspace_.trim();
+    executor_.trim();
+}
+
+// The pairs of the page before a block, which the same task has written if the step brings it.
+TurningPairs CpuStep::turning_before(const StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head) {
+    const Geometry& g = pool_.geometry();
+    const TokenLayout token(int(g.head_dim));
+    const auto n = size_t(t.index - m.touched.front().index);
+    if (n > 0)
+        return turning_of_tokens(token_page(m.touched[n - 1], layer) + g.head_offset(PageKind::kToken, layer, head), token);
+    const StoredPage& at = slots_[first_slot_[size_t(&m - step_->members.data())] + size_t(t.index) - 1];
+    if (!at.page) return {};
+    const uint8_t* piece = at.page + g.page_offset(at.kind, layer) + g.head_offset(at.kind, layer, head);
+    return at.kind == PageKind::kToken ? turning_of_tokens(piece, token)
+                                       : turning_of_channel(piece, g.channel_layout(at.kind, layer, head));
+}
+
+Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
+    const Geometry& g = pool_.geometry();
+    const Block::Stored at = from.stored();
+    if (at.kind == PageKind::kToken) {
+        std::memcpy(to.slot(), at.slot, g.token_slot_bytes);
+        return {};
+    }
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
+    const cpu::PageCodec& codec = this->codec();
+    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int worker) {
+        cpu::HeadStage1& values = append_scratch(worker).codes;
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const auto piece_of = [&](PageKind kind) {
+                return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
+            };
+            const ChannelLayout closed = g.channel_layout(at.kind, uint32_t(layer), head);
+            codec.decode_channel_piece(at.slot + piece_of(at.kind), closed, tokens, values);
+            uint8_t* piece = to.slot() + piece_of(PageKind::kToken);
+            codec.store_token_piece(values, int(g.head_dim), 0, tokens, piece);
+            if (g.keeps_own_scales) {
+                float* own = own_scales(to, uint32_t(layer), head);
+                reopen_own_scales(values.k, values.k_scale, int(g.head_dim), tokens, own);
+                reopen_own_scales(values.v, values.v_scale, int(g.head_dim), tokens, own + kPageTokens);
+            }
+            if (!pool_.numerics().k_turning) continue;
+            const TurningPairs turning = turning_of_channel(at.slot + piece_of(at.kind), closed);
+            store_turning_of_missing(turning, tokens, TokenLayout(int(g.head_dim)), piece);
+        }
+    });
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------------------------ attend
+
+uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
+    const Geometry& g = pool_.geometry();
+    if (t.workspace_page < 0) return t.token->slot() + g.page_offset(PageKind::kToken, layer);
+    return workspace_.data() + size_t(t.workspace_page) * g.token_page_bytes;
+}
+
+// Where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as they are stored.
+void CpuStep::list_pages(uint32_t layer, bool observed) {
+    const Geometry& g = pool_.geometry();
+    pages_.clear();
+    attend_sequences_.clear();
+    size_t total = 0;
+    for (const StepMember& m : step_->members) total += size_t(Step::untouched_blocks(m)) + m.touched.size();
+    pages_.reserve(total);
+    const StoredPage* slot = slots_.data();
+    for (const StepMember& m : step_->members) {
+        const StoredPage* first = pages_.data() + pages_.size();
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
+            pages_.push_back({slot->page ? slot->page + g.page_offset(slot->kind, layer) : nullptr, slot->kind});
+        }
+        for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
+        attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
+        if (observed) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
+    }
+}
+
+Status CpuStep::attend(uint32_t layer, AttendCall& call) {
+    if (!call.saturate) {
+        if (Status s = check_finite(codec(), call.q, "q"); !s.ok()) return std::move(s).argument(2);
+    }
+    const bool observed = pool_.observes(layer, step_->turn);
+    list_pages(layer, observed);
+    call.sequences = attend_sequences_;
+    uint64_t saturated = 0;
+    TA_RETURN_IF_ERROR(executor_.run(call, &saturated));
+    if (observed) heads_observed_ += call.kv_heads * call.group;
+    if (saturated) pool_.counters().saturated_values += saturated;
+    return {};
+}
+
+Status CpuStep::seal() {
+    const Geometry& g = pool_.geometry();
+    std::vector<const StepBlock*> blocks;
+    for (const StepMember& m : step_->members) {
+        for (const StepBlock& t : m.touched) blocks.push_back(&t);
+    }
+    pool_.context().threads().parallel_for(int64_t(blocks.size()), 1, [&](int64_t i, int) {
+        const StepBlock& t = *blocks[size_t(i)];
+        (t.channel ? t.channel : t.token)->seal(g, pool_.fingerprint(), uint64_t(t.index), uint32_t(t.end));
+    });
+    anew_.clear();
+    pool_.counters().saturated_values += saturated_.load();
+    pool_.counters().clamped_values += clamped_.load();
+    add_masses();
+    return {};
+}
+
+// Leaves with each block the mean weight that it had in a row of this step. Blocks that take another's place take over what it
+// got.
+void CpuStep::add_masses() {
+    if (masses_.empty()) return;
+    Fading fading = pool_.fading();
+    const float* mass = masses_.data();
+    for (const StepMember& m : step_->members) {
+        const int64_t observed = std::min(m.n_query, kObservedTokens) * heads_observed_;
+        const float each = observed > 0 ? 1.0f / float(observed) : 0.0f;
+        for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++mass) {
+            if (observed > 0) m.sequence->blocks[size_t(b)]->add_mass(*mass * each, fading);
+        }
+        for (const StepBlock& t : m.touched) {
+            Block& block = t.channel ? *t.channel : *t.token;
+            if (t.have > 0 && m.sequence->blocks[size_t(t.index)].get() != &block)
+                block.take_mass(*m.sequence->blocks[size_t(t.index)]);
+            block.add_mass(*mass++ * each, fading);
+        }
+    }
+}
+
+}  // namespace
+
+std::unique_ptr<StepBackend> make_cpu_step(Pool& pool) {
+    return std::make_unique<CpuStep>(pool);
+}
+
+}  // namespace ta

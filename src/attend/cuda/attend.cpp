@@ -1,0 +1,191 @@
+#include "src/attend/cuda/attend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace ta {
+
+using cuda::AttendArgs;
+using cuda::SequenceArgs;
+
+Status check_device_memory(const CudaDevice& device, const void* data, const char* name) {
+    if (!data) return {};
+    cudaPointerAttributes a{};
+    TA_RETURN_IF_ERROR(device.check(cudaPointerGetAttributes(&a, data), "looking at a pointer"));
+    if (a.type == cudaMemoryTypeUnregistered) {
+        return fail(TA_E_INVALID, "%s lies in pageable host memory; on a GPU context tensors lie in device memory", name);
+    }
+    if (a.type == cudaMemoryTypeDevice && a.device != device.ordinal()) {
+        return fail(TA_E_INVALID, "%s lies on GPU %d; the context is on GPU %d", name, a.device, device.ordinal());
+    }
+    return {};
+}
+
+Status is_captured(const CudaDevice& device, cudaStream_t stream, bool* yes) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    if (error == cudaErrorStreamCaptureImplicit) {
+        return fail(TA_E_STATE,
+                    "a stream that synchronizes with the legacy default stream is being captured; that cannot be "
+                    "used until the capture ends");
+    }
+    TA_RETURN_IF_ERROR(device.check(error, "asking whether the stream is captured"));
+    *yes = status != cudaStreamCaptureStatusNone;
+    return {};
+}
+
+void set_options(const AttendSettings& settings, AttendArgs& args) {
+    args.scale = settings.scale;
+    args.causal = settings.mask == TA_MASK_CAUSAL;
+    args.window = int32_t(std::min<int64_t>(settings.window, kMaxCudaKeys));
+    args.softcap = settings.softcap;
+    args.alibi_slope = settings.alibi_slopes;
+    args.sink = settings.sinks;
+    args.exp = settings.exp;
+}
+
+void set_p(ta_p p, int64_t rows, int32_t range_pages, AttendArgs& args) {
+    const PFormat format = p_format(p, rows);
+    args.p_levels = format.levels;
+    args.p_running = format.running;
+    args.range_pages = range_pages;
+}
+
+ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
+    set_p(p, cuda::kDecodeRows + 1, kPromptRangePages, args);
+    const bool running = std::exchange(args.p_running, false);
+    // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
+    // those too. It reads every page of the table.
+    const bool by_kernel = device.has_prefill_kernel() && !args.may_lack_pages && !cuda::prefill_refusal(args);
+    args.p_running = running && !by_kernel;
+    ManyRowsKey key{args.group, args.causal, args.window, by_kernel};
+    if (!by_kernel) return key;
+    key.kv_heads = args.kv_heads;
+    // SAS cuts off by the maxima of a range of pages, which must not be cut. Under a window rows begin within one.
+    const bool sas = args.exp == ExpMode::kSas;
+    if (!sas || args.window == 0) key.ctas = device.properties().multiProcessorCount;
+    if (sas) key.cut_every = kPromptRangePages;
+    return key;
+}
+
+namespace {
+
+// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows that the key asks for. A chunk has whole
+// pages of its sequence, those that its rows see something of: what a page's tokens have in common, they have in the sequence.
+template <class Fn>
+void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, Fn fn) {
+    const int32_t tokens = cuda::kDecodeRows / key.group;
+    for (const SequenceArgs& s : sequences) {
+        int32_t begin = 0, end = s.n_query;
+        if (key.observed != ManyRowsKey::kAll) {
+            begin = std::max(0, s.n_query - int32_t(kObservedTokens)) + key.observed * tokens;
+            end = std::min(end, begin + tokens);
+        }
+        for (int32_t first = begin; first < end; first += tokens) {
+            SequenceArgs c = s;
+            c.n_query = std::min(tokens, end - first);
+            c.row = s.row + first;
+            const int32_t position = s.n_keys - s.n_query + first, last = position + c.n_query - 1;
+            const int32_t keys = cuda::visible_keys(key.causal, key.window, s.n_keys, last).end;
+            // Before the window.
+            const int32_t left_out =
+                cuda::visible_keys(key.causal, key.window, s.n_keys, position).begin / kPageTokens * kPageTokens;
+            c.n_keys = std::min<int32_t>(s.n_keys, (keys + kPageTokens - 1) / kPageTokens * kPageTokens) - left_out;
+            c.first_entry += left_out / kPageTokens;
+            fn(c, position - left_out);
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group) {
+    std::vector<SequenceArgs> prompts(sequences.begin(), sequences.end());
+    for (SequenceArgs& s : prompts) {
+        if (s.n_query * int64_t(group) <= cuda::kDecodeRows) s.n_query = 0;
+    }
+    return prompts;
+}
+
+int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
+    const int tokens = cuda::kDecodeRows / group;
+    int most = 0;
+    for (const SequenceArgs& s : sequences) most = std::max(most, std::min(s.n_query, int32_t(kObservedTokens)));
+    return (most + tokens - 1) / tokens;
+}
+
+ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel), ctas(key.ctas) {
+    if (by_kernel) {
+        tiles = cuda::PrefillPlan(sequences, key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every);
+        bytes = tiles.bytes();
+        return;
+    }
+    for_each_chunk(key, sequences, [this](const SequenceArgs& c, int32_t) {
+        ++chunks;
+        pages += (c.n_keys + kPageTokens - 1) / kPageTokens;
+    });
+    max_rows_of_one = cuda::kDecodeRows / key.group * key.group;
+    counts_at = round_up(size_t(chunks) * sizeof(SequenceArgs), 16);
+    positions_at = counts_at + size_t(chunks + 1) * sizeof(int32_t);
+    bytes = positions_at + size_t(chunks) * sizeof(int32_t);
+}
+
+void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
+    if (by_kernel) {
+        tiles.write(to);
+        return;
+    }
+    auto* const first = reinterpret_cast<SequenceArgs*>(to);
+    SequenceArgs* next = first;
+    auto* position = reinterpret_cast<int32_t*>(to + positions_at);
+    for_each_chunk(key, sequences, [&](const SequenceArgs& c, int32_t first_position) {
+        *next++ = c;
+        *position++ = first_position;
+    });
+    cuda::count_pages({first, next}, reinterpret_cast<int32_t*>(to + counts_at));
+}
+
+Status plan_few_rows(const CudaDevice& device, const AttendArgs& args, int max_rows, AttendWork& work) {
+    work.args = args;
+    const cuda::DecodeShape shape{args.head_dim, args.kv_heads, args.group, args.batch, max_rows};
+    return device.check(cuda::plan_decode(device.ordinal(), shape, &work.plan), "planning attention");
+}
+
+Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const ManyRows& rows, AttendWork& work) {
+    work = {};
+    work.args = args;
+    if (rows.by_kernel) {
+        // A graph that this call becomes part of may be replayed with parts.
+        work.parts_bytes = cuda::prefill_workspace_bytes(args.head_dim, rows.ctas);
+        work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
+        return {};
+    }
+    if (rows.pages * args.kv_heads > INT32_MAX) {
+        return fail(TA_E_LIMIT, "the queries, 16 rows of a kv head at a time, read %lld pages; the limit is 2^31 - 1",
+                    (long long)(rows.pages * args.kv_heads));
+    }
+    work.args.batch = rows.chunks;
+    return plan_few_rows(device, work.args, rows.max_rows_of_one, work);
+}
+
+void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
+    if (rows.by_kernel) {
+        work.schedule = schedule;
+        return;
+    }
+    work.args.sequences = reinterpret_cast<const SequenceArgs*>(schedule);
+    work.args.pages_before = reinterpret_cast<const int32_t*>(schedule + rows.counts_at);
+    work.args.first_position = reinterpret_cast<const int32_t*>(schedule + rows.positions_at);
+}
+
+Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {
+    if (work.schedule) {
+        const int ctas = device.properties().multiProcessorCount;
+        return device.check(cuda::launch_prefill(work.args, work.schedule, work.parts, ctas, stream), "a prefill");
+    }
+    const cuda::DecodeMass* mass = work.mass.page_lse ? &work.mass : nullptr;
+    return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass), "attention");
+}
+
+}  // namespace ta

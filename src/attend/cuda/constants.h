@@ -1,0 +1,47 @@
+// What the kernels of a plan read that is the same in all of its steps: the rotation's signs, the offsets of keys, and where
+// heads lie in channel and low pages. Only CUDA builds include this.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/cuda/common/attend_args.h"
+#include "src/device/cuda/memory.h"
+#include "src/kv/pool.h"
+
+namespace ta {
+
+class CudaConstants {
+  public:
+    CudaConstants(const Pool& pool, CudaDevice& device) : pool_(pool), device_(device), memory_(device) {}
+
+    // Before the first step; does nothing after that.
+    Status upload();
+
+    // nullptr: no rotation.
+    const float* signs() const { return pool_.numerics().hadamard ? reinterpret_cast<const float*>(memory_.data()) : nullptr; }
+    // [kv_heads, head_dim] of a layer, or nullptr.
+    const float* k_offset(uint32_t layer) const {
+        if (pool_.numerics().k_offset.empty()) return nullptr;
+        const Geometry& g = pool_.geometry();
+        return reinterpret_cast<const float*>(memory_.data() + k_offset_at_) + g.index(layer, 0) * g.head_dim;
+    }
+    // [kv_heads] of a layer, those of the next layers behind them. `kind`: kChannel or kLow, which the pool has.
+    const cuda::HeadArgs* heads(PageKind kind, uint32_t layer) const {
+        return reinterpret_cast<const cuda::HeadArgs*>(tables(kind) + heads_at_) + pool_.geometry().index(layer, 0);
+    }
+    // [layers] where a layer's page lies in a block of this kind.
+    const uint64_t* layer_offsets(PageKind kind) const { return reinterpret_cast<const uint64_t*>(tables(kind) + layers_at_); }
+
+  private:
+    const uint8_t* tables(PageKind kind) const { return memory_.data() + (kind == PageKind::kLow ? table_bytes_ : 0); }
+
+    const Pool& pool_;
+    CudaDevice& device_;
+    // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets], then the last two of low pages
+    DeviceBuffer memory_;
+    bool uploaded_ = false;
+    size_t k_offset_at_ = 0, heads_at_ = 0, layers_at_ = 0, table_bytes_ = 0;
+};
+
+}  // namespace ta

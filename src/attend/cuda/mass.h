@@ -1,0 +1,81 @@
+// What attention blocks get in the steps of a plan on a GPU: the decode kernels add it up by entry of the block table, the end
+// of a step sends the sums to pinned memory, and whoever needs them next, a later begin or an eviction, leaves them with the
+// blocks. Only CUDA builds include this.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "kernels/cuda/any/decode/decode.h"
+#include "kernels/cuda/any/mass/page_mass.h"
+#include "src/attend/cuda/tables.h"
+#include "src/device/cuda/memory.h"
+#include "src/kv/pool.h"
+
+namespace ta {
+
+class CudaMass final : public AttentionSource {
+  public:
+    // Does nothing on a pool that does not observe attention.
+    CudaMass(Pool& pool, CudaDevice& device);
+    ~CudaMass() override;
+
+    bool on() const { return on_; }
+    // Before the step's calls: zeros for all entries of the table, and memory for what end() sends.
+    Status begin(const Step& step, const CudaTables& tables, cudaStream_t stream);
+    bool holds(const CudaTables& tables, int rows) const { return page_lse_.holds(lse_bytes(tables, rows)); }
+    // For calls of so many rows at most.
+    Status reserve(const CudaTables& tables, int rows);
+    // For the launches of a call: the first, and the others.
+    cuda::DecodeMass args() const;
+    cuda::DecodeMass without_heads() const {
+        cuda::DecodeMass mass = args();
+        mass.heads = nullptr;
+        return mass;
+    }
+    // Behind the step's calls.
+    Status end(const Step& step, const CudaTables& tables, cudaStream_t stream);
+    void take_in(bool wait) override;
+
+    // What captured launches point at.
+    uint64_t address() const { return uint64_t(uintptr_t(sums_.data())); }
+
+  private:
+    struct Member {
+        uint32_t slot, generation;
+        int64_t observed;      // query tokens
+        size_t first, blocks;  // in the record's weights
+    };
+    struct Record {  // of a step
+        PinnedBuffer pinned;
+        cuda::MassRow* rows = nullptr;
+        float* weight = nullptr;
+        uint64_t* heads = nullptr;
+        std::vector<Member> members;
+        uint32_t at = 0;           // Fading::now() of the step
+        bool counts_anew = false;  // the counter of heads was 0 when it began
+    };
+    static constexpr size_t kHeader = 16;  // the counter of heads, before the weights of entries
+
+    size_t lse_bytes(const CudaTables& tables, int rows) const {
+        return tables.capacity() * pool_.geometry().kv_heads * size_t(rows) * sizeof(float);
+    }
+    Status take_in_locked(bool wait, uint64_t most_left);
+    void take_in(Record& record);
+
+    Pool& pool_;
+    CudaDevice& device_;
+    const bool on_;
+    DeviceBuffer sums_, page_lse_;
+    size_t entries_ = 0;
+    bool unsent_ = false;  // the sums are of a step that was not ended
+    bool counts_anew_ = false;
+
+    std::mutex mutex_;  // of all below
+    Record records_[4];
+    uint64_t sent_ = 0, taken_ = 0;  // steps
+    uint64_t heads_ = 0;             // of the steps taken in
+};
+
+}  // namespace ta

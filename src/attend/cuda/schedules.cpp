@@ -1,0 +1,119 @@
+#include "src/attend/cuda/schedules.h"
+
+#include <algorithm>
+#include <new>
+
+namespace ta {
+namespace {
+
+constexpr int kMostUnread = 64;  // begins that make a schedule in vain, one after another
+
+}  // namespace
+
+Status needs_a_run(const char* what) {
+    return fail(TA_E_STATE, "%s must have been used by this plan in a step before the one that is captured", what);
+}
+
+Status CudaSchedules::begin(const CudaTables& tables, cudaStream_t stream) {
+    ++steps_;
+    seen_calls_ = false;
+    read_.clear();
+    capture_kind_.clear();
+    capture_reads_.clear();
+    if (tables.group() == 0) return {};
+    // Of all groups: a graph reads its own, whatever was called for last. One that calls by hand have long not read is made
+    // when one does.
+    for (auto& [key, schedule] : schedules_) {
+        if (schedule.captured || schedule.unread <= kMostUnread) TA_RETURN_IF_ERROR(make(key, schedule, tables, stream));
+    }
+    return {};
+}
+
+// For the step, unless that has no prompts for calls of its group: then nobody reads it.
+Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const CudaTables& tables, cudaStream_t stream) {
+    std::vector<cuda::SequenceArgs> prompts = prompts_of(tables.members(), key.group);
+    if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
+    // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
+    // finds nothing to do; its step is refused when it ends.
+    if (key.by_kernel && tables.lacks_blocks()) prompts.clear();
+    schedule.rows = ManyRows(key, prompts);
+    const size_t bytes = schedule.rows.bytes;
+    const size_t room = std::max<size_t>(bytes, 1 << 16);
+    const bool renews = schedule.captured && schedule.table != tables.moves_of_entries();
+    if (schedule.captured && (renews || !schedule.buffer.holds(room))) {
+        // Graphs that go on to read it here find nothing to do.
+        TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(schedule.buffer.data(), 0, schedule.buffer.bytes(), stream),
+                                         "emptying a prefill's schedule"));
+    }
+    if (renews) TA_RETURN_IF_ERROR(schedule.buffer.renew("a prefill's schedule"));
+    schedule.table = tables.moves_of_entries();
+    TA_RETURN_IF_ERROR(schedule.buffer.reserve(room, "a prefill's schedule"));
+    TA_RETURN_IF_ERROR(schedule.pinned.take(device_, bytes));
+    auto* staged = static_cast<uint8_t*>(schedule.pinned.part(bytes));
+    schedule.rows.write(key, prompts, staged);
+    if (bytes > 0) {
+        TA_RETURN_IF_ERROR(device_.check(cudaMemcpyAsync(schedule.buffer.data(), staged, bytes, cudaMemcpyHostToDevice, stream),
+                                         "copying a step's tables"));
+    }
+    TA_RETURN_IF_ERROR(schedule.pinned.record(device_, stream));
+    schedule.step = steps_;
+    ++schedule.unread;
+    return {};
+}
+
+Result<CudaSchedules::Schedule*> CudaSchedules::find(const ManyRowsKey& key, const CudaTables& tables, bool captured,
+                                                     cudaStream_t stream) {
+    Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
+    if (schedule.step != steps_) {
+        if (captured) return needs_a_run("these options");
+        if (Status made = make(key, schedule, tables, stream); !made.ok()) {
+            if (schedule.step == 0) schedules_.erase(key);  // later steps do not try again
+            return made;
+        }
+    }
+    schedule.unread = 0;
+    return &schedule;
+}
+
+void CudaSchedules::see_call(bool captured) {
+    seen_calls_ = true;
+    const std::vector<Schedule*> read = std::exchange(read_, {});
+    if (!captured) return;
+    captured_ = true;
+    for (Schedule* s : read) {
+        s->captured = true;
+        const CapturedRead seen{s, s->buffer.data(), s->rows.chunks};
+        if (std::find(capture_reads_.begin(), capture_reads_.end(), seen) == capture_reads_.end())
+            capture_reads_.push_back(seen);
+    }
+}
+
+bool CudaSchedules::is_current(const CapturedRead& read) const {
+    const Schedule& s = *read.schedule;
+    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks;
+}
+
+bool CudaSchedules::serves(const KindOfStep& kind) const {
+    const auto reads = captured_kinds_.find(kind);
+    return reads != captured_kinds_.end() &&
+           std::all_of(reads->second.begin(), reads->second.end(), [this](const CapturedRead& r) { return is_current(r); });
+}
+
+// Graphs that were captured earlier of the same kind of step serve while what they read is current. What is not any more is
+// dropped from the list, so that no later step is refused for it.
+void CudaSchedules::end() {
+    if (capture_kind_.empty()) return;
+    try {
+        std::vector<CapturedRead>& reads = captured_kinds_[capture_kind_];
+        std::erase_if(reads, [&](const CapturedRead& r) { return !is_current(r); });
+        for (const CapturedRead& r : capture_reads_) {
+            if (std::find(reads.begin(), reads.end(), r) == reads.end()) reads.push_back(r);
+        }
+    } catch (const std::bad_alloc&) {
+        captured_kinds_.clear();  // rather no replay than one whose reads are not known
+    }
+    capture_kind_.clear();
+    capture_reads_.clear();
+}
+
+}  // namespace ta

@@ -1,0 +1,565 @@
+// Steps on a GPU: begin() copies the step's tables to the device, append() and attend() enqueue kernels that read them. Between
+// begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
+// depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
+#include <algorithm>
+#include <utility>
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/sm90/prefill/prefill.h"
+#include "src/attend/cuda/attend.h"
+#include "src/attend/cuda/constants.h"
+#include "src/attend/cuda/mass.h"
+#include "src/attend/cuda/schedules.h"
+#include "src/attend/cuda/staging.h"
+#include "src/attend/cuda/tables.h"
+#include "tiering/verify/cuda_hasher.h"
+
+namespace ta {
+namespace {
+
+using cuda::AppendArgs;
+using cuda::AttendArgs;
+
+class CudaStep final : public StepBackend {
+  public:
+    CudaStep(Pool& pool, CudaDevice& device)
+        : pool_(pool),
+          device_(device),
+          constants_(pool, device),
+          tables_(pool, device),
+          mass_(pool, device),
+          staging_(pool, device),
+          schedules_(device),
+          decode_workspace_(device),
+          prefill_parts_(device),
+          kept_(device),
+          hasher_(pool, device) {}
+    ~CudaStep() override;
+
+    Status set_stream(ta_stream stream) override;
+    Status begin(Step& step) override;
+    Status copy_tokens(const Block& from, int tokens, Block& to) override;
+    Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
+    Status attend(uint32_t layer, AttendCall& call) override;
+    bool replays() const override { return schedules_.left_to_graph(); }
+    Status may_end() const override;
+    Status seal() override;
+    void finish() override;
+
+  private:
+    // Those of a call, in this order; behind them come those of observed_.
+    struct Launches {
+        AttendWork decode, prefill;
+        bool any_decode = false, any_prefill = false;
+    };
+
+    Status prepare();
+    Status keep_anew(const Step& step);
+    Status recall_scales(const Step& step);
+    Status check_tensors(const AttendCall& call) const;
+    AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
+    Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, bool observed, Launches& launches);
+    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
+    Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
+    Status prepare_observed(const AttendArgs& args, ta_p p, bool captured);
+    Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work);
+    Status reserve_mass(const AttendWork& work, bool captured);
+    Status reserve_workspace(const AttendWork& work, bool captured);
+    Status stage(uint32_t layer, const AttendArgs& args, Launches& launches, bool* staged);
+    Status launch(const Launches& launches);
+    Status seal_blocks();
+    void see_call(bool captured);
+    KindOfStep kind_of_step() const;
+    template <class Data>
+    Status check_memory(const Data& data, const char* name) const {
+        return check_device_memory(device_, data, name);
+    }
+
+    Pool& pool_;
+    CudaDevice& device_;
+    cudaStream_t stream_ = nullptr;
+    cudaEvent_t fence_ = nullptr;
+    bool ran_ = false;              // on stream_ since the fence was last recorded
+    bool tables_are_last_ = false;  // of the plan's kernels on the stream, no other was enqueued after them
+    Step* step_ = nullptr;
+
+    CudaConstants constants_;
+    CudaTables tables_;
+    CudaMass mass_;
+    CudaStaging staging_;
+    CudaSchedules schedules_;
+    DeviceBuffer decode_workspace_;
+    DeviceBuffer prefill_parts_;
+    std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
+    DeviceBuffer kept_;                   // and what they were
+    CudaHasher hasher_;
+    std::vector<PlacedBlock> full_blocks_;
+    std::vector<AttendWork> observed_;  // of a call: prepare_observed()
+    cuda::AppendPlan append_plan_{};
+};
+
+CudaStep::~CudaStep() {
+    const CudaScope scope(device_.ordinal());
+    if (fence_) device_.remove_fence(fence_);
+}
+
+Status CudaStep::set_stream(ta_stream stream) {
+    const CudaScope scope(device_.ordinal());
+    bool captured = false;
+    TA_RETURN_IF_ERROR(is_captured(device_, stream, &captured));
+    if (captured && fence_ && stream != stream_)
+        return fail(TA_E_STATE, "the stream is being captured; the plan's earlier steps cannot be part of a graph");
+    // What ran on the old stream comes before what will run on the new one, which may have its address.
+    if (fence_ && !captured)
+        TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, fence_, 0), "waiting for the plan's earlier steps"));
+    stream_ = stream;
+    return {};
+}
+
+Status CudaStep::begin(Step& step) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    if (std::max(step.total_new, step.total_query) > kMaxCudaKeys) {
+        return fail(TA_E_LIMIT, "the step has %lld tokens; on a GPU the limit is 2^30",
+                    (long long)std::max(step.total_new, step.total_query));
+    }
+    TA_RETURN_IF_ERROR(prepare());
+    for (size_t i = 0; i < step.members.size(); ++i) {
+        const StepMember& m = step.members[i];
+        if (m.length + m.n_new > kMaxCudaKeys) {
+            return fail(TA_E_LIMIT, "the sequence would have %lld tokens; on a GPU the limit is 2^30",
+                        (long long)(m.length + m.n_new))
+                .sequence(int64_t(i));
+        }
+    }
+    // With what the last steps attended with, so that their captured calls find this step's tables.
+    TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), schedules_.any_captured(), stream_));
+    TA_RETURN_IF_ERROR(recall_scales(step));
+    TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
+    TA_RETURN_IF_ERROR(keep_anew(step));
+    tables_are_last_ = true;
+    step_ = &step;
+    TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
+    TA_RETURN_IF_ERROR(staging_.begin(step, tables_, schedules_.any_captured(), stream_));
+    // For a plan that is destroyed within a capture, where nothing can be recorded any more.
+    return device_.check(cudaEventRecord(fence_, stream_), "recording an event");
+}
+
+// The tables are there.
+Status CudaStep::recall_scales(const Step& step) {
+    const Geometry& g = pool_.geometry();
+    cuda::RecallArgs args{};
+    const auto send = [&]() -> Status {
+        args.head_dim = int32_t(g.head_dim);
+        args.kv_heads = int32_t(g.kv_heads);
+        args.layers = int32_t(g.layers);
+        args.table = tables_.entries();
+        if (g.has_channel_blocks()) {
+            args.channel_layer_offset = constants_.layer_offsets(PageKind::kChannel);
+            args.channel_heads = constants_.heads(PageKind::kChannel, 0);
+        }
+        if (g.falls) {
+            args.low_layer_offset = constants_.layer_offsets(PageKind::kLow);
+            args.low_heads = constants_.heads(PageKind::kLow, 0);
+        }
+        args.token_own_scales = g.own_scales_offset(0, 0);
+        args.k_turning = pool_.numerics().k_turning;
+        args.token_page_bytes = g.token_page_bytes;
+        args.largest_scales = pool_.largest_scales();
+        return device_.check(cudaError_t(cuda::launch_recall(args, stream_)), "finding universal scales");
+    };
+    for (const StepMember& m : step.members) {
+        if (!m.recalls) continue;
+        args.of[args.sequences++] = {int32_t(tables_.first_entry(*m.sequence)), int32_t(Step::untouched_blocks(m)),
+                                     m.touched.front().have, int32_t(m.sequence->slot)};
+        if (args.sequences < cuda::RecallArgs::kMostSequences) continue;
+        TA_RETURN_IF_ERROR(send());
+        args.sequences = 0;
+    }
+    return args.sequences > 0 ? send() : Status();
+}
+
+Status CudaStep::prepare() {
+    TA_RETURN_IF_ERROR(device_.health());
+    bool captured = false;
+    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
+    if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
+    if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
+    if (append_plan_.ctas == 0) {
+        // A grid for any number of tasks: idle CTAs end at once.
+        const Geometry& g = pool_.geometry();
+        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::plan_append(device_.ordinal(), int(g.head_dim), int(g.kv_heads),
+                                                                       INT32_MAX / int64_t(g.kv_heads), &append_plan_)),
+                                         "planning an append"));
+    }
+    TA_RETURN_IF_ERROR(constants_.upload());
+    // Slots of this step may have been freed by other plans, whose kernels may still read them.
+    TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
+    ran_ = true;
+    return {};
+}
+
+// What an abort puts back.
+Status CudaStep::keep_anew(const Step& step) {
+    anew_.clear();
+    std::vector<const StepBlock*> anew;
+    for (const StepMember& m : step.members) {
+        for (const StepBlock& t : m.touched) {
+            if (t.changes_tokens()) anew.push_back(&t);
+        }
+    }
+    const size_t payload = pool_.geometry().token_payload_bytes;
+    TA_RETURN_IF_ERROR(kept_.reserve(anew.size() * payload, "the blocks that a step begins anew"));
+    for (size_t i = 0; i < anew.size(); ++i) {
+        TA_RETURN_IF_ERROR(device_.check(
+            cudaMemcpyAsync(kept_.data() + i * payload, anew[i]->token->slot(), payload, cudaMemcpyDefault, stream_),
+            "keeping a block"));
+    }
+    anew_ = std::move(anew);
+    return {};
+}
+
+// A call of the step has been enqueued.
+void CudaStep::see_call(bool captured) {
+    schedules_.see_call(captured);
+    if (captured) schedules_.see_kind(kind_of_step());
+}
+
+// ------------------------------------------------------------------------------------------------------------------ append
+
+Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(prepare());
+    const Geometry& g = pool_.geometry();
+    const Block::Stored at = from.stored();
+    if (at.kind == PageKind::kToken) {
+        return device_.check(cudaMemcpyAsync(to.slot(), at.slot, g.token_slot_bytes, cudaMemcpyDefault, stream_),
+                             "copying a block");
+    }
+    cuda::ReopenArgs args{};
+    args.head_dim = int32_t(g.head_dim);
+    args.kv_heads = int32_t(g.kv_heads);
+    args.layers = int32_t(g.layers);
+    args.tokens = tokens;
+    args.channel_slot = uint64_t(uintptr_t(at.slot));
+    args.token_slot = uint64_t(uintptr_t(to.slot()));
+    args.channel_layer_offset = constants_.layer_offsets(at.kind);
+    args.heads = constants_.heads(at.kind, 0);
+    args.token_page_bytes = g.token_page_bytes;
+    args.k_turning = pool_.numerics().k_turning;
+    if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
+    return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
+}
+
+Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    if (Status s = check_memory(k, "k"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
+    bool captured = false;
+    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
+    schedules_.begin_call();
+    const Geometry& g = pool_.geometry();
+    const Numerics& n = pool_.numerics();
+    AppendArgs a{};
+    a.head_dim = int32_t(g.head_dim);
+    a.kv_heads = int32_t(g.kv_heads);
+    a.n_tasks = tables_.n_tasks();
+    a.tasks = tables_.tasks();
+    a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
+    if (g.has_channel_blocks()) {
+        a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
+        a.heads = constants_.heads(PageKind::kChannel, layer);
+    }
+    a.k = tensor_args(k);
+    a.v = tensor_args(v);
+    a.signs = constants_.signs();
+    a.k_offset = constants_.k_offset(layer);
+    a.k_page_scale = n.k_page_scale;
+    a.v_page_scale = n.v_page_scale;
+    a.k_page_scale_at_8_bits = n.k_page_scale_at_8_bits;
+    a.v_page_scale_at_8_bits = n.v_page_scale_at_8_bits;
+    a.v_exponents = n.v_exponents;
+    a.fractional_zero = n.fractional_zero;
+    a.v_search = n.v_search;
+    a.k_turning = n.k_turning;
+    a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
+    a.saturate = n.saturate;
+    a.universal_open_scale = n.universal_open_scale;
+    if (n.universal_open_scale) {
+        a.largest_scales = pool_.largest_scales() + g.index(layer, 0) * 2;
+        a.scales_stride = int64_t(pool_.scales_record());
+        a.token_own_scales = g.own_scales_offset(layer, 0);
+        static_assert(sizeof(cuda::AppendProgress) == Pool::kAppendProgressBytes);
+        a.progress = reinterpret_cast<cuda::AppendProgress*>(pool_.append_progress());
+    }
+    a.nonfinite = pool_.nonfinite_counters();
+    a.clamped = pool_.clamped_counter();
+    if (n.k_turning && (captured || tables_.pages_begin()))
+        TA_RETURN_IF_ERROR(
+            device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
+    tables_are_last_ = false;
+    see_call(captured);
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------------------------ attend
+
+Status CudaStep::attend(uint32_t layer, AttendCall& call) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    TA_RETURN_IF_ERROR(check_tensors(call));
+    bool captured = false;
+    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
+    schedules_.begin_call();
+    if (call.group != tables_.group()) {
+        if (captured) return needs_a_run("this number of query heads");
+        TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
+        tables_are_last_ = true;
+    }
+    // Whatever may fail comes before the first launch, which writes to out.
+    const AttendArgs args = attend_args(layer, call);
+    // A graph is replayed in any turn.
+    const bool observed = pool_.observes(layer, captured ? 0 : step_->turn);
+    Launches launches;
+    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, captured, observed, launches));
+    bool staged = false;
+    if (!captured) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
+    // Decode may start while the kernel before it runs, and reads the tables at once.
+    if (tables_are_last_ || staged) launches.decode.plan.overlap = launches.prefill.plan.overlap = false;
+    tables_are_last_ = false;
+    Status launched = launch(launches);
+    if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
+    TA_RETURN_IF_ERROR(std::move(launched));
+    see_call(captured);
+    return {};
+}
+
+Status CudaStep::check_tensors(const AttendCall& call) const {
+    const AttendSettings& settings = call.settings;
+    if (Status s = check_memory(call.q, "q"); !s.ok()) return std::move(s).argument(2);
+    if (Status s = check_memory(call.out, "out"); !s.ok()) return std::move(s).argument(3);
+    if (call.q.tokens > 0) {
+        if (Status s = check_memory(call.lse, "lse"); !s.ok()) return std::move(s).argument(4);
+    }
+    if (Status s = check_memory(settings.alibi_slopes, "options.alibi_slopes"); !s.ok()) return std::move(s).argument(5);
+    if (Status s = check_memory(settings.sinks, "options.sinks"); !s.ok()) return std::move(s).argument(5);
+    return {};
+}
+
+// What all launches of a call have in common.
+AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
+    const Geometry& g = pool_.geometry();
+    AttendArgs a{};
+    a.head_dim = call.head_dim;
+    a.kv_heads = call.kv_heads;
+    a.group = call.group;
+    a.batch = int32_t(step_->members.size());
+    a.sequences = tables_.sequences();
+    a.pages_before = tables_.pages_before();
+    a.table = tables_.entries();
+    a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
+    if (g.has_channel_blocks()) {
+        a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
+        a.heads = constants_.heads(PageKind::kChannel, layer);
+    }
+    a.has_low = g.falls;
+    a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
+    a.q = tensor_args(call.q);
+    a.out = tensor_args(call.out);
+    a.lse = call.lse;
+    a.signs = constants_.signs();
+    a.k_offset = constants_.k_offset(layer);
+    a.k_turning = call.k_turning;
+    a.q_levels = call.q_levels;
+    a.saturate = call.saturate;
+    a.nonfinite = nullptr;
+    set_options(call.settings, a);
+    return a;
+}
+
+// A call by hand gets what it would need to be observed even where it is not: a graph may observe it.
+Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, bool observed, Launches& l) {
+    const int rows = tables_.max_decode_rows();
+    l.any_decode = rows > 0;
+    l.any_prefill = tables_.any_prefill();
+    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, captured, l.decode));
+    observed_.clear();
+    if (l.any_prefill) {
+        TA_RETURN_IF_ERROR(prepare_prefill(a, p, captured, l.prefill));
+        if (observed || (mass_.on() && !captured)) TA_RETURN_IF_ERROR(prepare_observed(a, p, captured));
+    }
+    if (!observed) {
+        observed_.clear();
+        return {};
+    }
+    cuda::DecodeMass mass = mass_.args();  // now that it has room for all of them
+    if (l.any_decode) l.decode.mass = std::exchange(mass, mass_.without_heads());
+    for (AttendWork& w : observed_) w.mass = std::exchange(mass, mass_.without_heads());
+    return {};
+}
+
+Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, AttendWork& work) {
+    set_p(p, max_rows, kDecodeRangePages, a);
+    a.may_lack_pages = pool_.may_drop();
+    TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
+    if (mass_.on()) TA_RETURN_IF_ERROR(reserve_mass(work, captured));
+    return reserve_workspace(work, captured);
+}
+
+Status CudaStep::reserve_mass(const AttendWork& work, bool captured) {
+    const int rows = 4 * work.plan.tiles;
+    if (captured && !mass_.holds(tables_, rows)) return needs_a_run("this shape of a batch");
+    return mass_.reserve(tables_, rows);
+}
+
+Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
+    a.may_lack_pages = tables_.lacks_blocks();
+    const ManyRowsKey key = choose_for_many_rows(device_, p, a);
+    if (!key.by_kernel && captured) a.may_lack_pages = pool_.may_drop();  // when it is replayed
+    // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
+    // with other steps: what it captures takes the one for all of them, which is loaded by then.
+    if (key.by_kernel && !captured) {
+        TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
+        if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
+        const Numerics& n = pool_.numerics();
+        a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
+    }
+    return add_schedule(a, key, captured, work);
+}
+
+// The prefill kernel does not say what pages get. The last query tokens of prompts, those that are observed, are attended to
+// once more in layers that are observed, by the decode kernel, which writes their rows again. A launch takes one chunk of each
+// sequence: a page has room for the rows of one.
+Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured) {
+    AttendArgs a = args;
+    set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
+    a.may_lack_pages = pool_.may_drop();
+    const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        AttendWork& work = observed_.emplace_back();
+        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, false, chunk}, captured, work));
+        TA_RETURN_IF_ERROR(reserve_mass(work, captured));
+    }
+    return {};
+}
+
+Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work) {
+    Result<CudaSchedules::Schedule*> found = schedules_.find(key, tables_, captured, stream_);
+    if (!found.ok()) return std::move(found).status();
+    CudaSchedules::Schedule& schedule = *found.value();
+    TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
+    set_schedule(schedule.rows, schedule.buffer.data(), work);
+    schedules_.add_read(schedule);
+    if (!prefill_parts_.holds(work.parts_bytes)) {
+        if (captured) return needs_a_run("prompts");
+        Status reserved = prefill_parts_.reserve(work.parts_bytes, "the parts of prompts");
+        if (!reserved.ok() && schedule.rows.tiles.slots() > 0) return reserved;
+    }
+    work.parts = prefill_parts_.data();
+    return reserve_workspace(work, captured);
+}
+
+Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
+    if (decode_workspace_.holds(work.plan.workspace_bytes)) return {};
+    if (captured) return needs_a_run("this shape of a batch");
+    return decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention", [&](uint8_t* data) {
+        return device_.check(cudaMemsetAsync(data, 0, work.plan.zeroed_bytes, stream_), "zeroing the workspace of attention");
+    });
+}
+
+// Has the launches read pages where they are staged. `*staged`: some are.
+Status CudaStep::stage(uint32_t layer, const AttendArgs& a, Launches& l, bool* staged) {
+    CudaStaging::Call like{0, a.window};
+    if (l.any_prefill) like.rows_at_once = l.prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
+    Result<const uint64_t*> table = staging_.before_attend(layer, like, staged, stream_);
+    if (!table.ok()) return std::move(table).status();
+    l.decode.args.table = l.prefill.args.table = table.value();
+    for (AttendWork& w : observed_) w.args.table = table.value();
+    return {};
+}
+
+Status CudaStep::launch(const Launches& l) {
+    uint8_t* const workspace = decode_workspace_.data();
+    if (l.any_decode) TA_RETURN_IF_ERROR(launch_attend(device_, l.decode, workspace, stream_));
+    if (l.any_prefill) TA_RETURN_IF_ERROR(launch_attend(device_, l.prefill, workspace, stream_));
+    for (const AttendWork& w : observed_) TA_RETURN_IF_ERROR(launch_attend(device_, w, workspace, stream_));
+    return {};
+}
+
+// --------------------------------------------------------------------------------------------------------------------- end
+
+// What a graph was captured with is compared here, since its launch is not seen.
+Status CudaStep::seal() {
+    const bool has_calls = step_->total_new > 0 || step_->total_query > 0;
+    if (has_calls && schedules_.left_to_graph() && !schedules_.serves(kind_of_step())) {
+        return fail(TA_E_STATE,
+                    "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
+                    "run it without the graph and capture again");
+    }
+    return seal_blocks();
+}
+
+// Enqueues the hashes of the blocks that became full.
+Status CudaStep::seal_blocks() {
+    const CudaScope scope(device_.ordinal());
+    full_blocks_.clear();
+    for (const StepMember& m : step_->members) {
+        for (const StepBlock& t : m.touched) {
+            if (t.end != kPageTokens) continue;
+            Block* full = (t.channel ? t.channel : t.token).get();
+            full_blocks_.push_back({full, uint64_t(t.index), full->slot(), full->kind()});
+        }
+    }
+    TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));
+    // Others may move a block as soon as it is sealed, behind the fence.
+    if (!full_blocks_.empty()) TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(fence_, stream_), "recording an event"));
+    for (const PlacedBlock& b : full_blocks_) b.block->mark_sealed();
+    TA_RETURN_IF_ERROR(mass_.end(*step_, tables_, stream_));
+    tables_.committed(*step_);
+    anew_.clear();
+    return {};
+}
+
+// All that a captured launch depends on beside the tables and schedules. A workspace that was outgrown since still serves it.
+KindOfStep CudaStep::kind_of_step() const {
+    KindOfStep kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
+                    mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
+    tables_.addresses(kind);
+    for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
+    return kind;
+}
+
+Status CudaStep::may_end() const {
+    const CudaScope scope(device_.ordinal());
+    bool captured = false;
+    // A device that is lost is no reason to stay open.
+    if (Status s = is_captured(device_, stream_, &captured); !s.ok()) return s.code() == TA_E_STATE ? std::move(s) : Status();
+    if (!captured) return {};
+    return fail(TA_E_STATE, "the plan's stream is being captured: end the capture before the step");
+}
+
+void CudaStep::finish() {
+    schedules_.end();
+    step_ = nullptr;
+    if (!ran_) return;
+    const CudaScope scope(device_.ordinal());
+    if (!may_end().ok()) return;  // destroyed within a capture: the fence of begin stands, a later one would be part of it
+    staging_.finish(stream_);
+    const size_t payload = pool_.geometry().token_payload_bytes;
+    for (size_t i = 0; i < anew_.size(); ++i)
+        cudaMemcpyAsync(anew_[i]->token->slot(), kept_.data() + i * payload, payload, cudaMemcpyDefault, stream_);
+    anew_.clear();
+    cudaEventRecord(fence_, stream_);
+    staging_.release();
+    ran_ = false;
+}
+
+}  // namespace
+
+std::unique_ptr<StepBackend> CudaDevice::make_step(Pool& pool) {
+    return std::make_unique<CudaStep>(pool, *this);
+}
+
+}  // namespace ta

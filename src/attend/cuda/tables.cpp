@@ -1,0 +1,266 @@
+#include "src/attend/cuda/tables.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kernels/cuda/any/decode/decode.h"
+
+namespace ta {
+
+static_assert(kNothingSeen == cuda::kNothingSeen);
+
+using cuda::AppendTask;
+using cuda::SequenceArgs;
+using cuda::TablePatch;
+
+namespace {
+
+size_t bytes_of_tasks(size_t tasks) {
+    return 16 + tasks * sizeof(AppendTask);
+}
+
+}  // namespace
+
+// Which part of the buffer a step has is one for all steps of its kind. A graph of another kind, launched by mistake, finds no
+// tasks in the part that it knows.
+Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
+    size_t most = 0;
+    for (const StepMember& m : step.members) most += size_t(Step::most_touched(m.n_new));
+    TA_RETURN_IF_ERROR(tasks_.reserve(std::max<size_t>(bytes_of_tasks(most), 1 << 16), "a step's new pages"));
+    uint8_t* const before = std::exchange(tasks_at_, tasks_.data_of(bytes_of_tasks(most)));
+    if (!before || before == tasks_at_) return {};
+    return device_.check(cudaMemsetAsync(before, 0, bytes_of_tasks(0), stream), "emptying the table of new pages");
+}
+
+Status CudaTables::begin(const Step& step, int group, bool captured, cudaStream_t stream) {
+    moves_ = pool_.blocks().moves();
+    size_t tasks = 0, patches = 0;
+    for (const StepMember& m : step.members) tasks += m.touched.size();
+    TA_RETURN_IF_ERROR(place_tasks(step, stream));
+    TA_RETURN_IF_ERROR(
+        workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
+    if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
+        const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
+        if (captured) TA_RETURN_IF_ERROR(empty_sequences(stream));
+        TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + 16, "a step's sequences"));
+        sequence_capacity_ = capacity;
+    }
+    TA_RETURN_IF_ERROR(place_rows(step, captured, stream));
+    for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
+    PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
+    TA_RETURN_IF_ERROR(
+        pinned.take(device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
+    cuda::StepTablesArgs args{};
+    write_tasks(step, pinned, args);
+    write_patches(step, pinned, args);
+    if (group > 0) write_sequences(step, group, pinned, args);
+    TA_RETURN_IF_ERROR(send(args, pinned, stream));
+    for (const StepMember& m : step.members) {
+        Row& row = rows_[m.sequence->slot];
+        row.generation = m.sequence->generation;
+        row.version = m.sequence->version;
+        row.moves = moves_;
+        row.clean = Step::untouched_blocks(m);
+        row.committed = false;
+    }
+    return {};
+}
+
+Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stream) {
+    PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
+    TA_RETURN_IF_ERROR(pinned.take(device_, sequence_bytes(step.members.size())));
+    cuda::StepTablesArgs args{};
+    write_sequences(step, group, pinned, args);
+    Status sent = send(args, pinned, stream);
+    if (!sent.ok()) group_ = 0;  // the device still has those of before
+    return sent;
+}
+
+void CudaTables::committed(const Step& step) {
+    for (const StepMember& m : step.members) rows_[m.sequence->slot].committed = true;
+}
+
+Status CudaTables::send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream) {
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a step's tables"));
+    return pinned.record(device_, stream);
+}
+
+// Entries of the step's blocks that the table has already.
+int64_t CudaTables::clean_entries(const StepMember& m) const {
+    const Row& row = rows_[m.sequence->slot];
+    const Sequence& s = *m.sequence;
+    if (row.moves != moves_ || row.generation != s.generation || s.version != row.version + row.committed) return 0;
+    return std::min(row.clean, Step::untouched_blocks(m));
+}
+
+// Where they were so far. Graphs that go on to read them there find nothing to do.
+Status CudaTables::empty_sequences(cudaStream_t stream) {
+    return device_.check(cudaMemsetAsync(sequences_.data(), 0, sequences_.bytes(), stream), "emptying a step's sequences");
+}
+
+// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. Attention that is
+// observed has up to 64 bytes beside each entry and kv head, so its table is less foresighted. A graph that reads the old table
+// finds no sequences, and its step is refused when it ends.
+Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stream) {
+    const Geometry& g = pool_.geometry();
+    size_t slot = g.token_slot_bytes;
+    for (const PageKind kind : {PageKind::kChannel, PageKind::kLow}) {
+        if (g.slot_bytes(kind) > 0) slot = std::min(slot, g.slot_bytes(kind));
+    }
+    const uint64_t blocks = (pool_.blocks().budget() + pool_.tier_settings().host_budget) / slot;
+    const size_t most = pool_.observes_attention() ? (size_t{1} << 20) / g.kv_heads : size_t{1} << 24;
+    const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, most));
+    if (captured && entries_.bytes() > 0) {
+        TA_RETURN_IF_ERROR(empty_sequences(stream));
+        TA_RETURN_IF_ERROR(sequences_.renew("a step's sequences"));
+        ++moves_of_entries_;
+    }
+    return entries_.reserve(std::max<size_t>(wanted * sizeof(uint64_t), 1 << 19), "a block table");
+}
+
+// A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given
+// up.
+Status CudaTables::place_rows(const Step& step, bool captured, cudaStream_t stream) {
+    const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
+    const size_t have = capacity();
+    size_t pages = 0, all = 0, missing = 0;
+    uint32_t slots = 0;
+    for (const StepMember& m : step.members) slots = std::max(slots, m.sequence->slot + 1);
+    if (rows_.size() < slots) rows_.resize(slots);
+    for (const StepMember& m : step.members) {
+        const size_t capacity = capacity_for(entries_of(m));
+        pages += size_t(entries_of(m));
+        all += capacity;
+        if (rows_[m.sequence->slot].capacity < size_t(entries_of(m))) missing += capacity;
+    }
+    // Kernels count pages of all heads in 32 bits.
+    const size_t most = INT32_MAX / pool_.geometry().kv_heads;
+    if (pages > most)
+        return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; with %u kv heads a GPU takes %zu", pages,
+                    pool_.geometry().kv_heads, most);
+    if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
+    if (used_entries_ + missing > have) {
+        if (all > have) TA_RETURN_IF_ERROR(grow_entries(all, captured, stream));
+        std::fill(rows_.begin(), rows_.end(), Row{});
+        used_entries_ = 0;
+    }
+    for (const StepMember& m : step.members) {
+        Row& row = rows_[m.sequence->slot];
+        if (row.capacity >= size_t(entries_of(m)) && row.capacity > 0) continue;
+        row = {};
+        row.first = uint32_t(used_entries_);
+        row.capacity = uint32_t(capacity_for(entries_of(m)));
+        used_entries_ += row.capacity;
+    }
+    return {};
+}
+
+// Of the block before one of a member's touched blocks; 0 where that was dropped.
+uint64_t CudaTables::entry_before(const StepMember& m, const StepBlock& t) const {
+    const int64_t n = t.index - m.touched.front().index;
+    if (n > 0) return page_of(m.touched[size_t(n - 1)]);
+    const Block::Stored at = m.sequence->blocks[size_t(t.index - 1)]->stored();
+    return at.slot ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : 0;
+}
+
+uint64_t CudaTables::page_of(const StepBlock& t) const {
+    if (t.workspace_page < 0) return uint64_t(uintptr_t(t.token->slot()));
+    const uint64_t page = uint64_t(uintptr_t(workspace_.data())) + uint64_t(t.workspace_page) * workspace_stride();
+    return page | cuda::kEntrySingleLayer;
+}
+
+void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
+    size_t tasks = 0;
+    for (const StepMember& m : step.members) tasks += m.touched.size();
+    const size_t bytes = bytes_of_tasks(tasks);
+    auto* staged = static_cast<uint8_t*>(pinned.part(bytes));
+    const int32_t header[4] = {int32_t(tasks), 0, 0, 0};
+    std::memcpy(staged, header, sizeof header);
+    auto* task = reinterpret_cast<AppendTask*>(staged + 16);
+    pages_begin_ = false;
+    for (const StepMember& m : step.members) {
+        int32_t index = 0;
+        for (const StepBlock& t : m.touched) {
+            AppendTask a{};
+            a.token_page = page_of(t);
+            a.copied_from = t.have > 0 && t.workspace_page >= 0 ? uint64_t(uintptr_t(t.token->slot())) : 0;
+            a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
+            a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
+            a.sequence = int32_t(m.sequence->slot);
+            a.have = uint8_t(t.have);
+            a.end = uint8_t(t.end);
+            a.stays_8_bits = t.stays_8_bits;
+            a.scales_side = m.scales_side;
+            a.index = index++;
+            a.previous = t.index > 0 ? entry_before(m, t) : 0;
+            a.first_block = t.index == 0;
+            a.begins_anew = t.begins_anew;
+            pages_begin_ |= t.have == 0 || t.begins_anew;
+            *task++ = a;
+        }
+    }
+    args.copies[0] = {tasks_at_, staged, bytes};
+}
+
+void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
+    auto* const first = static_cast<TablePatch*>(pinned.part(0));
+    TablePatch* patch = first;
+    lacks_blocks_ = channel_blocks_ = false;
+    for (const StepMember& m : step.members) {
+        Row& row = rows_[m.sequence->slot];
+        uint64_t entry = row.first;
+        const int64_t clean = clean_entries(m), untouched = Step::untouched_blocks(m);
+        row.lacks_blocks &= clean > 0;
+        channel_blocks_ |= untouched > int64_t{pool_.numerics().sink_blocks};  // those that the step writes are token blocks
+        entry += uint64_t(clean);
+        for (int64_t b = clean; b < untouched; ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            const Block::Stored at = block.stored();
+            *patch++ = {entry++, at.slot ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : cuda::kEntryDropped};
+            row.lacks_blocks |= !at.slot;
+        }
+        lacks_blocks_ |= row.lacks_blocks;
+        for (const StepBlock& t : m.touched) *patch++ = {entry++, page_of(t)};
+    }
+    args.patches = first;
+    args.n_patches = size_t(patch - first);
+    args.table = reinterpret_cast<uint64_t*>(entries_.data());
+    pinned.part(args.n_patches * sizeof(TablePatch));
+}
+
+size_t CudaTables::sequence_bytes(size_t batch) {
+    return batch * sizeof(SequenceArgs) + round_up((batch + 1) * sizeof(int32_t), 16);
+}
+
+void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
+    const size_t batch = step.members.size();
+    std::span decode(static_cast<SequenceArgs*>(pinned.part(batch * sizeof(SequenceArgs))), batch);
+    auto* pages_before = static_cast<int32_t*>(pinned.part((batch + 1) * sizeof(int32_t)));
+    members_.clear();
+    max_rows_ = 0;
+    any_prefill_ = false;
+    for (size_t i = 0; i < batch; ++i) {
+        const StepMember& m = step.members[i];
+        SequenceArgs s{int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row),
+                       int32_t(rows_[m.sequence->slot].first)};
+        const bool to_decode = s.n_query * int64_t(group) <= cuda::kDecodeRows;
+        if (to_decode) max_rows_ = std::max(max_rows_, s.n_query * group);
+        any_prefill_ |= !to_decode;
+        members_.push_back(s);
+        if (!to_decode) s.n_query = 0;
+        decode[i] = s;
+    }
+    cuda::count_pages(decode, pages_before);
+    group_ = group;
+    args.copies[1] = {sequences_.data(), decode.data(), decode.size_bytes()};
+    // The last number's 16 bytes may reach beyond the array: reserved there, rounded up here.
+    args.copies[2] = {sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs), pages_before,
+                      round_up((batch + 1) * sizeof(int32_t), 16)};
+}
+
+void CudaTables::addresses(std::vector<uint64_t>& out) const {
+    for (const uint8_t* data : {tasks_at_, sequences_.data(), entries_.data()}) out.push_back(uint64_t(uintptr_t(data)));
+}
+
+}  // namespace ta

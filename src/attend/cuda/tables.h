@@ -1,0 +1,104 @@
+// A step's tables in device memory: the blocks that append writes, the block table, and the sequences. The block table stays
+// from step to step; only entries that changed are sent. Only CUDA builds include this.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/tables/step_tables.h"
+#include "src/attend/step.h"
+#include "src/device/cuda/memory.h"
+
+namespace ta {
+
+class CudaTables {
+  public:
+    CudaTables(const Pool& pool, CudaDevice& device)
+        : pool_(pool), device_(device), tasks_(device), sequences_(device), entries_(device), workspace_(device) {}
+
+    // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does. `captured`: there are
+    // graphs that read the tables.
+    Status begin(const Step& step, int group, bool captured, cudaStream_t stream);
+    // The step's sequences, for calls with `group` query heads per kv head.
+    Status send_sequences(const Step& step, int group, cudaStream_t stream);
+    // The step became part of its sequences.
+    void committed(const Step& step);
+
+    const int32_t* n_tasks() const { return reinterpret_cast<const int32_t*>(tasks_at_); }
+    const cuda::AppendTask* tasks() const { return reinterpret_cast<const cuda::AppendTask*>(tasks_at_ + 16); }
+    const uint64_t* entries() const { return reinterpret_cast<const uint64_t*>(entries_.data()); }
+    size_t entries_bytes() const { return used_entries_ * sizeof(uint64_t); }  // with other sequences', all that are in use
+    // Sequences for the decode kernel: those of more query rows per kv head than it takes have n_query = 0 here.
+    const cuda::SequenceArgs* sequences() const { return reinterpret_cast<const cuda::SequenceArgs*>(sequences_.data()); }
+    const int32_t* pages_before() const {
+        return reinterpret_cast<const int32_t*>(sequences_.data() + sequence_capacity_ * sizeof(cuda::SequenceArgs));
+    }
+
+    int group() const { return group_; }               // of the sequences that were sent last; 0: none yet
+    int max_decode_rows() const { return max_rows_; }  // of the sequences that decode takes, query tokens x group
+    bool any_prefill() const { return any_prefill_; }  // a sequence is left for prefill
+    std::span<const cuda::SequenceArgs> members() const { return members_; }  // with all of their query tokens
+
+    static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
+    uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
+    size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
+    // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
+    // graph finds it that reads the old one.
+    uint64_t moves_of_entries() const { return moves_of_entries_; }
+    bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
+    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
+    bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
+
+    // What captured launches point at. The workspace's pages are in the tables.
+    void addresses(std::vector<uint64_t>& out) const;
+
+  private:
+    // Where a sequence's entries are in the table, and which of them are right.
+    struct Row {
+        uint32_t generation = 0;
+        uint32_t first = 0, capacity = 0;
+        uint64_t version = 0;  // of the sequence when `clean` entries were right
+        uint64_t moves = 0;    // of the pool's blocks until then
+        int64_t clean = 0;
+        bool lacks_blocks = false;  // some of the clean entries are of dropped ones
+        bool committed = false;     // the sequence has changed once since, by the step that these entries were made for
+    };
+    struct Upload;
+
+    Status place_tasks(const Step& step, cudaStream_t stream);
+    Status place_rows(const Step& step, bool captured, cudaStream_t stream);
+    Status empty_sequences(cudaStream_t stream);
+    Status grow_entries(size_t entries, bool captured, cudaStream_t stream);
+    int64_t clean_entries(const StepMember& m) const;
+    void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
+    static size_t sequence_bytes(size_t batch);
+    void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
+    void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
+    uint64_t page_of(const StepBlock& t) const;
+    uint64_t entry_before(const StepMember& m, const StepBlock& t) const;
+    // Low address bits of a table's entries are flags.
+    size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
+    Status send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream);
+
+    const Pool& pool_;
+    CudaDevice& device_;
+    DeviceBuffer tasks_;           // int32 count, at 16: AppendTask
+    uint8_t* tasks_at_ = nullptr;  // this step's
+    DeviceBuffer sequences_;       // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
+    DeviceBuffer entries_;         // uint64, in rows
+    DeviceBuffer workspace_;       // INT8 pages of blocks that close in the step that opens them
+    size_t sequence_capacity_ = 0;
+    std::vector<Row> rows_;  // by slot of the sequence
+    size_t used_entries_ = 0;
+    uint64_t moves_of_entries_ = 0;
+    uint64_t moves_ = 0;  // of the pool's blocks when the step began
+    int group_ = 0, max_rows_ = 0;
+    bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, channel_blocks_ = false;
+    std::vector<cuda::SequenceArgs> members_;
+    PinnedBuffer pinned_[4];
+    uint64_t uploads_ = 0;
+};
+
+}  // namespace ta

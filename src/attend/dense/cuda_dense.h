@@ -1,0 +1,39 @@
+// ta_attend_dense on a GPU: K and V become INT8 token pages in device memory, to which the kernels of steps attend. One for
+// each device. Only CUDA builds include this.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "src/attend/dense/dense.h"
+#include "src/device/cuda/memory.h"
+
+namespace ta {
+
+class CudaDense {
+  public:
+    explicit CudaDense(CudaDevice& device) : device_(device) {}
+    ~CudaDense();
+    CudaDense(const CudaDense&) = delete;
+    CudaDense& operator=(const CudaDense&) = delete;
+
+    // Enqueues the call on its stream. From any thread.
+    Status attend(const DenseCall& call);
+
+  private:
+    Status open();
+    Status report_replaced();
+    void count_memory();
+
+    CudaDevice& device_;
+    std::mutex mutex_;
+    // Memory of calls is taken and given back in the order of their streams; what is free is kept for later calls.
+    cudaMemPool_t memory_ = nullptr;
+    uint64_t counted_bytes_ = 0;
+    std::vector<PinnedBuffer> pinned_ = std::vector<PinnedBuffer>(8);
+    uint64_t calls_ = 0;
+    uint32_t* replaced_ = nullptr;  // values of rejecting calls that kernels replaced, in mapped host memory
+    uint32_t reported_ = 0;         // of them
+};
+
+}  // namespace ta

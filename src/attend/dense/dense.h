@@ -1,0 +1,35 @@
+// ta_attend_dense: quantizes K and V tensors to INT8 token pages in a workspace and attends to them. A GPU's version:
+// src/attend/dense/cuda_dense.h.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "kernels/format/codec.h"
+#include "src/attend/call.h"
+
+namespace ta {
+
+class Context;
+
+struct DenseCall {
+    TensorView q, k, v, out;
+    float* lse = nullptr;
+    std::span<const int64_t> q_offsets, k_offsets;  // [batch + 1]
+    ta_dense_variant variant = TA_DENSE_INT8_PAGE;
+    ta_granularity v_granularity = TA_GRANULARITY_DEFAULT;
+    bool saturate = false;
+    AttendSettings settings;
+    ta_stream stream = nullptr;  // of a GPU
+
+    int levels() const { return variant == TA_DENSE_INT8_PAGE ? kStage1Levels : kIntFlashLevels; }
+    ta_granularity v_scale() const {
+        if (v_granularity != TA_GRANULARITY_DEFAULT) return v_granularity;
+        return variant == TA_DENSE_INT8_PAGE ? TA_GRANULARITY_PAGE : TA_GRANULARITY_TENSOR;
+    }
+};
+
+// Inputs are checked already, but for finiteness.
+Status attend_dense(Context& context, const DenseCall& call);
+
+}  // namespace ta

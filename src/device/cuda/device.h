@@ -1,0 +1,125 @@
+// A GPU through the CUDA runtime. Host code; only CUDA builds include this.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/core/device.h"
+
+namespace ta {
+
+class CudaDense;
+class CudaMoves;
+
+// What has nothing to do with a graph that this thread, or another one, is capturing is neither part of it nor refused.
+class OutsideCaptures {
+  public:
+    OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    OutsideCaptures(const OutsideCaptures&) = delete;
+    OutsideCaptures& operator=(const OutsideCaptures&) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Makes a device (-1: none) current for a scope, outside captures, and puts back what was, be it nothing: a thread that has
+// used no device gets no context on the first one. What the calls in the scope leave as the thread's last error is taken away,
+// unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
+class CudaScope {
+  public:
+    explicit CudaScope(int ordinal);
+    ~CudaScope();
+    CudaScope(const CudaScope&) = delete;
+    CudaScope& operator=(const CudaScope&) = delete;
+    // False where the device gives no context. Not so again once it gave one.
+    bool entered() const { return pushed_; }
+
+  private:
+    bool pushed_ = false;
+    bool callers_error_ = false;
+    std::optional<OutsideCaptures> outside_;
+};
+
+class CudaDevice final : public Device {
+  public:
+    static Result<std::unique_ptr<Device>> open(int ordinal);
+    ~CudaDevice() override;
+
+    int ordinal() const override { return ordinal_; }
+    const char* name() const override { return properties_.name; }
+    int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
+    const cudaDeviceProp& properties() const { return properties_; }
+    int kernel_generation() const { return generation_; }  // kernels/cuda/common/generation.h
+    // Code for sm_90a runs on Hopper alone; newer GPUs run that for generation 9 without it.
+    bool has_prefill_kernel() const { return generation_ == 9 && properties_.major == 9; }
+    uint8_t* allocate(size_t bytes) override;
+    void deallocate(uint8_t* ptr, size_t bytes) override;
+    Status read(void* to, const uint8_t* from, size_t bytes) override;
+    Status read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) override;
+    Status write(uint8_t* to, const void* from, size_t bytes) override;
+    Status health() const override;
+    std::unique_ptr<StepBackend> make_step(Pool& pool) override;              // src/attend/cuda/step.cpp
+    Status attend_dense(const DenseCall& call) override;                      // src/attend/dense/cuda_dense.cpp
+    std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // tiering/verify/cuda_hasher.cpp
+    std::unique_ptr<BlockEncoder> make_encoder(const Pool& pool) override;    // tiering/verify/cuda_encoder.cpp
+    Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
+    Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) override;
+    bool copies_beside() const override { return true; }
+    Status calibrate_moves() override;
+    MoveCrossover move_crossover() const override;
+    Status zero(std::span<const DeviceRange> ranges) override;
+    Status wait_for_steps() override;
+    Status register_host(uint8_t* memory, size_t bytes) override;
+    void unregister_host(uint8_t* memory) override;
+    int numa_node() const override;
+    uint32_t* allocate_counters(size_t n) override;
+    void deallocate_counters(uint32_t* counters) override;
+    uint64_t bytes_in_use() const override { return in_use_.load(std::memory_order_relaxed); }
+    uint64_t bytes_peak() const override { return peak_.load(std::memory_order_relaxed); }
+
+    // Memory that was taken (or given back) other than by allocate().
+    void count_bytes(int64_t change);
+
+    // The status for the result of a CUDA call: `what` says what was tried. Errors that end the device are remembered.
+    Status check(cudaError_t error, const char* what) const;
+
+    CudaMoves& moves() { return *moves_; }
+    // Whether a chunk of registered host memory begins here: no copy may go on from the one before.
+    bool begins_chunk(const uint8_t* memory) const;
+
+    // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.
+    Status wait_for(cudaEvent_t event, const char* what) const;
+
+    // Steps of different streams meet in the slots that one frees and the other takes. An event for each plan: recorded where
+    // its last step ends, waited for by the steps of the others.
+    cudaEvent_t add_fence();
+    void remove_fence(cudaEvent_t fence);
+    // `look`: first whether they are over, which costs the stream nothing; not while a graph is captured.
+    Status wait_for_fences(cudaStream_t stream, cudaEvent_t except, bool look = false) const;
+
+  private:
+    explicit CudaDevice(int ordinal);
+
+    const int ordinal_;
+    cudaDeviceProp properties_{};
+    int generation_ = 0;
+    cudaStream_t copies_ = nullptr;
+    std::unique_ptr<CudaMoves> moves_;
+    cudaStream_t waits_ = nullptr;  // nothing runs there but waits
+    mutable std::mutex mutex_;      // of fences_, registered_ and dense_
+    std::vector<cudaEvent_t> fences_;
+    cudaEvent_t zeroed_ = nullptr;            // one of them: behind the last zero()
+    std::vector<const uint8_t*> registered_;  // chunks of host memory, sorted
+    std::atomic<uint64_t> in_use_{0}, peak_{0};
+    mutable std::atomic<int> lost_{0};  // the error that ended the device
+    std::shared_ptr<CudaDense> dense_;  // made by the first dense call; uses the others
+};
+
+}  // namespace ta

@@ -1,0 +1,138 @@
+#include "src/page/numerics.h"
+
+#include <cmath>
+
+#include "kernels/format/codec.h"
+#include "kernels/format/rotation.h"
+
+namespace ta {
+namespace {
+
+constexpr char kName[] = "options.numerics";
+
+Status check_range(const char* field, int64_t value, int64_t low, int64_t high) {
+    if (value >= low && value <= high) return {};
+    return fail(TA_E_INVALID, "%s.%s is %lld; it takes %lld..%lld", kName, field, (long long)value, (long long)low,
+                (long long)high);
+}
+
+bool pick(ta_switch given, bool by_profile) {
+    return given == TA_DEFAULT ? by_profile : given == TA_ON;
+}
+
+}  // namespace
+
+Result<ExpMode> resolve_exp(ta_exp exp, ExpMode fallback, const char* in) {
+    switch (exp) {
+        case TA_EXP_DEFAULT:
+            return fallback;
+        case TA_EXP_POLY:
+            return ExpMode::kPoly;
+        case TA_EXP_EXACT:
+            return ExpMode::kExact;
+        case TA_EXP_SAS:
+            return ExpMode::kSas;
+        default:
+            return fail(TA_E_INVALID, "%s.exp is %d; it takes a ta_exp", in, exp);
+    }
+}
+
+Status check_p(ta_p p, const char* in) {
+    if (p >= TA_P_DEFAULT && p <= TA_P_U8_RUNNING) return {};
+    return fail(TA_E_INVALID, "%s.p is %d; it takes a ta_p", in, p);
+}
+
+PFormat p_format(ta_p p, int64_t rows) {
+    switch (p) {
+        case TA_P_U8:
+            return {255, false};
+        case TA_P_U16:
+            return {65535, false};
+        case TA_P_S8_127:
+            return {kIntFlashLevels, false};
+        case TA_P_S8_119:
+            return {kStage1Levels, false};
+        case TA_P_S8_127_RUNNING:
+            return {kIntFlashLevels, true};
+        case TA_P_U8_RUNNING:
+            return {255, true};
+        default:
+            return {rows <= kP16Rows ? 65535 : 255, false};
+    }
+}
+
+Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_t kv_heads, size_t head_dim) {
+    const ta_numerics n = given ? *given : ta_numerics{};
+    TA_RETURN_IF_ERROR(check_range("profile", n.profile, TA_PROFILE_ACCURATE, TA_PROFILE_PAPER));
+    TA_RETURN_IF_ERROR(check_range("k_granularity", n.k_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
+    TA_RETURN_IF_ERROR(check_range("v_granularity", n.v_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
+    TA_RETURN_IF_ERROR(check_range("open_scale", n.open_scale, TA_OPEN_SCALE_DEFAULT, TA_OPEN_SCALE_UNIVERSAL));
+    TA_RETURN_IF_ERROR(check_range("v_exponents", n.v_exponents, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("fractional_zero", n.fractional_zero, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("v_search", n.v_search, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("hadamard", n.hadamard, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("k_turning", n.k_turning, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("sink_blocks", n.sink_blocks, -1, 1 << 20));
+    TA_RETURN_IF_ERROR(check_range("nonfinite", n.nonfinite, TA_NONFINITE_DEFAULT, TA_NONFINITE_SATURATE));
+    TA_RETURN_IF_ERROR(check_p(n.p, kName));
+
+    const bool accurate = n.profile == TA_PROFILE_ACCURATE;
+    const bool rotatable = can_rotate(int(head_dim));
+    if (n.hadamard == TA_ON && !rotatable) {
+        return fail(TA_E_UNSUPPORTED, "options.numerics.hadamard is on, but head_dim %zu is not a power of two", head_dim);
+    }
+    Numerics r;
+    r.profile = n.profile;
+    r.k_page_scale = n.k_granularity != TA_GRANULARITY_TOKEN;
+    r.v_page_scale = n.v_granularity != TA_GRANULARITY_TOKEN;
+    r.k_page_scale_at_8_bits = !accurate || n.k_granularity == TA_GRANULARITY_PAGE;
+    r.v_page_scale_at_8_bits = !accurate || n.v_granularity == TA_GRANULARITY_PAGE;
+    r.universal_open_scale = n.open_scale == TA_OPEN_SCALE_DEFAULT ? !accurate : n.open_scale == TA_OPEN_SCALE_UNIVERSAL;
+    r.v_exponents = pick(n.v_exponents, accurate);
+    r.fractional_zero = pick(n.fractional_zero, accurate);
+    r.v_search = pick(n.v_search, accurate);
+    r.hadamard = pick(n.hadamard, accurate && rotatable);
+    r.k_turning = pick(n.k_turning, accurate);
+    r.saturate = n.nonfinite == TA_NONFINITE_SATURATE;
+    r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
+    r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
+    r.p = n.p != TA_P_DEFAULT ? n.p : accurate ? TA_P_AUTO : TA_P_S8_119;
+    Result<ExpMode> exp = resolve_exp(n.exp, accurate ? ExpMode::kPoly : ExpMode::kSas, kName);
+    if (!exp.ok()) return std::move(exp).status();
+    r.exp = exp.value();
+    if (n.k_offset) {
+        r.k_offset.assign(n.k_offset, n.k_offset + layers * kv_heads * head_dim);
+        for (size_t i = 0; i < r.k_offset.size(); ++i) {
+            if (std::fabs(r.k_offset[i]) <= kMaxMagnitude) continue;
+            return fail(TA_E_INVALID, "options.numerics.k_offset[%zu] is not finite or above 2^56", i);
+        }
+    }
+    return r;
+}
+
+ta_numerics describe_numerics(const Numerics& n) {
+    const auto granularity = [](bool page, bool at_8_bits) {
+        return !page ? TA_GRANULARITY_TOKEN : at_8_bits ? TA_GRANULARITY_PAGE : TA_GRANULARITY_DEFAULT;
+    };
+    const auto on = [](bool x) { return x ? TA_ON : TA_OFF; };
+    ta_numerics r{};
+    r.struct_size = sizeof r;
+    r.profile = n.profile;
+    r.k_granularity = granularity(n.k_page_scale, n.k_page_scale_at_8_bits);
+    r.v_granularity = granularity(n.v_page_scale, n.v_page_scale_at_8_bits);
+    r.open_scale = n.universal_open_scale ? TA_OPEN_SCALE_UNIVERSAL : TA_OPEN_SCALE_TOKEN;
+    r.v_exponents = on(n.v_exponents);
+    r.fractional_zero = on(n.fractional_zero);
+    r.v_search = on(n.v_search);
+    r.hadamard = on(n.hadamard);
+    r.k_turning = on(n.k_turning);
+    r.sink_blocks = n.sink_blocks > 0 ? int32_t(n.sink_blocks) : -1;
+    r.exp = n.exp == ExpMode::kPoly ? TA_EXP_POLY : n.exp == ExpMode::kExact ? TA_EXP_EXACT : TA_EXP_SAS;
+    r.p = n.p;
+    r.nonfinite = n.saturate ? TA_NONFINITE_SATURATE : TA_NONFINITE_REJECT;
+    r.hadamard_seed = n.hadamard_seed;
+    r.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data();
+    return r;
+}
+
+}  // namespace ta

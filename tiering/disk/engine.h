@@ -1,0 +1,196 @@
+// What runs a disk tier: a few threads that keep records moving between the file and buffers of their own, and one that
+// supervises them. I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its
+// client is told, its buffer and its slot stay out of use until the operating system lets go of them.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "src/io/file_system.h"
+#include "tiering/disk/file.h"
+#include "tiering/store/slot_map.h"
+
+namespace ta {
+
+class DiskEngine {
+  public:
+    struct Options {
+        unsigned threads = 2, depth = 16;  // buffers and so operations in flight, of all threads together
+        std::chrono::milliseconds deadline{10000}, retry_after{1000};
+        BlockCheck check, check_found;
+    };
+    static Result<std::shared_ptr<DiskEngine>> create(std::unique_ptr<DiskFile> file, Options options);
+    ~DiskEngine();
+    DiskEngine(const DiskEngine&) = delete;
+    DiskEngine& operator=(const DiskEngine&) = delete;
+
+    // The threads keep the engine alive for as long as the operating system keeps one of them. To be stopped also when this
+    // fails.
+    static Status start(const std::shared_ptr<DiskEngine>& engine);
+    void stop();
+
+    Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted);
+    void release(std::span<const Slot> slots);
+    void retire(std::span<const Slot> slots);
+    bool holds(Slot slot) const;
+    bool reclaim(std::chrono::milliseconds patience);
+    bool wait_for_erased(std::chrono::milliseconds patience);
+    Result<DiskBatch> submit(std::span<const DiskRequest> requests, DiskClient& client);
+    void cancel(DiskBatch batch);
+    Status flush();
+    void keep_file() { file_->keep(); }
+    TierStats stats() const;
+    TierHealth health() const;
+    const DiskFile& file() const { return *file_; }
+    bool io_uring() const { return uring_; }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    using Lock = std::unique_lock<std::mutex>;
+
+    struct SlotInfo {
+        uint64_t generation = 0;  // of the record
+        uint64_t written_at = 0;  // persistent: on writes_, when it was last written or erased
+        uint32_t busy = 0;        // operations that the operating system or a thread still works on
+        uint8_t slot_class = 0;
+        bool acquired = false, released = false;
+        bool valid = false;    // the slot is stored
+        bool on_disk = false;  // persistent: the file may hold a header here
+        bool writing = false;
+        bool doubtful = false;  // persistent: a sync failed that was to cover the record, which is to be written again
+        bool lost = false;      // and what was read back for that is not the record
+    };
+
+    struct Op {
+        enum class Kind : uint8_t { kRead, kWrite, kErase, kRewrite, kSync, kMark };
+        enum class State : uint8_t { kQueued, kCopying, kInFlight, kFinishing };
+        Kind kind = Kind::kRead;
+        bool has_slot() const { return kind < Kind::kSync; }
+        SessionState mark = SessionState::kOpen;  // mark: of the superblock
+        State state = State::kQueued;
+        bool cancel = false;     // its client wants to hear no more
+        bool reported = false;   // its client was told: what comes now is for nobody
+        bool stalled = false;    // it is beyond its deadline
+        bool was_valid = false;  // write: what to go back to if the batch is refused
+        DiskRequest request;
+        DiskClient* client = nullptr;  // nullptr: the tier's own
+        DiskBatch batch = 0;
+        uint64_t generation = 0;  // read: expected; write: new
+        uint64_t offset = 0;      // of the record in the file
+        uint8_t* buffer = nullptr;
+        int step = 0, retries = 0;
+        IoOp io;
+        Clock::time_point started;
+        Status refused;  // write: what the check said of the client's bytes
+        // Sync: what was completed before it started, and what was synced by then; retired slots before this one in all.
+        uint64_t covers = 0, synced_before = 0, retired_before = 0;
+        std::list<Op>::iterator self;
+    };
+    using Ops = std::list<Op>;
+
+    DiskEngine(std::unique_ptr<DiskFile> file, Options options);
+    Status allocate();
+    void work(unsigned worker);
+    void supervise();
+    Op* take();
+    void start_op(Lock& lock, IoQueue& queue, Op& op, unsigned& flying);
+    bool next_step(Op& op);
+    void run_step(Lock& lock, IoQueue& queue, Op& op, unsigned& flying);
+    void on_result(Lock& lock, IoQueue& queue, Op& op, int64_t result, unsigned& flying);
+    bool advance(Op& op, int64_t& result);
+    void finish(Lock& lock, Op& op, int64_t error);
+    void report(Lock& lock, Op& op, Status status, bool cancelled);
+    Status stage_write(Op& op);
+    Status check_and_copy(const Op& op);
+    Status io_status(const Op& op, int64_t error) const;
+    class SyncTurn;
+    Status write_again();
+    Status run_own(Ops& ops);
+    Status mark(SessionState state);
+    bool is_synced(uint64_t writes) const;
+    bool is_all_synced() const;
+    bool is_damaged(const Op& op) const;
+    void sync_succeeded(const Op& op);
+    void sync_failed(const Op& op, int64_t error);
+    void set_doubtful(SlotInfo& slot, bool doubtful);
+    void erase_doubtful(uint32_t index);
+    int64_t run_blocking(Lock& lock, Op& op);
+    void write_failed(int64_t error);
+    void write_succeeded();
+    void erase_again();
+    void leave_slot(Op& op);
+    void free_slot(uint32_t index);
+    Status admit(Op& op);
+    Result<DiskBatch> enqueue(Ops& ops);
+    bool may_not_write() const { return read_only_ || stalled_writes_ > 0; }
+    Status refused_write() const;
+    Status admit_write();
+    void unadmit(const Op& op);
+    Status overdue() const;
+    bool give_up_one(Lock& lock, Clock::time_point now);
+    Clock::time_point next_deadline() const;
+    void wake_workers();
+    void drop_queued();
+
+    const std::unique_ptr<DiskFile> file_;
+    const Options options_;
+    const size_t largest_record_;
+    uint8_t* buffers_ = nullptr;
+    uint8_t* zeros_ = nullptr;  // a page, to erase headers with
+    size_t buffer_bytes_ = 0;
+    std::vector<std::unique_ptr<IoQueue>> queues_;  // by worker
+    bool uring_ = false;
+    unsigned queue_depth_ = 1;
+    std::vector<std::thread> workers_;
+    std::thread supervisor_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable supervise_, changed_;
+    bool stopping_ = false, supervisor_stops_ = false;
+    bool supervisor_closes_ = false, is_closed_ = false;  // the file
+    bool supervisor_idle_ = false;                        // it waits for no deadline
+    unsigned exited_ = 0;
+
+    SlotMap map_;
+    std::vector<SlotInfo> slots_;  // by index
+    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush,
+    // and when slots are wanted after a while. Their capacity is all slots.
+    std::vector<uint32_t> to_erase_, not_erased_;
+    uint64_t erasures_ = 0;  // under way
+    // Slots whose blocks have been written elsewhere, oldest first, and how many there were before the first one. Their records
+    // are erased when a sync that started later has succeeded: till then they may be all that the medium has.
+    std::vector<uint32_t> retired_;
+    uint64_t retired_of_[kSlotClasses] = {};
+    uint64_t reclaimed_ = 0;
+    uint64_t writes_ = 0;               // persistent: counts writes and erasures that completed
+    uint64_t sync_started_ = 0;         // writes_ when the last sync started
+    uint64_t synced_ = 0;               // what the syncs that succeeded have covered
+    bool syncing_ = false;              // somebody has the turn
+    uint64_t doubtful_ = 0, lost_ = 0;  // slots
+    int64_t sync_error_ = 0;            // of the last sync that failed
+    bool has_no_workers_ = false;       // the kernel cancelled what the ring was given
+    std::vector<uint8_t*> idle_buffers_;
+    Ops queued_, active_;
+    Ops dropped_;  // queued ones to report, cancelled or overdue
+    Ops spare_;    // for erasing, which must not need memory
+    DiskBatch next_batch_ = 1;
+    uint64_t next_generation_ = 1;
+    uint64_t outstanding_ = 0;     // requests whose clients were not told yet
+    uint64_t stalled_now_ = 0;     // operations that were given up and have not come back
+    uint64_t stalled_writes_ = 0;  // of these
+    Clock::time_point last_progress_;
+
+    bool read_only_ = false;
+    int failed_writes_ = 0;  // in a row
+    Clock::time_point retry_at_, erase_again_at_;
+    char reason_[sizeof TierHealth::reason] = "";
+
+    TierStats counters_;
+};
+
+}  // namespace ta

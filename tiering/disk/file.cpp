@@ -1,0 +1,736 @@
+#include "tiering/disk/file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+#include "kernels/format/hash.h"
+
+namespace ta {
+namespace {
+
+constexpr int kMostRetries = 16;  // of an operation that was interrupted
+constexpr uint64_t kAllocationStep = uint64_t{1} << 30;
+constexpr std::chrono::milliseconds kLockPatience{1000};
+constexpr int kGenerationBits = 40;  // of the writes between two opens
+constexpr uint64_t kMostOpens = (uint64_t{1} << (64 - kGenerationBits)) - 4;
+constexpr size_t kMostRefusals = 16;  // that are kept as text
+constexpr int kMostAttempts = 8;      // while other processes make the same file
+
+// Whether a page did not come or go whole: interrupted, or less than was asked for.
+bool is_incomplete(int64_t r) {
+    return r == -EINTR || r == -EAGAIN || (r >= 0 && r < int64_t(kDiskPage));
+}
+
+// Moves a page; tries again while that is incomplete. Bytes, or -errno.
+template <class Operation>
+int64_t move_page(Operation&& operation) {
+    int64_t r = operation();
+    for (int i = 0; i < kMostRetries && is_incomplete(r); ++i) r = operation();
+    return r >= 0 && r < int64_t(kDiskPage) ? -ENODATA : r;
+}
+
+// Calls `operation` until it was not interrupted.
+template <class Operation>
+auto retry(Operation&& operation) {
+    auto r = operation();
+    for (int i = 0; i < kMostRetries && (r == -EINTR || r == -EAGAIN); ++i) r = operation();
+    return r;
+}
+
+Status io_failure(int64_t error, const char* what, const std::string& path) {
+    return fail(is_lack_of_space(error) ? TA_E_TIER_FULL : TA_E_IO, "%s the disk tier's file %s failed: %s", what,
+                shown(path).c_str(), error_text(error).c_str())
+        .tier(TA_TIER_DISK);
+}
+
+// Of open() with O_TMPFILE: not this kernel, or not this file system.
+bool lacks_nameless_files(int r) {
+    return r == -EOPNOTSUPP || r == -EISDIR || r == -EINVAL;
+}
+
+// Of link(): this file without a name can get none, be it for want of /proc or of hard links.
+bool cannot_name(int r) {
+    return r == -ENOENT || r == -ENOTDIR || r == -EPERM || r == -EACCES || r == -EOPNOTSUPP || r == -ENOSYS || r == -EINVAL ||
+           r == -EXDEV;
+}
+
+bool is_private(const FileInfo& info) {
+    return info.owner == geteuid() && (info.mode & 077) == 0;
+}
+
+}  // namespace
+
+// Some pages of memory as direct I/O takes it.
+class DiskFile::DirectBuffer {
+  public:
+    explicit DirectBuffer(size_t pages) : bytes_(pages * kDiskPage) {
+        void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        data_ = p == MAP_FAILED ? nullptr : static_cast<uint8_t*>(p);
+    }
+    ~DirectBuffer() {
+        if (data_) munmap(data_, bytes_);
+    }
+    DirectBuffer(const DirectBuffer&) = delete;
+    DirectBuffer& operator=(const DirectBuffer&) = delete;
+    uint8_t* data(size_t page = 0) { return data_ + page * kDiskPage; }
+    bool ok() const { return data_ != nullptr; }
+
+  private:
+    size_t bytes_;
+    uint8_t* data_;
+};
+
+DiskFile::~DiskFile() {
+    close();
+}
+
+void DiskFile::close() {
+    // A child of this process may still have the descriptor, and with it the lock.
+    const bool locked = locked_by_ == getpid();
+    // Without a lock somebody else may have put blocks into it.
+    if (made_ && locked && is_named(path_.c_str())) files->unlink(path_.c_str());
+    if (locked) files->unlock(fd);
+    if (fd >= 0) files->close(fd);
+    fd = -1;
+    locked_by_ = 0;
+    made_ = false;
+}
+
+void DiskFile::start_over() {
+    close();
+    queue.reset();
+    degraded.clear();
+}
+
+Result<std::unique_ptr<DiskFile>> DiskFile::open(std::shared_ptr<FileSystem> fs, const DiskFileOptions& options,
+                                                 OpeningProgress& progress) {
+    std::unique_ptr<DiskFile> file(new DiskFile(std::move(fs)));
+    file->progress_ = &progress;
+    file->path_ = options.path;
+    file->persistent = options.persistent;
+    file->context.fingerprint = options.fingerprint;
+    std::copy(std::begin(options.slot_bytes), std::end(options.slot_bytes), file->context.slot_bytes);
+    file->shape = disk_shape(options.budget, options.slot_bytes);
+    if (!file->shape.valid() || file->shape.regions == 0) {
+        return fail(TA_E_INVALID, "%llu bytes on disk do not hold one block of %zu bytes and what belongs to it",
+                    (unsigned long long)options.budget, std::ranges::max(options.slot_bytes));
+    }
+    TA_RETURN_IF_ERROR(options.persistent ? file->open_persistent(options) : file->make_anonymous(options));
+    file->progress_ = nullptr;
+    return file;
+}
+
+// With O_DIRECT where that is possible.
+int DiskFile::open_file(const char* path, int flags) {
+    flags |= O_RDWR | O_CLOEXEC;
+    fd = retry([&] { return files->open(path, flags | O_DIRECT, 0600); });
+    progress_->step();
+    direct = fd >= 0;
+    if (fd != -EINVAL) return fd;
+    fd = retry([&] { return files->open(path, flags, 0600); });
+    progress_->step();
+    if (fd >= 0) degraded.push_back("the file system of " + path_ + " has no O_DIRECT");
+    return fd;
+}
+
+// An empty file. Without O_DIRECT, which may fail and leave one.
+int DiskFile::create(const char* path) {
+    const int made = retry([&] { return files->open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); });
+    progress_->step();
+    if (made >= 0) files->close(made);
+    return std::min(made, 0);
+}
+
+// Whether this is (still) a name of the file that is open.
+bool DiskFile::is_named(const char* path) const {
+    FileInfo mine, there;
+    return files->fstat(fd, mine) == 0 && files->lstat(path, there) == 0 && there.inode == mine.inode &&
+           there.device == mine.device;
+}
+
+// What comes late must not make a file, or change one, that its owner may by now have opened again.
+Status DiskFile::check_wanted() const {
+    return progress_->abandoned ? fail(TA_E_IO, "opening was given up") : Status();
+}
+
+// The I/O that a killed process had in flight keeps its lock for a moment longer than the process lives, and may land until
+// then.
+int DiskFile::lock() {
+    const auto end = std::chrono::steady_clock::now() + kLockPatience;
+    for (;;) {
+        const int r = files->lock(fd);
+        progress_->step();
+        if (r == 0) locked_by_ = getpid();
+        if ((r == -EWOULDBLOCK || r == -EINTR) && std::chrono::steady_clock::now() < end) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            continue;
+        }
+        if (r < 0 && r != -EWOULDBLOCK) degraded.push_back("the disk tier's file cannot be locked: " + error_text(r));
+        return r;
+    }
+}
+
+// A file that nobody else can open and that is gone with this descriptor, however the process ends.
+Status DiskFile::make_anonymous(const DiskFileOptions& options) {
+    int r = open_file(options.path.c_str(), O_TMPFILE | O_EXCL);
+    if (lacks_nameless_files(r)) {
+        uint64_t random = 0;
+        if (getrandom(&random, sizeof random, 0) != ssize_t(sizeof random)) return fail(TA_E_IO, "getrandom failed");
+        const std::string name = options.path + "/.turboattention-" + std::to_string(getpid()) + "-" + std::to_string(random);
+        r = create(name.c_str());
+        if (r >= 0) {
+            r = open_file(name.c_str(), O_NOFOLLOW);
+            const int removed = retry([&] { return files->unlink(name.c_str()); });
+            progress_->step();
+            if (removed < 0) return io_failure(removed, "unlinking", name);
+        }
+    }
+    if (r < 0) return io_failure(r, "making", options.path + "/(nameless)");
+    return lay_out(options);
+}
+
+// Makes of an empty file one that holds no blocks yet.
+Status DiskFile::lay_out(const DiskFileOptions& options) {
+    TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
+    DirectBuffer pages(2);
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    if (getrandom(&context.file, sizeof context.file, 0) != ssize_t(sizeof context.file))
+        return fail(TA_E_IO, "getrandom failed");
+    start_session(1);
+    TA_RETURN_IF_ERROR(write_superblock(pages));
+    TA_RETURN_IF_ERROR(probe_direct(pages));
+    if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
+    return {};
+}
+
+Status DiskFile::open_persistent(const DiskFileOptions& options) {
+    for (int i = 0; i < kMostAttempts; ++i) {
+        Result<Attempt> r = attempt(options);
+        if (!r.ok()) return std::move(r).status();
+        if (r.value() == Attempt::kMade) return {};
+        if (r.value() == Attempt::kFound) return read_found(options);
+        start_over();
+    }
+    return fail(TA_E_BUSY, "other processes make and remove the disk tier's file %s", options.path.c_str());
+}
+
+Result<DiskFile::Attempt> DiskFile::attempt(const DiskFileOptions& options) {
+    const char* path = options.path.c_str();
+    const int r = open_file(path, O_NOFOLLOW);
+    TA_RETURN_IF_ERROR(check_wanted());
+    if (r >= 0) return lock_found(options);
+    if (r == -ELOOP) return fail(TA_E_INVALID, "the disk tier's file %s is a symbolic link; it takes a file", path);
+    if (r != -ENOENT) return io_failure(r, "opening", options.path);
+    if (options.path.ends_with('/')) return fail(TA_E_INVALID, "the disk tier's file %s has no name", path);
+    Result<Attempt> made = make_persistent(options);
+    if (made.ok()) return made;
+    Status why = std::move(made).status();
+    FileInfo there;
+    // The space that was missing may be what another process has just made the file of.
+    if (why.code() == TA_E_TIER_FULL && files->lstat(path, there) == 0) return Attempt::kAgain;
+    return why;
+}
+
+Result<DiskFile::Attempt> DiskFile::lock_found(const DiskFileOptions& options) {
+    const char* path = options.path.c_str();
+    FileInfo info;
+    if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", options.path);
+    if (!info.regular) return fail(TA_E_INVALID, "the disk tier's file %s is not a file", path);
+    if (!is_private(info)) {
+        return fail(TA_E_INVALID, "the disk tier's file %s must belong to this user and have mode 0600; it has %04o", path,
+                    unsigned(info.mode));
+    }
+    if (lock() == -EWOULDBLOCK) return fail(TA_E_BUSY, "the disk tier's file %s is in use", path);
+    TA_RETURN_IF_ERROR(check_wanted());
+    // Who had the lock before may have removed what it made.
+    FileInfo there;
+    const int s = files->lstat(path, there);
+    if (s < 0 && s != -ENOENT) return io_failure(s, "lstat of", options.path);
+    return s == 0 && there.inode == info.inode && there.device == info.device ? Attempt::kFound : Attempt::kAgain;
+}
+
+// The file gets its name when it is complete: a path never names half a file, and a process that is killed leaves nothing.
+Result<DiskFile::Attempt> DiskFile::make_persistent(const DiskFileOptions& options) {
+    const int r = open_file(folder_of(options.path).c_str(), O_TMPFILE);
+    if (lacks_nameless_files(r)) return make_by_name(options);
+    if (r < 0) return io_failure(r, "making", options.path);
+    lock();
+    FileInfo there;
+    if (files->lstat(options.path.c_str(), there) == 0) return Attempt::kAgain;
+    TA_RETURN_IF_ERROR(complete(options));
+    const int named = retry([&] { return files->link(fd, options.path.c_str()); });
+    progress_->step();
+    if (named == -EEXIST) return Attempt::kAgain;
+    if (cannot_name(named)) {
+        start_over();
+        return make_by_name(options);
+    }
+    if (named < 0) return io_failure(named, "naming", options.path);
+    return finish_making();
+}
+
+// Where there are no files without a name: under a name that is nobody else's. What a killed process leaves under it bears a
+// mark, and is taken over.
+Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options) {
+    const std::string name = name_beside(options.path, ".new");
+    const char* making = name.c_str();
+    const auto in_the_way = [&](const char* why) { return fail(TA_E_INVALID, "%s is in the way: %s", making, why); };
+    int r = open_file(making, O_NOFOLLOW);
+    const bool created = r == -ENOENT;
+    if (created) {
+        r = create(making);
+        if (r == -EEXIST) return Attempt::kAgain;
+        if (r >= 0) {  // else the folder is none, or takes no files
+            r = open_file(making, O_NOFOLLOW);
+            if (r == -ENOENT) return Attempt::kAgain;
+        }
+    }
+    if (r == -ELOOP) return in_the_way("it is a symbolic link");
+    if (r < 0) return io_failure(r, "making", name);
+    const int locked = lock();
+    if (locked == -EWOULDBLOCK)
+        return fail(TA_E_BUSY, "another process is making the disk tier's file %s", options.path.c_str());
+    // Whoever had the lock before may have finished the file that this descriptor is of.
+    if (!is_named(making)) return Attempt::kAgain;
+    FileInfo info;
+    if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", name);
+    DirectBuffer pages(2);
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    if (!info.regular || !is_private(info) || info.links != 1)
+        return in_the_way("not a file of this user alone with mode 0600");
+    mark_unfinished(pages.data());
+    if (info.bytes > 0) {
+        TA_RETURN_IF_ERROR(probe_direct(pages));
+        const int64_t n = move_page([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
+        if (n < 0 && n != -ENODATA) return io_failure(n, "reading", name);
+        // All of the mark, or as much as there was time for.
+        if (std::memcmp(pages.data(), pages.data(1), size_t(std::min<uint64_t>(info.bytes, kDiskPage))) != 0)
+            return in_the_way("not a disk tier's file that was left unfinished");
+    }
+    if (locked < 0 && !created)
+        return in_the_way("it may be unfinished work of another process, which cannot be told without locks");
+    const auto build = [&]() -> Result<Attempt> {
+        if (const int t = retry([&] { return files->ftruncate(fd, 0); }); t < 0) return io_failure(t, "truncating", name);
+        TA_RETURN_IF_ERROR(write_page(pages, 0));
+        TA_RETURN_IF_ERROR(complete(options));
+        const int renamed = retry([&] { return files->rename(making, options.path.c_str()); });
+        progress_->step();
+        if (renamed == -EEXIST) {
+            files->unlink(making);
+            return Attempt::kAgain;
+        }
+        if (renamed < 0) return io_failure(renamed, "renaming", name);
+        return finish_making();
+    };
+    Result<Attempt> made = build();
+    if (!made.ok()) files->unlink(making);
+    return made;
+}
+
+// All of the file but its name.
+Status DiskFile::complete(const DiskFileOptions& options) {
+    TA_RETURN_IF_ERROR(lay_out(options));
+    TA_RETURN_IF_ERROR(sync_file());
+    return check_wanted();
+}
+
+// The name is durable with its folder. Some file systems, and folders that may not be read, know of no fsync.
+Result<DiskFile::Attempt> DiskFile::finish_making() {
+    made_ = true;
+    const int dir = retry([&] { return files->open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
+    const int synced = dir < 0 ? dir : retry([&] { return files->fsync(dir); });
+    if (dir >= 0) files->close(dir);
+    progress_->step();
+    if (synced == -EIO || is_lack_of_space(synced)) return io_failure(synced, "fsync of the folder of", path_);
+    if (synced < 0) degraded.push_back("fsync of the folder of " + path_ + " failed: " + error_text(synced));
+    return Attempt::kMade;
+}
+
+Status DiskFile::read_found(const DiskFileOptions& options) {
+    FileInfo info;
+    if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", options.path);
+    DirectBuffer pages(2);
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
+    if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
+    // What is found here is on the medium from now on, whoever wrote it. But a sync that failed in a process before this one has
+    // left pages in memory that the medium does not have.
+    TA_RETURN_IF_ERROR(sync_file());
+    files->drop_cache(fd);
+    TA_RETURN_IF_ERROR(scan(options.queue_depth));
+    // Till torn records are gone the superblock of their session stays, which says that there may be some.
+    TA_RETURN_IF_ERROR(erase_torn());
+    TA_RETURN_IF_ERROR(write_superblock(pages));
+    return sync_file();  // before any record has a generation of this open
+}
+
+Status DiskFile::sync_file() {
+    const int r = retry([&] { return files->fsync(fd); });
+    progress_->step();
+    return r < 0 ? io_failure(r, "fsync of", path_) : Status();
+}
+
+// Space for the whole file, so that no write can run out of it later.
+Status DiskFile::preallocate(uint64_t bytes) {
+    // Looked at first, so that a budget beyond the disk does not take all that others have room in until it fails.
+    FileInfo info;
+    if (files->fstat(fd, info) == 0 && bytes > info.room) return io_failure(-ENOSPC, "preallocating", path_);
+    for (uint64_t at = 0; at < bytes; at += kAllocationStep) {
+        const int r = retry([&] { return files->fallocate(fd, at, std::min(kAllocationStep, bytes - at)); });
+        progress_->step();
+        if (r == -EOPNOTSUPP || r == -ENOSYS) {
+            const int t = retry([&] { return files->ftruncate(fd, bytes); });
+            if (t < 0) return io_failure(t, "truncating", path_);
+            degraded.push_back("the file system of " + path_ + " cannot preallocate: writes may run out of space");
+            return {};
+        }
+        if (r < 0) return io_failure(r, "preallocating", path_);
+    }
+    return {};
+}
+
+void DiskFile::start_session(uint64_t opens) {
+    opens_ = opens;
+    boot_ = files->boot();
+    next_generation = opens << kGenerationBits | 1;
+}
+
+Status DiskFile::write_superblock(DirectBuffer& pages) {
+    return write_page(pages, seal_session(SessionState::kOpen, pages.data()));
+}
+
+uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
+    Superblock s{};
+    s.magic = kSuperblockMagic;
+    s.version = kDiskVersion;
+    s.fingerprint = context.fingerprint;
+    s.file = context.file;
+    s.opens = opens_;
+    s.boot = boot_;
+    s.state = uint64_t(state);
+    s.regions = shape.regions;
+    s.region_bytes = shape.region_bytes;
+    std::copy(std::begin(context.slot_bytes), std::end(context.slot_bytes), s.slot_bytes);
+    seal_superblock(s, page);
+    return opens_ % 2 * kDiskPage;
+}
+
+// The first page, as the superblock at `offset`.
+Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset, const char* what) {
+    const auto write = [&] { return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, offset); }); };
+    int64_t r = write();
+    if (r == -EINVAL && direct) {
+        if (Status d = probe_direct(pages); !d.ok()) return d;
+        r = write();
+    }
+    progress_->step();
+    return r < 0 ? io_failure(r, what, path_) : Status();
+}
+
+// Some file systems take O_DIRECT at open() and refuse the I/O.
+Status DiskFile::probe_direct(DirectBuffer& pages) {
+    if (!direct) return {};
+    const int64_t r = retry([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
+    progress_->step();
+    if (r != -EINVAL) return {};
+    if (const int c = files->clear_direct(fd); c < 0) return io_failure(c, "fcntl of", path_);
+    direct = false;
+    degraded.push_back("the file system of " + path_ + " takes no direct I/O of 4096 bytes");
+    return {};
+}
+
+// A kernel may have io_uring without what is needed, or forbid it.
+void DiskFile::probe_queue(DirectBuffer& pages, unsigned depth) {
+    std::string reason;
+    queue = files->make_queue(depth, reason);
+    if (!queue) return degraded.push_back(std::move(reason));
+    IoOp op;
+    op.fd = fd;
+    op.data = pages.data(1);
+    op.bytes = kDiskPage;
+    int64_t r = queue->submit(op);
+    const bool taken = r == 0;
+    if (taken) {
+        IoResult result;
+        while (queue->wait({&result, 1}) == 0) {
+        }
+        r = result.result;
+    }
+    progress_->step();
+    // Other errors of what was taken are the file's, not io_uring's, and will show.
+    if (taken && r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES && r != -ECANCELED) return;
+    queue.reset();
+    degraded.push_back("io_uring cannot read here: " + error_text(r));
+}
+
+Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const DiskFileOptions& options) {
+    const char* path = options.path.c_str();
+    if (file_size < kDiskRegionsOffset) return fail(TA_E_CORRUPT, "%s is no file of a disk tier: it has no superblock", path);
+    TA_RETURN_IF_ERROR(probe_direct(pages));
+    Superblock best{};
+    const char* wrong[2] = {nullptr, nullptr};
+    bool damaged = false;
+    for (int i = 0; i < 2; ++i) {
+        const int64_t r = move_page([&] { return files->pread(fd, pages.data(), kDiskPage, uint64_t(i) * kDiskPage); });
+        progress_->step();
+        if (r < 0) return io_failure(r, "reading the superblock of", options.path);
+        Superblock s{};
+        wrong[i] = check_superblock(pages.data(), s);
+        damaged |= wrong[i] && !is_blank(pages.data(), kDiskPage);
+        if (!wrong[i] && s.opens > best.opens) best = s;
+    }
+    if (best.opens == 0) {
+        return fail(TA_E_CORRUPT, "%s is no file of a disk tier: superblock 0 %s, superblock 1 %s", path,
+                    wrong[0] ? wrong[0] : "is blank", wrong[1] ? wrong[1] : "is blank");
+    }
+    if (best.fingerprint != options.fingerprint ||
+        !std::equal(best.slot_bytes, best.slot_bytes + kSlotClasses, options.slot_bytes))
+        return fail(TA_E_INVALID, "%s belongs to a pool with other settings (fingerprint %016llx)", path,
+                    (unsigned long long)best.fingerprint);
+    SlotMap::Shape s = shape;
+    s.regions = best.regions;
+    s.region_bytes = best.region_bytes;
+    if (!s.valid() || s.bytes() > UINT64_MAX - kDiskRegionsOffset)
+        return fail(TA_E_CORRUPT, "the superblock of %s gives a shape that no file can have", path);
+    if (best.opens >= kMostOpens)
+        return fail(TA_E_LIMIT, "%s was opened %llu times; make a new one", path, (unsigned long long)best.opens);
+    if (file_bytes(s) > file_size)
+        return fail(TA_E_CORRUPT, "%s has %llu bytes where its superblock says %llu: it was cut off", path,
+                    (unsigned long long)file_size, (unsigned long long)file_bytes(s));
+    if (file_bytes(s) > options.budget)
+        return fail(TA_E_INVALID, "%s has %llu bytes, more than the budget of %llu", path, (unsigned long long)file_bytes(s),
+                    (unsigned long long)options.budget);
+    shape = s;
+    context.file = best.file;
+    const auto ended = SessionState(best.state);
+    const bool power_may_have_failed = best.boot == 0 || best.boot != files->boot();
+    // Records of earlier sessions are doubtful as well: a header that was erased may be back, in front of newer bytes.
+    doubtful_ = ended != SessionState::kClosed && (power_may_have_failed || ended == SessionState::kSyncFailed || damaged);
+    // A damaged one may have counted one open more, whose records are to be known; and it is the one to be replaced.
+    start_session(best.opens + (damaged ? 3 : 1));
+    return {};
+}
+
+struct DiskFile::Found {
+    RecoveredBlock block;
+    uint64_t offset, payload_hash;
+    bool refused = false;
+};
+
+// Reads the header of every place where a record can be.
+Status DiskFile::scan(unsigned depth) {
+    std::unique_ptr<IoQueue> blocking;
+    if (!queue) {
+        blocking = make_blocking_queue(*files);
+        depth = 1;
+    }
+    IoQueue& reader = queue ? *queue : *blocking;
+    struct Read {
+        Slot slot;
+        uint64_t offset;
+        int retries;
+    };
+    std::vector<Read> reads(depth);
+    DirectBuffer pages(depth);
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read headers");
+    SlotMap map(shape);  // to know which slots exist
+    struct Suspect {
+        Slot slot;
+        const char* why;
+    };
+    std::vector<Suspect> suspects;
+    std::vector<Found> found;
+
+    const auto look_at = [&](const Read& read, const uint8_t* page) {
+        RecordHeader h;
+        const char* wrong = check_header(page, context, read.slot.slot_class, read.offset, h);
+        if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
+        if (!wrong) {
+            found.push_back({{read.slot, identity_of(h), h.generation, more_keys_of(page)}, read.offset, h.payload_hash});
+        } else if (h.magic == kRecordMagic || h.file == context.file || h.offset == read.offset) {
+            // Other pages that are no headers are the payload of records of another class, erased ones among them. The
+            // fingerprint says nothing: the trailer of a slot has it at the same place.
+            suspects.push_back({read.slot, wrong});
+        }
+    };
+
+    Status failure;
+    Slot next{0, 0};
+    const auto step = [&] {  // to the next place, class by class within a region
+        do {
+            ++next.index;
+            if (next.index % SlotMap::kIndicesPerRegion == 0) {
+                next.slot_class = uint8_t((next.slot_class + 1) % kSlotClasses);
+                if (next.slot_class != 0) next.index -= SlotMap::kIndicesPerRegion;
+            }
+        } while (next.index < shape.indices() && !map.known(next));
+    };
+    if (!map.known(next)) step();
+    std::vector<unsigned> idle(depth);
+    for (unsigned i = 0; i < depth; ++i) idle[i] = i;
+    const auto submit = [&](unsigned i) {
+        IoOp op;
+        op.fd = fd;
+        op.data = pages.data(i);
+        op.bytes = kDiskPage;
+        op.offset = reads[i].offset;
+        op.user = &reads[i];
+        return reader.submit(op);
+    };
+    const auto give_up = [&](const Read& read, const std::string& why) {
+        if (failure.ok())
+            failure =
+                fail(TA_E_IO, "reading the header of record %u of %s failed: %s", read.slot.index, path_.c_str(), why.c_str());
+    };
+    while (idle.size() < depth || (failure.ok() && next.index < shape.indices())) {
+        while (failure.ok() && !idle.empty() && next.index < shape.indices()) {
+            const unsigned i = idle.back();
+            reads[i] = {next, kDiskRegionsOffset + map.offset(next), 0};
+            if (const int r = submit(i); r < 0) {
+                give_up(reads[i], error_text(r).c_str());
+                break;
+            }
+            idle.pop_back();
+            step();
+        }
+        if (idle.size() == depth) break;
+        IoResult results[16];
+        const size_t n = reader.wait(results);
+        progress_->step();
+        for (size_t k = 0; k < n; ++k) {
+            Read& read = *static_cast<Read*>(results[k].user);
+            const auto i = unsigned(&read - reads.data());
+            int64_t r = results[k].result;
+            // The kernel has no thread for io_uring.
+            if (r == -ECANCELED) r = files->pread(fd, pages.data(i), kDiskPage, read.offset);
+            if (is_incomplete(r) && read.retries++ < kMostRetries && submit(i) == 0) continue;
+            idle.push_back(i);
+            if (r == int64_t(kDiskPage)) {
+                look_at(read, pages.data(i));
+            } else {
+                give_up(read, r < 0 ? error_text(r).c_str() : "only " + std::to_string(r) + " bytes came");
+            }
+        }
+    }
+    TA_RETURN_IF_ERROR(std::move(failure));
+    TA_RETURN_IF_ERROR(keep_whole(found));
+    std::vector<int8_t> class_of(shape.regions, -1);
+    for (const Found& f : found) {
+        if (f.refused) continue;
+        class_of[f.block.slot.index / SlotMap::kIndicesPerRegion] = int8_t(f.block.slot.slot_class);
+        recovered.push_back(f.block);
+    }
+    std::sort(recovered.begin(), recovered.end(),
+              [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.slot.index < b.slot.index; });
+    for (const Suspect& s : suspects) {
+        // Within a region of another class these are bytes of blocks, not headers.
+        const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
+        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(s.slot, kDiskRegionsOffset + map.offset(s.slot), s.why);
+    }
+    return {};
+}
+
+void DiskFile::refuse(Slot slot, uint64_t offset, const char* why) {
+    stale.push_back(slot);
+    if (++refused_count > kMostRefusals) return;
+    refused.push_back("record " + std::to_string(slot.index) + " at offset " + std::to_string(offset) + " " + why);
+}
+
+// A power failure leaves any of what was written since the last sync: a record that is not all there, one that was erased, or
+// an erased header in front of what was written in its place, however old it is. So behind one every record is read, and counts
+// only if all of it is there; in any case one that is in the way of an older one, under one of its keys or as one of another
+// class in its region.
+Status DiskFile::keep_whole(std::vector<Found>& found) {
+    std::sort(found.begin(), found.end(),
+              [](const Found& a, const Found& b) { return a.block.generation > b.block.generation; });
+    std::vector<std::pair<BlockKey, uint32_t>> bearers;    // of keys, the latest first
+    std::vector<std::pair<uint32_t, uint32_t>> in_region;  // likewise of regions
+    for (uint32_t i = 0; i < found.size(); ++i) {
+        const RecoveredBlock& b = found[i].block;
+        if (b.identity.key != BlockKey{}) bearers.emplace_back(b.identity.key, i);
+        for (const BlockKey& key : b.more_keys) bearers.emplace_back(key, i);
+        in_region.emplace_back(b.slot.index / SlotMap::kIndicesPerRegion, i);
+    }
+    std::sort(bearers.begin(), bearers.end());
+    std::sort(in_region.begin(), in_region.end());
+    std::vector<bool> in_the_way(found.size());
+    for (size_t i = 0; i + 1 < bearers.size(); ++i) {
+        if (bearers[i].first == bearers[i + 1].first && bearers[i].second != bearers[i + 1].second)
+            in_the_way[bearers[i].second] = true;
+    }
+    const auto slot_class = [&](size_t i) { return found[in_region[i].second].block.slot.slot_class; };
+    for (size_t i = 0, end = 0; i < in_region.size(); i = end) {
+        bool mixed = false;
+        for (end = i; end < in_region.size() && in_region[end].first == in_region[i].first; ++end)
+            mixed |= slot_class(end) != slot_class(i);
+        for (size_t k = i; mixed && k < end; ++k) in_the_way[in_region[k].second] = true;
+    }
+    DirectBuffer pages(size_t(std::ranges::max(shape.stride) / kDiskPage));
+    if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read a record");
+    for (uint32_t i = 0; i < found.size(); ++i) {
+        const Record record = in_the_way[i] || doubtful_ ? look_at(found[i], pages) : Record::kWhole;
+        if (record == Record::kWhole) continue;
+        found[i].refused = true;
+        const bool is_torn = record == Record::kTorn;
+        if (is_torn) torn_.push_back(found[i].offset);
+        refuse(found[i].block.slot, found[i].offset, is_torn ? "is not all there" : "cannot be read");
+    }
+    // Regions serve one class at a time: the records of another one are older, and were erased.
+    std::vector<int8_t> class_of(shape.regions, -1);
+    for (Found& f : found) {
+        int8_t& c = class_of[f.block.slot.index / SlotMap::kIndicesPerRegion];
+        if (f.refused) continue;
+        if (c < 0) c = int8_t(f.block.slot.slot_class);
+        if (c == int8_t(f.block.slot.slot_class)) continue;
+        f.refused = true;
+        refuse(f.block.slot, f.offset, "lies among blocks of another class");
+    }
+    return {};
+}
+
+// The headers of torn records, which a later session would take for whole; but for a page that is a whole record's by now.
+Status DiskFile::erase_torn() {
+    if (torn_.empty()) return {};
+    const SlotMap map(shape);
+    std::vector<std::pair<uint64_t, uint64_t>> whole;  // [first, second) of the file
+    for (const RecoveredBlock& b : recovered) {
+        const uint64_t offset = kDiskRegionsOffset + map.offset(b.slot);
+        whole.emplace_back(offset, offset + shape.stride[b.slot.slot_class]);
+    }
+    std::sort(whole.begin(), whole.end());
+    DirectBuffer zeros(2);
+    if (!zeros.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
+    for (const uint64_t offset : torn_) {
+        const auto next = std::upper_bound(whole.begin(), whole.end(), std::pair(offset, UINT64_MAX));
+        if (next != whole.begin() && offset < std::prev(next)->second) continue;
+        TA_RETURN_IF_ERROR(write_page(zeros, offset, "erasing a torn record of"));
+    }
+    return sync_file();
+}
+
+DiskFile::Record DiskFile::look_at(const Found& record, DirectBuffer& pages) {
+    const size_t slot_bytes = context.slot_bytes[record.block.slot.slot_class];
+    const size_t bytes = size_t(round_up(slot_bytes, kDiskPage));
+    int retries = 0;
+    for (size_t at = 0; at < bytes;) {
+        const int64_t r = files->pread(fd, pages.data() + at, bytes - at, record.offset + kDiskPage + at);
+        progress_->step();
+        const bool interrupted = r == -EINTR || r == -EAGAIN;
+        // Direct I/O goes on at whole pages alone.
+        const size_t done = r > 0 ? size_t(r) / kDiskPage * kDiskPage : 0;
+        if ((done == 0 && !interrupted) || (done == 0 && ++retries > kMostRetries)) return Record::kUnreadable;
+        at += done;
+    }
+    return hash_bytes(pages.data(), slot_bytes) == record.payload_hash ? Record::kWhole : Record::kTorn;
+}
+
+}  // namespace ta

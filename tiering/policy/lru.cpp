@@ -1,0 +1,20 @@
+#include "tiering/policy/spread.h"
+
+namespace ta {
+namespace {
+
+class Lru final : public EvictionPolicy {
+  public:
+    std::vector<Victim> choose(const EvictionView& view, uint64_t bytes) const override {
+        return choose_owner_by_owner(view, bytes,
+                                     [](const BlockOwner& a, const BlockOwner& b) { return a.last_used < b.last_used; });
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<EvictionPolicy> make_lru_policy() {
+    return std::make_unique<Lru>();
+}
+
+}  // namespace ta

@@ -1,0 +1,56 @@
+// What policies share that choose among sequences: all that a sequence has, spread evenly over it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "tiering/policy/policy.h"
+
+namespace ta {
+
+// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading
+// them from below is spread over all that attend.
+inline uint32_t reversed_bits(uint32_t x) {
+    x = (x & 0x55555555) << 1 | (x >> 1 & 0x55555555);
+    x = (x & 0x33333333) << 2 | (x >> 2 & 0x33333333);
+    x = (x & 0x0f0f0f0f) << 4 | (x >> 4 & 0x0f0f0f0f);
+    return __builtin_bswap32(x);
+}
+
+// Owners one after the other, those first that `before` puts first, until the bytes are there.
+template <class Before>
+std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t bytes, Before before) {
+    const std::span<const BlockOwner> owners = view.owners();
+    std::vector<uint32_t> heap(owners.size());
+    for (size_t i = 0; i < heap.size(); ++i) heap[i] = uint32_t(i);
+    // A heap: mostly a few of many owners are wanted. Its top is the largest.
+    const auto last = [&](uint32_t a, uint32_t b) { return before(owners[b], owners[a]); };
+    std::make_heap(heap.begin(), heap.end(), last);
+    std::vector<Victim> victims;
+    std::vector<uint32_t> keys;  // reversed bits of the blocks that may leave
+    for (uint64_t found = 0; found < bytes && !heap.empty(); heap.pop_back()) {
+        std::pop_heap(heap.begin(), heap.end(), last);
+        const uint32_t owner = heap.back();
+        keys.clear();
+        keys.reserve(owners[owner].end - owners[owner].first);
+        uint64_t least = UINT64_MAX;
+        for (uint32_t b = owners[owner].first; b < owners[owner].end; ++b) {
+            const uint64_t size = view.bytes(owner, b);
+            if (size == 0) continue;
+            keys.push_back(reversed_bits(b));
+            least = std::min(least, size);
+        }
+        // No more than these can be wanted.
+        const auto most = keys.begin() + ptrdiff_t(std::min<uint64_t>(keys.size(), (bytes - found) / least + 1));
+        std::nth_element(keys.begin(), most, keys.end());
+        std::sort(keys.begin(), most);
+        for (auto key = keys.begin(); key < most && found < bytes; ++key) {
+            victims.push_back({owner, reversed_bits(*key)});
+            found += view.bytes(owner, victims.back().block);
+        }
+    }
+    return victims;
+}
+
+}  // namespace ta

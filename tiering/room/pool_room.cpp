@@ -1,0 +1,348 @@
+// Whether a begin can have the room that it lacks, the way of its blocks through tiers that are full, whose turn it is where
+// several lack it, and what a pool drops for one where that is allowed. What is lost is decided before anything is.
+#include <algorithm>
+#include <array>
+#include <thread>
+#include <unordered_set>
+
+#include "src/kv/pool.h"
+#include "tiering/room/leaving.h"
+#include "tiering/store/fall.h"
+
+namespace ta {
+namespace {
+
+// Bytes of what may be dropped, by tier, and of what may leave for the next tier, or for the disk, once there is room.
+struct Movable {
+    uint64_t drops[3] = {}, down[3] = {}, to_disk[3] = {};
+};
+
+bool is_full(const Tier& tier, const Geometry& geometry) {
+    const TierStats stats = tier.stats();
+    for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
+        if (geometry.slot_bytes(kind) > 0 && stats.slots_free[size_t(kind)] == 0) return true;
+    }
+    return false;
+}
+
+}  // namespace
+
+uint64_t Pool::bytes_of(std::span<const PageKind> kinds) const {
+    uint64_t bytes = 0;
+    for (const PageKind kind : kinds) bytes += geometry_.slot_bytes(kind);
+    return bytes;
+}
+
+uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
+    if (blocks_->blocks_on_disk() == 0) return 0;
+    uint64_t bytes = 0;
+    std::unordered_set<const Block*> seen;
+    for (const Sequence* s : seqs) {
+        for (const BlockPtr& block : s->blocks) {
+            if (block->tier() == TierKind::kDisk && (block.use_count() == 1 || seen.insert(block.get()).second))
+                bytes += geometry_.slot_bytes(block->kind());
+        }
+    }
+    return bytes;
+}
+
+// Bytes that are free in each tier, or are when those have ended who are reading, or are of what is published and nobody uses.
+std::array<uint64_t, 3> Pool::count_room() const {
+    std::array<uint64_t, 3> room = prefixes_.unused_bytes();
+    room[0] += blocks_->free_bytes();
+    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+        const Tier* there = tier(kind);
+        if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().room;
+    }
+    for (size_t t = 0; t < 3; ++t) room[t] += blocks_->left_bytes(TierKind(t));
+    return room;
+}
+
+// How many bytes of blocks like `above` take the room of one when they lie on disk.
+double Pool::times_on_disk(PageKind above) const {
+    return geometry_.falls ? double(geometry_.slot_bytes(above)) / double(geometry_.low_slot_bytes) : 1.0;
+}
+
+// Moves change where bytes are, not how many. An estimate that errs towards OK.
+Status Pool::check_may_take_in(uint64_t bytes) const {
+    if (mover_ && mover_->busy()) return {};  // what moves has two places for a moment
+    const std::array<uint64_t, 3> room = count_room();
+    const double all = double(room[0]) + double(room[1] + room[2]) * times_on_disk(PageKind::kToken);
+    if (double(bytes) <= all) return {};
+    return fail(TA_E_TIER_FULL, "%llu more bytes of blocks do not fit: all tiers together have room for %.0f",
+                (unsigned long long)bytes, all)
+        .bytes(bytes - uint64_t(all));
+}
+
+// What can happen to the blocks that there are, in bytes.
+struct Pool::Census {
+    // That may leave the device, here and in the next tier: by kind of what falls on the way, what keeps its bytes last.
+    struct Leaves {
+        uint64_t bytes = 0, below = 0;
+    } leaves[kPageKinds + 1];
+    uint64_t shrinks = 0;        // those that become fewer in the host tier
+    uint64_t others = 0;         // above the disk, and not of the step's sequences
+    uint64_t droppable[3] = {};  // by TierKind, for this step
+    uint64_t moving = 0;         // of blocks that leave their place soon
+};
+
+Pool::Census Pool::take_census(std::span<Sequence* const> mine) const {
+    Census c;
+    const TierKind next = below(TierKind::kDevice);
+    std::lock_guard lock(mutex_);
+    std::unordered_set<const Block*> seen, shared_with_mine;
+    for (const Sequence* s : mine) {
+        for (const BlockPtr& block : s->blocks) {
+            if (block.use_count() > 1) shared_with_mine.insert(block.get());
+        }
+    }
+    for (const Loading* load : loads_) {
+        for (const MoveItem& item : load->blocks) {
+            const Block& block = *item.block;
+            if (block.tier() == TierKind::kDevice && may_leave(block)) c.moving += geometry_.slot_bytes(block.kind());
+        }
+    }
+    for (const auto& s : sequences_) {
+        if (!s->alive) continue;
+        const bool of_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
+        const bool may_lose = tier_settings_.drop_coldest && may_lose_blocks(*s, mine);
+        for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
+            const Block& block = *s->blocks[b];
+            if (!block.sealed() || block.pins() > 0 || block.stuck()) continue;
+            const bool alone = s->blocks[b].use_count() == 1;
+            if (!alone && !seen.insert(&block).second) continue;
+            const TierKind tier = block.tier();
+            const PageKind kind = block.kind();
+            const uint64_t bytes = geometry_.slot_bytes(kind);
+            if (alone && may_lose && b < count_full(*s)) {
+                c.droppable[size_t(tier)] += bytes;
+                continue;
+            }
+            if (block.moving()) {
+                c.moving += bytes;
+                continue;
+            }
+            const bool is_mine = of_mine || (!alone && shared_with_mine.contains(&block));
+            if (tier != TierKind::kDisk && !is_mine) c.others += bytes;
+            if (tier != TierKind::kDevice) continue;
+            const bool falls = may_fall(geometry_, numerics_, block, b);
+            const uint64_t there = falls ? geometry_.slot_bytes(kind_in_tier(kind, next)) : bytes;
+            Census::Leaves& l = c.leaves[falls ? size_t(kind) : size_t(kPageKinds)];
+            l.bytes += bytes;
+            l.below += there;
+            if (host_) c.shrinks += bytes - there;
+        }
+    }
+    return c;
+}
+
+// Bytes of the device that become free when as much leaves as the tiers below have room for.
+double Pool::gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const {
+    double below_bytes = double(room[2]);
+    if (host_) below_bytes = double(room[1]) + double(room[2]) * times_on_disk(kind_in_tier(largest, TierKind::kHost));
+    below_bytes += double(census.droppable[1] + census.droppable[2]);
+    double gained = 0;
+    for (const Census::Leaves& l : census.leaves) {
+        if (l.below == 0) continue;
+        const double part = std::min(1.0, below_bytes / double(l.below));
+        gained += part * double(l.bytes);
+        below_bytes -= part * double(l.below);
+    }
+    return gained;
+}
+
+// An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
+bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine, uint64_t* lacking) const {
+    // Blocks that leave for nothing come back; not so bits that they lose on the way.
+    if (!geometry_.falls && prefixes_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
+    std::array<uint64_t, 3> room = count_room();
+    const Census census = take_census(mine);
+    room[0] += census.moving;
+    const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
+    const uint64_t bytes = bytes_of(wanted), here = room[0] + census.droppable[0];
+    const auto fits = [&](double need, double have) {
+        if (lacking && need > have) *lacking = uint64_t(need - have);
+        return need <= have;
+    };
+    if (!fits(double(bytes), double(here) + gained_on_device(census, room, largest))) return false;
+    // All of the step's blocks lie in the device and the host tier.
+    const uint64_t comes_up = bytes_on_disk(mine);
+    const double to_disk = std::min(double(census.others), double(room[2] + comes_up) * times_on_disk(largest));
+    const double dropped = double(census.droppable[1]) + double(census.droppable[2]) * times_on_disk(largest);
+    return fits(double(bytes + comes_up), double(here + room[1] + census.shrinks) + dropped + to_disk);
+}
+
+// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so
+// many bytes are free. False: they are not.
+bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
+    const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
+    for (;;) {
+        const uint64_t free = blocks_->free_bytes();
+        if (free >= bytes) return true;
+        const uint64_t below = std::min(host_->stats().room, disk_->stats().room);
+        if (below <= overshoot) return false;
+        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot), until)) return false;
+    }
+}
+
+// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step,
+// else others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing
+// went up.
+bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until) {
+    const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
+    if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
+    for (bool raised = false;; raised = true) {
+        std::vector<MoveItem> items;
+        for (const Sequence* s : mine) {
+            for (size_t b = 0; b < s->blocks.size(); ++b) {
+                const BlockPtr& block = s->blocks[b];
+                if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
+            }
+        }
+        // Where the device is full, too, one block of the step goes back: what others have on the device passes through there.
+        const auto fits = [&](const MoveItem& i) { return size_of(i) <= blocks_->free_bytes(); };
+        if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
+            const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {
+                const PageKind kind = i.block->kind();
+                const bool loses =
+                    kind_in_tier(kind, TierKind::kDisk) != kind && may_fall(geometry_, numerics_, *i.block, i.index);
+                return i.block->pins() == 0 && !loses;
+            });
+            if (back == items.end() || coldest(TierKind::kDevice, bytes, true).empty() ||
+                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction, until).moved == 0)
+                return raised;
+            pass_to_disk(bytes + bytes_of(wanted), until);
+        }
+        if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
+        uint64_t listed = 0;
+        std::erase_if(items, [&, room = blocks_->free_bytes()](const MoveItem& item) {
+            if (item.block->tier() != TierKind::kHost || listed >= bytes || listed + size_of(item) > room) return true;
+            listed += size_of(item);
+            return false;
+        });
+        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until).moved == 0) return raised;
+        for (const MoveItem& item : items) {
+            if (item.block->tier() == TierKind::kDevice) bytes -= std::min(bytes, size_of(item));
+        }
+        if (!pass_to_disk(bytes + bytes_of(wanted), until) || bytes == 0) return true;
+    }
+}
+
+void Pool::set_waiting(std::span<Sequence* const> mine, RoomQueue::Waits waits) {
+    std::lock_guard lock(mutex_);
+    for (Sequence* s : mine) {
+        queued_ -= s->waits == RoomQueue::Waits::kQueued;
+        s->waits = waits;
+        queued_ += s->waits == RoomQueue::Waits::kQueued;
+    }
+    ++plan_changes_;
+}
+
+bool Pool::others_make_room(std::span<Sequence* const> mine) const {
+    std::lock_guard lock(mutex_);
+    return in_plans_ > mine.size() + queued_;
+}
+
+void Pool::await_readers() const {
+    constexpr std::chrono::milliseconds kPause{2};
+    const auto start = std::chrono::steady_clock::now();
+    // Plans of a pool without tiers do not say that they read.
+    if (!blocks_->still_reading(blocks_->last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
+}
+
+void Pool::drop(std::span<const MoveItem> items) {
+    for (const MoveItem& item : items) {
+        if (!item.block->start_move()) continue;
+        BlockPtr(item.block).reset();  // what former owners read happened before others write there
+        blocks_->drop(*item.block);
+        item.block->end_move();
+        ++counters_.dropped_blocks;
+    }
+}
+
+Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine, const DropBelow& from_below) {
+    if (!tier_settings_.drop_coldest) return Drop::kNothing;
+    take_in_attention(true);  // what is lost must not depend on how far a GPU is
+    const uint64_t bytes = bytes_of(wanted), unused = prefixes_.unused_bytes()[0];
+    // What others might come to have is decided under the lock; so it is held until the blocks are gone.
+    std::lock_guard lock(mutex_);
+    // What moved blocks have left does not count: it was waited for, and plans that stay open may be reading there.
+    const uint64_t free = blocks_->free_bytes();
+    if (bytes <= free) return Drop::kHere;
+    uint64_t missing = bytes - free;
+    Movable m;
+    std::unordered_set<const Block*> seen;
+    const std::unordered_set<const Block*> held = shared_in_plans(sequences_);
+    for (const auto& s : sequences_) {
+        if (!may_lose_blocks(*s, mine)) continue;
+        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
+            const BlockPtr& block = s->blocks[b];
+            const bool shared = block.use_count() > 1;
+            if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
+            const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
+            if (!shared) m.drops[tier] += size;
+            m.down[tier] += size;
+            if (!s->may_be_read() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
+        }
+    }
+    // Room in a tier helps where the tiers above are full too, and have as much to pass on.
+    const bool host_full = host_ && is_full(*host_, geometry_) && m.down[0] >= missing;
+    TierKind from = TierKind::kDevice;
+    if (from_below.allowed && host_full && m.drops[1] >= missing) from = TierKind::kHost;
+    if (from_below.allowed && disk_ && is_full(*disk_, geometry_) &&
+        (m.to_disk[0] >= missing || (host_full && m.to_disk[1] >= missing)) && m.drops[2] >= missing)
+        from = TierKind::kDisk;
+    // Where neither has enough, the device and the host together.
+    const bool both = from == TierKind::kDevice && from_below.allowed && host_full && m.drops[0] + unused < missing &&
+                      m.drops[0] + m.drops[1] >= missing;
+    // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's
+    // own blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
+    const uint64_t evicted = std::max(bytes, blocks_->budget() / kEvictedPart);
+    if ((from != TierKind::kDevice || both) && m.drops[0] < missing + evicted && blocks_->still_reading(from_below.readers)) {
+        if (m.drops[0] + unused < missing) return Drop::kLater;
+        from = TierKind::kDevice;
+    }
+    if (from == TierKind::kDevice && !both) {
+        if (m.drops[0] + unused < missing) return Drop::kNothing;
+        if (unused > 0) missing -= std::min(missing, prefixes_.drop_unused(from, missing, false));
+        if (missing == 0) return Drop::kHere;
+    }
+    Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
+    for (const auto& s : sequences_) {
+        if (may_lose_blocks(*s, mine))
+            leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), both ? TierKind::kHost : from);
+    }
+    drop(leaving.items(policy_->choose(leaving, missing)));
+    return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
+}
+
+bool Pool::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
+    if (!tier_settings_.drop_coldest) return false;
+    take_in_attention(true);
+    std::lock_guard lock(mutex_);
+    const uint64_t come_up = bytes_on_disk(mine), bytes = bytes_of(wanted);
+    const uint64_t free = blocks_->free_bytes();
+    Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
+    uint64_t may_go = 0, of_device = 0;
+    for (const auto& s : sequences_) {
+        if (!may_lose_blocks(*s, mine)) continue;
+        const TierKind slowest = s->in_plan ? TierKind::kDisk : TierKind::kHost;
+        leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), slowest);
+        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
+            const BlockPtr& block = s->blocks[b];
+            const bool alone = block.use_count() == 1;
+            if (!may_leave(*block) || block->tier() > slowest) continue;
+            const uint64_t size = geometry_.slot_bytes(block->kind());
+            if (alone) may_go += size;
+            if (block->tier() == TierKind::kDevice && (alone || host_)) of_device += size;
+        }
+    }
+    // Nothing is lost for a step whose new blocks have no room then.
+    if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
+    // Room on a GPU does not help what has to pass through the host tier.
+    if (come_up <= free) return !context_->device();
+    drop(leaving.items(policy_->choose(leaving, come_up - free)));
+    return true;
+}
+
+}  // namespace ta

@@ -1,0 +1,649 @@
+#include "tiering/store/blocks.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <numeric>
+
+#include "kernels/format/check.h"
+#include "kernels/format/hash.h"
+#include "kernels/format/slot.h"
+
+namespace ta {
+namespace {
+
+constexpr size_t kCachedSlots = 64;  // of each kind
+
+SlotTrailer* trailer_of(const Geometry& g, PageKind kind, uint8_t* slot) {
+    return reinterpret_cast<SlotTrailer*>(slot + g.payload_bytes(kind));
+}
+
+PageIdentity identity_of(const SlotTrailer& t, const Geometry& g, uint32_t layer) {
+    PageIdentity id{};
+    id.fingerprint = t.fingerprint;
+    id.block_index = t.block_index;
+    id.content_id = t.content_id;
+    id.layer = layer;
+    id.tokens = t.tokens;
+    id.magic = t.magic;
+    id.version = t.version;
+    id.kind = t.kind;
+    id.payload_bytes = g.page_bytes(PageKind(t.kind), layer);
+    return id;
+}
+
+uint64_t hash_of(const Geometry& g, PageKind kind, const SlotTrailer& t, const uint8_t* slot, uint32_t layer) {
+    const uint64_t hash = page_hash(identity_of(t, g, layer), slot + g.page_offset(kind, layer));
+    const size_t own = layer + 1 == g.layers ? g.own_scales_bytes(kind) : 0;
+    return own > 0 ? hash ^ hash_bytes(slot + g.own_scales_offset(0, 0), own) : hash;
+}
+
+}  // namespace
+
+Block::~Block() {
+    if (prefetch_.waste()) ++store_.prefetches_.wasted;
+    store_.release(*this);
+}
+
+void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens) {
+    write_trailer(g, fingerprint, block_index, tokens, slot());
+    if (tokens == kPageTokens) mark_sealed();
+}
+
+void Block::write_trailer(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens, uint8_t* slot) const {
+    ta::write_trailer(g, kind(), slot, fingerprint, block_index, content_id_, tokens, true);
+}
+
+Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot, PageKind kind) const {
+    return verify_slot(g, kind, slot, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
+}
+
+void write_trailer(const Geometry& g, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens, bool hashes) {
+    SlotTrailer* t = trailer_of(g, kind, slot);
+    std::memset(t, 0, g.slot_bytes(kind) - g.own_scales_bytes(kind) - g.payload_bytes(kind));
+    t->magic = kSlotMagic;
+    t->version = kFormatVersion;
+    t->kind = uint8_t(kind);
+    t->fingerprint = fingerprint;
+    t->block_index = block_index;
+    t->content_id = content_id;
+    t->tokens = tokens;
+    t->layers = g.layers;
+    if (hashes && tokens == uint32_t(kPageTokens)) write_page_hashes(g, kind, slot, 0, g.layers);
+}
+
+void write_page_hashes(const Geometry& g, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n) {
+    SlotTrailer* t = trailer_of(g, kind, slot);
+    auto* hashes = reinterpret_cast<uint64_t*>(t + 1);
+    for (uint32_t layer = first; layer < first + n; ++layer) hashes[layer] = hash_of(g, kind, *t, slot, layer);
+}
+
+Status verify_trailer(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                      uint64_t content_id, uint32_t tokens) {
+    const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
+    if (t->magic == kSlotMagic && t->version == kFormatVersion && t->kind == uint8_t(kind) && t->fingerprint == fingerprint &&
+        t->block_index == block_index && t->content_id == content_id && t->tokens == tokens && t->layers == g.layers)
+        return {};
+    return fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(int64_t(block_index));
+}
+
+Status verify_pages(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first, uint32_t n) {
+    const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
+    const auto* hashes = reinterpret_cast<const uint64_t*>(t + 1);
+    for (uint32_t layer = first; layer < first + n; ++layer) {
+        if (hash_of(g, kind, *t, slot, layer) == hashes[layer]) continue;
+        return fail(TA_E_CORRUPT, "a page does not match its hash").layer(layer).block(int64_t(block_index));
+    }
+    return {};
+}
+
+Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens) {
+    TA_RETURN_IF_ERROR(verify_trailer(g, kind, slot, fingerprint, block_index, content_id, tokens));
+    return tokens < uint32_t(kPageTokens) ? Status() : verify_pages(g, kind, slot, block_index, 0, g.layers);
+}
+
+Status check_values(const Geometry& g, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index) {
+    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
+            bool good;
+            if (kind == PageKind::kToken) {
+                good =
+                    is_good_token_piece(piece, int(g.head_dim), k_turning) &&
+                    (!g.keeps_own_scales || are_good_own_scales(slot + g.own_scales_offset(layer, head), Geometry::kOwnScales));
+            } else {
+                good = is_good_channel_piece(piece, g.channel_layout(kind, layer, head), k_turning, g.keeps_own_scales);
+            }
+            if (good) continue;
+            return fail(TA_E_CORRUPT, "a page has steps, codes or scales that no encoder writes")
+                .layer(layer)
+                .head(head)
+                .block(int64_t(block_index));
+        }
+    }
+    return {};
+}
+
+BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget)
+    : geometry_(geometry),
+      budget_(budget),
+      device_(device),
+      has_hooks_(allocator.has_hooks()),
+      slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
+      memory_{{allocator, slab_.get(), 0, geometry.token_slot_bytes, budget},
+              {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget},
+              {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget}} {}
+
+Status BlockStore::take_slab() {
+    size_t strides[kPageKinds], slots[kPageKinds];
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        const size_t bytes = geometry_.slot_bytes(PageKind(kind));
+        strides[kind] = memory_[kind].stride();
+        slots[kind] = bytes ? size_t(budget_ / bytes) : 0;
+    }
+    if (budget_ < uint64_t{1} << 48 && slab_->take(slots, strides)) return {};
+    return fail(TA_E_MEMORY, "the GPU has no memory for a pool of %llu bytes", (unsigned long long)budget_)
+        .tier(TA_TIER_DEVICE)
+        .bytes(budget_);
+}
+
+BlockStore::~BlockStore() {
+    trim();
+}
+
+void BlockStore::trim() {
+    std::lock_guard lock(mutex_);
+    for (size_t kind = 0; kind < kPageKinds; ++kind) free_cached(PageKind(kind), 0);
+}
+
+void BlockStore::free_cached(PageKind kind, size_t keep) {
+    auto& list = cached_[size_t(kind)];
+    while (list.size() > keep) {
+        give(kind, list.back());
+        list.pop_back();
+    }
+}
+
+Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed,
+                                                  std::span<const Tenant> tenants) {
+    std::vector<BlockPtr> blocks;
+    std::vector<Taken> slots;
+    blocks.reserve(wanted.size());
+    TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
+    Status s;
+    try {
+        s = clear(wanted, slots, tenants);
+        for (size_t i = 0; s.ok() && i < wanted.size(); ++i) {
+            blocks.push_back(std::make_shared<Block>(*this, wanted[i], slots[i].slot, next_content_id()));
+            if (!tenants.empty()) blocks.back()->set_tenant(tenants[i]);
+        }
+    } catch (const std::bad_alloc&) {
+        s = fail(TA_E_MEMORY, "no memory for a block's bookkeeping");
+    }
+    if (s.ok()) return blocks;
+    for (size_t i = blocks.size(); i < wanted.size(); ++i) release_slot(wanted[i], slots[i].slot, kUnknownTenant);
+    return s;
+}
+
+// Zeroes the slots that another tenant's bytes are in. Not under the lock: it takes as long as writing them.
+Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants) {
+    std::vector<DeviceRange> ranges;
+    for (size_t i = 0; i < slots.size(); ++i) {
+        const Tenant tenant = tenants.empty() ? 0 : tenants[i];
+        if (slots[i].tenant == kNobody) continue;
+        if (slots[i].tenant == tenant && tenant != kUnknownTenant) continue;  // two unknown ones may differ
+        ranges.push_back({slots[i].slot, geometry_.slot_bytes(wanted[i])});
+    }
+    if (device_ && !ranges.empty()) return device_->zero(ranges);
+    for (const DeviceRange& r : ranges) std::memset(r.memory, 0, r.bytes);
+    return {};
+}
+
+Result<std::vector<uint8_t*>> BlockStore::acquire_slots(std::span<const PageKind> wanted, size_t* failed) {
+    std::vector<Taken> taken;
+    std::vector<uint8_t*> slots;
+    slots.reserve(wanted.size());
+    TA_RETURN_IF_ERROR(take_slots(wanted, taken, failed));
+    for (const Taken& t : taken) slots.push_back(t.slot);
+    return slots;
+}
+
+std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size_t most) {
+    std::vector<Scratch> scratch;
+    {
+        std::lock_guard lock(mutex_);
+        most = size_t(std::min<uint64_t>(most, (budget_ - bytes_in_use()) / geometry_.slot_bytes(kind)));
+    }
+    // Fragmentation may leave less than that, and others may take some meanwhile.
+    std::vector<PageKind> wanted(most, kind);
+    std::vector<Taken> taken;
+    scratch.reserve(most);
+    for (; !wanted.empty(); wanted.resize(wanted.size() / 2)) {
+        taken.clear();
+        if (!take_slots(wanted, taken, nullptr).ok()) continue;
+        for (const Taken& t : taken) scratch.push_back({t.slot, t.tenant});
+        std::lock_guard lock(mutex_);
+        scratch_[size_t(kind)] += scratch.size();
+        break;
+    }
+    return scratch;
+}
+
+void BlockStore::release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant) {
+    release_slot(kind, scratch.slot, scratch.tenant == tenant ? tenant : kUnknownTenant);
+    std::lock_guard lock(mutex_);
+    --scratch_[size_t(kind)];
+    freed_.notify_all();
+}
+
+bool BlockStore::wait_for_scratch(std::chrono::milliseconds most) {
+    std::unique_lock lock(mutex_);
+    const auto all = [this] { return std::accumulate(std::begin(scratch_), std::end(scratch_), uint64_t{0}); };
+    const uint64_t before = all();
+    if (before > 0) freed_.wait_for(lock, most, [&] { return all() < before; });
+    return before > 0;
+}
+
+Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {
+    slots.reserve(wanted.size());
+    size_t need[kPageKinds] = {};
+    uint64_t more = 0;
+    for (PageKind kind : wanted) {
+        ++need[size_t(kind)];
+        more += geometry_.slot_bytes(kind);
+    }
+    std::lock_guard lock(mutex_);
+    const uint64_t in_use = bytes_in_use();
+    if (more > budget_ - in_use) return beyond_budget(wanted, in_use, failed);
+    for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
+    // What is kept for reuse and not wanted now gives way.
+    size_t reused[kPageKinds];
+    uint64_t to_take = more;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        reused[kind] = std::min(need[kind], cached_[kind].size());
+        to_take -= reused[kind] * geometry_.slot_bytes(PageKind(kind));
+    }
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        if (to_take > budget_ - held_) free_cached(PageKind(kind), reused[kind]);
+    }
+    for (PageKind kind : wanted) {
+        auto& list = cached_[size_t(kind)];
+        uint8_t* slot = nullptr;
+        const bool fresh = list.empty();
+        Tenant tenant = slab_has_tenants_ || (has_hooks_ && !slab_) ? kUnknownTenant : 0;  // of hooks: anybody's
+        if (!fresh) {
+            slot = list.back().slot;
+            tenant = list.back().tenant;
+            list.pop_back();
+        } else {
+            slot = memory_[size_t(kind)].take();
+            if (slot) held_ += geometry_.slot_bytes(kind);
+        }
+        if (!slot) {
+            for (size_t i = slots.size(); i-- > 0;) {
+                const Cached back{slots[i].slot, slots[i].tenant};
+                if (slots[i].fresh) {
+                    give(wanted[i], back);
+                } else {
+                    cached_[size_t(wanted[i])].push_back(back);
+                }
+            }
+            const size_t bytes = geometry_.slot_bytes(kind);
+            if (slab_) {
+                return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
+                            bytes)
+                    .tier(TA_TIER_DEVICE)
+                    .bytes(bytes);
+            }
+            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", bytes).tier(TA_TIER_DEVICE).bytes(bytes);
+        }
+        slots.push_back({slot, fresh, tenant});
+    }
+    for (size_t kind = 0; kind < kPageKinds; ++kind) in_use_[kind] += need[kind];
+    peak_ = std::max(peak_, in_use + more);
+    return {};
+}
+
+uint64_t BlockStore::bytes_in_use() const {
+    uint64_t bytes = 0;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) bytes += in_use_[kind] * geometry_.slot_bytes(PageKind(kind));
+    return bytes;
+}
+
+Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const {
+    uint64_t need = 0;
+    size_t fitting = wanted.size();
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        need += geometry_.slot_bytes(wanted[i]);
+        if (fitting == wanted.size() && need > budget_ - in_use) fitting = i;
+    }
+    if (failed) *failed = fitting;
+    return fail(TA_E_TIER_FULL, "the device tier holds %llu of %llu bytes; this needs %llu more", (unsigned long long)in_use,
+                (unsigned long long)budget_, (unsigned long long)need)
+        .tier(TA_TIER_DEVICE)
+        .bytes(need - (budget_ - in_use));
+}
+
+bool BlockStore::has_room_to_keep(PageKind kind) const {
+    const auto& list = cached_[size_t(kind)];
+    return list.size() < list.capacity() && list.size() < kCachedSlots;
+}
+
+// Zeroes a slot that nobody uses any more where it is about to go back to hooks: here and not under the lock, since many may go
+// at once. Returns whose bytes are in it then.
+Tenant BlockStore::zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant) {
+    if (!has_hooks_ || slab_) return tenant;
+    {
+        std::lock_guard lock(mutex_);
+        if (has_room_to_keep(kind)) return tenant;
+    }
+    std::memset(slot, 0, geometry_.slot_bytes(kind));
+    return kNobody;
+}
+
+// A slot that nobody uses: kept for reuse while there are few.
+void BlockStore::put_back(PageKind kind, const Cached& slot) {
+    if (has_room_to_keep(kind)) {
+        cached_[size_t(kind)].push_back(slot);
+    } else {
+        give(kind, slot);
+    }
+}
+
+// Back to where slots come from. The system hands out zeroed memory only; hooks may have other uses for it.
+void BlockStore::give(PageKind kind, const Cached& slot) {
+    if (slot.tenant != 0 && slab_) slab_has_tenants_ = true;
+    if (slot.tenant != kNobody && has_hooks_ && !slab_) std::memset(slot.slot, 0, geometry_.slot_bytes(kind));
+    memory_[size_t(kind)].give(slot.slot);
+    held_ -= geometry_.slot_bytes(kind);
+}
+
+void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
+    release_slot(kind, slot, kUnknownTenant);  // a move that failed left something there
+}
+
+void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
+    tenant = zero_if_given(kind, slot, tenant);
+    std::lock_guard lock(mutex_);
+    free_place({TierKind::kDevice, kind, slot, {}, {}}, tenant);
+}
+
+void BlockStore::release(const Block& block) {
+    if (block.dropped()) return;
+    Tenant tenant = block.tenant();
+    if (block.tier() == TierKind::kDevice) tenant = zero_if_given(block.kind(), block.slot(), tenant);
+    std::lock_guard lock(mutex_);
+    const bool keep = keep_records_.load(std::memory_order_acquire) && block.published();
+    const bool has_record = block.record_.index != Slot::kNone;
+    const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
+    if (is_record && keep && !has_record) return;
+    // One that turned out to be damaged where it lies has been published again: its record may be the only whole one.
+    const bool replaced = block.stuck() || (keep && has_record);
+    if (has_record && !keep) give_record(block.record_, replaced);
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant, replaced);
+    frees_.fetch_add(1, std::memory_order_release);
+}
+
+void BlockStore::give_record(Slot slot, bool replaced) {
+    replaced ? disk_->retire({&slot, 1}) : disk_->release({&slot, 1});
+}
+
+// `replaced`: what a record there promised, another one does that may not be on the medium yet.
+void BlockStore::free_place(const Place& place, Tenant tenant, bool replaced) {
+    if (place.tier == TierKind::kDevice) {
+        --in_use_[size_t(place.kind)];
+        put_back(place.kind, {place.address, tenant});
+        return;
+    }
+    if (place.tier == TierKind::kHost) return host_->release({&place.slot, 1});
+    on_disk_.fetch_sub(1, std::memory_order_release);
+    give_record(place.slot, replaced);
+}
+
+// ------------------------------------------------------------------------------------------------------------------- tiers
+
+void BlockStore::attach(Tier* host, Tier* disk) {
+    host_ = host;
+    disk_ = disk;
+}
+
+Place BlockStore::place_of(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    return {block.tier_, block.kind_, block.tier_ == TierKind::kDisk ? nullptr : block.slot(), block.tier_slot_,
+            block.tier_keys_};
+}
+
+bool BlockStore::move(Block& block, const Place& to) {
+    std::lock_guard lock(mutex_);
+    return move_locked(block, to);
+}
+
+bool BlockStore::move_to_record(Block& block) {
+    std::lock_guard lock(mutex_);
+    // Whoever made the record had the block's kind, which it keeps for good.
+    const Slot record = block.record_;
+    if (record.index == Slot::kNone || block.tier_ == TierKind::kDisk || !disk_->holds(record)) return false;
+    block.record_ = Slot{};
+    if (move_locked(block, {TierKind::kDisk, block.kind_, nullptr, record, block.record_keys_})) return true;
+    block.record_ = record;
+    return false;
+}
+
+bool BlockStore::move_locked(Block& block, const Place& to) {
+    if (to.kind != block.kind_ && block.keeps_kind()) return false;
+    if (to.tier > block.tier_ && block.pins() > 0) return false;
+    const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
+    if (is_record && block.published() && block.record_.index == Slot::kNone) {
+        block.record_ = block.tier_slot_;  // the next process shall find it, too
+        block.record_keys_ = block.tier_keys_;
+        on_disk_.fetch_sub(1, std::memory_order_release);
+    } else {
+        left_.push_back({moves_,
+                         {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}},
+                         block.tenant(),
+                         is_record && block.published()});
+    }
+    if (to.tier == TierKind::kDisk) {
+        on_disk_.fetch_add(1, std::memory_order_release);
+        // A newer one takes its place, unless a flush has meanwhile written one with more keys.
+        if (block.record_.index != Slot::kNone && to.keys.state >= block.record_keys_.state) {
+            disk_->retire({&block.record_, 1});
+            block.record_ = Slot{};
+        }
+    }
+    if (to.tier != TierKind::kDisk) block.stored_.store(Block::pack(to.address, to.kind), std::memory_order_release);
+    block.kind_.store(to.kind, std::memory_order_release);
+    block.tier_.store(to.tier, std::memory_order_release);
+    block.tier_slot_ = to.slot;
+    block.tier_keys_ = to.keys;
+    moves_.fetch_add(1, std::memory_order_release);
+    free_left();
+    return true;
+}
+
+void BlockStore::pin(std::span<const BlockPtr> blocks) {
+    std::lock_guard lock(mutex_);
+    for (const BlockPtr& b : blocks) b->pins_.fetch_add(1, std::memory_order_relaxed);
+}
+
+bool BlockStore::keep_kind(Block& block) {
+    std::lock_guard lock(mutex_);
+    return !block.keeps_kind_.exchange(true, std::memory_order_release);
+}
+
+void BlockStore::free_kind(Block& block) {
+    std::lock_guard lock(mutex_);
+    block.keeps_kind_.store(false, std::memory_order_release);
+}
+
+BlockPtr BlockStore::recover(const RecoveredBlock& found) {
+    const uint64_t content_id = found.identity.content_id;
+    std::vector<BlockKey> keys = found.more_keys;
+    keys.insert(keys.begin(), found.identity.key);
+    auto block = std::make_shared<Block>(*this, PageKind(found.slot.slot_class), nullptr, content_id);
+    block->tier_slot_ = found.slot;
+    block->keys_ = std::move(keys);
+    block->keys_state_ = 1;
+    block->tier_keys_ = {found.identity.key, 1};
+    block->published_ = block->keeps_kind_ = true;
+    block->tenant_ = kUnknownTenant;
+    block->tier_ = TierKind::kDisk;
+    block->mark_sealed();
+    on_disk_.fetch_add(1, std::memory_order_release);
+    uint64_t next = content_ids_.load();
+    while (next <= content_id && !content_ids_.compare_exchange_weak(next, content_id + 1)) {
+    }
+    return block;
+}
+
+void BlockStore::reserve_keys(Block& block, size_t more) {
+    std::lock_guard lock(mutex_);
+    const size_t wanted = block.keys_.size() + more;
+    if (wanted > block.keys_.capacity()) block.keys_.reserve(std::max(wanted, 2 * block.keys_.capacity()));
+}
+
+void BlockStore::add_key(Block& block, const BlockKey& key) noexcept {
+    std::lock_guard lock(mutex_);
+    if (std::find(block.keys_.begin(), block.keys_.end(), key) != block.keys_.end()) return;
+    block.keys_.push_back(key);
+    ++block.keys_state_;
+    block.published_.store(true, std::memory_order_release);
+}
+
+void BlockStore::remove_key(Block& block, const BlockKey& key) {
+    std::lock_guard lock(mutex_);
+    if (std::erase(block.keys_, key) == 0) return;
+    ++block.keys_state_;
+    block.published_.store(!block.keys_.empty(), std::memory_order_release);
+}
+
+RecordKeys BlockStore::keys_of(const Block& block, std::vector<BlockKey>& more) const {
+    if (!block.published()) return {};
+    std::lock_guard lock(mutex_);
+    if (block.keys_.empty()) return {};
+    more.assign(block.keys_.begin() + 1, block.keys_.end());
+    return {block.keys_[0], block.keys_state_};
+}
+
+bool BlockStore::drop_record(Block& block) {
+    std::lock_guard lock(mutex_);
+    if (block.record_.index == Slot::kNone) return false;
+    disk_->release({&block.record_, 1});
+    block.record_ = Slot{};
+    dropped_records_.fetch_add(1, std::memory_order_relaxed);
+    return true;
+}
+
+void BlockStore::set_record(Block& block, Slot slot, const RecordKeys& keys) {
+    std::lock_guard lock(mutex_);
+    // Meanwhile it may have moved to disk, under its keys, or its namespace have ended.
+    const bool present = block.record_.index != Slot::kNone;
+    const uint64_t state_there = block.tier_ == TierKind::kDisk ? block.tier_keys_.state : 0;
+    const bool unwanted = !block.published() || state_there >= keys.state || (present && block.record_keys_.state > keys.state);
+    if (unwanted) return disk_->release({&slot, 1});
+    if (present) disk_->retire({&block.record_, 1});
+    block.record_ = slot;
+    block.record_keys_ = keys;
+}
+
+bool BlockStore::has_record(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    return block.record_.index != Slot::kNone;
+}
+
+bool BlockStore::has_all_keys_on_disk(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    const uint64_t now = block.keys_state_;
+    return (block.record_.index != Slot::kNone && block.record_keys_.state == now && disk_->holds(block.record_)) ||
+           (block.tier_ == TierKind::kDisk && block.tier_keys_.state == now && now > 0 && disk_->holds(block.tier_slot_));
+}
+
+void BlockStore::drop(Block& block) {
+    std::lock_guard lock(mutex_);
+    if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
+    block.record_ = Slot{};
+    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant());
+    block.tier_keys_ = {};
+    block.dropped_.store(true, std::memory_order_release);
+    block.sealed_.store(false, std::memory_order_release);
+    block.stored_.store(Block::pack(nullptr, block.kind_), std::memory_order_release);
+    block.tier_.store(TierKind::kDevice, std::memory_order_release);
+    moves_.fetch_add(1, std::memory_order_release);
+}
+
+uint64_t BlockStore::start_reading() {
+    std::lock_guard lock(mutex_);
+    reading_.push_back({++readings_, moves_});
+    return readings_;
+}
+
+void BlockStore::stop_reading(uint64_t reading) {
+    std::lock_guard lock(mutex_);
+    const auto mine = std::find_if(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number == reading; });
+    *mine = reading_.back();
+    reading_.pop_back();
+    free_left();
+    freed_.notify_all();
+}
+
+uint64_t BlockStore::last_reading() const {
+    std::lock_guard lock(mutex_);
+    return readings_;
+}
+
+bool BlockStore::still_reading(uint64_t last, std::chrono::milliseconds wait) const {
+    std::unique_lock lock(mutex_);
+    return !freed_.wait_for(lock, wait, [&] {
+        return std::none_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
+    });
+}
+
+// What was left before the first of the present readers came.
+void BlockStore::free_left() {
+    uint64_t first = UINT64_MAX;
+    for (const Reading& r : reading_) first = std::min(first, r.from);
+    if (!barriers_.readers) first = UINT64_MAX;
+    size_t n = 0;
+    while (n < left_.size() && left_[n].at < first) ++n;
+    for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant, left_[i].replaced);
+    left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
+    if (n == 0) return;
+    frees_.fetch_add(1, std::memory_order_release);
+    freed_.notify_all();
+}
+
+bool BlockStore::wait_for_left(std::chrono::milliseconds most) {
+    std::unique_lock lock(mutex_);
+    if (left_.empty()) return false;
+    const uint64_t last = left_.back().at;
+    freed_.wait_for(lock, most, [&] { return left_.empty() || left_.front().at > last; });
+    return true;
+}
+
+uint64_t BlockStore::left_bytes(TierKind tier) const {
+    std::lock_guard lock(mutex_);
+    uint64_t bytes = 0;
+    for (const Left& l : left_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.place.kind) : 0;
+    return bytes;
+}
+
+uint64_t BlockStore::free_bytes() const {
+    std::lock_guard lock(mutex_);
+    return budget_ - bytes_in_use();
+}
+
+BlockStore::Usage BlockStore::usage() const {
+    std::lock_guard lock(mutex_);
+    Usage u;
+    u.token_blocks = in_use_[0] - scratch_[0];
+    u.channel_blocks = in_use_[1] - scratch_[1];
+    u.low_blocks = in_use_[2] - scratch_[2];
+    u.used = bytes_in_use();
+    u.cached = held_ - u.used;
+    u.peak = peak_;
+    return u;
+}
+
+}  // namespace ta

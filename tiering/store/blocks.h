@@ -1,0 +1,375 @@
+// Blocks: reference-counted slots under a byte budget, in the device tier or in a tier below it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "src/core/memory.h"
+#include "src/page/geometry.h"
+#include "tiering/disk/request.h"
+#include "tiering/policy/policy.h"
+#include "tiering/store/prefetch_mark.h"
+#include "tiering/store/slot_memory.h"
+#include "tiering/tier.h"
+
+namespace ta {
+
+class BlockStore;
+
+// Whose tokens a block holds: the namespace's id (src/kv/prefix.h), 0: of none.
+using Tenant = uint64_t;
+inline constexpr Tenant kUnknownTenant = UINT64_MAX;
+inline constexpr Tenant kNobody = UINT64_MAX - 1;  // of memory that holds nothing of any tenant
+
+// The keys under which a record on disk is found again.
+struct RecordKeys {
+    BlockKey first{};    // that reading it names
+    uint64_t state = 0;  // of the block's keys when it was written; 0: it has none
+};
+
+// Where the bytes of a block are, and how many bits they have.
+struct Place {
+    TierKind tier = TierKind::kDevice;
+    PageKind kind = PageKind::kToken;
+    uint8_t* address = nullptr;  // that the device reads; nullptr on disk
+    Slot slot;                   // of the host or the disk tier
+    RecordKeys keys;             // of the record on disk
+};
+
+// One slot with its bytes. Immutable once committed and full; an open block is written by the one plan that holds its sequence.
+// Shared between sequences by shared_ptr; the last owner gives the slot back. A full block may be moved to another tier at any
+// time, and be of another kind there where precision falls; who reads its bytes does so between BlockStore::start_reading and
+// stop_reading. The bytes of a block of some kind follow from its content id (tiering/store/fall.h), so it keeps that.
+class Block {
+  public:
+    Block(BlockStore& store, PageKind kind, uint8_t* slot, uint64_t content_id)
+        : store_(store), kind_(kind), stored_(pack(slot, kind)), content_id_(content_id) {}
+    ~Block();
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    // Where it is now.
+    PageKind kind() const { return kind_.load(std::memory_order_acquire); }
+    // For a reader that has seen the block in a tier other than the disk; stays as it was for one that came before a move.
+    struct Stored {
+        uint8_t* slot;
+        PageKind kind;  // of what is there
+    };
+    Stored stored() const {
+        const uintptr_t packed = stored_.load(std::memory_order_acquire);
+        return {reinterpret_cast<uint8_t*>(packed & ~kKindBits), PageKind(packed & kKindBits)};
+    }
+    uint8_t* slot() const { return stored().slot; }
+    TierKind tier() const { return tier_.load(std::memory_order_acquire); }
+    uint64_t content_id() const { return content_id_; }
+    // True when the trailer holds the hashes of all pages.
+    bool sealed() const { return sealed_.load(std::memory_order_acquire); }
+
+    // Writes the trailer: identity, and one hash per page when `tokens` is 64.
+    void seal(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens);
+    // The same into a host copy of the slot.
+    void write_trailer(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens,
+                       uint8_t* slot) const;
+    // The same was enqueued where the block's bytes are.
+    void mark_sealed() { sealed_.store(true, std::memory_order_release); }
+    // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`, of this kind. TA_E_CORRUPT names
+    // the layer.
+    Status verify(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot,
+                  PageKind kind) const;
+
+    // One move at a time: false when there is one already.
+    bool start_move() { return !moving_.exchange(true, std::memory_order_acquire); }
+    void end_move() { moving_.store(false, std::memory_order_release); }
+    bool moving() const { return moving_.load(std::memory_order_relaxed); }
+    // Its bytes do not match their hashes: nobody tries to move it again by himself.
+    void set_stuck() { stuck_.store(true, std::memory_order_relaxed); }
+    bool stuck() const { return stuck_.load(std::memory_order_relaxed); }
+    // Its bytes are gone for good, and it has no slot: attention passes over it. Not sealed any more, so that it is not moved
+    // either.
+    bool dropped() const { return dropped_.load(std::memory_order_acquire); }
+    // A pinned block is moved up only.
+    void unpin() { pins_.fetch_sub(1, std::memory_order_relaxed); }
+    uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
+    // Attention that the block got, of all sequences that share it; several may add at once.
+    AttentionMass mass() const { return mass_.load(std::memory_order_relaxed); }
+    void add_mass(float weight, Fading& fading) {
+        AttentionMass now = mass();
+        while (!mass_.compare_exchange_weak(now, {fading.at_now(now) + weight, fading.now()}, std::memory_order_relaxed)) {
+        }
+    }
+    PrefetchMark& prefetch() { return prefetch_; }
+    const PrefetchMark& prefetch() const { return prefetch_; }
+    // It takes the place of `from` in a sequence.
+    void take_mass(const Block& from) { mass_.store(from.mass(), std::memory_order_relaxed); }
+
+    // Memory that this block leaves is zeroed before another tenant's block gets it.
+    void set_tenant(Tenant tenant) { tenant_.store(tenant, std::memory_order_relaxed); }
+    Tenant tenant() const { return tenant_.load(std::memory_order_relaxed); }
+    // What a record on disk says of it, the block at `index` in its sequence.
+    BlockIdentity identity(uint64_t index, const RecordKeys& keys) const {
+        return {index, content_id_, uint32_t(kPageTokens), keys.first};
+    }
+    // Whether the next process is to find it: it has keys (BlockStore::add_key).
+    bool published() const { return published_.load(std::memory_order_acquire); }
+    // Its kind does not change any more: it is published, or was (BlockStore::keep_kind).
+    bool keeps_kind() const { return keeps_kind_.load(std::memory_order_acquire); }
+    // How many of its owners are entries of prefix tables; guarded by their store (src/kv/prefix.h).
+    uint32_t entries() const { return entries_; }
+    void add_entry() { ++entries_; }
+    void remove_entry() { --entries_; }
+
+  private:
+    friend class BlockStore;
+
+    static constexpr uintptr_t kKindBits = 3;  // slots are aligned
+    static uintptr_t pack(uint8_t* slot, PageKind kind) { return reinterpret_cast<uintptr_t>(slot) | uintptr_t(kind); }
+
+    BlockStore& store_;
+    // What a choice of blocks to evict looks at comes first, to be in one cache line with the count of owners.
+    std::atomic<AttentionMass> mass_{AttentionMass{}};
+    std::atomic<uint32_t> pins_{0};
+    std::atomic<PageKind> kind_;
+    std::atomic<TierKind> tier_{TierKind::kDevice};
+    std::atomic<bool> moving_{false}, stuck_{false};
+    std::atomic<bool> sealed_{false};
+    PrefetchMark prefetch_;
+    std::atomic<bool> dropped_{false};
+    std::atomic<uintptr_t> stored_;  // address, and kind of what is there
+    uint64_t content_id_;
+    Slot tier_slot_;  // of a tier below the device; guarded by the store, as changes of stored_, kind_ and tier_ are
+    RecordKeys tier_keys_;
+    // Beside the block on a persistent disk: from where it came back, or written by a flush, after tier_slot_.
+    Slot record_;
+    RecordKeys record_keys_;
+    std::vector<BlockKey> keys_;  // under which it is published; guarded by the store
+    uint64_t keys_state_ = 0;     // grows with every change of them
+    std::atomic<bool> published_{false}, keeps_kind_{false};
+    uint32_t entries_ = 0;
+    std::atomic<Tenant> tenant_{0};
+};
+
+using BlockPtr = std::shared_ptr<Block>;
+
+// A full block, its index in the sequence, and where its bytes, or a copy of them, are.
+struct PlacedBlock {
+    Block* block;
+    uint64_t index;
+    uint8_t* slot;
+    PageKind kind;
+};
+
+// Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens
+// the hash of every page. TA_E_CORRUPT names the layer.
+Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens);
+
+// Whether attention may compute with the values in a slot that comes from a file, beside what its hashes say. TA_E_CORRUPT names
+// layer, head and block.
+Status check_values(const Geometry& geometry, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index);
+
+// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their
+// place.
+void write_trailer(const Geometry& geometry, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                   uint64_t content_id, uint32_t tokens, bool hashes);
+// The hashes of pages [first, first + n), behind a trailer without.
+void write_page_hashes(const Geometry& geometry, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n);
+
+// Parts of that, for several threads: whose block the trailer says it is, and pages [first, first + n).
+Status verify_trailer(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
+                      uint64_t content_id, uint32_t tokens);
+Status verify_pages(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first,
+                    uint32_t n);
+
+// What keeps moves from overtaking those who use blocks. Only tests switch some of it off, to see that they would notice.
+struct Barriers {
+    bool writers = true;  // copies are behind the steps that were ended before them
+    bool readers = true;  // what a block has left is free when those who read there are done
+};
+
+// Hands out slots of both kinds in the device tier and keeps freed ones for reuse. All bytes it holds there, in use or cached,
+// stay within the budget. Blocks may be moved to the tiers below.
+class BlockStore {
+  public:
+    BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget);
+    // With a device, before anything else: its memory for the whole budget.
+    Status take_slab();
+    ~BlockStore();
+    BlockStore(const BlockStore&) = delete;
+    BlockStore& operator=(const BlockStore&) = delete;
+
+    // One block for each kind in `wanted`, in that order, or none and nothing changed. Their bytes are unspecified: kernels
+    // never read slots of tokens that were not written; what other tenants left there is zeroed. TA_E_TIER_FULL beyond the
+    // budget, `failed` is then the first that does not fit; TA_E_MEMORY when the allocator has none. `tenants`: of each block,
+    // or empty: none.
+    Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr,
+                                          std::span<const Tenant> tenants = {});
+    // The same without blocks around the slots, for blocks that come back from other tiers and overwrite all of them.
+    Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
+    void release_slot(PageKind kind, uint8_t* slot);
+    // Room for a while, without blocks: as many slots as there are free, at most so many. Once the caller has put bytes of
+    // `tenant` into them it gives them back so.
+    struct Scratch {
+        uint8_t* slot;
+        Tenant tenant;  // whose bytes are in it
+    };
+    std::vector<Scratch> acquire_scratch(PageKind kind, size_t most);
+    void release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant);
+    // Until some is given back, or time is up. False when there is none.
+    bool wait_for_scratch(std::chrono::milliseconds most);
+
+    Barriers& barriers() { return barriers_; }
+    // The tiers below the device, or nullptr. They outlive the store's blocks.
+    void attach(Tier* host, Tier* disk);
+    Place place_of(const Block& block) const;
+    // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
+    // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it
+    // lies further down, and the block is pinned.
+    bool move(Block& block, const Place& to);
+    // The same to the disk tier without a copy, for a block of which a record is there.
+    bool move_to_record(Block& block);
+    // From now on they go no further down.
+    void pin(std::span<const BlockPtr> blocks);
+    // The block's kind is for good. False: it was already.
+    bool keep_kind(Block& block);
+    // Not for good after all.
+    void free_kind(Block& block);
+    // Its place is free at once: the caller knows that nobody reads there.
+    void drop(Block& block);
+    // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every
+    // address that it returned, though the block may move on.
+    uint64_t start_reading();
+    void stop_reading(uint64_t reading);
+    // Readers that started so far have numbers up to this one.
+    uint64_t last_reading() const;
+    // Whether some of those up to `last` are reading still; waits until none is, or time is up.
+    bool still_reading(uint64_t last, std::chrono::milliseconds wait = {}) const;
+    // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
+    bool wait_for_left(std::chrono::milliseconds most);
+    // Of those places in the tier.
+    uint64_t left_bytes(TierKind tier) const;
+    // A full block that a persistent disk tier, attached before, brought along, with all the keys of its record.
+    BlockPtr recover(const RecoveredBlock& found);
+    // The keys under which a block is published, for a persistent disk tier: records that are written from then on bear those
+    // that it has then, and stay there when it comes back. add_key needs reserve_keys before, for as many as are added.
+    void reserve_keys(Block& block, size_t more);
+    void add_key(Block& block, const BlockKey& key) noexcept;
+    void remove_key(Block& block, const BlockKey& key);
+    // For a record that is written now. `more`: the keys behind the first one.
+    RecordKeys keys_of(const Block& block, std::vector<BlockKey>& more) const;
+    // A record on disk beside the block's place: it was written there with these keys. Released if none is needed any more.
+    void set_record(Block& block, Slot slot, const RecordKeys& keys);
+    bool has_record(const Block& block) const;
+    // False when there is none.
+    bool drop_record(Block& block);
+    // How many records drop_record() has dropped since creation.
+    uint64_t dropped_records() const { return dropped_records_.load(std::memory_order_relaxed); }
+    // Whether a record, beside the block or its place, bears the keys that it has now.
+    bool has_all_keys_on_disk(const Block& block) const;
+    // While the pool begins or ends: records of published blocks stay on disk for the next one.
+    void keep_records(bool keep = true) { keep_records_.store(keep, std::memory_order_release); }
+    // Grows with every move.
+    uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
+    // Grows when a block moves, and when a place that blocks have left is free.
+    uint64_t changes() const { return moves() + frees_.load(std::memory_order_acquire); }
+    // Of prefetched blocks, each in one of them: used by a step, wanted by one before they came, gone without having been used.
+    struct PrefetchCounters {
+        std::atomic<uint64_t> used{0}, late{0}, wasted{0};
+    };
+    PrefetchCounters& prefetches() { return prefetches_; }
+    const PrefetchCounters& prefetches() const { return prefetches_; }
+    uint64_t blocks_on_disk() const { return on_disk_.load(std::memory_order_acquire); }
+
+    // Gives the slots kept for reuse back to the allocator.
+    void trim();
+    uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
+
+    struct Usage {
+        uint64_t used = 0, cached = 0, peak = 0, token_blocks = 0, channel_blocks = 0, low_blocks = 0;
+    };
+    Usage usage() const;
+    uint64_t budget() const { return budget_; }
+    uint64_t free_bytes() const;  // of the budget, that no slot in use takes
+
+  private:
+    friend class Block;
+    struct Reading {
+        uint64_t number;
+        uint64_t from;  // moves_ when it started
+    };
+    struct Left {  // by a block that was moved
+        uint64_t at;
+        Place place;
+        Tenant tenant;
+        bool replaced;  // a record that another one stands for now
+    };
+    struct Cached {
+        uint8_t* slot;
+        Tenant tenant;  // whose bytes are in it
+    };
+    struct Taken {
+        uint8_t* slot;
+        bool fresh;     // was not kept from before
+        Tenant tenant;  // likewise whose bytes are in it
+    };
+    Status take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed);
+    Status clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants);
+    void release_slot(PageKind kind, uint8_t* slot, Tenant tenant);
+    void release(const Block& block);
+    void free_place(const Place& place, Tenant tenant, bool replaced = false);
+    void give_record(Slot slot, bool replaced);
+    bool move_locked(Block& block, const Place& to);
+    void free_left();
+    void free_cached(PageKind kind, size_t keep);
+    bool has_room_to_keep(PageKind kind) const;
+    Tenant zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant);
+    void put_back(PageKind kind, const Cached& slot);
+    void give(PageKind kind, const Cached& slot);
+    uint64_t bytes_in_use() const;
+    Status beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const;
+
+    const Geometry& geometry_;
+    const uint64_t budget_;
+    Barriers barriers_;
+    Device* const device_;
+    const bool has_hooks_;
+    bool slab_has_tenants_ = false;  // a namespace's bytes may lie anywhere in the slab's free memory
+    std::atomic<bool> keep_records_{false};
+    std::atomic<uint64_t> content_ids_{1};
+    mutable std::mutex mutex_;
+    std::unique_ptr<SlotSlab> slab_;  // with a device
+    SlotMemory memory_[kPageKinds];   // by PageKind, as all below
+    std::vector<Cached> cached_[kPageKinds];
+    uint64_t in_use_[kPageKinds] = {};  // slots
+    uint64_t held_ = 0;                 // bytes, in use and cached
+    uint64_t peak_ = 0;                 // bytes in use
+    Tier *host_ = nullptr, *disk_ = nullptr;
+    uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
+    std::atomic<uint64_t> moves_{0}, frees_{0}, on_disk_{0}, dropped_records_{0};
+    PrefetchCounters prefetches_;
+    uint64_t readings_ = 0;                  // that were ever started
+    std::vector<Reading> reading_;           // now
+    std::vector<Left> left_;                 // oldest first
+    mutable std::condition_variable freed_;  // some of left_, or a reader is done
+};
+
+// A reader of blocks for a scope.
+class ReadingBlocks {
+  public:
+    explicit ReadingBlocks(BlockStore& store) : store_(store), reading_(store.start_reading()) {}
+    ~ReadingBlocks() { store_.stop_reading(reading_); }
+    ReadingBlocks(const ReadingBlocks&) = delete;
+    ReadingBlocks& operator=(const ReadingBlocks&) = delete;
+
+  private:
+    BlockStore& store_;
+    const uint64_t reading_;
+};
+
+}  // namespace ta

@@ -1,0 +1,30 @@
+// Precision that falls on the way down: a full block of 8 bits becomes one of 4 when it leaves for the host tier, and one of 2
+// when it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.8.
+//
+// Always by the same steps, 8 -> 4 -> 2 bits, also where a block skips a tier: so its bytes follow from its content id and
+// kind.
+#pragma once
+
+#include "kernels/cpu/page_codec.h"
+#include "src/page/numerics.h"
+#include "tiering/store/blocks.h"
+
+namespace ta {
+
+// What a block that may fall is after a move down to `tier`.
+inline PageKind kind_in_tier(PageKind now, TierKind tier) {
+    if (tier == TierKind::kDisk) return PageKind::kLow;
+    return tier == TierKind::kHost && now == PageKind::kToken ? PageKind::kChannel : now;
+}
+
+// Sinks do not fall, nor what is or was published: others were promised what it is.
+inline bool may_fall(const Geometry& geometry, const Numerics& numerics, const Block& block, uint64_t index) {
+    return geometry.falls && index >= numerics.sink_blocks && !block.keeps_kind();
+}
+
+// Encodes pages [first, first + n) of a full block from one kind to a lower one: as closing and reopening them would.
+// TA_E_MEMORY: nothing was written.
+Status encode_lower(const Geometry& geometry, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
+                    PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n);
+
+}  // namespace ta

@@ -1,0 +1,66 @@
+// Blocks of a GPU's memory that lose bits before they leave: a kernel encodes them, another hashes what it made. Only CUDA
+// builds have this.
+#include <algorithm>
+#include <mutex>
+
+#include "kernels/cuda/any/append/append.h"
+#include "tiering/verify/cuda_hasher.h"
+
+namespace ta {
+namespace {
+
+class CudaEncoder final : public BlockEncoder {
+  public:
+    CudaEncoder(const Pool& pool, CudaDevice& device) : pool_(pool), device_(device), hasher_(pool, device) {}
+    ~CudaEncoder() override {
+        const CudaScope scope(device_.ordinal());
+        if (stream_) cudaStreamDestroy(stream_);
+    }
+
+    Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) override {
+        const CudaScope scope(device_.ordinal());
+        std::lock_guard lock(mutex_);
+        if (!stream_) {
+            TA_RETURN_IF_ERROR(device_.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
+        }
+        TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
+        const Geometry& g = pool_.geometry();
+        const Numerics& n = pool_.numerics();
+        cuda::LowerArgs args{};
+        args.head_dim = int32_t(g.head_dim);
+        args.pieces = int32_t(g.layers * g.kv_heads);
+        args.v_exponents = n.v_exponents;
+        args.fractional_zero = n.fractional_zero;
+        args.v_search = n.v_search;
+        args.k_turning = n.k_turning;
+        if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
+        std::vector<PlacedBlock> made;
+        for (size_t first = 0; first < blocks.size(); first += size_t(args.blocks)) {
+            args.blocks = int32_t(std::min<size_t>(blocks.size() - first, cuda::LowerArgs::kMostBlocks));
+            for (size_t i = 0; i < size_t(args.blocks); ++i) {
+                const PlacedBlock& b = blocks[first + i];
+                args.from[i] = uint64_t(uintptr_t(b.slot));
+                args.to[i] = uint64_t(uintptr_t(to[first + i]));
+                made.push_back({b.block, b.index, to[first + i], PageKind::kChannel});
+            }
+            TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_lower(args, stream_)), "encoding blocks"));
+        }
+        TA_RETURN_IF_ERROR(hasher_.seal(made, stream_));
+        return device_.check(cudaStreamSynchronize(stream_), "encoding blocks");
+    }
+
+  private:
+    const Pool& pool_;
+    CudaDevice& device_;
+    std::mutex mutex_;
+    CudaHasher hasher_;
+    cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockEncoder> CudaDevice::make_encoder(const Pool& pool) {
+    return std::make_unique<CudaEncoder>(pool, *this);
+}
+
+}  // namespace ta

@@ -1,0 +1,32 @@
+// Seals and verifies blocks in GPU memory. Only CUDA builds include this.
+#pragma once
+
+#include <span>
+
+#include "kernels/cuda/any/hash/page_hash.h"
+#include "src/device/cuda/memory.h"
+#include "src/kv/pool.h"
+
+namespace ta {
+
+class CudaHasher {
+  public:
+    CudaHasher(const Pool& pool, CudaDevice& device) : pool_(pool), device_(device), channel_offsets_(device) {}
+
+    // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
+    Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
+    // Enqueues a check whose tasks and result are in `pinned`: [blocks, layers], as launch_verify writes it.
+    Status start_verify(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, cudaStream_t stream,
+                        const uint32_t** mismatch);
+
+  private:
+    Status stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args);
+
+    const Pool& pool_;
+    CudaDevice& device_;
+    DeviceBuffer channel_offsets_;  // [layers + 1] uint64
+    PinnedBuffer pinned_[2];
+    uint64_t uses_ = 0;
+};
+
+}  // namespace ta
