@@ -28,7 +28,7 @@ Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index,
     const Place at = pool.blocks().place_of(block);
     if (at.tier == TierKind::kDisk) {
         copy.resize(g.slot_bytes(at.kind));
-        TA_RETURN_IF_ERROR(pool.read_from_disk(block, index, copy.data()));
+        TA_RETURN_IF_ERROR(pool.reader().read(block, index, copy.data()));
         return Page{copy.data() + g.page_offset(at.kind, layer), at.kind};
     }
     const uint8_t* page = at.address + g.page_offset(at.kind, layer);
@@ -55,8 +55,8 @@ Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t r
             .argument(5);
     }
     slot->resize(info.bytes);
-    if (at.tier == TierKind::kDisk) return pool.read_from_disk(block, index, slot->data());
-    TA_RETURN_IF_ERROR(pool.read_memory(at, slot->data()));
+    if (at.tier == TierKind::kDisk) return pool.reader().read(block, index, slot->data());
+    TA_RETURN_IF_ERROR(pool.reader().read_memory(at, slot->data()));
     const bool lacks_trailer = !block.sealed() && pool.context().device();
     if (lacks_trailer) block.write_trailer(g, pool.fingerprint(), index, info.tokens, slot->data());
     return {};

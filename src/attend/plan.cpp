@@ -52,9 +52,7 @@ Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_qu
 }  // namespace
 
 Plan::Plan(std::shared_ptr<Pool> pool)
-    : pool_(std::move(pool)),
-      backend_(pool_->context().device() ? pool_->context().device()->make_step(*pool_) : make_cpu_step(*pool_)),
-      appended_(pool_->geometry().layers, 0) {}
+    : pool_(std::move(pool)), backend_(make_step_backend(*pool_)), appended_(pool_->geometry().layers, 0) {}
 
 Plan::~Plan() {
     if (open_) clear();

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "src/attend/step.h"
+#include "src/attend/backend.h"
 
 namespace ta {
 

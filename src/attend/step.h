@@ -57,31 +57,4 @@ struct Step {
     static int64_t most_touched(int64_t n_new) { return n_new > 0 ? (n_new + kPageTokens - 2) / kPageTokens + 1 : 0; }
 };
 
-// Where the work of steps runs. The plan has checked shapes, order of calls and options; a failed call changes nothing.
-class StepBackend {
-  public:
-    virtual ~StepBackend() = default;
-    // The stream of the calls that follow; TA_E_UNSUPPORTED where there are none.
-    virtual Status set_stream(ta_stream stream) = 0;
-    // All blocks are reserved. The step stays where it is until finish().
-    virtual Status begin(Step& step) = 0;
-    // The first `tokens` tokens of a block, which may be shared, closed, or both, into a token block of our own. Before
-    // begin().
-    virtual Status copy_tokens(const Block& from, int tokens, Block& to) = 0;
-    virtual Status append(uint32_t layer, const TensorView& k, const TensorView& v) = 0;
-    // `call` without its sequences.
-    virtual Status attend(uint32_t layer, AttendCall& call) = 0;
-    // True when calls were captured into a graph that is replayed in place of later ones: a step's calls are not seen then.
-    virtual bool replays() const = 0;
-    // TA_E_STATE while a graph is captured that the step's end would become a part of.
-    virtual Status may_end() const { return {}; }
-    // Before the commit: hashes and trailers of the touched blocks, counters of the pool. TA_E_STATE for a step that was left
-    // to a graph of another kind of step.
-    virtual Status seal() = 0;
-    // The step is over, committed or not; also called where begin() never was.
-    virtual void finish() = 0;
-};
-
-std::unique_ptr<StepBackend> make_cpu_step(Pool& pool);
-
 }  // namespace ta

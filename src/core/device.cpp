@@ -25,8 +25,4 @@ Status Device::zero(std::span<const DeviceRange> ranges) {
     return {};
 }
 
-std::unique_ptr<BlockEncoder> Device::make_encoder(const Pool&) {
-    return nullptr;
-}
-
 }  // namespace ta

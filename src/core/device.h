@@ -10,10 +10,7 @@
 
 namespace ta {
 
-class Pool;
-class StepBackend;
-struct PlacedBlock;
-struct DenseCall;
+class CudaDevice;
 
 struct DeviceCopy {
     uint8_t* to;
@@ -47,34 +44,6 @@ class DeviceTransfer {
     virtual MoveRoute route() const = 0;  // that was taken
 };
 
-// A check that is on its way. The destructor waits for it.
-class ArrivalCheck {
-  public:
-    virtual ~ArrivalCheck() = default;
-    // statuses[i] is TA_E_CORRUPT with block and layer for a block that does not match.
-    virtual Status wait(std::span<Status> statuses) = 0;
-};
-
-// Recomputes hashes of blocks where the device reads them. Thread-safe.
-class BlockVerifier {
-  public:
-    virtual ~BlockVerifier() = default;
-    // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does
-    // not match.
-    virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
-    // The same without waiting, and behind `arrival`. A verifier that cannot verifies when it is waited for.
-    virtual Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival);
-};
-
-// Takes bits from blocks where the device reads them. Thread-safe.
-class BlockEncoder {
-  public:
-    virtual ~BlockEncoder() = default;
-    // Makes of full token blocks in the device's memory channel blocks with trailers: to[i] is memory of the device for one.
-    // Behind all steps that were ended so far; waits. The blocks match their hashes.
-    virtual Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) = 0;
-};
-
 // Blocks of at least so many bytes go by copy engine, smaller ones by kernel; 0 before it was measured.
 struct MoveCrossover {
     uint64_t to_host = 0, to_device = 0;
@@ -83,6 +52,8 @@ struct MoveCrossover {
 class Device {
   public:
     virtual ~Device() = default;
+    // The CUDA device that this is. nullptr: its memory is the host's, where CPUs do what kernels do elsewhere.
+    virtual CudaDevice* cuda() { return nullptr; }
     virtual int ordinal() const = 0;
     virtual const char* name() const = 0;
     virtual int compute_capability() const = 0;  // 90: sm_90
@@ -97,13 +68,6 @@ class Device {
     virtual Status write(uint8_t* to, const void* from, size_t bytes) = 0;
     // TA_E_DEVICE_LOST from the first error on after which the device runs nothing any more.
     virtual Status health() const = 0;
-    // What runs the steps of a plan of `pool`.
-    virtual std::unique_ptr<StepBackend> make_step(Pool& pool) = 0;
-    // Enqueues a dense call; inputs are checked but for where they lie and their values.
-    virtual Status attend_dense(const DenseCall& call) = 0;
-    virtual std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) = 0;
-    // nullptr: this device cannot.
-    virtual std::unique_ptr<BlockEncoder> make_encoder(const Pool&);
     // Copies between device memory and host memory that the device reads, behind all steps that were ended so far; waits.
     // Addresses and sizes are multiples of 16. Calls from several threads overlap, also in the same direction.
     virtual Status copy(std::span<const DeviceCopy> copies, bool to_host) = 0;

@@ -44,14 +44,18 @@ uint32_t some_generation(const void* pool) {
 
 }  // namespace
 
+static Pages pages_of(Geometry&& geometry, Numerics&& numerics, const Context& context) {
+    const uint64_t fingerprint = fingerprint_of(geometry, numerics);
+    return {std::move(geometry), std::move(numerics), fingerprint, context.kernels().codec};
+}
+
 Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences)
     : context_(std::move(context)),
-      geometry_(std::move(geometry)),
-      numerics_(std::move(numerics)),
+      pages_(pages_of(std::move(geometry), std::move(numerics), *context_)),
       max_sequences_(max_sequences),
       first_generation_(some_generation(this)),
-      fingerprint_(fingerprint_of(geometry_, numerics_)),
       blocks_(std::make_unique<BlockStore>(context_->allocator(), context_->device(), geometry_, budget)),
+      reader_(context_->device(), pages_, *blocks_, disk_),
       prefixes_(*blocks_, geometry_, uint64_t(first_generation_) << 32),
       nonfinite_(nullptr, {context_->device()}),
       largest_scales_(nullptr, {context_->device(), 0}) {
@@ -75,7 +79,7 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
         pool->nonfinite_.reset(device->allocate_counters(first_even(max_sequences) + 2));
         if (!pool->nonfinite_) return fail(TA_E_MEMORY, "no pinned host memory for %u counters", max_sequences);
     }
-    if (Device* device = pool->context().device()) pool->verifier_ = device->make_verifier(*pool);
+    if (Device* device = pool->context().device()) pool->verifier_ = make_verifier(*device, pool->pages_);
     TA_RETURN_IF_ERROR(pool->attach_tiers(tiers));
     return pool;
 }
@@ -378,11 +382,11 @@ Status Pool::verify(ta_seq seq) const {
         if (!blocks[b]->sealed()) continue;
         const Place at = blocks_->place_of(*blocks[b]);
         if (at.tier == TierKind::kDisk) {
-            TA_RETURN_IF_ERROR(read_from_disk(*blocks[b], b, nullptr));
+            TA_RETURN_IF_ERROR(reader_.read(*blocks[b], b, nullptr));
         } else if (device && at.tier == TierKind::kDevice) {
             on_device.push_back({blocks[b].get(), b, at.address, at.kind});
         } else {
-            Status s = blocks[b]->verify(geometry_, fingerprint_, b, at.address, at.kind);
+            Status s = blocks[b]->verify(geometry_, pages_.fingerprint, b, at.address, at.kind);
             if (!s.ok()) return std::move(s).tier(int32_t(at.tier));
         }
     }

@@ -17,13 +17,14 @@
 #include "src/core/checked.h"
 #include "src/core/context.h"
 #include "src/kv/prefix.h"
-#include "src/page/geometry.h"
-#include "src/page/numerics.h"
+#include "src/page/pages.h"
 #include "tiering/disk/disk.h"
 #include "tiering/move/mover.h"
 #include "tiering/policy/policy.h"
 #include "tiering/room/room_queue.h"
 #include "tiering/store/blocks.h"
+#include "tiering/verify/reader.h"
+#include "tiering/verify/verifier.h"
 
 namespace ta {
 
@@ -108,9 +109,10 @@ class Pool {
     ~Pool();
 
     Context& context() const { return *context_; }
+    const Pages& pages() const { return pages_; }
     const Geometry& geometry() const { return geometry_; }
     const Numerics& numerics() const { return numerics_; }
-    uint64_t fingerprint() const { return fingerprint_; }
+    uint64_t fingerprint() const { return pages_.fingerprint; }
     BlockStore& blocks() { return *blocks_; }
     const BlockStore& blocks() const { return *blocks_; }
     Counters& counters() { return counters_; }
@@ -265,11 +267,7 @@ class Pool {
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
     // Records of a persistent file that were damaged when it was opened.
     uint64_t refused_records() const { return refused_records_; }
-    // Copies a slot that lies in memory, the device's or the host's, as it is.
-    Status read_memory(const Place& place, uint8_t* to) const;
-    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr. A block that was on
-    // disk once keeps its kind.
-    Status read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const;
+    const BlockReader& reader() const { return reader_; }
 
     // Prefix reuse: pool_prefix.cpp.
     PrefixStore& prefixes() { return prefixes_; }
@@ -350,10 +348,7 @@ class Pool {
     void recover_published();
     Status write_record(Block& block, uint64_t index);
     static constexpr std::chrono::milliseconds kErasePatience{1000};  // of records on disk, until their room is free
-    // One request to the disk, waited for.
-    Status run_on_disk(const DiskRequest& request) const;
     TierKind below(TierKind tier) const;
-    Status read_place(const Block& block, uint64_t index, const Place& place, uint8_t* slot) const;
     bool evict(TierKind from, TierKind to, uint64_t bytes, Deadline until);
     bool make_way(TierKind tier, uint64_t bytes, Deadline until);
     bool send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
@@ -384,15 +379,16 @@ class Pool {
     ta_seq id_of(uint32_t slot) const { return uint64_t(sequences_[slot]->generation) << 32 | slot; }
 
     std::shared_ptr<Context> context_;
-    const Geometry geometry_;
-    const Numerics numerics_;
+    const Pages pages_;
+    const Geometry& geometry_ = pages_.geometry;
+    const Numerics& numerics_ = pages_.numerics;
     const uint32_t max_sequences_;
     const uint32_t first_generation_;  // differs from pool to pool: an id of one names nothing in another
-    uint64_t fingerprint_ = 0;
     float signs_[kMaxHeadDim];
     std::unique_ptr<Tier> host_;
     std::unique_ptr<DiskTier> disk_;
     std::unique_ptr<BlockStore> blocks_;
+    const BlockReader reader_;
     PrefixStore prefixes_;
     uint64_t refused_records_ = 0;
     TierSettings tier_settings_;

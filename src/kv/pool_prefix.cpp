@@ -191,7 +191,7 @@ Status Pool::write_record(Block& block, uint64_t index) {
     r.bytes = bytes.size();
     r.memory = bytes.data();
     r.identity = block.identity(index, keys);
-    TA_RETURN_IF_ERROR(run_on_disk(r));
+    TA_RETURN_IF_ERROR(reader_.ask_disk(r));
     blocks_->set_record(block, slot.keep(), keys);
     return {};
 }

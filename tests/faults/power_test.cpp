@@ -278,7 +278,7 @@ class Power : public PrefixSteps {
     bool is_whole(const KvPool& found, ta_seq seq, uint64_t text, size_t block) {
         const BlockPtr there = block_of(found, seq, block);
         std::vector<uint8_t> slot(found->impl->geometry().slot_bytes(there->kind()));
-        const Status s = found->impl->read_from_disk(*there, block, slot.data());
+        const Status s = found->impl->reader().read(*there, block, slot.data());
         if (s.code() == TA_E_CORRUPT) {
             refused = s.detail()->message;
             return false;

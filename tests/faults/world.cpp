@@ -556,7 +556,7 @@ BlockBytes::BlockBytes(World& world, size_t s, size_t b) {
         return;
     }
     std::vector<uint8_t> bytes(p.geometry().slot_bytes(hit.kind())), file;
-    if (!p.read_from_disk(hit, b, bytes.data()).ok()) throw std::runtime_error("the block is damaged already");
+    if (!p.reader().read(hit, b, bytes.data()).ok()) throw std::runtime_error("the block is damaged already");
     fd_ = open_disk_file(world.folder());
     struct stat info;
     if (fd_ >= 0 && fstat(fd_, &info) == 0) file.resize(size_t(info.st_size));

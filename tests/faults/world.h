@@ -17,6 +17,7 @@
 #include "tiering/disk/client.h"
 #include "tiering/faulty_files.h"
 #include "tiering/simulated_device.h"
+#include "tiering/store/blocks.h"
 
 namespace ta::testing {
 

@@ -13,9 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "src/attend/step.h"
 #include "src/core/device.h"
-#include "src/kv/pool.h"
 
 namespace ta::testing {
 
@@ -92,9 +90,6 @@ class LateDevice final : public Device {
         return {};
     }
     Status health() const override { return {}; }
-    std::unique_ptr<StepBackend> make_step(Pool&) override { return nullptr; }
-    Status attend_dense(const DenseCall&) override { return fail(TA_E_UNSUPPORTED, "not simulated"); }
-    std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override { return std::make_unique<Verifier>(pool); }
     Status register_host(uint8_t*, size_t) override { return {}; }
     void unregister_host(uint8_t*) override {}
     int numa_node() const override { return -1; }
@@ -128,21 +123,6 @@ class LateDevice final : public Device {
         LateDevice& device_;
         const uint64_t number_;
     };
-    class Verifier final : public BlockVerifier {
-      public:
-        explicit Verifier(const Pool& pool) : pool_(pool) {}
-        Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
-            for (size_t i = 0; i < blocks.size(); ++i) {
-                const PlacedBlock& b = blocks[i];
-                statuses[i] = b.block->verify(pool_.geometry(), pool_.fingerprint(), b.index, b.slot, b.kind);
-            }
-            return {};
-        }
-
-      private:
-        const Pool& pool_;
-    };
-
     void run(Queue& queue, std::chrono::milliseconds delay) {
         std::unique_lock lock(mutex_);
         for (;;) {

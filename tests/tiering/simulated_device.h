@@ -13,10 +13,7 @@
 #include <numeric>
 #include <thread>
 
-#include "src/attend/step.h"
 #include "src/core/device.h"
-#include "src/kv/pool.h"
-#include "tiering/store/fall.h"
 
 namespace ta::testing {
 
@@ -77,10 +74,6 @@ class SimulatedDevice final : public Device {
     }
     Status write(uint8_t* to, const void* from, size_t bytes) override { return move(to, from, bytes); }
     Status health() const override { return {}; }
-    std::unique_ptr<StepBackend> make_step(Pool& pool) override { return make_cpu_step(pool); }
-    Status attend_dense(const DenseCall&) override { return fail(TA_E_UNSUPPORTED, "not simulated"); }
-    std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override { return std::make_unique<Verifier>(*this, pool); }
-    std::unique_ptr<BlockEncoder> make_encoder(const Pool& pool) override { return std::make_unique<Encoder>(*this, pool); }
     Status copy(std::span<const DeviceCopy> copies, bool) override {
         if (copies.empty()) return {};
         Job job{copies};
@@ -124,44 +117,6 @@ class SimulatedDevice final : public Device {
         bool done = false;
         Job* next = nullptr;
     };
-    class Verifier final : public BlockVerifier {
-      public:
-        Verifier(SimulatedDevice& device, const Pool& pool) : device_(device), pool_(pool) {}
-        Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
-            if (device_.hit() == DeviceFault::kFails) return fail(TA_E_DEVICE, "simulated");
-            for (size_t i = 0; i < blocks.size(); ++i) {
-                const PlacedBlock& b = blocks[i];
-                statuses[i] = b.block->verify(pool_.geometry(), pool_.fingerprint(), b.index, b.slot, b.kind);
-            }
-            return {};
-        }
-
-      private:
-        SimulatedDevice& device_;
-        const Pool& pool_;
-    };
-
-    class Encoder final : public BlockEncoder {
-      public:
-        Encoder(SimulatedDevice& device, const Pool& pool) : device_(device), pool_(pool) {}
-        Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) override {
-            if (device_.hit() == DeviceFault::kFails) return fail(TA_E_DEVICE, "simulated");
-            const Geometry& g = pool_.geometry();
-            for (size_t i = 0; i < blocks.size(); ++i) {
-                const PlacedBlock& b = blocks[i];
-                TA_RETURN_IF_ERROR(ta::encode_lower(g, pool_.numerics(), *pool_.context().kernels().codec, b.slot, b.kind,
-                                                    to[i], PageKind::kChannel, 0, g.layers));
-                write_trailer(g, PageKind::kChannel, to[i], pool_.fingerprint(), b.index, b.block->content_id(), kPageTokens,
-                              true);
-            }
-            return {};
-        }
-
-      private:
-        SimulatedDevice& device_;
-        const Pool& pool_;
-    };
-
     DeviceFault hit() {
         std::lock_guard lock(mutex_);
         const uint64_t n = operations_++;

@@ -4,8 +4,6 @@
 #include <chrono>
 #include <system_error>
 
-#include "src/kv/pool.h"
-
 namespace ta {
 namespace {
 
@@ -46,20 +44,20 @@ void add(MoveProgress& all, MoveProgress&& part) {
 
 }  // namespace
 
-Mover::Mover(Pool& pool, Tier* host, DiskTier* disk, uint64_t first_ticket)
-    : sharing_(pool, host, disk),
-      copies_beside_(pool.context().device() && pool.context().device()->copies_beside()),
+Mover::Mover(MoveHost pool, uint64_t first_ticket)
+    : sharing_(std::move(pool)),
+      copies_beside_(sharing_.pool.device && sharing_.pool.device->copies_beside()),
       tickets_(first_ticket) {}
 
 Status Mover::start(MoveRoute route) {
     sharing_.route = route;
-    if (Device* device = sharing_.pool.context().device(); device && sharing_.host && route == MoveRoute::kCalibrated)
+    if (Device* device = sharing_.pool.device; device && sharing_.pool.host && route == MoveRoute::kCalibrated)
         TA_RETURN_IF_ERROR(device->calibrate_moves());
     const int processors = int(std::thread::hardware_concurrency());
     TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers), kCheckersPoll));
     try {
         for (std::vector<Flight>& handed : handed_) handed.reserve(kHanded);
-        const size_t lanes = sharing_.disk ? kLanes : kFromDisk;
+        const size_t lanes = sharing_.pool.disk ? kLanes : kFromDisk;
         for (size_t i = 0; i < lanes * kThreads; ++i) {
             std::vector<Flight> flights;  // here, where it may run out of memory
             flights.reserve(kFlights);
@@ -70,7 +68,7 @@ Status Mover::start(MoveRoute route) {
         return fail(TA_E_LIMIT, "the threads that move blocks could not be started");
     }
     // The last of what can fail.
-    if (sharing_.disk) sharing_.disk->keep_file();
+    if (sharing_.pool.disk) sharing_.pool.disk->keep_file();
     return {};
 }
 
@@ -113,7 +111,7 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
     }
     const size_t n = ticket->requests.size();
     size_t in_memory = n;  // so many come first
-    if (sharing_.disk && to != TierKind::kDisk) {
+    if (sharing_.pool.disk && to != TierKind::kDisk) {
         const auto rest = std::stable_partition(ticket->requests.begin(), ticket->requests.end(),
                                                 [](const MoveRequest& r) { return r.from != TierKind::kDisk; });
         in_memory = size_t(rest - ticket->requests.begin());
@@ -188,7 +186,7 @@ void Mover::start_here(const Ticket& ticket, Lane lane, std::unique_lock<std::mu
 // is busy, between parts it stands still for 3 us.
 template <class Item>
 Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t before) const {
-    const Geometry& g = sharing_.pool.geometry();
+    const Geometry& g = sharing_.pool.pages.geometry;
     const auto bytes_of = [&](const Item& item) { return is_full(item) ? uint64_t{g.slot_bytes(kind_of(item))} : 0; };
     const auto full = std::find_if(items.begin(), items.end(), [](const Item& item) { return is_full(item); });
     const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
@@ -354,7 +352,7 @@ MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason
     MoveProgress progress;
     progress.blocks = items.size();
     // A step waits no longer than its pool says.
-    const auto most = std::min(kReadersPatience, sharing_.pool.tier_settings().plans_patience);
+    const auto most = std::min(kReadersPatience, sharing_.pool.patience);
     const auto patience = [&] {
         if (until == kNoDeadline) return most;
         const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
@@ -430,7 +428,7 @@ void Mover::cancel(const std::shared_ptr<Ticket>& ticket) {
     Ticket& t = *ticket;
     std::vector<MoveRequest> freed;
     std::unique_lock lock(mutex_);
-    if (sharing_.disk) t.disk_work.cancel(*sharing_.disk);
+    if (sharing_.pool.disk) t.disk_work.cancel(*sharing_.pool.disk);
     if (t.queued == 0) return;
     unqueue(ticket);
     ++t.parts;
@@ -455,7 +453,7 @@ void Mover::cancel_all() {
             continue;
         }
         for (auto& [id, ticket] : known_) {
-            if (sharing_.disk) ticket->disk_work.cancel(*sharing_.disk);
+            if (sharing_.pool.disk) ticket->disk_work.cancel(*sharing_.pool.disk);
         }
         return;
     }

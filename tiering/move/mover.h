@@ -37,8 +37,8 @@ struct MoveRequest {
 
 class Mover {
   public:
-    // host and disk may be nullptr. Tickets count from `first_ticket` on: one of another pool names nothing here.
-    Mover(Pool& pool, Tier* host, DiskTier* disk, uint64_t first_ticket);
+    // Tickets count from `first_ticket` on: one of another pool names nothing here.
+    Mover(MoveHost pool, uint64_t first_ticket);
     // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route`
     // says which is taken. TA_E_LIMIT.
     Status start(MoveRoute route = MoveRoute::kCalibrated);

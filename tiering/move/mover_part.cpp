@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "src/core/profile.h"
-#include "src/kv/pool.h"
 #include "tiering/store/fall.h"
 
 namespace ta {
@@ -77,9 +76,6 @@ void FallingRoom::give(const Piece& piece) {
     }
 }
 
-MoveSharing::MoveSharing(Pool& of, Tier* host_tier, DiskTier* disk_tier)
-    : pool(of), host(host_tier), disk(disk_tier), falling(of.context().device()) {}
-
 MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
                    std::chrono::milliseconds patience, DiskWork* disk_work)
     : sharing_(sharing), items_(items), to_(to), reason_(reason), patience_(patience), disk_work_(disk_work) {
@@ -101,7 +97,7 @@ MovePart::~MovePart() {
 
 // A GPU's memory and the disk meet in the host tier.
 bool MovePart::through_host(const Place& from) const {
-    if (!sharing_.pool.context().device()) return false;
+    if (!sharing_.pool.device) return false;
     return (from.tier == TierKind::kDevice && to_ == TierKind::kDisk) ||
            (from.tier == TierKind::kDisk && to_ == TierKind::kDevice);
 }
@@ -167,7 +163,7 @@ void MovePart::finish() {
     static const char* const kNames[] = {"finish a move to the device", "finish a move to the host", "finish a move to disk"};
     const ProfileRange range(kNames[size_t(to_)]);
     wait_for_copies();
-    if (sharing_.pool.context().device() && to_ == TierKind::kDevice) {
+    if (sharing_.pool.device && to_ == TierKind::kDevice) {
         check_on_device();
     } else if (to_ != TierKind::kDisk) {
         check_on_host();
@@ -187,7 +183,7 @@ bool MovePart::take(const MoveItem& item) {
         ++progress_.skipped;
         return false;
     }
-    const Place from = sharing_.pool.blocks().place_of(block);
+    const Place from = sharing_.pool.store.place_of(block);
     const bool pinned = block.pins() > 0 && to_ > from.tier;
     // A step that needs a block is served by any faster tier: another move may have brought it there meanwhile.
     const bool serves = reason_ == MoveReason::kNeeded && from.tier < to_;
@@ -196,8 +192,8 @@ bool MovePart::take(const MoveItem& item) {
         ++(pinned && !serves ? progress_.skipped : progress_.present);
         return false;
     }
-    Pool& pool = sharing_.pool;
-    if (to_ == TierKind::kDisk && pool.blocks().move_to_record(block)) {
+    const MoveHost& pool = sharing_.pool;
+    if (to_ == TierKind::kDisk && pool.store.move_to_record(block)) {
         MoveCounters counted;
         count_moved({&item, from, {to_, from.kind, nullptr, {}, {}}, {}}, counted);
         block.end_move();
@@ -205,7 +201,7 @@ bool MovePart::take(const MoveItem& item) {
         sharing_.counters += counted;
         return false;
     }
-    const bool falls = to_ > from.tier && may_fall(pool.geometry(), pool.numerics(), block, item.index);
+    const bool falls = to_ > from.tier && may_fall(pool.pages.geometry, pool.pages.numerics, block, item.index);
     const PageKind kind = falls ? kind_in_tier(from.kind, to_) : from.kind;
     work_.push_back({&item, from, {to_, kind, nullptr, {}, {}}, {}});
     return true;
@@ -213,21 +209,21 @@ bool MovePart::take(const MoveItem& item) {
 
 // Slots for all, or for as many as possible one by one; the others get a status.
 void MovePart::find_room() {
-    Pool& pool = sharing_.pool;
+    const MoveHost& pool = sharing_.pool;
     const Deadline until = std::chrono::steady_clock::now() + patience_;
     Status all = acquire(work_);
     // What blocks have left counts until those are done who were reading there.
-    if (all.code() == TA_E_TIER_FULL && patience_.count() > 0 && pool.blocks().wait_for_left(patience_)) all = acquire(work_);
+    if (all.code() == TA_E_TIER_FULL && patience_.count() > 0 && pool.store.wait_for_left(patience_)) all = acquire(work_);
     if (all.code() == TA_E_TIER_FULL && reason_ != MoveReason::kPrefetch) {
         std::vector<PageKind> kinds;
         uint64_t bytes = 0;
         for (const Work& w : work_) {
             kinds.push_back(w.to.kind);
-            bytes += pool.geometry().slot_bytes(w.to.kind);
+            bytes += pool.pages.geometry.slot_bytes(w.to.kind);
         }
         constexpr int kAttempts = 8;  // other parts may take the room that was made
         for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL; ++i) {
-            if (pool.blocks().left_bytes(to_) >= bytes || !pool.make_room(to_, kinds, false, until))
+            if (pool.store.left_bytes(to_) >= bytes || !pool.make_room(to_, kinds, until))
                 break;  // or it is made, but being read
             all = acquire(work_);
         }
@@ -240,7 +236,7 @@ Status MovePart::acquire(std::span<Work> work) {
     if (to_ == TierKind::kDevice) {
         std::vector<PageKind> kinds;
         for (const Work& w : work) kinds.push_back(w.to.kind);
-        Result<std::vector<uint8_t*>> slots = sharing_.pool.blocks().acquire_slots(kinds);
+        Result<std::vector<uint8_t*>> slots = sharing_.pool.store.acquire_slots(kinds);
         if (!slots.ok()) return std::move(slots).status();
         for (size_t i = 0; i < work.size(); ++i) work[i].to.address = slots.value()[i];
         return {};
@@ -263,9 +259,9 @@ void MovePart::fail_all(std::span<const size_t> list, const Status& status) {
 // By the device behind what it does; a CPU copies when it checks.
 void MovePart::start_in_memory(std::vector<size_t> list) {
     copied_ = std::move(list);
-    Device* device = sharing_.pool.context().device();
+    Device* device = sharing_.pool.device;
     if (!device || copied_.empty()) return;
-    const Geometry& g = sharing_.pool.geometry();
+    const Geometry& g = sharing_.pool.pages.geometry;
     fall_on_device(copied_);
     std::vector<DeviceCopy> copies;
     std::vector<PlacedBlock> placed;
@@ -279,13 +275,13 @@ void MovePart::start_in_memory(std::vector<size_t> list) {
     // What nobody waits for does not take multiprocessors from those who decode.
     const bool urgent = reason_ == MoveReason::kAsked || reason_ == MoveReason::kNeeded;
     const MoveRoute route = sharing_.route == MoveRoute::kCalibrated && !urgent ? MoveRoute::kCopyEngine : sharing_.route;
-    const CopyOptions options{to_ == TierKind::kHost, sharing_.pool.blocks().barriers().writers, route};
+    const CopyOptions options{to_ == TierKind::kHost, sharing_.pool.store.barriers().writers, route};
     Result<std::unique_ptr<DeviceTransfer>> transfer = device->start_copy(copies, options);
     if (!transfer.ok()) return fail_all(copied_, std::move(transfer).status());
     transfer_ = transfer.take();
     if (to_ == TierKind::kHost) return;
     arriving_ = copied_;
-    Result<std::unique_ptr<ArrivalCheck>> check = sharing_.pool.verifier()->start(placed, *transfer_);
+    Result<std::unique_ptr<ArrivalCheck>> check = sharing_.pool.verifier->start(placed, *transfer_);
     if (!check.ok()) return fail_all(copied_, std::move(check).status());
     arrival_ = check.take();
 }
@@ -293,7 +289,7 @@ void MovePart::start_in_memory(std::vector<size_t> list) {
 void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind kind) {
     if (list.empty()) return;
     const bool write = kind == DiskRequest::Kind::kWrite;
-    if (Device* device = sharing_.pool.context().device(); device && !write && sharing_.pool.blocks().barriers().writers) {
+    if (Device* device = sharing_.pool.device; device && !write && sharing_.pool.store.barriers().writers) {
         // Kernels may still read what these host slots held before.
         if (Status s = device->wait_for_steps(); !s.ok()) return fail_all(list, s);
     }
@@ -304,19 +300,19 @@ void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind k
         DiskRequest r;
         r.kind = kind;
         r.slot = write ? w.to.slot : w.from.slot;
-        r.bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
+        r.bytes = sharing_.pool.pages.geometry.slot_bytes(w.to.kind);
         r.memory = !write ? w.to.address : w.written ? w.written : w.from.address;
-        if (write) w.to.keys = sharing_.pool.blocks().keys_of(block, r.more_keys);
+        if (write) w.to.keys = sharing_.pool.store.keys_of(block, r.more_keys);
         r.identity = block.identity(w.item->index, write ? w.to.keys : w.from.keys);
         r.tag = i;
         requests.push_back(std::move(r));
     }
     on_disk_.assign(list.begin(), list.end());
     auto latch = std::make_unique<DiskLatch>(list.size());
-    Result<DiskBatch> batch = sharing_.disk->submit(requests, *latch);
+    Result<DiskBatch> batch = sharing_.pool.disk->submit(requests, *latch);
     if (!batch.ok()) return fail_all(list, std::move(batch).status());
     latch_ = std::move(latch);
-    if (disk_work_) disk_work_->add(*sharing_.disk, batch.value());
+    if (disk_work_) disk_work_->add(*sharing_.pool.disk, batch.value());
 }
 
 void MovePart::wait_for_copies() {
@@ -347,9 +343,9 @@ void MovePart::check_on_device() {
 // What arrived in memory must match its hashes before anybody is sent there; a disk has checked when it read. On a CPU it
 // arrives here.
 void MovePart::check_on_host() {
-    const Pool& pool = sharing_.pool;
-    const Geometry& g = pool.geometry();
-    const bool copy = pool.context().device() == nullptr;
+    const MoveHost& pool = sharing_.pool;
+    const Geometry& g = pool.pages.geometry;
+    const bool copy = pool.device == nullptr;
     std::vector<Piece> pieces;
     for (const size_t i : copied_) {
         const Work& w = work_[i];
@@ -370,7 +366,7 @@ void MovePart::check_on_host() {
         if (copy && w.falls()) return fall(w, w.to.address, piece, failing);
         const Block& block = *w.item->block;
         if (copy) std::memcpy(w.to.address, w.from.address, g.slot_bytes(w.to.kind));
-        Status s = verify_trailer(g, w.to.kind, w.to.address, pool.fingerprint(), w.item->index, block.content_id(),
+        Status s = verify_trailer(g, w.to.kind, w.to.address, pool.pages.fingerprint, w.item->index, block.content_id(),
                                   uint32_t(kPageTokens));
         if (s.ok()) s = verify_pages(g, w.to.kind, w.to.address, w.item->index, piece.first, piece.n);
         if (s.ok()) return;
@@ -380,21 +376,21 @@ void MovePart::check_on_host() {
 }
 
 void MovePart::write_empty_trailer(const Work& w, uint8_t* to) const {
-    const Pool& pool = sharing_.pool;
-    write_trailer(pool.geometry(), w.to.kind, to, pool.fingerprint(), w.item->index, w.item->block->content_id(),
+    const MoveHost& pool = sharing_.pool;
+    write_trailer(pool.pages.geometry, w.to.kind, to, pool.pages.fingerprint, w.item->index, w.item->block->content_id(),
                   uint32_t(kPageTokens), false);
 }
 
 // What is encoded anew gets new hashes: it is checked before. The trailer has its identity already.
 void MovePart::fall(Work& w, uint8_t* to, const Piece& piece, std::mutex& failing) {
-    const Pool& pool = sharing_.pool;
-    const Geometry& g = pool.geometry();
-    Status s = verify_trailer(g, w.from.kind, w.from.address, pool.fingerprint(), w.item->index, w.item->block->content_id(),
-                              uint32_t(kPageTokens));
+    const MoveHost& pool = sharing_.pool;
+    const Geometry& g = pool.pages.geometry;
+    Status s = verify_trailer(g, w.from.kind, w.from.address, pool.pages.fingerprint, w.item->index,
+                              w.item->block->content_id(), uint32_t(kPageTokens));
     if (s.ok()) s = verify_pages(g, w.from.kind, w.from.address, w.item->index, piece.first, piece.n);
     if (s.ok()) {
-        s = encode_lower(g, pool.numerics(), *pool.context().kernels().codec, w.from.address, w.from.kind, to, w.to.kind,
-                         piece.first, piece.n);
+        s = encode_lower(g, pool.pages.numerics, *pool.pages.codec, w.from.address, w.from.kind, to, w.to.kind, piece.first,
+                         piece.n);
     }
     if (s.ok()) {
         write_page_hashes(g, w.to.kind, to, piece.first, piece.n);
@@ -406,8 +402,8 @@ void MovePart::fall(Work& w, uint8_t* to, const Piece& piece, std::mutex& failin
 
 // Encodes what leaves a device with fewer bits, in memory of the device.
 void MovePart::fall_on_device(std::span<const size_t> list) {
-    const Pool& pool = sharing_.pool;
-    const Geometry& g = pool.geometry();
+    const MoveHost& pool = sharing_.pool;
+    const Geometry& g = pool.pages.geometry;
     std::vector<size_t> falling;
     std::vector<PlacedBlock> placed;
     for (const size_t i : list) {
@@ -419,7 +415,7 @@ void MovePart::fall_on_device(std::span<const size_t> list) {
     if (falling.empty()) return;
     // What is encoded anew gets new hashes: it is checked before.
     std::vector<Status> statuses(falling.size());
-    if (Status s = pool.verifier()->verify(placed, statuses); !s.ok()) return fail_all(falling, s);
+    if (Status s = pool.verifier->verify(placed, statuses); !s.ok()) return fail_all(falling, s);
     std::vector<uint8_t*> to;
     size_t n = 0;
     for (size_t i = 0; i < falling.size(); ++i) {
@@ -438,12 +434,12 @@ void MovePart::fall_on_device(std::span<const size_t> list) {
         to.push_back(on_device_.data + i * bytes);
         work_[falling[i]].written = to.back();
     }
-    if (Status s = pool.encoder()->encode_lower(placed, to); !s.ok()) fail_all(falling, s);
+    if (Status s = pool.encoder->encode_lower(placed, to); !s.ok()) fail_all(falling, s);
 }
 
 // Encodes what falls on its way to disk; without the blocks that do not match their hashes.
 std::vector<size_t> MovePart::fall_for_disk(std::vector<size_t> list) {
-    const Geometry& g = sharing_.pool.geometry();
+    const Geometry& g = sharing_.pool.pages.geometry;
     std::vector<Piece> pieces;
     size_t bytes = 0;
     for (const size_t i : list) bytes += work_[i].falls() ? g.slot_bytes(work_[i].to.kind) : 0;
@@ -472,7 +468,7 @@ std::vector<size_t> MovePart::fall_for_disk(std::vector<size_t> list) {
 
 void MovePart::give_back(const Work& w) {
     if (w.to.tier == TierKind::kDevice) {
-        if (w.to.address) sharing_.pool.blocks().release_slot(w.to.kind, w.to.address);
+        if (w.to.address) sharing_.pool.store.release_slot(w.to.kind, w.to.address);
     } else if (w.to.slot.index != Slot::kNone) {
         below(w.to.tier)->release({&w.to.slot, 1});
     }
@@ -482,13 +478,13 @@ void MovePart::give_back(const Work& w) {
 // move does.
 bool MovePart::is_damaged(const Work& w) const {
     if (w.status.code() != TA_E_CORRUPT) return false;
-    const Pool& pool = sharing_.pool;
+    const MoveHost& pool = sharing_.pool;
     const Block& block = *w.item->block;
     try {
-        if (w.from.tier == TierKind::kDisk) return pool.read_from_disk(block, w.item->index, nullptr).code() == TA_E_CORRUPT;
-        std::vector<uint8_t> copy(pool.geometry().slot_bytes(w.from.kind));
-        return pool.read_memory(w.from, copy.data()).ok() &&
-               block.verify(pool.geometry(), pool.fingerprint(), w.item->index, copy.data(), w.from.kind).code() ==
+        if (w.from.tier == TierKind::kDisk) return pool.reader.read(block, w.item->index, nullptr).code() == TA_E_CORRUPT;
+        std::vector<uint8_t> copy(pool.pages.geometry.slot_bytes(w.from.kind));
+        return pool.reader.read_memory(w.from, copy.data()).ok() &&
+               block.verify(pool.pages.geometry, pool.pages.fingerprint, w.item->index, copy.data(), w.from.kind).code() ==
                    TA_E_CORRUPT;
     } catch (const std::bad_alloc&) {
         return false;
@@ -496,7 +492,7 @@ bool MovePart::is_damaged(const Work& w) const {
 }
 
 void MovePart::count_moved(const Work& w, MoveCounters& counted) {
-    const Geometry& g = sharing_.pool.geometry();
+    const Geometry& g = sharing_.pool.pages.geometry;
     const uint64_t bytes = g.slot_bytes(w.to.kind);
     ++progress_.moved;
     ++counted.blocks_in[size_t(to_)];
@@ -505,7 +501,7 @@ void MovePart::count_moved(const Work& w, MoveCounters& counted) {
     counted.bytes_out[size_t(w.from.tier)] += g.slot_bytes(w.from.kind);
     counted.fallen[size_t(to_)] += w.falls();
     counted.bytes_by_reason[size_t(reason_)] += bytes;
-    if (to_ > w.from.tier && w.item->block->prefetch().waste()) ++sharing_.pool.blocks().prefetches().wasted;
+    if (to_ > w.from.tier && w.item->block->prefetch().waste()) ++sharing_.pool.store.prefetches().wasted;
     if (reason_ != MoveReason::kEviction) return;
     ++counted.evicted[size_t(w.from.tier)];
     if (w.item->last_used_at == std::chrono::steady_clock::time_point()) return;
@@ -518,12 +514,12 @@ void MovePart::publish(double seconds) {
     const bool kernel = transfer_ && transfer_->route() == MoveRoute::kKernel;
     for (Work& w : work_) {
         Block& block = *w.item->block;
-        const uint64_t bytes = sharing_.pool.geometry().slot_bytes(w.to.kind);
+        const uint64_t bytes = sharing_.pool.pages.geometry.slot_bytes(w.to.kind);
         bool stays = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // pinned since it was taken
         if (w.status.ok() && !stays) {
             // Before a step can find it here.
             if (reason_ == MoveReason::kPrefetch) block.prefetch().arrive();
-            stays = !sharing_.pool.blocks().move(block, w.to);  // or published
+            stays = !sharing_.pool.store.move(block, w.to);  // or published
         }
         if (w.status.ok() && !stays) {
             w.over = true;

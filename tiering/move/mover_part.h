@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -14,10 +15,10 @@
 #include "tiering/disk/disk.h"
 #include "tiering/disk/latch.h"
 #include "tiering/store/blocks.h"
+#include "tiering/verify/reader.h"
+#include "tiering/verify/verifier.h"
 
 namespace ta {
-
-class Pool;
 
 // Why blocks move: what the statistics are kept by.
 enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
@@ -81,13 +82,26 @@ class FallingRoom {
     std::vector<Piece> idle_;
 };
 
+// Of the pool whose blocks are moved. Outlives its mover.
+struct MoveHost {
+    Device* device;  // nullptr: a CPU
+    const Pages& pages;
+    BlockStore& store;
+    const BlockReader& reader;
+    Tier* host;                          // may be nullptr
+    DiskTier* disk;                      // likewise
+    BlockVerifier* verifier;             // of a device
+    BlockEncoder* encoder;               // of a device where precision falls
+    std::chrono::milliseconds patience;  // of a step with those who may be reading what blocks have left
+    // Moves or drops blocks of `tier` so that the wanted ones may fit. False: nothing could be.
+    std::function<bool(TierKind tier, std::span<const PageKind> wanted, Deadline until)> make_room;
+};
+
 // What the parts of a pool's moves share.
 struct MoveSharing {
-    MoveSharing(Pool& of, Tier* host_tier, DiskTier* disk_tier);
+    explicit MoveSharing(MoveHost of) : pool(std::move(of)), falling(pool.device) {}
 
-    Pool& pool;
-    Tier* const host;      // may be nullptr
-    DiskTier* const disk;  // likewise
+    const MoveHost pool;
     MoveRoute route = MoveRoute::kCalibrated;
     std::atomic<int> parts{0};  // on their way
     std::mutex checking;        // one part at a time, by all checkers
@@ -166,7 +180,7 @@ class MovePart {
     void publish(double seconds);
     void give_back(const Work& work);
     void count_moved(const Work& w, MoveCounters& counted);
-    Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.host : sharing_.disk; }
+    Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.pool.host : sharing_.pool.disk; }
 
     MoveSharing& sharing_;
     const std::span<const MoveItem> items_;

@@ -90,8 +90,8 @@ Status Pool::open_disk_tier(const TierSettings& settings) {
     o.path = o.persistent ? settings.disk_path : settings.disk_folder;
     o.budget = settings.disk_budget;
     for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
-    o.fingerprint = fingerprint_;
-    o.check = make_block_check(geometry_, fingerprint_);
+    o.fingerprint = pages_.fingerprint;
+    o.check = make_block_check(geometry_, pages_.fingerprint);
     o.check_found = make_value_check(geometry_, numerics_.k_turning);
     const Seams& seams = context_->seams();
     o.deadline = seams.io_deadline;
@@ -112,13 +112,18 @@ Status Pool::attach_tiers(const TierSettings& settings) {
     const uint32_t of_layers = settings.attention_layers > 0 ? settings.attention_layers : by_default;
     tier_settings_.attention_layers = std::min(of_layers, geometry_.layers);
     policy_ = make_policy(settings);
-    if (geometry_.falls && context_->device()) encoder_ = context_->device()->make_encoder(*this);
+    if (geometry_.falls && context_->device()) encoder_ = make_encoder(*context_->device(), pages_);
     TA_RETURN_IF_ERROR(check_tiers(settings));
     if (settings.host_budget > 0) TA_RETURN_IF_ERROR(make_host_tier(settings));
     if (settings.disk_budget > 0) TA_RETURN_IF_ERROR(open_disk_tier(settings));
     if (!host_ && !disk_) return {};
     blocks_->attach(host_.get(), disk_.get());
-    mover_ = std::make_unique<Mover>(*this, host_.get(), disk_.get(), uint64_t(first_generation_) << 32);
+    const auto make = [this](TierKind tier, std::span<const PageKind> wanted, Deadline until) {
+        return make_room(tier, wanted, false, until);
+    };
+    mover_ = std::make_unique<Mover>(MoveHost{context_->device(), pages_, *blocks_, reader_, host_.get(), disk_.get(),
+                                              verifier_.get(), encoder_.get(), settings.plans_patience, make},
+                                     uint64_t(first_generation_) << 32);
     TA_RETURN_IF_ERROR(mover_->start(settings.route));
     blocks_->keep_records(false);
     return {};
@@ -499,52 +504,6 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
         }
         return {};
     });
-}
-
-Status Pool::run_on_disk(const DiskRequest& request) const {
-    DiskLatch latch(1);
-    Result<DiskBatch> batch = disk_->submit({&request, 1}, latch);
-    Status s = batch.ok() ? std::move(latch.wait()[0].status) : std::move(batch).status();
-    return s.ok() ? std::move(s) : std::move(s).block(int64_t(request.identity.block_index));
-}
-
-Status Pool::read_memory(const Place& place, uint8_t* to) const {
-    const size_t bytes = geometry_.slot_bytes(place.kind);
-    Device* device = context_->device();
-    if (device && place.tier == TierKind::kDevice) return device->read(to, place.address, bytes);
-    std::memcpy(to, place.address, bytes);
-    return {};
-}
-
-Status Pool::read_from_disk(const Block& block, uint64_t index, uint8_t* slot) const {
-    std::vector<uint8_t> scratch;
-    Status s;
-    // A place that it leaves may be another block's by the time the disk is asked.
-    constexpr int kMostPlaces = 4;
-    for (int i = 0; i < kMostPlaces; ++i) {
-        const Place place = blocks_->place_of(block);
-        if (!slot || !scratch.empty()) {
-            scratch.resize(geometry_.slot_bytes(place.kind));
-            slot = scratch.data();
-        }
-        s = read_place(block, index, place, slot);
-        const Place now = blocks_->place_of(block);
-        if (s.ok() || (now.tier == place.tier && now.slot.index == place.slot.index)) break;
-    }
-    return s;
-}
-
-Status Pool::read_place(const Block& block, uint64_t index, const Place& place, uint8_t* slot) const {
-    if (place.tier != TierKind::kDisk) {  // it came back meanwhile
-        TA_RETURN_IF_ERROR(read_memory(place, slot));
-        return block.verify(geometry_, fingerprint_, index, slot, place.kind);
-    }
-    DiskRequest r;
-    r.slot = place.slot;
-    r.bytes = geometry_.slot_bytes(place.kind);
-    r.memory = slot;
-    r.identity = block.identity(index, place.keys);
-    return run_on_disk(r);  // checks the block's hashes
 }
 
 }  // namespace ta

@@ -11,7 +11,7 @@ namespace {
 
 class CudaEncoder final : public BlockEncoder {
   public:
-    CudaEncoder(const Pool& pool, CudaDevice& device) : pool_(pool), device_(device), hasher_(pool, device) {}
+    CudaEncoder(const Pages& pages, CudaDevice& device) : pages_(pages), device_(device), hasher_(pages, device) {}
     ~CudaEncoder() override {
         const CudaScope scope(device_.ordinal());
         if (stream_) cudaStreamDestroy(stream_);
@@ -24,8 +24,8 @@ class CudaEncoder final : public BlockEncoder {
             TA_RETURN_IF_ERROR(device_.check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"));
         }
         TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
-        const Geometry& g = pool_.geometry();
-        const Numerics& n = pool_.numerics();
+        const Geometry& g = pages_.geometry;
+        const Numerics& n = pages_.numerics;
         cuda::LowerArgs args{};
         args.head_dim = int32_t(g.head_dim);
         args.pieces = int32_t(g.layers * g.kv_heads);
@@ -50,7 +50,7 @@ class CudaEncoder final : public BlockEncoder {
     }
 
   private:
-    const Pool& pool_;
+    const Pages& pages_;
     CudaDevice& device_;
     std::mutex mutex_;
     CudaHasher hasher_;
@@ -59,8 +59,8 @@ class CudaEncoder final : public BlockEncoder {
 
 }  // namespace
 
-std::unique_ptr<BlockEncoder> CudaDevice::make_encoder(const Pool& pool) {
-    return std::make_unique<CudaEncoder>(pool, *this);
+std::unique_ptr<BlockEncoder> make_cuda_encoder(CudaDevice& device, const Pages& pages) {
+    return std::make_unique<CudaEncoder>(pages, device);
 }
 
 }  // namespace ta

@@ -8,7 +8,7 @@
 namespace ta {
 
 Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args) {
-    const Geometry& g = pool_.geometry();
+    const Geometry& g = pages_.geometry;
     if (!channel_offsets_.data() && g.has_channel_blocks()) {
         const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
         const size_t bytes = offsets.size() * sizeof offsets[0];
@@ -24,7 +24,7 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     args.tasks = tasks;
     args.n_tasks = uint32_t(blocks.size());
     args.layers = g.layers;
-    args.fingerprint = pool_.fingerprint();
+    args.fingerprint = pages_.fingerprint;
     args.channel_page_offset = reinterpret_cast<const uint64_t*>(channel_offsets_.data());
     args.token_page_bytes = g.token_page_bytes;
     args.low_page_bytes = g.low_page_bytes;
@@ -44,7 +44,7 @@ Status CudaHasher::seal(std::span<const PlacedBlock> blocks, cudaStream_t stream
 
 Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, cudaStream_t stream,
                                 const uint32_t** mismatch) {
-    const size_t pages = blocks.size() * pool_.geometry().layers;
+    const size_t pages = blocks.size() * pages_.geometry.layers;
     cuda::HashArgs args{};
     TA_RETURN_IF_ERROR(stage(blocks, pinned, pages * sizeof(uint32_t), args));
     auto* found = static_cast<uint32_t*>(pinned.part(pages * sizeof(uint32_t)));
@@ -59,7 +59,7 @@ namespace {
 // Shared with its checks, which may outlive a call of its owner but not the device.
 class Checks {
   public:
-    Checks(const Pool& pool, CudaDevice& gpu) : device(gpu), layers(pool.geometry().layers), hasher_(pool, gpu) {}
+    Checks(const Pages& pages, CudaDevice& gpu) : device(gpu), layers(pages.geometry.layers), hasher_(pages, gpu) {}
     ~Checks() {
         const CudaScope scope(device.ordinal());
         if (stream_) cudaStreamDestroy(stream_);
@@ -136,7 +136,7 @@ class CudaCheck final : public ArrivalCheck {
 
 class CudaVerifier final : public BlockVerifier {
   public:
-    CudaVerifier(const Pool& pool, CudaDevice& device) : checks_(std::make_shared<Checks>(pool, device)) {}
+    CudaVerifier(const Pages& pages, CudaDevice& device) : checks_(std::make_shared<Checks>(pages, device)) {}
     Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
         if (blocks.empty()) return {};
         CudaCheck check(checks_, blocks);
@@ -156,8 +156,8 @@ class CudaVerifier final : public BlockVerifier {
 
 }  // namespace
 
-std::unique_ptr<BlockVerifier> CudaDevice::make_verifier(const Pool& pool) {
-    return std::make_unique<CudaVerifier>(pool, *this);
+std::unique_ptr<BlockVerifier> make_cuda_verifier(CudaDevice& device, const Pages& pages) {
+    return std::make_unique<CudaVerifier>(pages, device);
 }
 
 }  // namespace ta

@@ -5,13 +5,13 @@
 
 #include "kernels/cuda/any/hash/page_hash.h"
 #include "src/device/cuda/memory.h"
-#include "src/kv/pool.h"
+#include "tiering/verify/verifier.h"
 
 namespace ta {
 
 class CudaHasher {
   public:
-    CudaHasher(const Pool& pool, CudaDevice& device) : pool_(pool), device_(device), channel_offsets_(device) {}
+    CudaHasher(const Pages& pages, CudaDevice& device) : pages_(pages), device_(device), channel_offsets_(device) {}
 
     // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
     Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
@@ -22,7 +22,7 @@ class CudaHasher {
   private:
     Status stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args);
 
-    const Pool& pool_;
+    const Pages& pages_;
     CudaDevice& device_;
     DeviceBuffer channel_offsets_;  // [layers + 1] uint64
     PinnedBuffer pinned_[2];

@@ -1,11 +1,10 @@
 // Steps on a CPU: stage 1 of the new tokens, the closing of pages that they fill, attention. Everything is synchronous.
-#include "src/attend/step.h"
-
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
 
+#include "src/attend/backend.h"
 #include "src/attend/cpu/executor.h"
 #include "src/attend/cpu/stage1.h"
 #include "src/attend/cpu/turning.h"

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
+#include "src/attend/backend.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
 #include "src/attend/cuda/mass.h"
@@ -33,7 +34,7 @@ class CudaStep final : public StepBackend {
           decode_workspace_(device),
           prefill_parts_(device),
           kept_(device),
-          hasher_(pool, device) {}
+          hasher_(pool.pages(), device) {}
     ~CudaStep() override;
 
     Status set_stream(ta_stream stream) override;
@@ -558,8 +559,8 @@ void CudaStep::finish() {
 
 }  // namespace
 
-std::unique_ptr<StepBackend> CudaDevice::make_step(Pool& pool) {
-    return std::make_unique<CudaStep>(pool, *this);
+std::unique_ptr<StepBackend> make_cuda_step(Pool& pool, CudaDevice& device) {
+    return std::make_unique<CudaStep>(pool, device);
 }
 
 }  // namespace ta

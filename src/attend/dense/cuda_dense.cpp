@@ -344,14 +344,9 @@ Status CudaDense::attend(const DenseCall& call) {
     return freed.ok() ? std::move(recorded) : std::move(freed);
 }
 
-Status CudaDevice::attend_dense(const DenseCall& call) {
-    std::shared_ptr<CudaDense> dense;
-    {
-        const std::lock_guard lock(mutex_);
-        if (!dense_) dense_ = std::make_shared<CudaDense>(*this);
-        dense = dense_;
-    }
-    return dense->attend(call);
+Status attend_dense_on_gpu(CudaDevice& device, const DenseCall& call) {
+    const auto make = [](CudaDevice& of) -> std::shared_ptr<void> { return std::make_shared<CudaDense>(of); };
+    return static_cast<CudaDense*>(device.companion(make).get())->attend(call);
 }
 
 }  // namespace ta

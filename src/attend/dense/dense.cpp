@@ -157,7 +157,10 @@ class DenseRun {
 }  // namespace
 
 Status attend_dense(Context& context, const DenseCall& call) {
-    if (Device* device = context.device()) return device->attend_dense(call);
+#ifdef TA_HAVE_CUDA
+    Device* device = context.device();
+    if (CudaDevice* cuda = device ? device->cuda() : nullptr) return attend_dense_on_gpu(*cuda, call);
+#endif
     if (!call.saturate) {
         const cpu::PageCodec& codec = *context.kernels().codec;
         const TensorView* tensors[] = {&call.q, &call.k, &call.v};

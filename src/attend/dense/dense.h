@@ -11,6 +11,7 @@
 namespace ta {
 
 class Context;
+class CudaDevice;
 
 struct DenseCall {
     TensorView q, k, v, out;
@@ -31,5 +32,7 @@ struct DenseCall {
 
 // Inputs are checked already, but for finiteness.
 Status attend_dense(Context& context, const DenseCall& call);
+// Enqueues it on its stream.
+Status attend_dense_on_gpu(CudaDevice& device, const DenseCall& call);
 
 }  // namespace ta

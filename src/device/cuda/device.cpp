@@ -321,6 +321,12 @@ Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
     return check(e, what);
 }
 
+std::shared_ptr<void> CudaDevice::companion(std::shared_ptr<void> (*make)(CudaDevice&)) {
+    const std::lock_guard lock(mutex_);
+    if (!companion_) companion_ = make(*this);
+    return companion_;
+}
+
 cudaEvent_t CudaDevice::add_fence() {
     const CudaScope scope(ordinal_);
     std::lock_guard lock(mutex_);

@@ -14,7 +14,6 @@
 
 namespace ta {
 
-class CudaDense;
 class CudaMoves;
 
 // What has nothing to do with a graph that this thread, or another one, is capturing is neither part of it nor refused.
@@ -52,6 +51,7 @@ class CudaDevice final : public Device {
     static Result<std::unique_ptr<Device>> open(int ordinal);
     ~CudaDevice() override;
 
+    CudaDevice* cuda() override { return this; }
     int ordinal() const override { return ordinal_; }
     const char* name() const override { return properties_.name; }
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
@@ -65,10 +65,6 @@ class CudaDevice final : public Device {
     Status read_rows(void* to, const uint8_t* from, size_t pitch, size_t row_bytes, size_t rows) override;
     Status write(uint8_t* to, const void* from, size_t bytes) override;
     Status health() const override;
-    std::unique_ptr<StepBackend> make_step(Pool& pool) override;              // src/attend/cuda/step.cpp
-    Status attend_dense(const DenseCall& call) override;                      // src/attend/dense/cuda_dense.cpp
-    std::unique_ptr<BlockVerifier> make_verifier(const Pool& pool) override;  // tiering/verify/cuda_hasher.cpp
-    std::unique_ptr<BlockEncoder> make_encoder(const Pool& pool) override;    // tiering/verify/cuda_encoder.cpp
     Status copy(std::span<const DeviceCopy> copies, bool to_host) override;
     Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options) override;
     bool copies_beside() const override { return true; }
@@ -91,6 +87,8 @@ class CudaDevice final : public Device {
     Status check(cudaError_t error, const char* what) const;
 
     CudaMoves& moves() { return *moves_; }
+    // What lives as long as the device and is known to its user alone: made by the first call.
+    std::shared_ptr<void> companion(std::shared_ptr<void> (*make)(CudaDevice&));
     // Whether a chunk of registered host memory begins here: no copy may go on from the one before.
     bool begins_chunk(const uint8_t* memory) const;
 
@@ -113,13 +111,13 @@ class CudaDevice final : public Device {
     cudaStream_t copies_ = nullptr;
     std::unique_ptr<CudaMoves> moves_;
     cudaStream_t waits_ = nullptr;  // nothing runs there but waits
-    mutable std::mutex mutex_;      // of fences_, registered_ and dense_
+    mutable std::mutex mutex_;      // of fences_, registered_ and companion_
     std::vector<cudaEvent_t> fences_;
     cudaEvent_t zeroed_ = nullptr;            // one of them: behind the last zero()
     std::vector<const uint8_t*> registered_;  // chunks of host memory, sorted
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device
-    std::shared_ptr<CudaDense> dense_;  // made by the first dense call; uses the others
+    std::shared_ptr<void> companion_;   // uses the others
 };
 
 }  // namespace ta

@@ -308,10 +308,10 @@ Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint3
     const Place at = pool.blocks().place_of(block);
     slot.resize(g.slot_bytes(at.kind));
     if (at.tier == TierKind::kDisk) {
-        TA_RETURN_IF_ERROR(pool.read_from_disk(block, index, slot.data()));
+        TA_RETURN_IF_ERROR(pool.reader().read(block, index, slot.data()));
         return at.kind;
     }
-    TA_RETURN_IF_ERROR(pool.read_memory(at, slot.data()));
+    TA_RETURN_IF_ERROR(pool.reader().read_memory(at, slot.data()));
     if (block.sealed()) {
         TA_RETURN_IF_ERROR(block.verify(g, pool.fingerprint(), index, slot.data(), at.kind));
         return at.kind;

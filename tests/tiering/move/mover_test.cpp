@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <future>
 
+#include "src/kv/pool.h"
 #include "tiering/disk/model.h"
 #include "tiering/faulty_files.h"
 #include "tiering/late_device.h"

@@ -172,9 +172,6 @@ class FakeDevice final : public Device {
     Status read_rows(void*, const uint8_t*, size_t, size_t, size_t) override { return {}; }
     Status write(uint8_t*, const void*, size_t) override { return {}; }
     Status health() const override { return {}; }
-    std::unique_ptr<StepBackend> make_step(Pool&) override;
-    Status attend_dense(const DenseCall&) override { return {}; }
-    std::unique_ptr<BlockVerifier> make_verifier(const Pool&) override { return nullptr; }
     Status copy(std::span<const DeviceCopy>, bool) override { return {}; }
     Status zero(std::span<const DeviceRange> ranges) override {
         for (const DeviceRange& r : ranges) std::memset(r.memory, 0, r.bytes);
@@ -189,10 +186,6 @@ class FakeDevice final : public Device {
     uint64_t bytes_in_use() const override { return 0; }
     uint64_t bytes_peak() const override { return 0; }
 };
-std::unique_ptr<StepBackend> FakeDevice::make_step(Pool&) {
-    return nullptr;
-}
-
 TEST_F(Blocks, ASlabServesOneKindAfterTheOther) {
     FakeDevice device;
     Allocator system{ta_allocator{}};

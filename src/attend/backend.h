@@ -1,0 +1,42 @@
+// What carries out the steps of plans: one backend for each kind of device.
+#pragma once
+
+#include <memory>
+
+#include "src/attend/call.h"
+#include "src/attend/step.h"
+
+namespace ta {
+
+// Where the work of steps runs. The plan has checked shapes, order of calls and options; a failed call changes nothing.
+class StepBackend {
+  public:
+    virtual ~StepBackend() = default;
+    // The stream of the calls that follow; TA_E_UNSUPPORTED where there are none.
+    virtual Status set_stream(ta_stream stream) = 0;
+    // All blocks are reserved. The step stays where it is until finish().
+    virtual Status begin(Step& step) = 0;
+    // The first `tokens` tokens of a block, which may be shared, closed, or both, into a token block of our own. Before
+    // begin().
+    virtual Status copy_tokens(const Block& from, int tokens, Block& to) = 0;
+    virtual Status append(uint32_t layer, const TensorView& k, const TensorView& v) = 0;
+    // `call` without its sequences.
+    virtual Status attend(uint32_t layer, AttendCall& call) = 0;
+    // True when calls were captured into a graph that is replayed in place of later ones: a step's calls are not seen then.
+    virtual bool replays() const = 0;
+    // TA_E_STATE while a graph is captured that the step's end would become a part of.
+    virtual Status may_end() const { return {}; }
+    // Before the commit: hashes and trailers of the touched blocks, counters of the pool. TA_E_STATE for a step that was left
+    // to a graph of another kind of step.
+    virtual Status seal() = 0;
+    // The step is over, committed or not; also called where begin() never was.
+    virtual void finish() = 0;
+};
+
+// For the plans of a pool: by what its context's device is.
+std::unique_ptr<StepBackend> make_step_backend(Pool& pool);
+
+std::unique_ptr<StepBackend> make_cpu_step(Pool& pool);
+std::unique_ptr<StepBackend> make_cuda_step(Pool& pool, CudaDevice& device);
+
+}  // namespace ta
