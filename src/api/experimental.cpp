@@ -129,7 +129,7 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
         TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));
         Pool& p = *pool->impl;
-        const Pool::BlockHold holds(p);
+        const Residency::BlockHold holds(p.residency());
         BlockPtr full;  // read without the pool's lock, since that may take long
         ta_x_block_info r{};
         std::vector<uint8_t> bytes, *const slot = buffer ? &bytes : nullptr;
@@ -161,7 +161,8 @@ ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first,
         TA_RETURN_IF_ERROR(check_pointer(mass, "mass", 4));
         Pool& p = *pool->impl;
         TA_RETURN_IF_ERROR(p.check_open());
-        if (!p.observes_attention()) return fail(TA_E_UNSUPPORTED, "the pool does not evict by TA_EVICT_ATTENTION").argument(0);
+        if (!p.residency().observes_attention())
+            return fail(TA_E_UNSUPPORTED, "the pool does not evict by TA_EVICT_ATTENTION").argument(0);
         p.take_in_attention(true);
         return p.inspect(seq, [&](const Sequence& s) -> Status {
             if (first > s.blocks.size() || n > s.blocks.size() - first) {
@@ -169,7 +170,7 @@ ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first,
                             (unsigned long long)n, s.blocks.size())
                     .argument(2);
             }
-            Fading fading = p.fading();
+            Fading fading = p.residency().fading();
             for (uint64_t i = 0; i < n; ++i) mass[i] = fading.at_now(s.blocks[size_t(first + i)]->mass());
             return {};
         });
@@ -186,7 +187,7 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
         const Geometry& g = p.geometry();
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
         const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
-        const Pool::BlockHold holds(*pool->impl);
+        const Residency::BlockHold holds(pool->impl->residency());
         std::vector<uint8_t> copy;
         std::vector<float> rows_k, rows_v;  // what is given out comes last: reading may fail
         const auto read = [&](const Block& block, int64_t b) -> Status {

@@ -104,8 +104,8 @@ void describe_settings(ta_kv_pool& handle) {
     ta_tier_options& o = handle.tiers;
     o.struct_size = sizeof o;
     o.host_node = uint32_t(node + 1);
-    if (const Tier* host = p.tier(TierKind::kHost)) o.host_bytes = host->stats().budget;
-    if (const Tier* disk = p.tier(TierKind::kDisk)) o.disk_bytes = disk->stats().budget;
+    if (const Tier* host = p.residency().tier(TierKind::kHost)) o.host_bytes = host->stats().budget;
+    if (const Tier* disk = p.residency().tier(TierKind::kDisk)) o.disk_bytes = disk->stats().budget;
     if (!handle.disk_folder.empty()) o.disk_folder = handle.disk_folder.c_str();
     if (!handle.disk_path.empty()) o.disk_path = handle.disk_path.c_str();
     o.high_percent = t.high_percent;

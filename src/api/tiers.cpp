@@ -98,14 +98,15 @@ void fill_moves(const MoveCounters& c, TierKind kind, ta_tier_stats& r) {
 // What the pool's steps waited for and staged.
 void fill_steps(const Pool& pool, ta_move_stats& r) {
     const Pool::Counters& c = pool.counters();
-    r.waits_for_room = c.waits_for_room;
-    r.waits_for_blocks = c.waits_for_blocks;
-    r.dropped_blocks = c.dropped_blocks;
-    r.host_steps = c.host_steps;
+    const Residency::Counters& room = pool.residency().counters();
+    r.waits_for_room = room.waits_for_room;
+    r.waits_for_blocks = room.waits_for_blocks;
+    r.dropped_blocks = room.dropped_blocks;
+    r.host_steps = room.host_steps;
     r.staged_steps = c.staged_steps;
     r.staged_pages = c.staged_pages;
     r.staged_bytes = c.staged_bytes;
-    r.wait_seconds = 1e-9 * double(c.wait_nanoseconds.load());
+    r.wait_seconds = 1e-9 * double(room.wait_nanoseconds.load());
     const BlockStore::PrefetchCounters& prefetches = pool.blocks().prefetches();
     r.prefetch_used = prefetches.used;
     r.prefetch_late = prefetches.late;
@@ -237,7 +238,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
         if (kind.value() == TierKind::kDevice) {
             fill_device_usage(p.blocks(), r);
         } else {
-            const Tier* t = p.tier(kind.value());
+            const Tier* t = p.residency().tier(kind.value());
             if (!t) {
                 return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", tier == TA_TIER_HOST ? "host" : "disk").argument(1);
             }
@@ -246,9 +247,9 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
         }
         r.blocks = r.token_blocks + r.channel_blocks + r.low_blocks;
         const auto i = size_t(kind.value());
-        r.hits = p.counters().hits[i];
-        r.misses = p.counters().absent[i];
-        r.misses_failed = p.counters().failed[i];
+        r.hits = p.residency().counters().hits[i];
+        r.misses = p.residency().counters().absent[i];
+        r.misses_failed = p.residency().counters().failed[i];
         if (const Mover* mover = p.mover()) fill_moves(mover->counters(), kind.value(), r);
         return write_struct(r, stats, "stats", 2);
     });

@@ -83,14 +83,15 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
             plan->clear();
         }
     } rollback{this};
+    residents_.assign(sequences_.begin(), sequences_.end());
     TA_RETURN_IF_ERROR(take_in_members());
-    const Pool::Lookups lookups = pool_->look_up(sequences_);
+    const Residency::Lookups lookups = pool_->residency().look_up(residents_);
     TA_RETURN_IF_ERROR(find_room());
-    pool_->start_step();
+    pool_->residency().start_step();
     step_.turn = turn_;
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     TA_RETURN_IF_ERROR(pool_->check_open());  // closed while this waited
-    pool_->count_step(lookups);
+    pool_->residency().count_step(lookups);
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
     last_layer_ = -1;
     rollback.plan = nullptr;
@@ -228,7 +229,7 @@ Plan::Wanted Plan::list_wanted() {
 // Brings the step's blocks to where the device reads them, and takes its new ones. From then on, until clear(), none of them
 // changes its bytes at the address that it has.
 Status Plan::find_room() {
-    const uint64_t failed = pool_->failed_evictions();
+    const uint64_t failed = pool_->residency().failed_evictions();
     for (;;) {
         const Wanted wanted = list_wanted();
         bool fewer = false;
@@ -236,9 +237,9 @@ Status Plan::find_room() {
             fewer = take_back_open_blocks();
             return fewer ? fail(TA_E_STATE, "the step wants fewer blocks than before") : reserve_blocks(wanted);
         };
-        Status found = find_room_for_step(*pool_, sequences_, wanted.kinds, reserve, reading_);
+        Status found = find_room_for_step(pool_->residency(), residents_, wanted.kinds, reserve, reading_);
         if (!found.ok() && fewer) continue;
-        return found.code() == TA_E_TIER_FULL ? pool_->with_cause(std::move(found), failed) : std::move(found);
+        return found.code() == TA_E_TIER_FULL ? pool_->residency().with_cause(std::move(found), failed) : std::move(found);
     }
 }
 
@@ -400,7 +401,7 @@ Status Plan::end() {
     });
     clear();
     try {
-        pool_->keep_room(filled);
+        pool_->residency().keep_room(filled);
     } catch (const std::bad_alloc&) {
         // The step is committed; the next one makes room.
     }

@@ -51,8 +51,9 @@ class Plan {
     bool open_ = false;
     Step step_;
     std::vector<Sequence*> sequences_;
-    std::optional<uint64_t> reading_;  // of blocks that might move
-    std::vector<uint8_t> appended_;    // [layers]
+    std::vector<Resident*> residents_;  // the same
+    std::optional<uint64_t> reading_;   // of blocks that might move
+    std::vector<uint8_t> appended_;     // [layers]
     int64_t last_layer_ = -1;
     uint64_t turn_ = 0;  // of layers to be observed: steps with queries that were ended
 };

@@ -54,6 +54,8 @@ class Device {
     virtual ~Device() = default;
     // The CUDA device that this is. nullptr: its memory is the host's, where CPUs do what kernels do elsewhere.
     virtual CudaDevice* cuda() { return nullptr; }
+    // Of such memory: a CPU may read it now.
+    virtual Status may_read() { return {}; }
     virtual int ordinal() const = 0;
     virtual const char* name() const = 0;
     virtual int compute_capability() const = 0;  // 90: sm_90

@@ -42,6 +42,13 @@ uint32_t some_generation(const void* pool) {
     return uint32_t(hash_bytes(seed, sizeof seed) >> 33);
 }
 
+Status check_range(const Sequence& s, uint64_t first, uint64_t n) {
+    if (first <= s.blocks.size() && n <= s.blocks.size() - first) return {};
+    return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
+                (unsigned long long)(first + n), s.blocks.size())
+        .argument(2);
+}
+
 }  // namespace
 
 static Pages pages_of(Geometry&& geometry, Numerics&& numerics, const Context& context) {
@@ -54,9 +61,8 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
       pages_(pages_of(std::move(geometry), std::move(numerics), *context_)),
       max_sequences_(max_sequences),
       first_generation_(some_generation(this)),
-      blocks_(std::make_unique<BlockStore>(context_->allocator(), context_->device(), geometry_, budget)),
-      reader_(context_->device(), pages_, *blocks_, disk_),
-      prefixes_(*blocks_, geometry_, uint64_t(first_generation_) << 32),
+      residency_(*context_, pages_, *this, budget),
+      prefixes_(residency_.store(), geometry_, uint64_t(first_generation_) << 32),
       nonfinite_(nullptr, {context_->device()}),
       largest_scales_(nullptr, {context_->device(), 0}) {
     for (int c = 0; c < kMaxHeadDim; ++c) signs_[c] = rotation_sign(numerics_.hadamard_seed, c) ? -1.0f : 1.0f;
@@ -67,7 +73,7 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
     std::shared_ptr<Pool> pool(new Pool(std::move(context), std::move(geometry), std::move(numerics), budget, max_sequences));
     if (Device* device = pool->context().device()) {
         TA_RETURN_IF_ERROR(device->health());
-        TA_RETURN_IF_ERROR(pool->blocks_->take_slab());
+        TA_RETURN_IF_ERROR(pool->blocks().take_slab());
         if (pool->numerics_.universal_open_scale) {
             const std::vector<uint8_t> progress(size_t(max_sequences) * pool->geometry_.kv_heads * kAppendProgressBytes);
             const size_t bytes = pool->append_progress_offset() + progress.size();
@@ -79,13 +85,15 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
         pool->nonfinite_.reset(device->allocate_counters(first_even(max_sequences) + 2));
         if (!pool->nonfinite_) return fail(TA_E_MEMORY, "no pinned host memory for %u counters", max_sequences);
     }
-    if (Device* device = pool->context().device()) pool->verifier_ = make_verifier(*device, pool->pages_);
-    TA_RETURN_IF_ERROR(pool->attach_tiers(tiers));
+    TA_RETURN_IF_ERROR(pool->residency_.open(tiers));
+    if (!tiers.disk_path.empty() && tiers.disk_budget > 0) pool->recover_published();
+    TA_RETURN_IF_ERROR(pool->residency_.start(uint64_t(pool->first_generation_) << 32));
     return pool;
 }
 
 Pool::~Pool() {
-    blocks_->keep_records();
+    blocks().keep_records();
+    residency_.stop();
 }
 
 // On a device a value that is not finite is replaced, counted, and reported by the sequence's next step, once.
@@ -179,10 +187,10 @@ Status Pool::close() {
         std::lock_guard lock(mutex_);
         TA_RETURN_IF_ERROR(check_open());
         closed_ = true;
-        ++plan_changes_;
+        residency_.note_change();
     }
-    if (mover_) mover_->cancel_all();
-    blocks_->keep_records();
+    if (mover()) mover()->cancel_all();
+    blocks().keep_records();
     prefixes_.close();
     for (size_t slot = 0;; ++slot) {
         std::vector<BlockPtr> dropped;  // after the lock
@@ -190,7 +198,7 @@ Status Pool::close() {
         if (slot == sequences_.size()) break;
         if (sequences_[slot]->alive) release_locked(*sequences_[slot], dropped);
     }
-    blocks_->trim();
+    blocks().trim();
     return {};
 }
 
@@ -365,34 +373,34 @@ Result<int64_t> Pool::length(ta_seq seq) const {
     return found.value()->length;
 }
 
-Status Pool::verify(ta_seq seq) const {
-    const BlockHold hold(*this);
+Status Pool::verify(ta_seq seq) {
+    const Residency::BlockHold hold(residency_);
     // The blocks are held, so that hashing them needs no lock.
-    std::vector<BlockPtr> blocks;
+    std::vector<BlockPtr> held;
     TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
-        blocks = s.blocks;
+        held = s.blocks;
         // A block that is not full may be reopened by the next plan while its hashes are computed.
-        if (!blocks.empty() && s.length % kPageTokens != 0 && !blocks.back()->sealed()) blocks.pop_back();
+        if (!held.empty() && s.length % kPageTokens != 0 && !held.back()->sealed()) held.pop_back();
         return Status();
     }));
     Device* device = context_->device();
-    const ReadingBlocks reading(*blocks_);
+    const ReadingBlocks reading(residency_.store());
     std::vector<PlacedBlock> on_device;
-    for (size_t b = 0; b < blocks.size(); ++b) {
-        if (!blocks[b]->sealed()) continue;
-        const Place at = blocks_->place_of(*blocks[b]);
+    for (size_t b = 0; b < held.size(); ++b) {
+        if (!held[b]->sealed()) continue;
+        const Place at = blocks().place_of(*held[b]);
         if (at.tier == TierKind::kDisk) {
-            TA_RETURN_IF_ERROR(reader_.read(*blocks[b], b, nullptr));
+            TA_RETURN_IF_ERROR(reader().read(*held[b], b, nullptr));
         } else if (device && at.tier == TierKind::kDevice) {
-            on_device.push_back({blocks[b].get(), b, at.address, at.kind});
+            on_device.push_back({held[b].get(), b, at.address, at.kind});
         } else {
-            Status s = blocks[b]->verify(geometry_, pages_.fingerprint, b, at.address, at.kind);
+            Status s = held[b]->verify(geometry_, pages_.fingerprint, b, at.address, at.kind);
             if (!s.ok()) return std::move(s).tier(int32_t(at.tier));
         }
     }
     if (on_device.empty()) return {};
     std::vector<Status> statuses(on_device.size());
-    TA_RETURN_IF_ERROR(verifier_->verify(on_device, statuses));
+    TA_RETURN_IF_ERROR(residency_.verifier()->verify(on_device, statuses));
     for (Status& s : statuses) {
         if (!s.ok()) return std::move(s).tier(TA_TIER_DEVICE);
     }
@@ -435,8 +443,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
         s->used_before_at = std::exchange(s->last_used_at, now);
     }
     if (!status.ok()) return status;
-    in_plans_ += taken.size();
-    ++plan_changes_;
+    residency_.count_in_plans(int64_t(taken.size()));
     return taken;
 }
 
@@ -465,11 +472,98 @@ void Pool::unlock_for_plan(std::vector<Sequence*>& seqs) {
         lock.lock();
     }
     // Who waits for room looks once more when it is there.
-    in_plans_ -= n;
-    ++plan_changes_;
+    residency_.count_in_plans(-int64_t(n));
     lock.unlock();
     seqs.clear();
-    if (closed_) blocks_->trim();
+    if (closed_) blocks().trim();
+}
+
+void Pool::visit(const std::function<void(const Resident&)>& see) const {
+    for (const auto& s : sequences_) {
+        if (s->alive) see(*s);
+    }
+}
+
+void Pool::add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at) {
+    constexpr size_t kAhead = 8;  // blocks lie anywhere in memory
+    std::lock_guard lock(mutex_);
+    if (slot >= sequences_.size()) return;  // the pool was closed
+    const Sequence& s = *sequences_[slot];
+    if (!s.alive || s.generation != generation) return;
+    Fading now = residency_.fading();
+    const float faded = now.at_now({each, at});
+    const size_t n = std::min(weights.size(), s.blocks.size());
+    for (size_t b = 0; b < n; ++b) {
+        if (b + kAhead < n) __builtin_prefetch(s.blocks[b + kAhead].get(), 1);
+        s.blocks[b]->add_mass(weights[b] * faded, now);
+    }
+}
+
+void Pool::add_attention_source(AttentionSource* source) {
+    std::lock_guard lock(sources_mutex_);
+    sources_.push_back(source);
+}
+
+void Pool::remove_attention_source(AttentionSource* source) {
+    std::lock_guard lock(sources_mutex_);
+    std::erase(sources_, source);
+}
+
+void Pool::take_in_attention(bool wait) {
+    std::lock_guard lock(sources_mutex_);
+    for (AttentionSource* source : sources_) source->take_in(wait);
+}
+
+Result<std::vector<MoveRequest>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
+    std::vector<MoveRequest> items;
+    Status found = inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(check_range(s, first, n));
+        items.reserve(n);
+        for (uint64_t b = first; b < first + n; ++b) {
+            const BlockPtr& block = s.blocks[size_t(b)];
+            items.push_back(block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
+        }
+        return {};
+    });
+    if (!found.ok()) return found;
+    return items;
+}
+
+Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
+    if (to != TierKind::kDevice && !residency_.tier(to))
+        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk").argument(4);
+    Result<std::vector<MoveRequest>> items = full_blocks(seq, first, n);
+    if (!items.ok()) return std::move(items).status();
+    if (!mover()) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
+    Result<uint64_t> ticket = mover()->submit(items.take(), to, reason);
+    if (!ticket.ok() || to != TierKind::kDevice) return ticket;
+    // Who asks for blocks is about to use them: what makes room for them, or behind them, takes others first.
+    std::lock_guard lock(mutex_);
+    if (Result<Sequence*> s = find(seq); s.ok()) s.value()->last_used = ++uses_;
+    return ticket;
+}
+
+Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
+    return inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(check_range(s, first, n));
+        for (uint64_t b = first; b < first + n; ++b) {
+            // A pin can be taken back from a block that was cut since.
+            const bool full = s.blocks[size_t(b)]->sealed() && (!pinned || b < uint64_t(s.length) / kPageTokens);
+            if (!full) {
+                return fail(TA_E_STATE, "the block %s", s.blocks[size_t(b)]->dropped() ? "was dropped" : "is not full yet")
+                    .block(int64_t(b));
+            }
+            if (!pinned && s.blocks[size_t(b)]->pins() == 0)
+                return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
+        }
+        const std::span range(s.blocks.data() + first, n);
+        if (pinned) {
+            blocks().pin(range);
+        } else {
+            for (const BlockPtr& b : range) b->unpin();
+        }
+        return {};
+    });
 }
 
 Pool::SequenceStats Pool::sequence_stats() const {

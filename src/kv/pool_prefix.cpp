@@ -38,8 +38,8 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
-    for (RoomRetry looks(std::min(tier_settings_.moves_patience, kBriefly));;) {
-        const bool held = blocks_are_held();
+    for (RoomRetry looks(std::min(tier_settings().moves_patience, kBriefly));;) {
+        const bool held = residency_.blocks_are_held();
         Status published = prefixes_.publish(space, keys, s.blocks);
         if (published.ok()) break;
         // What a move or a file holds for a moment counts as in use.
@@ -72,18 +72,6 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
     return std::pair(seq.value(), length);
 }
 
-bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all) {
-    uint64_t bytes = bytes_of(wanted);
-    if (tier == TierKind::kDevice) {
-        const uint64_t free = blocks_->budget() - blocks_->usage().used;
-        bytes = std::max<uint64_t>(1, bytes - std::min(bytes, free));
-    }
-    if (prefixes_.drop_unused(tier, bytes, for_all) == 0) return false;
-    // A slot of a persistent disk is free only when its record was erased.
-    if (tier == TierKind::kDisk) disk_->wait_for_erased(kErasePatience);
-    return true;
-}
-
 // ------------------------------------------------------------------------------------------------------------ persistent disk
 
 // Every key of a full block becomes an entry, for the namespace that the key names. Blocks without keys are of sequences that
@@ -91,8 +79,8 @@ bool Pool::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for
 void Pool::recover_published() {
     constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
     prefixes_.set_persistent();
-    refused_records_ = disk_->refused_count();
-    std::vector<RecoveredBlock> found(disk_->recovered().begin(), disk_->recovered().end());
+    refused_records_ = residency_.disk()->refused_count();
+    std::vector<RecoveredBlock> found(residency_.disk()->recovered().begin(), residency_.disk()->recovered().end());
     // Of two under one key the later one.
     std::sort(found.begin(), found.end(),
               [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.generation > b.generation; });
@@ -118,11 +106,11 @@ void Pool::recover_published() {
             unwanted.push_back(b.slot);
             continue;
         }
-        const BlockPtr block = blocks_->recover(b);
-        for (const BlockKey& key : older) blocks_->remove_key(*block, key);
+        const BlockPtr block = blocks().recover(b);
+        for (const BlockKey& key : older) blocks().remove_key(*block, key);
         for (const BlockKey& key : keys) records.push_back({key, id.block_index, block});
     }
-    disk_->release(unwanted);
+    residency_.disk()->release(unwanted);
     prefixes_.recover(std::move(records));
 }
 
@@ -143,14 +131,14 @@ Status Pool::flush_namespace(Tenant space) {
     TA_RETURN_IF_ERROR(check_open());
     TA_RETURN_IF_ERROR(prefixes_.check(space));
     if (!prefixes_.persistent()) return fail(TA_E_UNSUPPORTED, "the pool has no persistent disk tier").argument(0);
-    const BlockHold holds(*this);
+    const Residency::BlockHold holds(residency_);
     std::vector<PrefixStore::Record> records = prefixes_.records(space);
     std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
     for (const PrefixStore::Record& r : records) {
         // The first entry of a block writes all its keys.
-        if (!blocks_->has_all_keys_on_disk(*r.block)) TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
+        if (!blocks().has_all_keys_on_disk(*r.block)) TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
     }
-    return disk_->flush();
+    return residency_.disk()->flush();
 }
 
 namespace {
@@ -176,23 +164,24 @@ class ReservedSlot {
 
 Status Pool::write_record(Block& block, uint64_t index) {
     DiskRequest r;
-    const RecordKeys keys = blocks_->keys_of(block, r.more_keys);
+    const RecordKeys keys = blocks().keys_of(block, r.more_keys);
     if (keys.state == 0) return {};  // its last entry has gone meanwhile
     std::vector<uint8_t> bytes;
     Result<PageKind> kind = copy_slot(*this, block, index, kPageTokens, bytes);
     if (!kind.ok()) return std::move(kind).status().block(int64_t(index));
     const uint8_t slot_class = uint8_t(kind.value());
-    Result<std::vector<Slot>> slots = disk_->acquire({&slot_class, 1});
-    if (!slots.ok() && disk_->reclaim(kErasePatience)) slots = disk_->acquire({&slot_class, 1});
+    Result<std::vector<Slot>> slots = residency_.disk()->acquire({&slot_class, 1});
+    if (!slots.ok() && residency_.disk()->reclaim(Residency::kErasePatience))
+        slots = residency_.disk()->acquire({&slot_class, 1});
     if (!slots.ok()) return std::move(slots).status().block(int64_t(index));
-    ReservedSlot slot(*disk_, slots.value()[0]);
+    ReservedSlot slot(*residency_.disk(), slots.value()[0]);
     r.kind = DiskRequest::Kind::kWrite;
     r.slot = slot.get();
     r.bytes = bytes.size();
     r.memory = bytes.data();
     r.identity = block.identity(index, keys);
-    TA_RETURN_IF_ERROR(reader_.ask_disk(r));
-    blocks_->set_record(block, slot.keep(), keys);
+    TA_RETURN_IF_ERROR(reader().ask_disk(r));
+    blocks().set_record(block, slot.keep(), keys);
     return {};
 }
 

@@ -255,8 +255,8 @@ bool World::slots_match(std::string& why) {
     found[0] = usage.token_blocks + usage.channel_blocks;
     if (usage.used > p.blocks().budget()) why += "the device tier is beyond its budget; ";
     for (TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
-        if (!p.tier(kind)) continue;
-        const TierStats s = p.tier(kind)->stats();
+        if (!p.residency().tier(kind)) continue;
+        const TierStats s = p.residency().tier(kind)->stats();
         found[size_t(kind)] = s.slots_used[0] + s.slots_used[1];
         if (s.used > s.budget) why += "a tier is beyond its budget; ";
     }
@@ -301,7 +301,7 @@ void World::settle() {
     EXPECT_FALSE(p.mover()->busy()) << "something moves for ever";
     // What stalls was given up by the tier and comes back when the fault is over.
     if (fault_.kind == FaultKind::kStall) disarm();
-    const Tier* disk = p.tier(TierKind::kDisk);
+    const Tier* disk = p.residency().tier(TierKind::kDisk);
     uint64_t left = 0;
     const auto some_left = [&] {
         if (!disk) return false;
@@ -626,7 +626,7 @@ void World::finish() {
             expect_state("the end");
             // Headers that could not be erased are tried again. With a short deadline an fsync may be late on a busy machine.
             if (shape_.persistent) {
-                auto& disk = static_cast<DiskTier&>(*pool->impl->tier(TierKind::kDisk));
+                auto& disk = static_cast<DiskTier&>(*pool->impl->residency().tier(TierKind::kDisk));
                 Status flushed = disk.flush();
                 for (const auto end = Clock::now() + kPatience; !flushed.ok() && Clock::now() < end; flushed = disk.flush()) {
                 }

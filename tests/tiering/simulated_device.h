@@ -74,6 +74,7 @@ class SimulatedDevice final : public Device {
     }
     Status write(uint8_t* to, const void* from, size_t bytes) override { return move(to, from, bytes); }
     Status health() const override { return {}; }
+    Status may_read() override { return hit() == DeviceFault::kFails ? fail(TA_E_DEVICE, "simulated") : Status(); }
     Status copy(std::span<const DeviceCopy> copies, bool) override {
         if (copies.empty()) return {};
         Job job{copies};

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <span>
 #include <unordered_set>
 #include <vector>
 
-#include "src/kv/pool.h"
+#include "tiering/policy/policy.h"
+#include "tiering/room/resident.h"
 
 namespace ta {
 
@@ -24,7 +26,7 @@ class Leaving final : public EvictionView {
     Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
 
     // `slowest`: what lies in the tiers down to it too.
-    void add(const Sequence& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
+    void add(const Resident& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
         const uint32_t end = uint32_t(blocks);
         owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
         sequences_.push_back(&s);
@@ -65,32 +67,33 @@ class Leaving final : public EvictionView {
     const TierKind tier_;
     const Geometry& geometry_;
     const uint32_t now_;
-    std::vector<const Sequence*> sequences_;
+    std::vector<const Resident*> sequences_;
     std::vector<TierKind> slowest_;
     std::vector<BlockOwner> owners_;
     bool shared_ = false;
     std::unordered_set<const Block*> held_;
 };
 
-// Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
-inline std::unordered_set<const Block*> shared_in_plans(std::span<const std::unique_ptr<Sequence>> sequences) {
+// Under the lock of the residents. Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
+inline std::unordered_set<const Block*> shared_in_plans(const Residents& residents) {
     std::unordered_set<const Block*> held;
-    for (const auto& s : sequences) {
-        if (!s->alive || !s->may_be_read()) continue;
-        for (const BlockPtr& block : s->blocks) {
+    const auto see = [&](const Resident& s) {
+        if (!s.may_be_read()) return;
+        for (const BlockPtr& block : s.blocks) {
             if (block.use_count() > 1) held.insert(block.get());
         }
-    }
+    };
+    residents.visit(std::cref(see));
     return held;
 }
 
 // A full block that a truncate cut is needed when tokens are appended: not among those that may be dropped.
-inline size_t count_full(const Sequence& s) {
+inline size_t count_full(const Resident& s) {
     return size_t(s.length / kPageTokens);
 }
 
 // Whether the plan that holds `mine` may drop blocks of the sequence.
-inline bool may_lose_blocks(const Sequence& s, std::span<Sequence* const> mine) {
+inline bool may_lose_blocks(const Resident& s, std::span<Resident* const> mine) {
     return s.alive && (!s.in_plan || std::find(mine.begin(), mine.end(), &s) != mine.end());
 }
 

@@ -15,7 +15,7 @@ constexpr std::chrono::milliseconds kPause{20};
 
 class StepRoom {
   public:
-    StepRoom(Pool& pool, std::span<Sequence* const> sequences, std::span<const PageKind> wanted,
+    StepRoom(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
              const std::function<Status()>& reserve);
     // Counts what find() waited for.
     ~StepRoom();
@@ -53,9 +53,9 @@ class StepRoom {
         return std::move(s).sequence(int64_t(b.sequence)).block(int64_t(b.block));
     }
 
-    Pool& pool_;
+    Residency& residency_;
     BlockStore& store_;
-    const std::span<Sequence* const> sequences_;
+    const std::span<Resident* const> sequences_;
     const std::span<const PageKind> wanted_;
     const std::function<Status()>& reserve_;
     const Clock::time_point start_ = Clock::now();
@@ -73,32 +73,32 @@ class StepRoom {
     bool waited_for_blocks_ = false, waited_for_room_ = false;
 };
 
-StepRoom::StepRoom(Pool& pool, std::span<Sequence* const> sequences, std::span<const PageKind> wanted,
+StepRoom::StepRoom(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
                    const std::function<Status()>& reserve)
-    : pool_(pool),
-      store_(pool.blocks()),
+    : residency_(residency),
+      store_(residency.store()),
       sequences_(sequences),
       wanted_(wanted),
       reserve_(reserve),
-      plans_patience_(pool.tier_settings().plans_patience),
+      plans_patience_(residency.settings().plans_patience),
       patience_ends_(start_ + plans_patience_),
-      looks_(pool.mover() ? pool.tier_settings().moves_patience : plans_patience_),
-      brief_looks_(std::min(pool.tier_settings().moves_patience, kBriefly)),
-      turn_(pool.room_queue(), [this](RoomQueue::Waits waits) { pool_.set_waiting(sequences_, waits); }) {}
+      looks_(residency.mover() ? residency.settings().moves_patience : plans_patience_),
+      brief_looks_(std::min(residency.settings().moves_patience, kBriefly)),
+      turn_(residency.room_queue(), [this](RoomQueue::Waits waits) { residency_.set_waiting(sequences_, waits); }) {}
 
 StepRoom::~StepRoom() {
     if (!waited_for_blocks_ && !waited_for_room_) return;
-    Pool::Counters& counters = pool_.counters();
+    Residency::Counters& counters = residency_.counters();
     counters.waits_for_blocks += waited_for_blocks_;
     counters.waits_for_room += waited_for_room_;
     counters.wait_nanoseconds += uint64_t(std::chrono::nanoseconds(Clock::now() - start_).count());
 }
 
 Status StepRoom::find(std::optional<uint64_t>& reading) {
-    if (!pool_.mover()) return find_on_device();
+    if (!residency_.mover()) return find_on_device();
     turn_.give_way();
     for (;;) {
-        TA_RETURN_IF_ERROR(pool_.check_open());
+        TA_RETURN_IF_ERROR(residency_.check_open());
         const Others others = look_at_others();
         std::optional<Status> s = bring_blocks();
         if (s && s->ok()) s = take_new_blocks(reading);
@@ -109,27 +109,27 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
 // Without tiers below.
 Status StepRoom::find_on_device() {
     for (;;) {
-        TA_RETURN_IF_ERROR(pool_.check_open());
+        TA_RETURN_IF_ERROR(residency_.check_open());
         const Others others = look_at_others();
-        const bool held = pool_.blocks_are_held();
+        const bool held = residency_.blocks_are_held();
         Status s = reserve_();
         if (s.code() != TA_E_TIER_FULL || ++made_ > kMostAttempts) return s;
-        if (pool_.drop_unused(TierKind::kDevice, wanted_, true)) continue;
-        if ((held || pool_.blocks_are_held()) && looks_.again()) {
+        if (residency_.drop_unused(TierKind::kDevice, wanted_, true)) continue;
+        if ((held || residency_.blocks_are_held()) && looks_.again()) {
             --made_;
             continue;
         }
-        if (pool_.drop_coldest(wanted_, sequences_, {}) == Pool::Drop::kNothing && !await_others(others)) return s;
+        if (residency_.drop_coldest(wanted_, sequences_, {}) == Residency::Drop::kNothing && !await_others(others)) return s;
     }
 }
 
 // Whether there are blocks that may be room later: when other plans end, or calls let go of them. Begins that are queued behind
 // this one wait for it: they end when it does.
 StepRoom::Others StepRoom::look_at_others() const {
-    Others o{false, pool_.plan_changes()};
-    if (!pool_.mover() && !pool_.may_drop()) return o;  // none that this step could have
-    o.hold_room = pool_.blocks_are_held() ||
-                  (pool_.others_in_plans(sequences_) && (!turn_.is_first() || pool_.others_make_room(sequences_)));
+    Others o{false, residency_.plan_changes()};
+    if (!residency_.mover() && !residency_.may_drop()) return o;  // none that this step could have
+    o.hold_room = residency_.blocks_are_held() ||
+                  (residency_.others_in_plans(sequences_) && (!turn_.is_first() || residency_.others_make_room(sequences_)));
     return o;
 }
 
@@ -137,10 +137,10 @@ StepRoom::Others StepRoom::look_at_others() const {
 bool StepRoom::await_others(const Others& before) {
     if (!may_wait()) return false;
     const Others now = look_at_others();
-    const bool changed = (pool_.mover() || pool_.may_drop()) && pool_.plan_changes() != before.changes;
+    const bool changed = (residency_.mover() || residency_.may_drop()) && residency_.plan_changes() != before.changes;
     if (!before.hold_room && !now.hold_room && !changed) return false;
     waited_for_room_ = true;
-    turn_.wait(patience_ends_, [this] { pool_.await_readers(); });
+    turn_.wait(patience_ends_, [this] { residency_.await_readers(); });
     made_ = turns_ = 0;
     return true;
 }
@@ -148,24 +148,25 @@ bool StepRoom::await_others(const Others& before) {
 std::optional<Status> StepRoom::bring_blocks() {
     const std::optional<BlockOfStep> on_disk = first_on_disk();
     waited_for_blocks_ |= on_disk.has_value();
-    moving_ = pool_.mover()->busy();
+    moving_ = residency_.mover()->busy();
     const uint64_t seen = store_.changes();
     Status s;
     uint64_t lacking = 0;
-    if (!is_possible_ && on_disk && !pool_.may_make_room(wanted_, sequences_, &lacking)) {
-        if ((pool_.blocks_are_held() || store_.changes() != seen) && brief_looks_.again()) return {};
+    if (!is_possible_ && on_disk && !residency_.may_make_room(wanted_, sequences_, &lacking)) {
+        if ((residency_.blocks_are_held() || store_.changes() != seen) && brief_looks_.again()) return {};
         Status full = fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk");
-        const int32_t above = pool_.tier(TierKind::kHost) ? TA_TIER_HOST : TA_TIER_DEVICE;
+        const int32_t above = residency_.tier(TierKind::kHost) ? TA_TIER_HOST : TA_TIER_DEVICE;
         s = name(std::move(full).tier(above).bytes(lacking), *on_disk);
     } else {
-        s = pool_.make_resident(sequences_, wanted_, patience_ends_);
+        s = residency_.make_resident(sequences_, wanted_, patience_ends_);
     }
     if (s.code() != TA_E_TIER_FULL) return s;
     waited_for_room_ = true;
     if (may_wait() && (store_.wait_for_left(pause()) || store_.wait_for_scratch(pause()))) return {};
     // Others may be making the room. Where blocks took turns, more of them may come now.
-    if (moving_ || pool_.mover()->busy() ? brief_looks_.again() : store_.changes() != seen && ++turns_ <= kMostTurns) return {};
-    if (++made_ <= kMostAttempts && pool_.drop_to_be_resident(wanted_, sequences_)) return {};
+    if (moving_ || residency_.mover()->busy() ? brief_looks_.again() : store_.changes() != seen && ++turns_ <= kMostTurns)
+        return {};
+    if (++made_ <= kMostAttempts && residency_.drop_to_be_resident(wanted_, sequences_)) return {};
     return s;
 }
 
@@ -187,20 +188,20 @@ std::optional<Status> StepRoom::take_new_blocks(std::optional<uint64_t>& reading
 
 // True: there may be some now. `seen`: the store's changes before there was found to be none.
 bool StepRoom::make_or_await_room(uint64_t seen) {
-    if (!is_possible_ && !(is_possible_ = pool_.may_make_room(wanted_, sequences_))) {
+    if (!is_possible_ && !(is_possible_ = residency_.may_make_room(wanted_, sequences_))) {
         // Where other steps stage is room when they end.
         if (may_wait() && store_.wait_for_scratch(pause())) {
             waited_for_room_ = true;
             return true;
         }
-        const bool soon = pool_.blocks_are_held() && may_wait();
+        const bool soon = residency_.blocks_are_held() && may_wait();
         return (soon || store_.changes() != seen) && looks_.again();
     }
     waited_for_room_ = true;
     // What blocks have left is room as soon as those are done who read there.
     if (may_wait() && store_.wait_for_left(pause())) return true;
-    if (pool_.make_room(TierKind::kDevice, wanted_, true, patience_ends_)) return ++made_ <= kMostAttempts;
-    if (pool_.blocks_are_held() && brief_looks_.again()) return true;
+    if (residency_.make_room(TierKind::kDevice, wanted_, true, patience_ends_)) return ++made_ <= kMostAttempts;
+    if (residency_.blocks_are_held() && brief_looks_.again()) return true;
     // What others move, or what changed while this looked for room, may be room in a moment.
     if (moving_ || store_.changes() != seen) return looks_.again();
     may_drop_below_ &= !dropped_below_;
@@ -212,17 +213,17 @@ bool StepRoom::drop() {
     if (!readers_) readers_ = store_.last_reading();
     const bool in_time = may_wait();
     const bool below = may_drop_below_ && (in_time || (!dropped_below_ && !store_.still_reading(store_.last_reading())));
-    switch (pool_.drop_coldest(wanted_, sequences_, {below, *readers_})) {
-        case Pool::Drop::kNothing:
+    switch (residency_.drop_coldest(wanted_, sequences_, {below, *readers_})) {
+        case Residency::Drop::kNothing:
             return false;
-        case Pool::Drop::kLater:
+        case Residency::Drop::kLater:
             (void)store_.still_reading(*readers_, kPause);
             return in_time;
-        case Pool::Drop::kBelow:
+        case Residency::Drop::kBelow:
             if (!dropped_below_) patience_ends_ = Clock::now() + plans_patience_;
             dropped_below_ = true;
             break;
-        case Pool::Drop::kHere:
+        case Residency::Drop::kHere:
             break;
     }
     return ++made_ <= kMostAttempts;
@@ -241,9 +242,9 @@ std::optional<StepRoom::BlockOfStep> StepRoom::first_on_disk() const {
 
 }  // namespace
 
-Status find_room_for_step(Pool& pool, std::span<Sequence* const> sequences, std::span<const PageKind> wanted,
+Status find_room_for_step(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
                           const std::function<Status()>& reserve, std::optional<uint64_t>& reading) {
-    return StepRoom(pool, sequences, wanted, reserve).find(reading);
+    return StepRoom(residency, sequences, wanted, reserve).find(reading);
 }
 
 }  // namespace ta

@@ -20,7 +20,7 @@ class HostVerifier final : public BlockVerifier {
   public:
     HostVerifier(Device& device, const Pages& pages) : device_(device), pages_(pages) {}
     Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
-        TA_RETURN_IF_ERROR(device_.wait_for_steps());
+        TA_RETURN_IF_ERROR(device_.may_read());
         for (size_t i = 0; i < blocks.size(); ++i) {
             const PlacedBlock& b = blocks[i];
             statuses[i] = b.block->verify(pages_.geometry, pages_.fingerprint, b.index, b.slot, b.kind);
@@ -37,7 +37,7 @@ class HostEncoder final : public BlockEncoder {
   public:
     HostEncoder(Device& device, const Pages& pages) : device_(device), pages_(pages) {}
     Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) override {
-        TA_RETURN_IF_ERROR(device_.wait_for_steps());
+        TA_RETURN_IF_ERROR(device_.may_read());
         const Geometry& g = pages_.geometry;
         for (size_t i = 0; i < blocks.size(); ++i) {
             const PlacedBlock& b = blocks[i];

@@ -123,7 +123,7 @@ Status CpuStep::begin(Step& step) {
     }
     masses_.clear();
     heads_observed_ = 0;
-    if (pool_.observes_attention()) {
+    if (pool_.residency().observes_attention()) {
         size_t blocks = 0;
         for (const StepMember& m : step.members) blocks += size_t(Step::untouched_blocks(m)) + m.touched.size();
         masses_.resize(blocks);
@@ -455,7 +455,7 @@ Status CpuStep::seal() {
 // got.
 void CpuStep::add_masses() {
     if (masses_.empty()) return;
-    Fading fading = pool_.fading();
+    Fading fading = pool_.residency().fading();
     const float* mass = masses_.data();
     for (const StepMember& m : step_->members) {
         const int64_t observed = std::min(m.n_query, kObservedTokens) * heads_observed_;

@@ -26,7 +26,8 @@ CudaStaging::~CudaStaging() {
 Status CudaStaging::begin(const Step& step, const CudaTables& tables, bool replays, cudaStream_t stream) {
     step_ = &step;
     step_tables_ = &tables;
-    undecided_ = pool_.tier(TierKind::kHost) && pool_.staging() != StagingMode::kNever && step.total_query > 0;
+    undecided_ =
+        pool_.residency().tier(TierKind::kHost) && pool_.tier_settings().staging != StagingMode::kNever && step.total_query > 0;
     const bool known = tables.group() > 0 && (known_.rows_at_once > 0 || !tables.any_prefill());
     return undecided_ && known && !replays ? decide(known_, stream) : Status();
 }
@@ -85,7 +86,7 @@ void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const 
 
 // Pages in host memory of the sequences for which it pays; false when there are none.
 bool CudaStaging::choose_pages(const Call& call) {
-    const int64_t least = pool_.staging() == StagingMode::kAuto ? 2 : 1;
+    const int64_t least = pool_.tier_settings().staging == StagingMode::kAuto ? 2 : 1;
     std::vector<HostPages> host = count_reads(call);
     const auto may_gain = [least](const HostPages& pages) { return pages.reads >= least; };
     if (std::none_of(host.begin(), host.end(), may_gain)) return false;  // decode, mostly: looks at no block
@@ -98,7 +99,7 @@ bool CudaStaging::choose_pages(const Call& call) {
     pages_.clear();
     page_bytes_.clear();
     bool first = true;
-    for (const uint32_t i : choose_staged(host, pool_.staging(), device_.moves().up_bytes_per_s())) {
+    for (const uint32_t i : choose_staged(host, pool_.tier_settings().staging, device_.moves().up_bytes_per_s())) {
         const StepMember& m = step_->members[i];
         const Tenant tenant = m.sequence->tenant;
         tenant_ = first || tenant_ == tenant ? tenant : kUnknownTenant;
@@ -117,7 +118,8 @@ bool CudaStaging::take_ring() {
     const Geometry& g = pool_.geometry();
     const size_t slot_bytes = g.slot_bytes(ring_kind());
     const size_t wanted = count_ring_slots(page_bytes_, g.layers > 1 ? 2 : 1, slot_bytes);
-    slots_ = pool_.blocks().acquire_scratch(ring_kind(), std::min(wanted, size_t(pool_.staging_bytes() / slot_bytes)));
+    slots_ =
+        pool_.blocks().acquire_scratch(ring_kind(), std::min(wanted, size_t(pool_.tier_settings().staging_bytes / slot_bytes)));
     ring_ = cut_ring(page_bytes_, slots_.size(), slot_bytes);
     pages_.resize(ring_.pages);
     return !pages_.empty();

@@ -403,7 +403,7 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, bo
 
 Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, AttendWork& work) {
     set_p(p, max_rows, kDecodeRangePages, a);
-    a.may_lack_pages = pool_.may_drop();
+    a.may_lack_pages = pool_.residency().may_drop();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
     if (mass_.on()) TA_RETURN_IF_ERROR(reserve_mass(work, captured));
     return reserve_workspace(work, captured);
@@ -418,7 +418,7 @@ Status CudaStep::reserve_mass(const AttendWork& work, bool captured) {
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
-    if (!key.by_kernel && captured) a.may_lack_pages = pool_.may_drop();  // when it is replayed
+    if (!key.by_kernel && captured) a.may_lack_pages = pool_.residency().may_drop();  // when it is replayed
     // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
     // with other steps: what it captures takes the one for all of them, which is loaded by then.
     if (key.by_kernel && !captured) {
@@ -436,7 +436,7 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork
 Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured) {
     AttendArgs a = args;
     set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
-    a.may_lack_pages = pool_.may_drop();
+    a.may_lack_pages = pool_.residency().may_drop();
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();

@@ -109,7 +109,7 @@ Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stre
         if (g.slot_bytes(kind) > 0) slot = std::min(slot, g.slot_bytes(kind));
     }
     const uint64_t blocks = (pool_.blocks().budget() + pool_.tier_settings().host_budget) / slot;
-    const size_t most = pool_.observes_attention() ? (size_t{1} << 20) / g.kv_heads : size_t{1} << 24;
+    const size_t most = pool_.residency().observes_attention() ? (size_t{1} << 20) / g.kv_heads : size_t{1} << 24;
     const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, most));
     if (captured && entries_.bytes() > 0) {
         TA_RETURN_IF_ERROR(empty_sequences(stream));

@@ -147,8 +147,8 @@ class BlockLoader {
 
     Result<std::vector<BlockPtr>> load() {
         std::vector<BlockPtr> loaded;
-        Pool::Loading mine;  // the same with their indices
-        Pool::LoadHold others_see(pool_, mine);
+        Residency::Loading mine;  // the same with their indices
+        Residency::LoadHold others_see(pool_.residency(), mine);
         std::vector<uint8_t> slot;
         for (size_t i = 0; i < blocks_.size(); ++i) {
             TA_RETURN_IF_ERROR(go_on(file_.at()));
@@ -194,14 +194,14 @@ class BlockLoader {
     }
 
     // A block for the one that was read, number i.
-    Result<BlockPtr> take(size_t i, Pool::Loading& mine) {
+    Result<BlockPtr> take(size_t i, Residency::Loading& mine) {
         const auto kind = PageKind(blocks_[i].kind);
         Result<std::vector<BlockPtr>> taken = pool_.blocks().acquire({&kind, 1});
         if (taken.ok()) return std::move(taken.value()[0]);
         if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) return s;
         if (!may_make_room_) TA_RETURN_IF_ERROR(look_ahead(i));
         may_make_room_ = true;
-        return pool_.new_block(kind, mine);
+        return pool_.residency().new_block(kind, mine);
     }
 
     // Checks what lies behind block i, and comes back.
@@ -215,7 +215,7 @@ class BlockLoader {
         uint64_t bytes = 0;
         for (const StoredBlock& b : blocks_.subspan(i)) bytes += pool_.geometry().slot_bytes(PageKind(b.kind));
         file_.go_to(here);
-        return pool_.check_may_take_in(bytes);
+        return pool_.residency().check_may_take_in(bytes);
     }
 
     // The block's bytes, which are new content here.

@@ -154,7 +154,7 @@ Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t&
 
 Status save_pool(Pool& pool, const std::string& path, bool published, const Progress& progress, FileSystem& files) {
     const Geometry& g = pool.geometry();
-    const Pool::BlockHold holds(pool);
+    const Residency::BlockHold holds(pool.residency());
     // Blocks that are held here are not written to.
     auto taken = pool.snapshot_all();
     if (!taken.ok()) return std::move(taken).status();

@@ -29,7 +29,7 @@ uint64_t index_bytes(uint64_t blocks) {
 
 Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Progress& progress, FileSystem& files) {
     const Geometry& g = pool.geometry();
-    const Pool::BlockHold hold(pool);
+    const Residency::BlockHold hold(pool.residency());
     // Blocks that are held here are not written to: who appends makes a copy of the open one.
     Result<Pool::Snapshot> taken = pool.snapshot(seq);
     if (!taken.ok()) return std::move(taken).status();

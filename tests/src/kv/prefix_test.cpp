@@ -207,7 +207,7 @@ TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
     EXPECT_FALSE(pool->snapshot(b).value().blocks[0]->keeps_kind()) << "it was not published";
     std::atomic<bool> holds = false;
     std::thread mover([&] {
-        const Pool::BlockHold now(*pool);
+        const Residency::BlockHold now(pool->residency());
         holds = true;
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         held.reset();

@@ -57,8 +57,8 @@ class MoverTest : public ::testing::Test {
         Pool::Snapshot s;
         std::vector<std::pair<const Block*, uint8_t*>> list;
         for (uint64_t b = 0; b < blocks; ++b) {
-            Pool::Loading alone;
-            Result<BlockPtr> block = pool->new_block(PageKind::kToken, alone);
+            Residency::Loading alone;
+            Result<BlockPtr> block = pool->residency().new_block(PageKind::kToken, alone);
             EXPECT_TRUE(block.ok());
             if (!block.ok()) return 0;
             const BlockPtr& p = block.value();
@@ -321,7 +321,7 @@ TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
     EXPECT_EQ(pool->mover()->wait(other, -1).value().moved, 12u);
     Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
     ASSERT_TRUE(taken.ok());
-    pool->count_step(pool->look_up(taken.value()));
+    pool->residency().count_step(pool->residency().look_up(std::vector<Resident*>(taken.value().begin(), taken.value().end())));
     pool->unlock_for_plan(taken.value());
     const BlockStore::PrefetchCounters& counted = pool->blocks().prefetches();
     EXPECT_EQ(counted.used, 12u);
@@ -465,7 +465,7 @@ TEST_F(MoverTest, AStepDoesNotCountPrefetchesThatWereCancelledInTheQueue) {
     ASSERT_TRUE(pool->mover()->cancel(ticket).ok());
     Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
     ASSERT_TRUE(taken.ok());
-    pool->count_step(pool->look_up(taken.value()));
+    pool->residency().count_step(pool->residency().look_up(std::vector<Resident*>(taken.value().begin(), taken.value().end())));
     pool->unlock_for_plan(taken.value());
     EXPECT_EQ(pool->blocks().prefetches().late, 0u);
     gate.set_value();
@@ -476,14 +476,15 @@ TEST_F(MoverTest, WhatIsPinnedMeanwhileStays) {
     make_pool(20, 20, {});
     const uint64_t a = add(4);
     const BlockPtr block = pool->snapshot(ids[a]).value().blocks[1];
-    Result<std::vector<Slot>> slots = pool->tier(TierKind::kHost)->acquire(std::vector<uint8_t>{uint8_t(block->kind())});
+    Result<std::vector<Slot>> slots =
+        pool->residency().tier(TierKind::kHost)->acquire(std::vector<uint8_t>{uint8_t(block->kind())});
     ASSERT_TRUE(slots.ok());
     const Slot slot = slots.value()[0];
     ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, true).ok());
-    EXPECT_FALSE(
-        pool->blocks().move(*block, {TierKind::kHost, block->kind(), pool->tier(TierKind::kHost)->address(slot), slot, {}}));
+    EXPECT_FALSE(pool->blocks().move(
+        *block, {TierKind::kHost, block->kind(), pool->residency().tier(TierKind::kHost)->address(slot), slot, {}}));
     EXPECT_EQ(block->tier(), TierKind::kDevice);
-    pool->tier(TierKind::kHost)->release({&slot, 1});
+    pool->residency().tier(TierKind::kHost)->release({&slot, 1});
     ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, false).ok());
 }
 

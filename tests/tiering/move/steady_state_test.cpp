@@ -84,7 +84,7 @@ Decoded decode(int high, int low) {
     }
     std::sort(begins.begin(), begins.end());
     const auto in_ms = [](auto duration) { return std::chrono::duration_cast<milliseconds>(duration); };
-    return {in_ms(begins.back()), in_ms(begins[begins.size() * 99 / 100]), pool->counters().waits_for_room.load(),
+    return {in_ms(begins.back()), in_ms(begins[begins.size() * 99 / 100]), pool->residency().counters().waits_for_room.load(),
             pool->mover()->counters().blocks_in[size_t(TierKind::kHost)]};
 }
 
@@ -200,7 +200,7 @@ TEST(SteadyState, BeginWaitsForScratch) {
         }
         EXPECT_EQ(begun.code(), patience.count() > 0 ? TA_OK : TA_E_TIER_FULL);
         EXPECT_LT(waited, milliseconds(30000));
-        EXPECT_EQ(pool->counters().waits_for_room.load(), 1u);
+        EXPECT_EQ(pool->residency().counters().waits_for_room.load(), 1u);
     }
 }
 

@@ -29,7 +29,7 @@ std::vector<ta_seq> add_sequences(Pool& pool, size_t sequences, size_t blocks) {
     std::vector<Pool::Snapshot> all(sequences);
     std::mt19937 random(1);
     std::exponential_distribution<float> masses;
-    Fading fading = pool.fading();
+    Fading fading = pool.residency().fading();
     for (size_t b = 0; b < blocks; ++b) {
         for (Pool::Snapshot& s : all) {
             const PageKind kind = b == 0 ? PageKind::kToken : PageKind::kChannel;
@@ -75,7 +75,8 @@ TEST(SlotAge, ASequenceIsNotAsRecentAsTheOneThatHadItsSlot) {
                                       return Status();
                                   })
                         .ok());
-        const std::vector<MoveItem> first = pool->coldest(TierKind::kDevice, 5 * pool->geometry().channel_slot_bytes, false);
+        const std::vector<MoveItem> first =
+            pool->residency().coldest(TierKind::kDevice, 5 * pool->geometry().channel_slot_bytes, false);
         ASSERT_EQ(first.size(), 5u);
         for (const MoveItem& item : first) {
             EXPECT_TRUE(std::find(blocks.begin(), blocks.end(), item.block.get()) != blocks.end()) << "no plan used the fork";
@@ -92,9 +93,9 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     const std::vector<ta_seq> seqs = add_sequences(*pool, 3, 20);
     const uint64_t bytes = pool->geometry().channel_slot_bytes;
     ASSERT_TRUE(pool->pin_blocks(seqs[0], 3, 4, true).ok());
-    EXPECT_EQ(pool->coldest(TierKind::kDevice, UINT64_MAX, false).size(), 3 * 19 - 4u);
-    EXPECT_TRUE(pool->coldest(TierKind::kHost, UINT64_MAX, false).empty());
-    for (const MoveItem& item : pool->coldest(TierKind::kDevice, UINT64_MAX, false)) {
+    EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false).size(), 3 * 19 - 4u);
+    EXPECT_TRUE(pool->residency().coldest(TierKind::kHost, UINT64_MAX, false).empty());
+    for (const MoveItem& item : pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false)) {
         EXPECT_GT(item.index, 0u) << "a sink";
         EXPECT_EQ(item.block->pins(), 0u);
         EXPECT_EQ(item.block->kind(), PageKind::kChannel);
@@ -103,18 +104,18 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     Result<ta_seq> fork = pool->fork_sequence(seqs[1]);
     ASSERT_TRUE(fork.ok());
     {
-        const std::vector<MoveItem> all = pool->coldest(TierKind::kDevice, UINT64_MAX, false);
+        const std::vector<MoveItem> all = pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false);
         ASSERT_EQ(all.size(), 3 * 19 - 4u);
         for (size_t i = 0; i < all.size(); ++i) EXPECT_EQ(all[i].block.use_count() > 2, i >= 15 + 19) << i;
     }
-    EXPECT_EQ(pool->coldest(TierKind::kDevice, 10 * bytes, false).size(), 10u);
-    EXPECT_EQ(pool->coldest(TierKind::kDevice, 10 * bytes + 1, false).size(), 11u);
+    EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, 10 * bytes, false).size(), 10u);
+    EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, 10 * bytes + 1, false).size(), 11u);
     // Blocks that a plan reads may go to the host, not to the disk.
     const ta_seq in_plan[] = {seqs[2]};
     Result<std::vector<Sequence*>> locked = pool->lock_for_plan(in_plan);
     ASSERT_TRUE(locked.ok());
-    EXPECT_EQ(pool->coldest(TierKind::kDevice, UINT64_MAX, false).size(), 3 * 19 - 4u);
-    EXPECT_EQ(pool->coldest(TierKind::kDevice, UINT64_MAX, true).size(), 2 * 19 - 4u);
+    EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false).size(), 3 * 19 - 4u);
+    EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, UINT64_MAX, true).size(), 2 * 19 - 4u);
     pool->unlock_for_plan(locked.value());
 }
 
@@ -135,7 +136,7 @@ TEST_P(Choice, IsCheap) {
         for (int i = 0; i < 30; ++i) {
             const auto start = std::chrono::steady_clock::now();
             const std::vector<MoveItem> items =
-                pool->coldest(TierKind::kDevice, 1000 * pool->geometry().channel_slot_bytes, false);
+                pool->residency().coldest(TierKind::kDevice, 1000 * pool->geometry().channel_slot_bytes, false);
             best = std::min(best, std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
             ASSERT_EQ(items.size(), 1000u);
         }

@@ -1,10 +1,11 @@
-// The pool's side of the tiers: which blocks leave, which come back, and when.
+// The tiers of a pool: making them, eviction, promotion for steps, and blocks for loads.
+#include "tiering/room/residency.h"
+
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <unordered_set>
 
-#include "src/kv/pool.h"
 #include "tiering/disk/disk.h"
 #include "tiering/disk/latch.h"
 #include "tiering/host/host.h"
@@ -18,13 +19,6 @@ namespace {
 
 // Decode takes up to 16% longer in a layer that is observed (docs/tiers.md), and may take 2% longer in all.
 constexpr uint32_t kAttentionLayersOnGpu = 8;
-
-Status check_range(const Sequence& s, uint64_t first, uint64_t n) {
-    if (first <= s.blocks.size() && n <= s.blocks.size() - first) return {};
-    return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
-                (unsigned long long)(first + n), s.blocks.size())
-        .argument(2);
-}
 
 std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
     switch (settings.eviction) {
@@ -41,8 +35,8 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
 }  // namespace
 
 // Whether this pool can have such tiers, as far as that is known before they are made.
-Status Pool::check_tiers(const TierSettings& settings) const {
-    const bool on_gpu = context_->device() != nullptr;
+Status Residency::check_tiers(const TierSettings& settings) const {
+    const bool on_gpu = context_.device() != nullptr;
     if (geometry_.falls && settings.host_budget == 0 && settings.disk_budget == 0)
         return fail(TA_E_INVALID, "falling_precision asks for a host or a disk tier");
     if (geometry_.falls && settings.drop_coldest) {
@@ -64,12 +58,12 @@ Status Pool::check_tiers(const TierSettings& settings) const {
     return {};
 }
 
-Status Pool::make_host_tier(const TierSettings& settings) {
+Status Residency::make_host_tier(const TierSettings& settings) {
     HostTierOptions o;
     o.budget = settings.host_budget;
     for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
     o.memory.node = settings.numa_node;
-    if (Device* device = context_->device()) {
+    if (Device* device = context_.device()) {
         if (o.memory.node < 0) o.memory.node = device->numa_node();
         o.memory.needs_registration = true;
         o.memory.register_chunk = [device](void* data, size_t bytes) {
@@ -77,14 +71,14 @@ Status Pool::make_host_tier(const TierSettings& settings) {
         };
         o.memory.unregister_chunk = [device](void* data, size_t) { device->unregister_host(static_cast<uint8_t*>(data)); };
     }
-    Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_->threads(), o);
+    Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_.threads(), o);
     if (!host.ok()) return std::move(host).status();
     host_ = settings.wrap_host ? settings.wrap_host(host.take()) : host.take();
     return {};
 }
 
 // With the published blocks that a persistent file brings along. They stay there until the pool is complete.
-Status Pool::open_disk_tier(const TierSettings& settings) {
+Status Residency::open_disk_tier(const TierSettings& settings) {
     DiskTierOptions o;
     o.persistent = !settings.disk_path.empty();
     o.path = o.persistent ? settings.disk_path : settings.disk_folder;
@@ -93,95 +87,78 @@ Status Pool::open_disk_tier(const TierSettings& settings) {
     o.fingerprint = pages_.fingerprint;
     o.check = make_block_check(geometry_, pages_.fingerprint);
     o.check_found = make_value_check(geometry_, numerics_.k_turning);
-    const Seams& seams = context_->seams();
+    const Seams& seams = context_.seams();
     o.deadline = seams.io_deadline;
     o.retry_after = seams.io_retry_after;
     Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
     if (!disk.ok()) return std::move(disk).status();
-    blocks_->attach(host_.get(), disk.value().get());
+    store_.attach(host_.get(), disk.value().get());
     disk_ = disk.take();
-    blocks_->keep_records();
-    if (o.persistent) recover_published();
+    store_.keep_records();
     return {};
 }
 
-Status Pool::attach_tiers(const TierSettings& settings) {
-    tier_settings_ = settings;
-    if (settings.staging_bytes == 0) tier_settings_.staging_bytes = blocks_->budget() / 8;
-    const uint32_t by_default = context_->device() ? kAttentionLayersOnGpu : 1;
+Residency::Residency(Context& context, const Pages& pages, Residents& residents, uint64_t budget)
+    : context_(context),
+      pages_(pages),
+      residents_(residents),
+      store_(context.allocator(), context.device(), pages.geometry, budget),
+      reader_(context.device(), pages, store_, disk_) {}
+
+Status Residency::open(const TierSettings& settings) {
+    settings_ = settings;
+    if (settings.staging_bytes == 0) settings_.staging_bytes = store_.budget() / 8;
+    Device* device = context_.device();
+    const uint32_t by_default = device ? kAttentionLayersOnGpu : 1;
     const uint32_t of_layers = settings.attention_layers > 0 ? settings.attention_layers : by_default;
-    tier_settings_.attention_layers = std::min(of_layers, geometry_.layers);
+    settings_.attention_layers = std::min(of_layers, geometry_.layers);
     policy_ = make_policy(settings);
-    if (geometry_.falls && context_->device()) encoder_ = make_encoder(*context_->device(), pages_);
+    if (device) verifier_ = make_verifier(*device, pages_);
+    if (geometry_.falls && device) encoder_ = make_encoder(*device, pages_);
     TA_RETURN_IF_ERROR(check_tiers(settings));
     if (settings.host_budget > 0) TA_RETURN_IF_ERROR(make_host_tier(settings));
     if (settings.disk_budget > 0) TA_RETURN_IF_ERROR(open_disk_tier(settings));
-    if (!host_ && !disk_) return {};
-    blocks_->attach(host_.get(), disk_.get());
-    const auto make = [this](TierKind tier, std::span<const PageKind> wanted, Deadline until) {
-        return make_room(tier, wanted, false, until);
-    };
-    mover_ = std::make_unique<Mover>(MoveHost{context_->device(), pages_, *blocks_, reader_, host_.get(), disk_.get(),
-                                              verifier_.get(), encoder_.get(), settings.plans_patience, make},
-                                     uint64_t(first_generation_) << 32);
-    TA_RETURN_IF_ERROR(mover_->start(settings.route));
-    blocks_->keep_records(false);
     return {};
 }
 
-void Pool::add_attention(uint32_t slot, uint32_t generation, std::span<const float> weights, float each, uint32_t at) {
-    constexpr size_t kAhead = 8;  // blocks lie anywhere in memory
-    std::lock_guard lock(mutex_);
-    if (slot >= sequences_.size()) return;  // the pool was closed
-    const Sequence& s = *sequences_[slot];
-    if (!s.alive || s.generation != generation) return;
-    Fading now = fading();
-    const float faded = now.at_now({each, at});
-    const size_t n = std::min(weights.size(), s.blocks.size());
-    for (size_t b = 0; b < n; ++b) {
-        if (b + kAhead < n) __builtin_prefetch(s.blocks[b + kAhead].get(), 1);
-        s.blocks[b]->add_mass(weights[b] * faded, now);
-    }
+Status Residency::start(uint64_t first_ticket) {
+    if (!host_ && !disk_) return {};
+    store_.attach(host_.get(), disk_.get());
+    const auto make = [this](TierKind tier, std::span<const PageKind> wanted, Deadline until) {
+        return make_room(tier, wanted, false, until);
+    };
+    mover_ = std::make_unique<Mover>(MoveHost{context_.device(), pages_, store_, reader_, host_.get(), disk_.get(),
+                                              verifier_.get(), encoder_.get(), settings_.plans_patience, make},
+                                     first_ticket);
+    TA_RETURN_IF_ERROR(mover_->start(settings_.route));
+    store_.keep_records(false);
+    return {};
 }
 
-void Pool::add_attention_source(AttentionSource* source) {
-    std::lock_guard lock(sources_mutex_);
-    sources_.push_back(source);
-}
-
-void Pool::remove_attention_source(AttentionSource* source) {
-    std::lock_guard lock(sources_mutex_);
-    std::erase(sources_, source);
-}
-
-void Pool::take_in_attention(bool wait) {
-    std::lock_guard lock(sources_mutex_);
-    for (AttentionSource* source : sources_) source->take_in(wait);
-}
-
-TierKind Pool::below(TierKind tier) const {
+TierKind Residency::below(TierKind tier) const {
     return tier == TierKind::kDevice && host_ ? TierKind::kHost : TierKind::kDisk;
 }
 
 // Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay;
 // shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
-std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
+std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
     // Before all others what is published and nobody uses.
-    std::vector<MoveItem> items = prefixes_.unused(tier, bytes);
+    std::vector<MoveItem> items = residents_.unused(tier, bytes);
     for (const MoveItem& item : items) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
     if (bytes == 0) return items;
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(residents_.lock());
     Leaving leaving(geometry_, tier, steps_.load(std::memory_order_relaxed));
-    for (const auto& s : sequences_) {
-        if (s->alive && !(for_disk && s->may_be_read()) && !s->blocks.empty())
-            leaving.add(*s, uint32_t(numerics_.sink_blocks), s->blocks.size());
-    }
+    const auto see = [&](const Resident& s) {
+        if (!(for_disk && s.may_be_read()) && !s.blocks.empty())
+            leaving.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
+    };
+    residents_.visit(std::cref(see));
     // NOTES: an item is an owner too: both choices come before the first item.
     const std::vector<Victim> alone = policy_->choose(leaving, bytes);
     for (const Victim v : alone) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
-        leaving.set_shared(for_disk ? shared_in_plans(sequences_) : std::unordered_set<const Block*>());
+        leaving.set_shared(for_disk ? shared_in_plans(residents_) : std::unordered_set<const Block*>());
         shared = policy_->choose(leaving, bytes);
     }
     items.reserve(items.size() + alone.size() + shared.size());
@@ -203,40 +180,52 @@ std::vector<MoveItem> Pool::coldest(TierKind tier, uint64_t bytes, bool for_disk
     return items;
 }
 
-Pool::LoadHold::LoadHold(Pool& pool, Loading& loading) : pool_(pool), loading_(loading) {
-    std::lock_guard lock(pool_.mutex_);
-    pool_.loads_.push_back(&loading_);
+Residency::LoadHold::LoadHold(Residency& residency, Loading& loading) : residency_(residency), loading_(loading) {
+    std::lock_guard lock(residency_.residents_.lock());
+    residency_.loads_.push_back(&loading_);
 }
 
-Pool::LoadHold::~LoadHold() {
-    std::lock_guard lock(pool_.mutex_);
-    std::erase(pool_.loads_, &loading_);
+Residency::LoadHold::~LoadHold() {
+    std::lock_guard lock(residency_.residents_.lock());
+    std::erase(residency_.loads_, &loading_);
 }
 
-void Pool::LoadHold::add(MoveItem item) {
-    std::lock_guard lock(pool_.mutex_);
+void Residency::LoadHold::add(MoveItem item) {
+    std::lock_guard lock(residency_.residents_.lock());
     loading_.blocks.push_back(std::move(item));
 }
 
-bool Pool::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
+bool Residency::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
     if (tier == TierKind::kDisk && disk_->reclaim(kErasePatience)) return true;
     if (tier != TierKind::kDisk && make_way(tier, evicted_at_once(tier, wanted), until)) return true;
     return drop_unused(tier, wanted, for_all);
 }
 
-uint64_t Pool::evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const {
-    const uint64_t budget = tier == TierKind::kDevice ? blocks_->budget() : host_->stats().budget;
+bool Residency::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all) {
+    uint64_t bytes = bytes_of(wanted);
+    if (tier == TierKind::kDevice) {
+        const uint64_t free = store_.budget() - store_.usage().used;
+        bytes = std::max<uint64_t>(1, bytes - std::min(bytes, free));
+    }
+    if (residents_.drop_unused(tier, bytes, for_all) == 0) return false;
+    // A slot of a persistent disk is free only when its record was erased.
+    if (tier == TierKind::kDisk) disk_->wait_for_erased(kErasePatience);
+    return true;
+}
+
+uint64_t Residency::evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const {
+    const uint64_t budget = tier == TierKind::kDevice ? store_.budget() : host_->stats().budget;
     return std::max(bytes_of(wanted), budget / kEvictedPart);
 }
 
-bool Pool::make_way(TierKind tier, uint64_t bytes, Deadline until) {
-    take_in_attention(false);
+bool Residency::make_way(TierKind tier, uint64_t bytes, Deadline until) {
+    residents_.take_in_attention(false);
     if (evict(tier, below(tier), bytes, until)) return true;
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
     return tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes, until);
 }
 
-bool Pool::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
+bool Residency::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
     constexpr int kAttempts = 4;  // blocks that are damaged stay, and are not tried again
     if (!tier(to)) return false;
     for (int attempt = 0; attempt < kAttempts; ++attempt) {
@@ -251,20 +240,20 @@ bool Pool::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
     return false;
 }
 
-void Pool::note_failed(const MoveProgress& eviction) {
+void Residency::note_failed(const MoveProgress& eviction) {
     if (eviction.status.ok() || eviction.status.code() == TA_E_TIER_FULL) return;
     std::lock_guard lock(failed_evictions_mutex_);
     ++failed_evictions_;
     failed_eviction_ = eviction.status.clone();
 }
 
-uint64_t Pool::failed_evictions() const {
+uint64_t Residency::failed_evictions() const {
     std::lock_guard lock(failed_evictions_mutex_);
     return failed_evictions_;
 }
 
 // What is in the way of blocks that would leave the device; empty where the tier below has room for one.
-std::string Pool::full_below() const {
+std::string Residency::full_below() const {
     std::string text;
     for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
         const Tier* there = tier(kind);
@@ -280,7 +269,7 @@ std::string Pool::full_below() const {
     return text;
 }
 
-Status Pool::with_cause(Status s, uint64_t before) const {
+Status Residency::with_cause(Status s, uint64_t before) const {
     if (const TierHealth health = disk_ ? disk_->health() : TierHealth{}; health.state != TierState::kOk) {
         const char* state = health.state == TierState::kReadOnly ? "is read-only" : "does not answer";
         return std::move(s).because((std::string("the disk tier ") + state + ": " + health.reason).c_str());
@@ -294,14 +283,14 @@ Status Pool::with_cause(Status s, uint64_t before) const {
     return full.empty() ? std::move(s) : std::move(s).because(full.c_str());
 }
 
-void Pool::keep_room(bool filled) {
+void Residency::keep_room(bool filled) {
     if (!mover_) return;
     constexpr std::chrono::seconds kPause{1};  // after an eviction that moved nothing, or where nothing might leave
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const TierKind to = below(TierKind::kDevice);
-    const uint64_t used = blocks_->usage().used, budget = blocks_->budget();
+    const uint64_t used = store_.usage().used, budget = store_.budget();
     const auto part = [&](int percent) { return budget / 100 * uint64_t(percent) + budget % 100 * uint64_t(percent) / 100; };
-    if (used <= part(tier_settings_.high_percent)) return;
+    if (used <= part(settings_.high_percent)) return;
     uint64_t last = keeping_room_.load();
     bool in_vain = last == 0 && !filled;
     if (last != 0) {
@@ -310,8 +299,8 @@ void Pool::keep_room(bool filled) {
         in_vain = progress.ok() && progress.value().moved == 0;
     }
     if (in_vain && now.count() < keep_room_after_.load()) return;
-    take_in_attention(false);
-    std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(tier_settings_.low_percent), to == TierKind::kDisk);
+    residents_.take_in_attention(false);
+    std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(settings_.low_percent), to == TierKind::kDisk);
     keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
     if (items.empty()) {
         keeping_room_.compare_exchange_strong(last, 0);  // another step's that found some stays
@@ -321,9 +310,9 @@ void Pool::keep_room(bool filled) {
         keeping_room_ = ticket.value();
 }
 
-Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
+Residency::Lookups Residency::look_up(std::span<Resident* const> seqs) const {
     Lookups l;
-    for (const Sequence* s : seqs) {
+    for (const Resident* s : seqs) {
         if (!mover_ && !may_drop()) {
             l.found[size_t(TierKind::kDevice)] += s->blocks.size();
             continue;
@@ -344,8 +333,8 @@ Pool::Lookups Pool::look_up(std::span<Sequence* const> seqs) const {
     return l;
 }
 
-void Pool::count_step(const Lookups& l) {
-    BlockStore::PrefetchCounters& prefetches = blocks_->prefetches();
+void Residency::count_step(const Lookups& l) {
+    BlockStore::PrefetchCounters& prefetches = store_.prefetches();
     for (const Lookups::Prefetched& p : l.prefetched) {
         if (p.block->prefetch().settle(p.seen)) ++(p.seen.arrived ? prefetches.used : prefetches.late);
     }
@@ -356,8 +345,8 @@ void Pool::count_step(const Lookups& l) {
     }
 }
 
-Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const PageKind> wanted, Deadline until) {
-    if (blocks_->blocks_on_disk() == 0) return {};
+Status Residency::make_resident(std::span<Resident* const> seqs, std::span<const PageKind> wanted, Deadline until) {
+    if (store_.blocks_on_disk() == 0) return {};
     const auto is_full = [](const MoveProgress& p) { return p.failed > 0 && p.status.code() == TA_E_TIER_FULL; };
     const auto on_disk = [](const MoveItem& item) { return item.block->tier() == TierKind::kDisk; };
     const TierKind next = host_ ? TierKind::kHost : TierKind::kDevice;
@@ -369,12 +358,12 @@ Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const Page
         }
         if (items.empty()) continue;
         MoveProgress progress = mover_->run(items, next, MoveReason::kNeeded, until);
-        if (is_full(progress) && host_ && !context_->device()) {
+        if (is_full(progress) && host_ && !context_.device()) {
             std::erase_if(items, std::not_fn(on_disk));
             progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until);
         }
         // A GPU gets them through the host tier, which others of the step may fill.
-        for (bool more = true; more && is_full(progress) && context_->device(); more = progress.moved > 0) {
+        for (bool more = true; more && is_full(progress) && context_.device(); more = progress.moved > 0) {
             std::erase_if(items, std::not_fn(on_disk));
             uint64_t bytes = 0;
             for (const MoveItem& item : items) bytes += geometry_.slot_bytes(item.block->kind());
@@ -397,7 +386,7 @@ Status Pool::make_resident(std::span<Sequence* const> seqs, std::span<const Page
 }
 
 // Full blocks of so many bytes, those first that were read first. False: none went.
-bool Pool::send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes) {
+bool Residency::send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes) {
     size_t& first = mine.above[size_t(from)];
     const auto stays = [](const Block& b) { return !b.sealed() || b.stuck(); };
     while (first < mine.blocks.size() && (stays(*mine.blocks[first].block) || mine.blocks[first].block->tier() > from)) ++first;
@@ -415,31 +404,31 @@ bool Pool::send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes) 
 }
 
 // The host tier may be full of nothing but these blocks, and coldest() does not find what no sequence has.
-bool Pool::send_down(Loading& mine, uint64_t bytes) {
+bool Residency::send_down(Loading& mine, uint64_t bytes) {
     if (send_down(mine, TierKind::kDevice, below(TierKind::kDevice), bytes)) return true;
     if (!host_ || !disk_) return false;
     return send_down(mine, TierKind::kHost, TierKind::kDisk, bytes) ||
            send_down(mine, TierKind::kDevice, TierKind::kDisk, bytes);
 }
 
-Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
+Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
     constexpr int kAttempts = 8;
     const uint64_t failed_before = failed_evictions();
     constexpr std::chrono::milliseconds kPause{20};
-    RoomRetry looks(tier_settings_.moves_patience);
+    RoomRetry looks(settings_.moves_patience);
     for (int attempts = 0;;) {
         const bool moving = blocks_are_held();
-        const uint64_t seen = blocks_->changes();
-        Result<std::vector<BlockPtr>> taken = blocks_->acquire(wanted);
+        const uint64_t seen = store_.changes();
+        Result<std::vector<BlockPtr>> taken = store_.acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
         Status s = std::move(taken).status();
         if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
         if (s.code() != TA_E_TIER_FULL || !mover_) return s;
         // As for a begin, what blocks have left is room as soon as those are done who read there.
         const auto now = std::chrono::steady_clock::now();
-        if (!mine.patience_ends) mine.patience_ends = now + tier_settings_.plans_patience;
-        if (now < *mine.patience_ends && blocks_->wait_for_left(kPause)) continue;
+        if (!mine.patience_ends) mine.patience_ends = now + settings_.plans_patience;
+        if (now < *mine.patience_ends && store_.wait_for_left(kPause)) continue;
         const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
         if (++attempts == kAttempts) return with_cause(std::move(s), failed_before);
         if (make_way(TierKind::kDevice, bytes, kNoDeadline)) continue;
@@ -449,61 +438,9 @@ Result<BlockPtr> Pool::new_block(PageKind kind, Loading& mine) {
         }
         if (drop_unused(TierKind::kDevice, wanted, false)) continue;
         // What others move now, or made room of while this was looking for some.
-        if ((!moving && blocks_->changes() == seen) || !looks.again()) return with_cause(std::move(s), failed_before);
+        if ((!moving && store_.changes() == seen) || !looks.again()) return with_cause(std::move(s), failed_before);
         --attempts;
     }
-}
-
-Result<std::vector<MoveRequest>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
-    std::vector<MoveRequest> items;
-    Status found = inspect(seq, [&](const Sequence& s) -> Status {
-        TA_RETURN_IF_ERROR(check_range(s, first, n));
-        items.reserve(n);
-        for (uint64_t b = first; b < first + n; ++b) {
-            const BlockPtr& block = s.blocks[size_t(b)];
-            items.push_back(block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
-        }
-        return {};
-    });
-    if (!found.ok()) return found;
-    return items;
-}
-
-Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
-    if (to != TierKind::kDevice && !tier(to))
-        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk").argument(4);
-    Result<std::vector<MoveRequest>> items = full_blocks(seq, first, n);
-    if (!items.ok()) return std::move(items).status();
-    if (!mover_) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
-    Result<uint64_t> ticket = mover_->submit(items.take(), to, reason);
-    if (!ticket.ok() || to != TierKind::kDevice) return ticket;
-    // Who asks for blocks is about to use them: what makes room for them, or behind them, takes others first.
-    std::lock_guard lock(mutex_);
-    if (Result<Sequence*> s = find(seq); s.ok()) s.value()->last_used = ++uses_;
-    return ticket;
-}
-
-Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
-    return inspect(seq, [&](const Sequence& s) -> Status {
-        TA_RETURN_IF_ERROR(check_range(s, first, n));
-        for (uint64_t b = first; b < first + n; ++b) {
-            // A pin can be taken back from a block that was cut since.
-            const bool full = s.blocks[size_t(b)]->sealed() && (!pinned || b < uint64_t(s.length) / kPageTokens);
-            if (!full) {
-                return fail(TA_E_STATE, "the block %s", s.blocks[size_t(b)]->dropped() ? "was dropped" : "is not full yet")
-                    .block(int64_t(b));
-            }
-            if (!pinned && s.blocks[size_t(b)]->pins() == 0)
-                return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
-        }
-        const std::span blocks(s.blocks.data() + first, n);
-        if (pinned) {
-            blocks_->pin(blocks);
-        } else {
-            for (const BlockPtr& b : blocks) b->unpin();
-        }
-        return {};
-    });
 }
 
 }  // namespace ta

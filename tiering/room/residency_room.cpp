@@ -1,12 +1,13 @@
-// Whether a begin can have the room that it lacks, the way of its blocks through tiers that are full, whose turn it is where
-// several lack it, and what a pool drops for one where that is allowed. What is lost is decided before anything is.
+// Estimates before anything is lost: can a begin have the room that it lacks? Also the way of its blocks through tiers that are
+// full, and what is dropped for one where that is allowed.
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <thread>
 #include <unordered_set>
 
-#include "src/kv/pool.h"
 #include "tiering/room/leaving.h"
+#include "tiering/room/residency.h"
 #include "tiering/store/fall.h"
 
 namespace ta {
@@ -27,17 +28,17 @@ bool is_full(const Tier& tier, const Geometry& geometry) {
 
 }  // namespace
 
-uint64_t Pool::bytes_of(std::span<const PageKind> kinds) const {
+uint64_t Residency::bytes_of(std::span<const PageKind> kinds) const {
     uint64_t bytes = 0;
     for (const PageKind kind : kinds) bytes += geometry_.slot_bytes(kind);
     return bytes;
 }
 
-uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
-    if (blocks_->blocks_on_disk() == 0) return 0;
+uint64_t Residency::bytes_on_disk(std::span<Resident* const> seqs) const {
+    if (store_.blocks_on_disk() == 0) return 0;
     uint64_t bytes = 0;
     std::unordered_set<const Block*> seen;
-    for (const Sequence* s : seqs) {
+    for (const Resident* s : seqs) {
         for (const BlockPtr& block : s->blocks) {
             if (block->tier() == TierKind::kDisk && (block.use_count() == 1 || seen.insert(block.get()).second))
                 bytes += geometry_.slot_bytes(block->kind());
@@ -47,24 +48,24 @@ uint64_t Pool::bytes_on_disk(std::span<Sequence* const> seqs) const {
 }
 
 // Bytes that are free in each tier, or are when those have ended who are reading, or are of what is published and nobody uses.
-std::array<uint64_t, 3> Pool::count_room() const {
-    std::array<uint64_t, 3> room = prefixes_.unused_bytes();
-    room[0] += blocks_->free_bytes();
+std::array<uint64_t, 3> Residency::count_room() const {
+    std::array<uint64_t, 3> room = residents_.unused_bytes();
+    room[0] += store_.free_bytes();
     for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
         const Tier* there = tier(kind);
         if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().room;
     }
-    for (size_t t = 0; t < 3; ++t) room[t] += blocks_->left_bytes(TierKind(t));
+    for (size_t t = 0; t < 3; ++t) room[t] += store_.left_bytes(TierKind(t));
     return room;
 }
 
 // How many bytes of blocks like `above` take the room of one when they lie on disk.
-double Pool::times_on_disk(PageKind above) const {
+double Residency::times_on_disk(PageKind above) const {
     return geometry_.falls ? double(geometry_.slot_bytes(above)) / double(geometry_.low_slot_bytes) : 1.0;
 }
 
 // Moves change where bytes are, not how many. An estimate that errs towards OK.
-Status Pool::check_may_take_in(uint64_t bytes) const {
+Status Residency::check_may_take_in(uint64_t bytes) const {
     if (mover_ && mover_->busy()) return {};  // what moves has two places for a moment
     const std::array<uint64_t, 3> room = count_room();
     const double all = double(room[0]) + double(room[1] + room[2]) * times_on_disk(PageKind::kToken);
@@ -75,7 +76,7 @@ Status Pool::check_may_take_in(uint64_t bytes) const {
 }
 
 // What can happen to the blocks that there are, in bytes.
-struct Pool::Census {
+struct Residency::Census {
     // That may leave the device, here and in the next tier: by kind of what falls on the way, what keeps its bytes last.
     struct Leaves {
         uint64_t bytes = 0, below = 0;
@@ -86,12 +87,12 @@ struct Pool::Census {
     uint64_t moving = 0;         // of blocks that leave their place soon
 };
 
-Pool::Census Pool::take_census(std::span<Sequence* const> mine) const {
+Residency::Census Residency::take_census(std::span<Resident* const> mine) const {
     Census c;
     const TierKind next = below(TierKind::kDevice);
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(residents_.lock());
     std::unordered_set<const Block*> seen, shared_with_mine;
-    for (const Sequence* s : mine) {
+    for (const Resident* s : mine) {
         for (const BlockPtr& block : s->blocks) {
             if (block.use_count() > 1) shared_with_mine.insert(block.get());
         }
@@ -102,19 +103,18 @@ Pool::Census Pool::take_census(std::span<Sequence* const> mine) const {
             if (block.tier() == TierKind::kDevice && may_leave(block)) c.moving += geometry_.slot_bytes(block.kind());
         }
     }
-    for (const auto& s : sequences_) {
-        if (!s->alive) continue;
-        const bool of_mine = std::find(mine.begin(), mine.end(), s.get()) != mine.end();
-        const bool may_lose = tier_settings_.drop_coldest && may_lose_blocks(*s, mine);
-        for (size_t b = numerics_.sink_blocks; b < s->blocks.size(); ++b) {
-            const Block& block = *s->blocks[b];
+    const auto see = [&](const Resident& s) {
+        const bool of_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
+        const bool may_lose = settings_.drop_coldest && may_lose_blocks(s, mine);
+        for (size_t b = numerics_.sink_blocks; b < s.blocks.size(); ++b) {
+            const Block& block = *s.blocks[b];
             if (!block.sealed() || block.pins() > 0 || block.stuck()) continue;
-            const bool alone = s->blocks[b].use_count() == 1;
+            const bool alone = s.blocks[b].use_count() == 1;
             if (!alone && !seen.insert(&block).second) continue;
             const TierKind tier = block.tier();
             const PageKind kind = block.kind();
             const uint64_t bytes = geometry_.slot_bytes(kind);
-            if (alone && may_lose && b < count_full(*s)) {
+            if (alone && may_lose && b < count_full(s)) {
                 c.droppable[size_t(tier)] += bytes;
                 continue;
             }
@@ -132,12 +132,13 @@ Pool::Census Pool::take_census(std::span<Sequence* const> mine) const {
             l.below += there;
             if (host_) c.shrinks += bytes - there;
         }
-    }
+    };
+    residents_.visit(std::cref(see));
     return c;
 }
 
 // Bytes of the device that become free when as much leaves as the tiers below have room for.
-double Pool::gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const {
+double Residency::gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const {
     double below_bytes = double(room[2]);
     if (host_) below_bytes = double(room[1]) + double(room[2]) * times_on_disk(kind_in_tier(largest, TierKind::kHost));
     below_bytes += double(census.droppable[1] + census.droppable[2]);
@@ -152,9 +153,9 @@ double Pool::gained_on_device(const Census& census, const std::array<uint64_t, 3
 }
 
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
-bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* const> mine, uint64_t* lacking) const {
+bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking) const {
     // Blocks that leave for nothing come back; not so bits that they lose on the way.
-    if (!geometry_.falls && prefixes_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
+    if (!geometry_.falls && residents_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
     std::array<uint64_t, 3> room = count_room();
     const Census census = take_census(mine);
     room[0] += census.moving;
@@ -174,10 +175,10 @@ bool Pool::may_make_room(std::span<const PageKind> wanted, std::span<Sequence* c
 
 // Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so
 // many bytes are free. False: they are not.
-bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
+bool Residency::pass_to_disk(uint64_t bytes, Deadline until) {
     const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
     for (;;) {
-        const uint64_t free = blocks_->free_bytes();
+        const uint64_t free = store_.free_bytes();
         if (free >= bytes) return true;
         const uint64_t below = std::min(host_->stats().room, disk_->stats().room);
         if (below <= overshoot) return false;
@@ -188,19 +189,19 @@ bool Pool::pass_to_disk(uint64_t bytes, Deadline until) {
 // Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step,
 // else others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing
 // went up.
-bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until) {
+bool Residency::raise(std::span<Resident* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until) {
     const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
-    if (blocks_->left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
+    if (store_.left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
     for (bool raised = false;; raised = true) {
         std::vector<MoveItem> items;
-        for (const Sequence* s : mine) {
+        for (const Resident* s : mine) {
             for (size_t b = 0; b < s->blocks.size(); ++b) {
                 const BlockPtr& block = s->blocks[b];
                 if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
             }
         }
         // Where the device is full, too, one block of the step goes back: what others have on the device passes through there.
-        const auto fits = [&](const MoveItem& i) { return size_of(i) <= blocks_->free_bytes(); };
+        const auto fits = [&](const MoveItem& i) { return size_of(i) <= store_.free_bytes(); };
         if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
             const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {
                 const PageKind kind = i.block->kind();
@@ -215,7 +216,7 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
         }
         if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
         uint64_t listed = 0;
-        std::erase_if(items, [&, room = blocks_->free_bytes()](const MoveItem& item) {
+        std::erase_if(items, [&, room = store_.free_bytes()](const MoveItem& item) {
             if (item.block->tier() != TierKind::kHost || listed >= bytes || listed + size_of(item) > room) return true;
             listed += size_of(item);
             return false;
@@ -228,9 +229,14 @@ bool Pool::raise(std::span<Sequence* const> mine, uint64_t bytes, std::span<cons
     }
 }
 
-void Pool::set_waiting(std::span<Sequence* const> mine, RoomQueue::Waits waits) {
-    std::lock_guard lock(mutex_);
-    for (Sequence* s : mine) {
+void Residency::count_in_plans(int64_t sequences) {
+    in_plans_ += size_t(sequences);
+    ++plan_changes_;
+}
+
+void Residency::set_waiting(std::span<Resident* const> mine, RoomQueue::Waits waits) {
+    std::lock_guard lock(residents_.lock());
+    for (Resident* s : mine) {
         queued_ -= s->waits == RoomQueue::Waits::kQueued;
         s->waits = waits;
         queued_ += s->waits == RoomQueue::Waits::kQueued;
@@ -238,53 +244,55 @@ void Pool::set_waiting(std::span<Sequence* const> mine, RoomQueue::Waits waits) 
     ++plan_changes_;
 }
 
-bool Pool::others_make_room(std::span<Sequence* const> mine) const {
-    std::lock_guard lock(mutex_);
+bool Residency::others_make_room(std::span<Resident* const> mine) const {
+    std::lock_guard lock(residents_.lock());
     return in_plans_ > mine.size() + queued_;
 }
 
-void Pool::await_readers() const {
+void Residency::await_readers() const {
     constexpr std::chrono::milliseconds kPause{2};
     const auto start = std::chrono::steady_clock::now();
     // Plans of a pool without tiers do not say that they read.
-    if (!blocks_->still_reading(blocks_->last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
+    if (!store_.still_reading(store_.last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
 }
 
-void Pool::drop(std::span<const MoveItem> items) {
+void Residency::drop(std::span<const MoveItem> items) {
     for (const MoveItem& item : items) {
         if (!item.block->start_move()) continue;
         BlockPtr(item.block).reset();  // what former owners read happened before others write there
-        blocks_->drop(*item.block);
+        store_.drop(*item.block);
         item.block->end_move();
         ++counters_.dropped_blocks;
     }
 }
 
-Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequence* const> mine, const DropBelow& from_below) {
-    if (!tier_settings_.drop_coldest) return Drop::kNothing;
-    take_in_attention(true);  // what is lost must not depend on how far a GPU is
-    const uint64_t bytes = bytes_of(wanted), unused = prefixes_.unused_bytes()[0];
+Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::span<Resident* const> mine,
+                                        const DropBelow& from_below) {
+    if (!settings_.drop_coldest) return Drop::kNothing;
+    residents_.take_in_attention(true);  // what is lost must not depend on how far a GPU is
+    const uint64_t bytes = bytes_of(wanted), unused = residents_.unused_bytes()[0];
     // What others might come to have is decided under the lock; so it is held until the blocks are gone.
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(residents_.lock());
     // What moved blocks have left does not count: it was waited for, and plans that stay open may be reading there.
-    const uint64_t free = blocks_->free_bytes();
+    const uint64_t free = store_.free_bytes();
     if (bytes <= free) return Drop::kHere;
     uint64_t missing = bytes - free;
     Movable m;
     std::unordered_set<const Block*> seen;
-    const std::unordered_set<const Block*> held = shared_in_plans(sequences_);
-    for (const auto& s : sequences_) {
-        if (!may_lose_blocks(*s, mine)) continue;
-        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
-            const BlockPtr& block = s->blocks[b];
+    const std::unordered_set<const Block*> held = shared_in_plans(residents_);
+    const auto count = [&](const Resident& s) {
+        if (!may_lose_blocks(s, mine)) return;
+        for (size_t b = numerics_.sink_blocks; b < count_full(s); ++b) {
+            const BlockPtr& block = s.blocks[b];
             const bool shared = block.use_count() > 1;
             if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
             const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
             if (!shared) m.drops[tier] += size;
             m.down[tier] += size;
-            if (!s->may_be_read() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
+            if (!s.may_be_read() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
         }
-    }
+    };
+    residents_.visit(std::cref(count));
     // Room in a tier helps where the tiers above are full too, and have as much to pass on.
     const bool host_full = host_ && is_full(*host_, geometry_) && m.down[0] >= missing;
     TierKind from = TierKind::kDevice;
@@ -297,50 +305,52 @@ Pool::Drop Pool::drop_coldest(std::span<const PageKind> wanted, std::span<Sequen
                       m.drops[0] + m.drops[1] >= missing;
     // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's
     // own blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
-    const uint64_t evicted = std::max(bytes, blocks_->budget() / kEvictedPart);
-    if ((from != TierKind::kDevice || both) && m.drops[0] < missing + evicted && blocks_->still_reading(from_below.readers)) {
+    const uint64_t evicted = std::max(bytes, store_.budget() / kEvictedPart);
+    if ((from != TierKind::kDevice || both) && m.drops[0] < missing + evicted && store_.still_reading(from_below.readers)) {
         if (m.drops[0] + unused < missing) return Drop::kLater;
         from = TierKind::kDevice;
     }
     if (from == TierKind::kDevice && !both) {
         if (m.drops[0] + unused < missing) return Drop::kNothing;
-        if (unused > 0) missing -= std::min(missing, prefixes_.drop_unused(from, missing, false));
+        if (unused > 0) missing -= std::min(missing, residents_.drop_unused(from, missing, false));
         if (missing == 0) return Drop::kHere;
     }
     Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
-    for (const auto& s : sequences_) {
-        if (may_lose_blocks(*s, mine))
-            leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), both ? TierKind::kHost : from);
-    }
+    const auto add = [&](const Resident& s) {
+        if (may_lose_blocks(s, mine))
+            leaving.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? TierKind::kHost : from);
+    };
+    residents_.visit(std::cref(add));
     drop(leaving.items(policy_->choose(leaving, missing)));
     return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }
 
-bool Pool::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Sequence* const> mine) {
-    if (!tier_settings_.drop_coldest) return false;
-    take_in_attention(true);
-    std::lock_guard lock(mutex_);
+bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<Resident* const> mine) {
+    if (!settings_.drop_coldest) return false;
+    residents_.take_in_attention(true);
+    std::lock_guard lock(residents_.lock());
     const uint64_t come_up = bytes_on_disk(mine), bytes = bytes_of(wanted);
-    const uint64_t free = blocks_->free_bytes();
+    const uint64_t free = store_.free_bytes();
     Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
     uint64_t may_go = 0, of_device = 0;
-    for (const auto& s : sequences_) {
-        if (!may_lose_blocks(*s, mine)) continue;
-        const TierKind slowest = s->in_plan ? TierKind::kDisk : TierKind::kHost;
-        leaving.add(*s, uint32_t(numerics_.sink_blocks), count_full(*s), slowest);
-        for (size_t b = numerics_.sink_blocks; b < count_full(*s); ++b) {
-            const BlockPtr& block = s->blocks[b];
+    const auto see = [&](const Resident& s) {
+        if (!may_lose_blocks(s, mine)) return;
+        const TierKind slowest = s.in_plan ? TierKind::kDisk : TierKind::kHost;
+        leaving.add(s, uint32_t(numerics_.sink_blocks), count_full(s), slowest);
+        for (size_t b = numerics_.sink_blocks; b < count_full(s); ++b) {
+            const BlockPtr& block = s.blocks[b];
             const bool alone = block.use_count() == 1;
             if (!may_leave(*block) || block->tier() > slowest) continue;
             const uint64_t size = geometry_.slot_bytes(block->kind());
             if (alone) may_go += size;
             if (block->tier() == TierKind::kDevice && (alone || host_)) of_device += size;
         }
-    }
+    };
+    residents_.visit(std::cref(see));
     // Nothing is lost for a step whose new blocks have no room then.
     if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
     // Room on a GPU does not help what has to pass through the host tier.
-    if (come_up <= free) return !context_->device();
+    if (come_up <= free) return !context_.device();
     drop(leaving.items(policy_->choose(leaving, come_up - free)));
     return true;
 }

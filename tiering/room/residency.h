@@ -1,0 +1,251 @@
+// Where the blocks of a pool are: its tiers, what moves between them, and room for what comes. Sequences belong to the pool,
+// which shows them as Residents. Internally synchronised.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "src/core/context.h"
+#include "src/page/pages.h"
+#include "tiering/disk/disk.h"
+#include "tiering/move/mover.h"
+#include "tiering/policy/policy.h"
+#include "tiering/room/resident.h"
+#include "tiering/room/room_queue.h"
+#include "tiering/room/tier_settings.h"
+#include "tiering/store/blocks.h"
+#include "tiering/verify/reader.h"
+#include "tiering/verify/verifier.h"
+
+namespace ta {
+
+class Residency {
+  public:
+    // Since creation, for the statistics.
+    struct Counters {
+        // By TierKind, of the blocks of steps that began: found there; looked for there and found further down; there, but
+        // could not be promoted.
+        std::atomic<uint64_t> hits[3] = {}, absent[3] = {}, failed[3] = {};
+        // Begins that waited for room, for blocks on disk, and how long in all.
+        std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
+        std::atomic<uint64_t> dropped_blocks{0};
+        std::atomic<uint64_t> host_steps{0};  // steps with blocks in host memory
+    };
+
+    static constexpr std::chrono::milliseconds kErasePatience{1000};  // of records on disk, until their room is free
+
+    // The device tier alone. `pages` and `residents` outlive this.
+    Residency(Context& context, const Pages& pages, Residents& residents, uint64_t budget);
+    // Makes the tiers below the device. What a persistent disk brings along stays there until start().
+    Status open(const TierSettings& settings);
+    // Starts moves, where there are tiers below the device. Tickets count from `first_ticket` on.
+    Status start(uint64_t first_ticket);
+    // Ends them, before the sequences do.
+    void stop() { mover_.reset(); }
+
+    const TierSettings& settings() const { return settings_; }
+    BlockStore& store() { return store_; }
+    const BlockStore& store() const { return store_; }
+    // Tiers below the device: nullptr where there is none. The mover is there if one of them is.
+    Tier* tier(TierKind kind) const {
+        return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
+    }
+    DiskTier* disk() const { return disk_.get(); }
+    Mover* mover() const { return mover_.get(); }
+    // Checks blocks in device memory; nullptr on a CPU.
+    BlockVerifier* verifier() const { return verifier_.get(); }
+    const BlockReader& reader() const { return reader_; }
+    Counters& counters() { return counters_; }
+    const Counters& counters() const { return counters_; }
+
+    Status check_open() const { return residents_.check_open(); }
+
+    // ---- attention and steps
+
+    bool observes_attention() const { return settings_.eviction == Eviction::kAttention; }
+    // Blocks may be dropped: the sequences of steps may lack some.
+    bool may_drop() const { return settings_.drop_coldest; }
+    Fading fading() const { return Fading(settings_.half_life, steps_.load(std::memory_order_relaxed)); }
+    // A step's blocks are there: attention fades by the steps.
+    void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
+
+    // ---- who waits for whom
+
+    // Plans have taken so many sequences more (below 0: fewer). Under the lock of the residents.
+    void count_in_plans(int64_t sequences);
+    // Something that waiting begins look at has changed.
+    void note_change() { ++plan_changes_; }
+    // For as long as a call holds blocks that are in no sequence: these cannot leave or be dropped before, and others wait.
+    class BlockHold {
+      public:
+        explicit BlockHold(const Residency& residency) : residency_(residency) { residency_.holders_.fetch_add(1); }
+        ~BlockHold() { residency_.holders_.fetch_sub(1); }
+        BlockHold(const BlockHold&) = delete;
+        BlockHold& operator=(const BlockHold&) = delete;
+
+      private:
+        const Residency& residency_;
+    };
+    RoomQueue& room_queue() { return room_queue_; }
+    // What the begin of a plan with these sequences does from now on.
+    void set_waiting(std::span<Resident* const> mine, RoomQueue::Waits waits);
+    // Until those are done who are reading, or for a moment.
+    void await_readers() const;
+    // Other plans have sequences than the one that holds `mine`.
+    bool others_in_plans(std::span<Resident* const> mine) const { return in_plans_.load() > mine.size(); }
+    // Likewise, but for begins that are queued for room.
+    bool others_make_room(std::span<Resident* const> mine) const;
+    // Grows when a plan takes or gives back sequences, and when its begin starts or ends to wait.
+    uint64_t plan_changes() const { return plan_changes_.load(); }
+    // A move or a call holds blocks that it lets go of soon.
+    bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
+
+    // ---- room
+
+    // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
+    // reading.
+    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
+    // Evicts blocks that were not used for long from `tier` until the wanted ones fit. False when nothing could be moved.
+    // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
+    bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false, Deadline until = kNoDeadline);
+    // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
+    // freed nothing.
+    bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
+    // TA_E_TIER_FULL: so many bytes of new blocks do not fit, whatever else moves or is dropped that nobody uses.
+    Status check_may_take_in(uint64_t bytes) const;
+    // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
+    // `lacking` gets how many bytes there are too few then.
+    bool may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking = nullptr) const;
+    // Evictions that failed for another reason than a tier that is full, since creation.
+    uint64_t failed_evictions() const;
+    // TA_E_TIER_FULL with why blocks could not leave: a tier that fails, evictions that failed since there were `before`, or a
+    // tier that is full.
+    Status with_cause(Status s, uint64_t before) const;
+    // Promotes blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the
+    // wanted blocks.
+    Status make_resident(std::span<Resident* const> mine, std::span<const PageKind> wanted, Deadline until);
+    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
+    // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
+    // at once. What would not be enough is not dropped.
+    enum class Drop : uint8_t {
+        kNothing,
+        kLater,  // nothing now; when those are done who are reading
+        kHere,   // the wanted blocks fit
+        kBelow,  // what makes room in the device tier fits below
+    };
+    struct DropBelow {
+        bool allowed = true;
+        uint64_t readers = 0;  // up to this one must have ended where the device's own blocks would not do
+    };
+    Drop drop_coldest(std::span<const PageKind> wanted, std::span<Resident* const> mine, const DropBelow& from_below);
+    // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of
+    // `mine`, which need not come any more. False: nothing was dropped.
+    bool drop_to_be_resident(std::span<const PageKind> wanted, std::span<Resident* const> mine);
+    // After a step: demotes blocks in the background when the device tier is nearly full. `filled`: the step made blocks full
+    // that may leave.
+    void keep_room(bool filled);
+
+    // ---- steps' blocks
+
+    // Where the blocks of a step lie as it looks for them. Sequences are in the caller's plan.
+    struct Lookups {
+        struct Prefetched {
+            Block* block;
+            PrefetchMark::Seen seen;
+        };
+        uint64_t found[3] = {};  // by TierKind
+        std::vector<Prefetched> prefetched;
+    };
+    Lookups look_up(std::span<Resident* const> mine) const;
+    // Counts a step that has begun, by where its blocks were.
+    void count_step(const Lookups& lookups);
+
+    // ---- loads
+
+    // What a load has read so far, which no sequence has yet, from the first one on.
+    struct Loading {
+        std::vector<MoveItem> blocks;
+        size_t above[2] = {0, 0};  // those before have left the device tier, the host tier, or stay there
+        std::optional<std::chrono::steady_clock::time_point> patience_ends;  // with plans, once there is no room
+    };
+    // While a load goes on others may move what it has read, too: they find it here.
+    class LoadHold {
+      public:
+        LoadHold(Residency& residency, Loading& loading);
+        ~LoadHold();
+        LoadHold(const LoadHold&) = delete;
+        LoadHold& operator=(const LoadHold&) = delete;
+        void add(MoveItem item);
+
+      private:
+        Residency& residency_;
+        Loading& loading_;
+    };
+    // A block in the device tier. Makes room by moving others out, those of `mine` too.
+    Result<BlockPtr> new_block(PageKind kind, Loading& mine);
+
+  private:
+    Status check_tiers(const TierSettings& settings) const;
+    Status make_host_tier(const TierSettings& settings);
+    Status open_disk_tier(const TierSettings& settings);
+    TierKind below(TierKind tier) const;
+    bool evict(TierKind from, TierKind to, uint64_t bytes, Deadline until);
+    bool make_way(TierKind tier, uint64_t bytes, Deadline until);
+    bool send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
+    bool send_down(Loading& mine, uint64_t bytes);
+    void note_failed(const MoveProgress& eviction);
+    uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
+    bool pass_to_disk(uint64_t bytes, Deadline until);
+    bool raise(std::span<Resident* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);
+    struct Census;
+    std::array<uint64_t, 3> count_room() const;
+    std::string full_below() const;
+    Census take_census(std::span<Resident* const> mine) const;
+    double gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const;
+    double times_on_disk(PageKind above) const;
+    uint64_t bytes_of(std::span<const PageKind> kinds) const;
+    uint64_t bytes_on_disk(std::span<Resident* const> mine) const;
+    void drop(std::span<const MoveItem> items);
+
+    Context& context_;
+    const Pages& pages_;
+    const Geometry& geometry_ = pages_.geometry;
+    const Numerics& numerics_ = pages_.numerics;
+    Residents& residents_;
+    TierSettings settings_;
+    std::unique_ptr<EvictionPolicy> policy_;
+    std::unique_ptr<Tier> host_;
+    std::unique_ptr<DiskTier> disk_;
+    BlockStore store_;
+    const BlockReader reader_;
+    std::unique_ptr<BlockVerifier> verifier_;
+    std::unique_ptr<BlockEncoder> encoder_;
+    Counters counters_;
+
+    mutable std::mutex failed_evictions_mutex_;
+    uint64_t failed_evictions_ = 0;
+    Status failed_eviction_;  // the last one's
+    RoomQueue room_queue_;
+
+    // Under the lock of the residents.
+    std::vector<const Loading*> loads_;  // that go on
+    size_t queued_ = 0;                  // sequences in plans whose begins are queued for room
+    std::atomic<size_t> in_plans_{0};    // sequences
+    std::atomic<uint64_t> plan_changes_{0};
+
+    mutable std::atomic<int> holders_{0};      // calls of BlockHold
+    std::atomic<uint32_t> steps_{0};           // that were begun
+    std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
+    std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction; 0: nothing might leave
+    std::unique_ptr<Mover> mover_;             // last: its threads use the rest
+};
+
+}  // namespace ta

@@ -1,0 +1,39 @@
+// The tiers of a pool as they were asked for.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "src/core/device.h"
+#include "tiering/policy/policy.h"
+#include "tiering/tier.h"
+
+namespace ta {
+
+// Whether steps on a GPU copy pages in host memory to device memory before a layer reads them, or read them in place.
+enum class StagingMode : uint8_t { kAuto, kNever, kAlways };  // kAuto: whichever is predicted to be faster
+
+// The tiers below the device, each on if it has a budget.
+struct TierSettings {
+    uint64_t host_budget = 0, disk_budget = 0;
+    std::string disk_folder;
+    std::string disk_path;  // of a persistent file; empty: one without a name in disk_folder
+    std::function<std::unique_ptr<Tier>(std::unique_ptr<Tier>)>
+        wrap_host;  // a seam: what the pool uses in place of its host tier
+    int numa_node = -1;
+    MoveRoute route = MoveRoute::kCalibrated;
+    int high_percent = 94, low_percent = 90;  // of the device budget: blocks leave from the one, down to the other
+    Eviction eviction = Eviction::kLru;
+    uint32_t half_life = 128;       // of attention, in steps
+    uint32_t attention_layers = 0;  // a step observes one of so many layers; 0: the default
+    bool drop_coldest = false;      // when nothing can leave for another tier any more
+    // How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.
+    std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
+    StagingMode staging = StagingMode::kAuto;
+    uint64_t staging_bytes = 0;  // of the device budget, that each plan may take for it while it has room
+};
+
+}  // namespace ta
