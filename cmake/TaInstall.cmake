@@ -18,9 +18,12 @@ endif()
 install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(FILES LICENSE NOTICE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 # What users need and the headers name, with what these link to.
-install(FILES docs/FORMAT.md docs/errors.md docs/gpu.md docs/kernels.md docs/numerics.md docs/threading.md docs/tiers.md
+install(FILES docs/README.md docs/FORMAT.md docs/benchmarks.md docs/errors.md docs/gpu.md docs/kernels.md docs/numerics.md
+    docs/threading.md docs/tiers.md
     DESTINATION "${CMAKE_INSTALL_DOCDIR}/docs"
 )
+install(DIRECTORY docs/internals DESTINATION "${CMAKE_INSTALL_DOCDIR}/docs")
+install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" FILES_MATCHING PATTERN "*.md")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
     INSTALL_DESTINATION "${_ta_package_dir}"

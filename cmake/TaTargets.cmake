@@ -14,7 +14,7 @@ if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
 endif()
 
 # What an optimised build is hardened with: overflows of buffers end the program instead of going on with what they wrote, and
-# jumps that are not meant are caught on processors with CET. docs/benchmarks.md has what it costs. Sanitizers do better.
+# jumps that are not meant are caught on processors with CET. bench/results/cpu-attention.md has what it costs. Sanitizers do better.
 set(TA_HARDENING_FLAGS)
 if(TA_HARDENING AND NOT TA_SANITIZE)
     set(TA_HARDENING_FLAGS -fstack-protector-strong)

@@ -447,7 +447,7 @@ typedef struct ta_tier_options {
     ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
     /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and
      * those on disk 2, of one of 4 bits those on disk 2. Sink blocks and what is published keep what they have. Changes
-     * results; docs/tiers.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
+     * results; bench/results/accuracy.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
     ta_switch falling_precision;
     const struct ta_x_tier_tuning* tuning; /* turboattention_experimental.h; NULL: all as measured or by default */
 } ta_tier_options;

@@ -1,5 +1,5 @@
 // Layer-ahead staging, the arithmetic: which pages in host memory a step copies to device memory before its layers read them,
-// and where they go there. src/attend/cuda_staging.* does it.
+// and where they go there. src/attend/cuda/staging.* does it.
 #pragma once
 
 #include <cstddef>

@@ -17,7 +17,7 @@
 namespace ta {
 namespace {
 
-// Decode takes up to 16% longer in a layer that is observed (docs/tiers.md), and may take 2% longer in all.
+// Decode takes up to 16% longer in a layer that is observed (bench/results/h200-attention.md), and may take 2% longer in all.
 constexpr uint32_t kAttentionLayersOnGpu = 8;
 
 std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {

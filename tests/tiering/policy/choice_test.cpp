@@ -119,7 +119,8 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     pool->unlock_for_plan(locked.value());
 }
 
-// 1000 of 100,000 blocks: the pool's lock is held meanwhile. What it prints on an idle machine is in docs/tiers.md; the bound
+// 1000 of 100,000 blocks: the pool's lock is held meanwhile. What it prints on an idle machine is in
+// bench/results/cpu-attention.md; the bound
 // leaves room for a busy one, and is far below what looking at all blocks for each victim would take.
 TEST_P(Choice, IsCheap) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(NDEBUG)

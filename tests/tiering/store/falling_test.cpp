@@ -573,7 +573,7 @@ TEST(FallingOptions, WhatIsRefused) {
     EXPECT_EQ(create([&](auto&) { tiers.host_bytes = 0; }), TA_OK);
 }
 
-// What it costs: docs/tiers.md has these figures.
+// The error of falling precision: bench/results/accuracy.md has these figures.
 TEST(FallingAccuracy, ErrorByWhereBlocksAre) {
     struct Mix {
         const char* name;
