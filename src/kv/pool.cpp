@@ -187,12 +187,13 @@ Status Pool::close() {
         std::lock_guard lock(mutex_);
         TA_RETURN_IF_ERROR(check_open());
         closed_ = true;
-        residency_.note_change();
+        blocks().room().notify();
     }
     if (mover()) mover()->cancel_all();
     blocks().keep_records();
     prefixes_.close();
     for (size_t slot = 0;; ++slot) {
+        const RoomSignal::AtEnd signal(blocks().room());
         std::vector<BlockPtr> dropped;  // after the lock
         std::lock_guard lock(mutex_);
         if (slot == sequences_.size()) break;
@@ -267,6 +268,7 @@ Result<ta_seq> Pool::adopt(Snapshot&& from) {
 Result<std::vector<ta_seq>> Pool::adopt_all(std::vector<Snapshot>&& all) {
     std::vector<ta_seq> ids;
     ids.reserve(all.size());
+    const RoomSignal::AtEnd signal(blocks().room());
     std::vector<std::vector<BlockPtr>> dropped(all.size());  // after the lock
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open());
@@ -303,7 +305,8 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
 }
 
 Status Pool::truncate(ta_seq seq, int64_t length) {
-    std::vector<BlockPtr> dropped;  // after the lock
+    const RoomSignal::AtEnd signal(blocks().room());  // of published blocks that nobody uses now
+    std::vector<BlockPtr> dropped;                    // after the lock
     std::lock_guard lock(mutex_);
     Result<Sequence*> found = find_idle(seq);
     if (!found.ok()) return std::move(found).status();
@@ -331,6 +334,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
 }
 
 Status Pool::release(ta_seq seq) {
+    const RoomSignal::AtEnd signal(blocks().room());
     std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open());
@@ -443,7 +447,7 @@ Result<std::vector<Sequence*>> Pool::lock_for_plan(std::span<const ta_seq> seqs)
         s->used_before_at = std::exchange(s->last_used_at, now);
     }
     if (!status.ok()) return status;
-    residency_.count_in_plans(int64_t(taken.size()));
+    residency_.ledger().enter_plans(taken.size());
     return taken;
 }
 
@@ -471,8 +475,7 @@ void Pool::unlock_for_plan(std::vector<Sequence*>& seqs) {
         dropped.clear();
         lock.lock();
     }
-    // Who waits for room looks once more when it is there.
-    residency_.count_in_plans(-int64_t(n));
+    residency_.ledger().leave_plans(n);
     lock.unlock();
     seqs.clear();
     if (closed_) blocks().trim();
@@ -561,6 +564,7 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
             blocks().pin(range);
         } else {
             for (const BlockPtr& b : range) b->unpin();
+            blocks().room().notify();
         }
         return {};
     });

@@ -8,7 +8,7 @@
 #include "src/kv/files/block_file.h"
 #include "src/kv/pool.h"
 #include "tiering/disk/disk.h"
-#include "tiering/room/room_retry.h"
+#include "tiering/room/signal.h"
 
 namespace ta {
 
@@ -38,12 +38,15 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
-    for (RoomRetry looks(std::min(tier_settings().moves_patience, kBriefly));;) {
+    constexpr std::chrono::milliseconds kMoment{200};
+    RoomSignal::Watch watch(blocks().room());
+    const Deadline until = blocks().room().now() + std::min(tier_settings().moves_patience, kMoment);
+    for (;;) {
         const bool held = residency_.blocks_are_held();
         Status published = prefixes_.publish(space, keys, s.blocks);
         if (published.ok()) break;
         // What a move or a file holds for a moment counts as in use.
-        if (published.code() != TA_E_LIMIT || !held || !looks.again()) return published;
+        if (published.code() != TA_E_LIMIT || !held || !watch.wait(until)) return published;
     }
     std::lock_guard lock(mutex_);
     if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;

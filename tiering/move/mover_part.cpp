@@ -93,6 +93,7 @@ MovePart::~MovePart() {
         w.item->block->end_move();
     }
     sharing_.parts.fetch_sub(1);
+    sharing_.pool.store.room().notify();
 }
 
 // A GPU's memory and the disk meet in the host tier.
@@ -209,24 +210,23 @@ bool MovePart::take(const MoveItem& item) {
 
 // Slots for all, or for as many as possible one by one; the others get a status.
 void MovePart::find_room() {
-    const MoveHost& pool = sharing_.pool;
-    const Deadline until = std::chrono::steady_clock::now() + patience_;
+    const BlockStore& store = sharing_.pool.store;
+    const Deadline until = store.room().now() + patience_;
+    std::vector<PageKind> kinds;
+    uint64_t bytes = 0;
+    for (const Work& w : work_) {
+        kinds.push_back(w.to.kind);
+        bytes += sharing_.pool.pages.geometry.slot_bytes(w.to.kind);
+    }
+    RoomSignal::Watch watch(store.room());
     Status all = acquire(work_);
-    // What blocks have left counts until those are done who were reading there.
-    if (all.code() == TA_E_TIER_FULL && patience_.count() > 0 && pool.store.wait_for_left(patience_)) all = acquire(work_);
-    if (all.code() == TA_E_TIER_FULL && reason_ != MoveReason::kPrefetch) {
-        std::vector<PageKind> kinds;
-        uint64_t bytes = 0;
-        for (const Work& w : work_) {
-            kinds.push_back(w.to.kind);
-            bytes += pool.pages.geometry.slot_bytes(w.to.kind);
+    while (all.code() == TA_E_TIER_FULL) {
+        // What blocks have left counts when those are done who were reading there.
+        if (!store.has_left() || !watch.wait(until)) {
+            if (reason_ == MoveReason::kPrefetch || store.left_bytes(to_) >= bytes) break;
+            if (!sharing_.pool.make_room(to_, kinds, until)) break;
         }
-        constexpr int kAttempts = 8;  // other parts may take the room that was made
-        for (int i = 0; i < kAttempts && all.code() == TA_E_TIER_FULL; ++i) {
-            if (pool.store.left_bytes(to_) >= bytes || !pool.make_room(to_, kinds, until))
-                break;  // or it is made, but being read
-            all = acquire(work_);
-        }
+        all = acquire(work_);
     }
     if (all.ok()) return;
     for (Work& w : work_) w.status = acquire({&w, 1});

@@ -14,6 +14,7 @@
 #include "src/core/thread_pool.h"
 #include "tiering/disk/disk.h"
 #include "tiering/disk/latch.h"
+#include "tiering/room/signal.h"
 #include "tiering/store/blocks.h"
 #include "tiering/verify/reader.h"
 #include "tiering/verify/verifier.h"
@@ -24,9 +25,6 @@ namespace ta {
 enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
 inline constexpr int kMoveReasons = 4;
 inline constexpr std::chrono::milliseconds kReadersPatience{200};
-// Until when a step waits; what it makes others move waits no longer, but for a moment.
-using Deadline = std::chrono::steady_clock::time_point;
-inline constexpr Deadline kNoDeadline = Deadline::max();
 
 struct MoveItem {
     BlockPtr block;                                           // nullptr: one that is not full, which stays

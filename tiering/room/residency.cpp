@@ -10,7 +10,6 @@
 #include "tiering/disk/latch.h"
 #include "tiering/host/host.h"
 #include "tiering/room/leaving.h"
-#include "tiering/room/room_retry.h"
 #include "tiering/store/fall.h"
 #include "tiering/verify/block_check.h"
 
@@ -226,18 +225,18 @@ bool Residency::make_way(TierKind tier, uint64_t bytes, Deadline until) {
 }
 
 bool Residency::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
-    constexpr int kAttempts = 4;  // blocks that are damaged stay, and are not tried again
     if (!tier(to)) return false;
-    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    for (;;) {
         const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk);
         if (items.empty()) return false;
         const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction, until);
         if (progress.moved > 0) return true;
-        if (progress.status.code() == TA_E_CORRUPT) continue;
+        // Blocks that turned out to be damaged are not chosen again.
+        const auto is_stuck = [](const MoveItem& item) { return item.block->stuck(); };
+        if (std::any_of(items.begin(), items.end(), is_stuck)) continue;
         note_failed(progress);
         return false;
     }
-    return false;
 }
 
 void Residency::note_failed(const MoveProgress& eviction) {
@@ -413,33 +412,30 @@ bool Residency::send_down(Loading& mine, uint64_t bytes) {
 
 Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
-    constexpr int kAttempts = 8;
     const uint64_t failed_before = failed_evictions();
-    constexpr std::chrono::milliseconds kPause{20};
-    RoomRetry looks(settings_.moves_patience);
-    for (int attempts = 0;;) {
-        const bool moving = blocks_are_held();
-        const uint64_t seen = store_.changes();
+    const RoomSignal& room = store_.room();
+    const Deadline moves_end = room.now() + settings_.moves_patience;
+    RoomSignal::Watch watch(room);
+    for (;;) {
+        const bool moving = mover_ && blocks_are_held();
         Result<std::vector<BlockPtr>> taken = store_.acquire(wanted);
         if (taken.ok()) return std::move(taken.value()[0]);
         Status s = std::move(taken).status();
-        if (s.code() == TA_E_TIER_FULL && !mover_ && drop_unused(TierKind::kDevice, wanted, true)) continue;
-        if (s.code() != TA_E_TIER_FULL || !mover_) return s;
-        // As for a begin, what blocks have left is room as soon as those are done who read there.
-        const auto now = std::chrono::steady_clock::now();
-        if (!mine.patience_ends) mine.patience_ends = now + settings_.plans_patience;
-        if (now < *mine.patience_ends && store_.wait_for_left(kPause)) continue;
-        const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
-        if (++attempts == kAttempts) return with_cause(std::move(s), failed_before);
-        if (make_way(TierKind::kDevice, bytes, kNoDeadline)) continue;
-        if (send_down(mine, bytes)) {
-            --attempts;  // they do not come back, so this ends
-            continue;
+        if (s.code() != TA_E_TIER_FULL) return s;
+        if (!mover_) {
+            if (drop_unused(TierKind::kDevice, wanted, true)) continue;
+            return s;
         }
-        if (drop_unused(TierKind::kDevice, wanted, false)) continue;
+        // As for a begin, what blocks have left is room as soon as those are done who read there.
+        if (!mine.patience_ends) mine.patience_ends = room.now() + settings_.plans_patience;
+        if (store_.has_left() && watch.wait(*mine.patience_ends)) continue;
+        const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
+        if (make_way(TierKind::kDevice, bytes, kNoDeadline) || send_down(mine, bytes) ||
+            drop_unused(TierKind::kDevice, wanted, false))
+            continue;
         // What others move now, or made room of while this was looking for some.
-        if ((!moving && store_.changes() == seen) || !looks.again()) return with_cause(std::move(s), failed_before);
-        --attempts;
+        if (!moving && !blocks_are_held() && !watch.signalled()) return with_cause(std::move(s), failed_before);
+        if (!watch.wait(moves_end)) return with_cause(std::move(s), failed_before);
     }
 }
 

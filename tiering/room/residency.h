@@ -18,8 +18,8 @@
 #include "tiering/disk/disk.h"
 #include "tiering/move/mover.h"
 #include "tiering/policy/policy.h"
+#include "tiering/room/ledger.h"
 #include "tiering/room/resident.h"
-#include "tiering/room/room_queue.h"
 #include "tiering/room/tier_settings.h"
 #include "tiering/store/blocks.h"
 #include "tiering/verify/reader.h"
@@ -79,37 +79,31 @@ class Residency {
 
     // ---- who waits for whom
 
-    // Plans have taken so many sequences more (below 0: fewer). Under the lock of the residents.
-    void count_in_plans(int64_t sequences);
-    // Something that waiting begins look at has changed.
-    void note_change() { ++plan_changes_; }
+    RoomLedger& ledger() { return ledger_; }
     // For as long as a call holds blocks that are in no sequence: these cannot leave or be dropped before, and others wait.
     class BlockHold {
       public:
         explicit BlockHold(const Residency& residency) : residency_(residency) { residency_.holders_.fetch_add(1); }
-        ~BlockHold() { residency_.holders_.fetch_sub(1); }
+        ~BlockHold() {
+            residency_.holders_.fetch_sub(1);
+            residency_.store_.room().notify();
+        }
         BlockHold(const BlockHold&) = delete;
         BlockHold& operator=(const BlockHold&) = delete;
 
       private:
         const Residency& residency_;
     };
-    RoomQueue& room_queue() { return room_queue_; }
     // What the begin of a plan with these sequences does from now on.
-    void set_waiting(std::span<Resident* const> mine, RoomQueue::Waits waits);
-    // Until those are done who are reading, or for a moment.
-    void await_readers() const;
-    // Other plans have sequences than the one that holds `mine`.
-    bool others_in_plans(std::span<Resident* const> mine) const { return in_plans_.load() > mine.size(); }
-    // Likewise, but for begins that are queued for room.
-    bool others_make_room(std::span<Resident* const> mine) const;
-    // Grows when a plan takes or gives back sequences, and when its begin starts or ends to wait.
-    uint64_t plan_changes() const { return plan_changes_.load(); }
+    void set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits);
     // A move or a call holds blocks that it lets go of soon.
     bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
 
     // ---- room
 
+    uint64_t bytes_of(std::span<const PageKind> kinds) const;
+    // Of blocks of `mine`, each counted once.
+    uint64_t bytes_on_disk(std::span<Resident* const> mine) const;
     // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
     // reading.
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
@@ -211,8 +205,6 @@ class Residency {
     Census take_census(std::span<Resident* const> mine) const;
     double gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const;
     double times_on_disk(PageKind above) const;
-    uint64_t bytes_of(std::span<const PageKind> kinds) const;
-    uint64_t bytes_on_disk(std::span<Resident* const> mine) const;
     void drop(std::span<const MoveItem> items);
 
     Context& context_;
@@ -233,13 +225,10 @@ class Residency {
     mutable std::mutex failed_evictions_mutex_;
     uint64_t failed_evictions_ = 0;
     Status failed_eviction_;  // the last one's
-    RoomQueue room_queue_;
+    RoomLedger ledger_{store_.room(), [this] { return store_.free_bytes(); }, [this] { return blocks_are_held(); }};
 
     // Under the lock of the residents.
     std::vector<const Loading*> loads_;  // that go on
-    size_t queued_ = 0;                  // sequences in plans whose begins are queued for room
-    std::atomic<size_t> in_plans_{0};    // sequences
-    std::atomic<uint64_t> plan_changes_{0};
 
     mutable std::atomic<int> holders_{0};      // calls of BlockHold
     std::atomic<uint32_t> steps_{0};           // that were begun

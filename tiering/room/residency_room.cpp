@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <thread>
 #include <unordered_set>
 
 #include "tiering/room/leaving.h"
@@ -229,31 +228,9 @@ bool Residency::raise(std::span<Resident* const> mine, uint64_t bytes, std::span
     }
 }
 
-void Residency::count_in_plans(int64_t sequences) {
-    in_plans_ += size_t(sequences);
-    ++plan_changes_;
-}
-
-void Residency::set_waiting(std::span<Resident* const> mine, RoomQueue::Waits waits) {
+void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
     std::lock_guard lock(residents_.lock());
-    for (Resident* s : mine) {
-        queued_ -= s->waits == RoomQueue::Waits::kQueued;
-        s->waits = waits;
-        queued_ += s->waits == RoomQueue::Waits::kQueued;
-    }
-    ++plan_changes_;
-}
-
-bool Residency::others_make_room(std::span<Resident* const> mine) const {
-    std::lock_guard lock(residents_.lock());
-    return in_plans_ > mine.size() + queued_;
-}
-
-void Residency::await_readers() const {
-    constexpr std::chrono::milliseconds kPause{2};
-    const auto start = std::chrono::steady_clock::now();
-    // Plans of a pool without tiers do not say that they read.
-    if (!store_.still_reading(store_.last_reading(), kPause)) std::this_thread::sleep_until(start + kPause);
+    for (Resident* s : mine) s->waits = waits;
 }
 
 void Residency::drop(std::span<const MoveItem> items) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tiering/move/mover_part.h"
-#include "tiering/room/room_queue.h"
+#include "tiering/room/ledger.h"
 #include "tiering/store/blocks.h"
 
 namespace ta {
@@ -18,8 +18,8 @@ namespace ta {
 struct Resident {
     bool alive = false;
     bool in_plan = false;
-    RoomQueue::Waits waits = RoomQueue::Waits::kNot;  // for room, its plan's begin
-    bool may_be_read() const { return in_plan && waits == RoomQueue::Waits::kNot; }
+    RoomLedger::Waits waits = RoomLedger::Waits::kNot;  // for room, its plan's begin
+    bool may_be_read() const { return in_plan && waits == RoomLedger::Waits::kNot; }
     int32_t priority = 0;    // the lower leaves a tier first, where the pool's policy heeds it
     uint64_t last_used = 0;  // by a plan, or moved to the device for one: the pool's count of uses then
     std::chrono::steady_clock::time_point last_used_at;  // by a plan

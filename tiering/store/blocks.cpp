@@ -235,15 +235,11 @@ void BlockStore::release_scratch(PageKind kind, const Scratch& scratch, Tenant t
     release_slot(kind, scratch.slot, scratch.tenant == tenant ? tenant : kUnknownTenant);
     std::lock_guard lock(mutex_);
     --scratch_[size_t(kind)];
-    freed_.notify_all();
 }
 
-bool BlockStore::wait_for_scratch(std::chrono::milliseconds most) {
-    std::unique_lock lock(mutex_);
-    const auto all = [this] { return std::accumulate(std::begin(scratch_), std::end(scratch_), uint64_t{0}); };
-    const uint64_t before = all();
-    if (before > 0) freed_.wait_for(lock, most, [&] { return all() < before; });
-    return before > 0;
+bool BlockStore::has_scratch() const {
+    std::lock_guard lock(mutex_);
+    return std::any_of(std::begin(scratch_), std::end(scratch_), [](uint64_t n) { return n > 0; });
 }
 
 Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {
@@ -383,7 +379,6 @@ void BlockStore::release(const Block& block) {
     const bool replaced = block.stuck() || (keep && has_record);
     if (has_record && !keep) give_record(block.record_, replaced);
     free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant, replaced);
-    frees_.fetch_add(1, std::memory_order_release);
 }
 
 void BlockStore::give_record(Slot slot, bool replaced) {
@@ -392,6 +387,7 @@ void BlockStore::give_record(Slot slot, bool replaced) {
 
 // `replaced`: what a record there promised, another one does that may not be on the medium yet.
 void BlockStore::free_place(const Place& place, Tenant tenant, bool replaced) {
+    room_.notify();  // behind the caller's lock
     if (place.tier == TierKind::kDevice) {
         --in_use_[size_t(place.kind)];
         put_back(place.kind, {place.address, tenant});
@@ -460,6 +456,7 @@ bool BlockStore::move_locked(Block& block, const Place& to) {
     block.tier_keys_ = to.keys;
     moves_.fetch_add(1, std::memory_order_release);
     free_left();
+    room_.notify();
     return true;
 }
 
@@ -585,7 +582,7 @@ void BlockStore::stop_reading(uint64_t reading) {
     *mine = reading_.back();
     reading_.pop_back();
     free_left();
-    freed_.notify_all();
+    room_.notify();
 }
 
 uint64_t BlockStore::last_reading() const {
@@ -593,11 +590,9 @@ uint64_t BlockStore::last_reading() const {
     return readings_;
 }
 
-bool BlockStore::still_reading(uint64_t last, std::chrono::milliseconds wait) const {
-    std::unique_lock lock(mutex_);
-    return !freed_.wait_for(lock, wait, [&] {
-        return std::none_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
-    });
+bool BlockStore::still_reading(uint64_t last) const {
+    std::lock_guard lock(mutex_);
+    return std::any_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
 }
 
 // What was left before the first of the present readers came.
@@ -610,16 +605,11 @@ void BlockStore::free_left() {
     for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant, left_[i].replaced);
     left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
     if (n == 0) return;
-    frees_.fetch_add(1, std::memory_order_release);
-    freed_.notify_all();
 }
 
-bool BlockStore::wait_for_left(std::chrono::milliseconds most) {
-    std::unique_lock lock(mutex_);
-    if (left_.empty()) return false;
-    const uint64_t last = left_.back().at;
-    freed_.wait_for(lock, most, [&] { return left_.empty() || left_.front().at > last; });
-    return true;
+bool BlockStore::has_left() const {
+    std::lock_guard lock(mutex_);
+    return !left_.empty();
 }
 
 uint64_t BlockStore::left_bytes(TierKind tier) const {

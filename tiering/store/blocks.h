@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -15,6 +14,7 @@
 #include "src/page/geometry.h"
 #include "tiering/disk/request.h"
 #include "tiering/policy/policy.h"
+#include "tiering/room/signal.h"
 #include "tiering/store/prefetch_mark.h"
 #include "tiering/store/slot_memory.h"
 #include "tiering/tier.h"
@@ -221,8 +221,7 @@ class BlockStore {
     };
     std::vector<Scratch> acquire_scratch(PageKind kind, size_t most);
     void release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant);
-    // Until some is given back, or time is up. False when there is none.
-    bool wait_for_scratch(std::chrono::milliseconds most);
+    bool has_scratch() const;
 
     Barriers& barriers() { return barriers_; }
     // The tiers below the device, or nullptr. They outlive the store's blocks.
@@ -248,10 +247,10 @@ class BlockStore {
     void stop_reading(uint64_t reading);
     // Readers that started so far have numbers up to this one.
     uint64_t last_reading() const;
-    // Whether some of those up to `last` are reading still; waits until none is, or time is up.
-    bool still_reading(uint64_t last, std::chrono::milliseconds wait = {}) const;
-    // Until the places that blocks have left are free, or time is up. False when there is none to wait for. Not for readers.
-    bool wait_for_left(std::chrono::milliseconds most);
+    // Whether some of those up to `last` are reading still.
+    bool still_reading(uint64_t last) const;
+    // Whether there are places that blocks have left and readers keep from being free.
+    bool has_left() const;
     // Of those places in the tier.
     uint64_t left_bytes(TierKind tier) const;
     // A full block that a persistent disk tier, attached before, brought along, with all the keys of its record.
@@ -276,8 +275,8 @@ class BlockStore {
     void keep_records(bool keep = true) { keep_records_.store(keep, std::memory_order_release); }
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
-    // Grows when a block moves, and when a place that blocks have left is free.
-    uint64_t changes() const { return moves() + frees_.load(std::memory_order_acquire); }
+    // Signalled when bytes become free in a tier, a block moves, or a reader is done; by others, when they let go of blocks.
+    const RoomSignal& room() const { return room_; }
     // Of prefetched blocks, each in one of them: used by a step, wanted by one before they came, gone without having been used.
     struct PrefetchCounters {
         std::atomic<uint64_t> used{0}, late{0}, wasted{0};
@@ -351,12 +350,12 @@ class BlockStore {
     uint64_t peak_ = 0;                 // bytes in use
     Tier *host_ = nullptr, *disk_ = nullptr;
     uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
-    std::atomic<uint64_t> moves_{0}, frees_{0}, on_disk_{0}, dropped_records_{0};
+    std::atomic<uint64_t> moves_{0}, on_disk_{0}, dropped_records_{0};
     PrefetchCounters prefetches_;
-    uint64_t readings_ = 0;                  // that were ever started
-    std::vector<Reading> reading_;           // now
-    std::vector<Left> left_;                 // oldest first
-    mutable std::condition_variable freed_;  // some of left_, or a reader is done
+    uint64_t readings_ = 0;         // that were ever started
+    std::vector<Reading> reading_;  // now
+    std::vector<Left> left_;        // oldest first
+    RoomSignal room_;
 };
 
 // A reader of blocks for a scope.

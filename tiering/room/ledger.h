@@ -1,0 +1,95 @@
+// Admission: which begins wait for room in a pool, in what order, what they reserve, and who holds room that may come free.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "src/core/status.h"
+#include "tiering/room/signal.h"
+
+namespace ta {
+
+// Begins that lack room stand in one queue, in the order in which they began to wait, on the pool's signal. A begin that has looked
+// for room in vain waits until it is the first one. Others take what room they make or find, until the first one is due: from
+// then on they take only what is beyond the bytes of those before them. Thread-safe; its lock is held for a moment, while no other
+// one is taken.
+class RoomLedger {
+  public:
+    // What a begin does. While it waits it reads nothing, so others may demote its blocks to the disk. One that is held up goes
+    // on by itself soon; one that is queued makes no room until it is its turn.
+    enum class Waits : uint8_t { kNot, kHeld, kQueued };
+
+    // The first begin is due when it has waited for so long.
+    static constexpr std::chrono::milliseconds kLong{20};
+    // So long others are held up for it at most. If it has looked in vain that holds for those too that lack nothing: it may wait
+    // for blocks of a sequence that takes step after step, and is in no plan hardly ever.
+    static constexpr std::chrono::milliseconds kHold{50};
+    // Once it has waited for so long nobody is held up any more: it may wait for what it cannot have.
+    static constexpr std::chrono::milliseconds kInVain{420};
+
+    // `free_bytes`: of the device tier. `blocks_are_held`: a move or a call holds blocks that it lets go of soon.
+    RoomLedger(const RoomSignal& signal, std::function<uint64_t()> free_bytes, std::function<bool()> blocks_are_held)
+        : signal_(signal), free_bytes_(std::move(free_bytes)), blocks_are_held_(std::move(blocks_are_held)) {}
+    RoomLedger(const RoomLedger&) = delete;
+    RoomLedger& operator=(const RoomLedger&) = delete;
+
+    // Plans have taken so many sequences, or given them back.
+    void enter_plans(size_t sequences);
+    void leave_plans(size_t sequences);
+
+    struct Request {
+        uint64_t bytes;    // of new blocks in the device tier
+        size_t sequences;  // of its plan, which enter_plans() has counted
+        bool others_help;  // blocks that other plans hold could be room for it
+        // Called with what the begin does from then on, while no lock is held.
+        std::function<void(Waits)> set_waiting;
+    };
+    // How a look for room ended.
+    struct Look {
+        enum class Found : uint8_t {
+            kEnd,   // `status` is the begin's: it has its room, or failed for another reason
+            kSome,  // it made room: it looks again at once
+            kSoon,  // moves, calls or readers give some back by themselves
+            kNone,  // only other plans could
+        };
+        Found found;
+        Status status;
+        Deadline until = {};  // until when the begin may wait
+    };
+    // Looks until a look is the end, nothing can come free any more, or time is up; returns the last look's status. A look with
+    // `may_take` false makes room and takes none. `waited` is set if the begin did.
+    Status admit(const Request& request, const std::function<Look(bool may_take)>& look, bool& waited);
+
+  private:
+    struct Turn {
+        const Request& request;
+        Deadline came;
+        std::atomic<bool> in_vain = false;  // it looked at its turn: room in the device tier is not all that it lacks
+    };
+    class Place;
+    class Waiting;
+    bool is_first(const Turn& turn) const;
+    uint64_t wanted_until(const Turn& turn) const;
+    bool is_first_due() const;
+    bool must_hold(const Turn& turn) const;
+    void hold(const Turn& turn);
+    bool may_look(const Turn& turn) const;
+    bool await_turn(const Turn& turn, RoomSignal::Watch& watch, Deadline until);
+    bool others_hold_room(const Turn& turn) const;
+
+    const RoomSignal& signal_;
+    const std::function<uint64_t()> free_bytes_;
+    const std::function<bool()> blocks_are_held_;
+    mutable std::mutex mutex_;
+    std::vector<const Turn*> turns_;  // the queue
+    size_t in_plans_ = 0;             // sequences
+    size_t queued_ = 0;               // of them, of plans whose begins wait in the queue
+};
+
+}  // namespace ta

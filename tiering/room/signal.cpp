@@ -1,0 +1,56 @@
+#include "tiering/room/signal.h"
+
+namespace ta {
+
+void RoomClock::wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Deadline until) const {
+    if (until == kNoDeadline) return condition.wait(lock);
+    condition.wait_until(lock, until);
+}
+
+const RoomClock& RoomClock::steady() {
+    static const RoomClock clock;
+    return clock;
+}
+
+// Sequentially consistent, as the count of watches in Watch() is: either this sees the watch, or the look behind the watch sees
+// what was freed before this call.
+void RoomSignal::notify() const {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (watching_.load(std::memory_order_seq_cst) == 0) return;
+    const std::thread::id here = std::this_thread::get_id();
+    bool some = false;
+    {
+        std::lock_guard lock(mutex_);
+        for (Watch* w : watches_) {
+            if (w->thread_ == here) continue;
+            w->signalled_ = some = true;
+        }
+    }
+    if (some) changed_.notify_all();
+}
+
+RoomSignal::Watch::Watch(const RoomSignal& signal) : signal_(signal) {
+    std::lock_guard lock(signal_.mutex_);
+    signal_.watches_.push_back(this);
+    signal_.watching_.fetch_add(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+RoomSignal::Watch::~Watch() {
+    std::lock_guard lock(signal_.mutex_);
+    std::erase(signal_.watches_, this);
+    signal_.watching_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+bool RoomSignal::Watch::signalled() const {
+    std::lock_guard lock(signal_.mutex_);
+    return signalled_;
+}
+
+bool RoomSignal::Watch::wait(Deadline until) {
+    std::unique_lock lock(signal_.mutex_);
+    while (!signalled_ && signal_.clock_.now() < until) signal_.clock_.wait(signal_.changed_, lock, until);
+    return std::exchange(signalled_, false);
+}
+
+}  // namespace ta
