@@ -422,8 +422,7 @@ typedef int32_t ta_staging;
 enum ta_staging_code { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
 
 /* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place;
- * those on disk come back when a plan begins. Without a host tier, what a step attends to must fit the device; on a GPU a disk
- * tier needs one. */
+ * those on disk are promoted when a plan begins. Without a host tier, what a step attends to must fit the device. */
 struct ta_x_tier_tuning;
 typedef struct ta_tier_options {
     uint32_t struct_size;

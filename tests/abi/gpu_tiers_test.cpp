@@ -133,6 +133,45 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
     verify();
 }
 
+// Blocks go between the GPU's memory and the disk by the disk tier's own buffers.
+TEST_F(GpuTiers, ADiskWithoutAHostTier) {
+    for (uint32_t bits : {4u, 8u}) {
+        SCOPED_TRACE(std::to_string(bits) + " bits");
+        seqs.clear();
+        plain_seqs.clear();
+        plan.reset();
+        plain_plan.reset();
+        make_pools(24, 0, uint64_t{64} << 20, bits);
+        std::vector<size_t> s;
+        for (int i = 0; i < 5; ++i) s.push_back(add());
+        for (int round = 0; round < 3; ++round) {
+            for (const size_t i : s) step({i}, {330});
+        }
+        verify();
+        EXPECT_GT(tier_stats(pool, TA_TIER_DEVICE).evicted_blocks, 20u);
+        for (const ta_tier tier : {TA_TIER_DISK, TA_TIER_DEVICE}) {
+            const ta_move_info info = move_now(pool, seqs[s[0]], 0, 8, tier);
+            EXPECT_EQ(info.state, TA_MOVE_DONE) << ta_status_name(info.status);
+            EXPECT_EQ(residency(pool, seqs[s[0]]).host_blocks, 0u);
+            step({s[0]}, {1});
+        }
+        verify();
+    }
+}
+
+// The step's blocks on disk are more than the host tier holds, which others fill.
+TEST_F(GpuTiers, AHostTierSmallerThanAStep) {
+    make_pools(40, 300 << 10, uint64_t{64} << 20);
+    const size_t a = add(), b = add();
+    for (int round = 0; round < 4; ++round) {
+        step({a}, {600});
+        step({b}, {500});
+    }
+    EXPECT_GT(tier_stats(pool, TA_TIER_DISK).bytes_used, 0u);
+    for (int i = 0; i < 4; ++i) step({i % 2 ? a : b}, {1});
+    verify();
+}
+
 // Another stream is captured in the mode that forbids most calls in all threads; nothing that the library does ends the
 // capture.
 TEST_F(GpuTiers, MovesBesideACaptureInGlobalMode) {

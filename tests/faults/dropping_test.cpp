@@ -19,11 +19,10 @@ constexpr uint64_t kSlower = 3;
 constexpr uint64_t kSlower = 1;
 #endif
 
-constexpr DropShape kShapes[] = {{"Device", 0, 0, TA_EVICT_ATTENTION, false},
-                                 {"DeviceAndDisk", 0, 5, TA_EVICT_LRU, false},
-                                 {"AllTiers", 6, 5, TA_EVICT_LRU, false},
-                                 {"DeviceAndHostOfAGpu", 6, 0, TA_EVICT_LRU, true},
-                                 {"AllTiersOfAGpu", 6, 5, TA_EVICT_ATTENTION, true}};
+constexpr DropShape kShapes[] = {
+    {"Device", 0, 0, TA_EVICT_ATTENTION, false},       {"DeviceAndDisk", 0, 5, TA_EVICT_LRU, false},
+    {"AllTiers", 6, 5, TA_EVICT_LRU, false},           {"DeviceAndHostOfAGpu", 6, 0, TA_EVICT_LRU, true},
+    {"DeviceAndDiskOfAGpu", 0, 5, TA_EVICT_LRU, true}, {"AllTiersOfAGpu", 6, 5, TA_EVICT_ATTENTION, true}};
 
 }  // namespace
 

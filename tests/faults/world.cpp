@@ -22,16 +22,15 @@ constexpr auto kPatience = 10s;
 // A short deadline for I/O that never comes back, a long one where a busy machine may be slow.
 constexpr std::chrono::milliseconds kShortDeadline{20}, kLongDeadline{8000}, kRetryAfter{2};
 
-ta_kv_pool_options options_for(const PoolShape& shape, bool tiered, bool on_device, const std::string& folder,
-                               const std::string& file, ta_tier_options& tiers) {
+ta_kv_pool_options options_for(const PoolShape& shape, bool tiered, const std::string& folder, const std::string& file,
+                               ta_tier_options& tiers) {
     ta_kv_pool_options options = pool_options(kLayers, kHeads, kDim);
     if (!tiered) return options;
     static const ta_kv_pool_stats sizes = stats(make_pool(make_context(), options));
     const auto on_pages = [](uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
     options.budget_bytes = 6 * sizes.token_block_bytes + shape.device_blocks * sizes.channel_block_bytes;
     tiers = sized<ta_tier_options>();
-    // What comes from disk to a device passes through the host tier, which has to hold it beside what it has.
-    tiers.host_bytes = (shape.host_blocks + (on_device ? 14 : 0)) * (on_pages(sizes.channel_block_bytes) + 64);
+    tiers.host_bytes = shape.host_blocks * (on_pages(sizes.channel_block_bytes) + 64);
     tiers.disk_bytes = shape.disk_blocks ? 8192 + shape.disk_blocks * (on_pages(sizes.channel_block_bytes) + 4096) : 0;
     (shape.persistent ? tiers.disk_path : tiers.disk_folder) = shape.persistent ? file.c_str() : folder.c_str();
     tiers.high_percent = shape.high;
@@ -362,7 +361,7 @@ void World::make_pool() {
 void World::create_pool() {
     ta_tier_options tiers;
     const std::string file = folder_.file("tier");
-    const ta_kv_pool_options options = options_for(shape_, tiered(), on_device_, folder_.path(), file, tiers);
+    const ta_kv_pool_options options = options_for(shape_, tiered(), folder_.path(), file, tiers);
     call("ta_kv_pool_create", Kind::kCreates, [&](ta_error* err) {
         ta_kv_pool* p = nullptr;
         const ta_status status = ta_kv_pool_create(context.get(), &options, &p, err);

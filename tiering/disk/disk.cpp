@@ -92,6 +92,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::shared_ptr<FileSystem> fil
     engine_options.retry_after = options.retry_after;
     engine_options.check = options.check;
     engine_options.check_found = options.check_found;
+    engine_options.device = options.device;
     Result<std::shared_ptr<DiskEngine>> engine = DiskEngine::create(file.take(), std::move(engine_options));
     if (!engine.ok()) return std::move(engine).status();
     // First the tier: it stops the threads, which keep the engine and its file, when one of them could not be started.

@@ -21,6 +21,7 @@ struct DiskTierOptions {
     uint64_t fingerprint = 0;              // of the pool
     BlockCheck check;                      // of what is read, beside the record's own hash; may be empty
     BlockCheck check_found;                // likewise, of records that earlier sessions wrote
+    Device* device = nullptr;              // whose memory requests may name; outlives the tier
 
     bool use_uring = true;                        // where there is one; else threads with pread and pwrite
     unsigned threads = 0;                         // 0: 4 with io_uring, 8 without

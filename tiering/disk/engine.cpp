@@ -48,6 +48,10 @@ Status DiskEngine::allocate() {
     }
     buffers_ = static_cast<uint8_t*>(p);
     zeros_ = buffers_ + depth * largest_record_;
+    if (options_.device) {
+        TA_RETURN_IF_ERROR(options_.device->register_host(buffers_, buffer_bytes_));
+        registered_ = true;
+    }
     idle_buffers_.reserve(depth);
     for (unsigned i = 0; i < depth; ++i) idle_buffers_.push_back(buffers_ + i * largest_record_);
     spare_.resize(depth);
@@ -139,6 +143,7 @@ void DiskEngine::stop() {
         }
     }
     workers_.clear();
+    if (std::exchange(registered_, false)) options_.device->unregister_host(buffers_);
 }
 
 void DiskEngine::wake_workers() {
@@ -211,7 +216,7 @@ void DiskEngine::start_op(Lock& lock, IoQueue& queue, Op& op, unsigned& flying) 
 Status DiskEngine::stage_write(Op& op) {
     const size_t bytes = op.request.bytes, record = size_t(map_.shape().stride[op.request.slot.slot_class]);
     uint8_t* payload = op.buffer + kDiskPage;
-    std::memcpy(payload, op.request.memory, bytes);
+    TA_RETURN_IF_ERROR(copy(op.request, payload, false));
     std::memset(payload + bytes, 0, record - kDiskPage - bytes);
     if (options_.check) TA_RETURN_IF_ERROR(options_.check(op.request.identity, op.request.slot.slot_class, payload));
     RecordHeader header =
@@ -459,7 +464,18 @@ Status DiskEngine::check_and_copy(const Op& op) {
     // Whoever writes a file can give it the right hashes.
     if (options_.check_found && op.generation < file_->next_generation)
         TA_RETURN_IF_ERROR(options_.check_found(r.identity, r.slot.slot_class, payload));
-    std::memcpy(r.memory, payload + r.offset, r.bytes);
+    return copy(r, op.buffer + kDiskPage + r.offset, true);
+}
+
+// Between a client's memory and a buffer.
+Status DiskEngine::copy(const DiskRequest& r, uint8_t* buffer, bool to_client) const {
+    uint8_t* const to = to_client ? r.memory : buffer;
+    const uint8_t* const from = to_client ? buffer : r.memory;
+    if (r.on_device) {
+        const DeviceCopy one{to, from, r.bytes};
+        return options_.device->copy({&one, 1}, !to_client);
+    }
+    std::memcpy(to, from, r.bytes);
     return {};
 }
 

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "src/core/device.h"
 #include "src/io/file_system.h"
 #include "tiering/disk/file.h"
 #include "tiering/store/slot_map.h"
@@ -23,6 +24,7 @@ class DiskEngine {
         unsigned threads = 2, depth = 16;  // buffers and so operations in flight, of all threads together
         std::chrono::milliseconds deadline{10000}, retry_after{1000};
         BlockCheck check, check_found;
+        Device* device = nullptr;  // that copies from and to the buffers; until stop()
     };
     static Result<std::shared_ptr<DiskEngine>> create(std::unique_ptr<DiskFile> file, Options options);
     ~DiskEngine();
@@ -107,6 +109,7 @@ class DiskEngine {
     void report(Lock& lock, Op& op, Status status, bool cancelled);
     Status stage_write(Op& op);
     Status check_and_copy(const Op& op);
+    Status copy(const DiskRequest& request, uint8_t* buffer, bool to_client) const;
     Status io_status(const Op& op, int64_t error) const;
     class SyncTurn;
     Status write_again();
@@ -143,6 +146,7 @@ class DiskEngine {
     uint8_t* buffers_ = nullptr;
     uint8_t* zeros_ = nullptr;  // a page, to erase headers with
     size_t buffer_bytes_ = 0;
+    bool registered_ = false;                       // the buffers, with the device
     std::vector<std::unique_ptr<IoQueue>> queues_;  // by worker
     bool uring_ = false;
     unsigned queue_depth_ = 1;

@@ -38,6 +38,7 @@ struct DiskRequest {
     uint64_t offset = 0;  // within the slot
     size_t bytes = 0;
     uint8_t* memory = nullptr;  // read: to here; write: from here. Left alone until, and not touched after, the completion
+    bool on_device = false;     // `memory` is the tier's device's
     BlockIdentity identity;     // of the block that is written, or expected
     std::vector<BlockKey> more_keys;  // write: beside the identity's; the first kMostMoreKeys
     uint64_t tag = 0;                 // comes back with the completion

@@ -96,25 +96,11 @@ MovePart::~MovePart() {
     sharing_.pool.store.room().notify();
 }
 
-// A GPU's memory and the disk meet in the host tier.
-bool MovePart::through_host(const Place& from) const {
-    if (!sharing_.pool.device) return false;
-    return (from.tier == TierKind::kDevice && to_ == TierKind::kDisk) ||
-           (from.tier == TierKind::kDisk && to_ == TierKind::kDevice);
-}
-
 bool MovePart::prepare() {
     work_.reserve(items_.size());
-    in_two_.reserve(items_.size());
-    for (const MoveItem& item : items_) {
-        if (!take(item)) continue;
-        if (!through_host(work_.back().from)) continue;
-        item.block->end_move();
-        work_.pop_back();
-        in_two_.push_back(item);
-    }
+    for (const MoveItem& item : items_) take(item);
     start_ = std::chrono::steady_clock::now();
-    has_room_ = in_two_.empty() && (work_.empty() || acquire(work_).ok());
+    has_room_ = work_.empty() || acquire(work_).ok();
     return has_room_;
 }
 
@@ -129,24 +115,9 @@ void MovePart::wake_checkers() {
         sharing_.checkers.parallel_for(sharing_.checkers.threads(), 1, [](int64_t, int) {});
 }
 
-// What goes on from there is taken.
-void MovePart::move_to_host() {
-    MovePart to_host(sharing_, in_two_, TierKind::kHost, reason_, patience_, disk_work_);
-    to_host.prepare();
-    to_host.start();
-    to_host.finish();
-    progress_.skipped += to_host.progress().skipped;
-    progress_.failed += to_host.progress().failed;
-    if (progress_.status.ok()) progress_.status = std::move(to_host.progress().status);
-    for (const MoveItem& item : in_two_) {
-        if (item.block->tier() == TierKind::kHost) take(item);
-    }
-}
-
 void MovePart::start() {
     static const char* const kNames[] = {"start a move to the device", "start a move to the host", "start a move to disk"};
     const ProfileRange range(kNames[size_t(to_)]);
-    if (!in_two_.empty()) move_to_host();
     if (work_.empty()) return;
     if (!has_room_) find_room();
     std::vector<size_t> memory, from_disk, to_disk;
@@ -164,7 +135,7 @@ void MovePart::finish() {
     static const char* const kNames[] = {"finish a move to the device", "finish a move to the host", "finish a move to disk"};
     const ProfileRange range(kNames[size_t(to_)]);
     wait_for_copies();
-    if (sharing_.pool.device && to_ == TierKind::kDevice) {
+    if (to_ == TierKind::kDevice && sharing_.pool.device) {
         check_on_device();
     } else if (to_ != TierKind::kDisk) {
         check_on_host();
@@ -289,7 +260,8 @@ void MovePart::start_in_memory(std::vector<size_t> list) {
 void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind kind) {
     if (list.empty()) return;
     const bool write = kind == DiskRequest::Kind::kWrite;
-    if (Device* device = sharing_.pool.device; device && !write && sharing_.pool.store.barriers().writers) {
+    Device* const device = sharing_.pool.device;
+    if (device && to_ == TierKind::kHost && sharing_.pool.store.barriers().writers) {
         // Kernels may still read what these host slots held before.
         if (Status s = device->wait_for_steps(); !s.ok()) return fail_all(list, s);
     }
@@ -302,6 +274,7 @@ void MovePart::start_with_disk(std::span<const size_t> list, DiskRequest::Kind k
         r.slot = write ? w.to.slot : w.from.slot;
         r.bytes = sharing_.pool.pages.geometry.slot_bytes(w.to.kind);
         r.memory = !write ? w.to.address : w.written ? w.written : w.from.address;
+        r.on_device = write ? !w.written && on_device(w.from) : on_device(w.to);
         if (write) w.to.keys = sharing_.pool.store.keys_of(block, r.more_keys);
         r.identity = block.identity(w.item->index, write ? w.to.keys : w.from.keys);
         r.tag = i;
@@ -331,13 +304,28 @@ void MovePart::wait_for_copies() {
 }
 
 void MovePart::check_on_device() {
-    if (!arrival_) return;
-    std::vector<Status> statuses(arriving_.size());
-    const Status all = arrival_->wait(statuses);
-    for (size_t i = 0; i < arriving_.size(); ++i) {
-        Work& w = work_[arriving_[i]];
-        if (w.status.ok()) w.status = all.ok() ? std::move(statuses[i]) : all.clone();
+    const auto take_over = [this](std::span<const size_t> list, const Status& all, std::vector<Status>& statuses) {
+        for (size_t i = 0; i < list.size(); ++i) {
+            Work& w = work_[list[i]];
+            if (w.status.ok()) w.status = all.ok() ? std::move(statuses[i]) : all.clone();
+        }
+    };
+    if (arrival_) {
+        std::vector<Status> statuses(arriving_.size());
+        const Status all = arrival_->wait(statuses);
+        take_over(arriving_, all, statuses);
     }
+    // A disk has checked what it read, and not what the device got of it.
+    std::erase_if(on_disk_, [this](size_t i) { return !work_[i].status.ok(); });
+    if (on_disk_.empty()) return;
+    std::vector<PlacedBlock> placed;
+    for (const size_t i : on_disk_) {
+        const Work& w = work_[i];
+        placed.push_back({w.item->block.get(), w.item->index, w.to.address, w.to.kind});
+    }
+    std::vector<Status> statuses(placed.size());
+    const Status all = sharing_.pool.verifier->verify(placed, statuses);
+    take_over(on_disk_, all, statuses);
 }
 
 // What arrived in memory must match its hashes before anybody is sent there; a disk has checked when it read. On a CPU it
@@ -385,12 +373,12 @@ void MovePart::write_empty_trailer(const Work& w, uint8_t* to) const {
 void MovePart::fall(Work& w, uint8_t* to, const Piece& piece, std::mutex& failing) {
     const MoveHost& pool = sharing_.pool;
     const Geometry& g = pool.pages.geometry;
-    Status s = verify_trailer(g, w.from.kind, w.from.address, pool.pages.fingerprint, w.item->index,
-                              w.item->block->content_id(), uint32_t(kPageTokens));
-    if (s.ok()) s = verify_pages(g, w.from.kind, w.from.address, w.item->index, piece.first, piece.n);
+    const uint8_t* const from = w.read ? w.read : w.from.address;
+    Status s = verify_trailer(g, w.from.kind, from, pool.pages.fingerprint, w.item->index, w.item->block->content_id(),
+                              uint32_t(kPageTokens));
+    if (s.ok()) s = verify_pages(g, w.from.kind, from, w.item->index, piece.first, piece.n);
     if (s.ok()) {
-        s = encode_lower(g, pool.pages.numerics, *pool.pages.codec, w.from.address, w.from.kind, to, w.to.kind, piece.first,
-                         piece.n);
+        s = encode_lower(g, pool.pages.numerics, *pool.pages.codec, from, w.from.kind, to, w.to.kind, piece.first, piece.n);
     }
     if (s.ok()) {
         write_page_hashes(g, w.to.kind, to, piece.first, piece.n);
@@ -437,6 +425,25 @@ void MovePart::fall_on_device(std::span<const size_t> list) {
     if (Status s = pool.encoder->encode_lower(placed, to); !s.ok()) fail_all(falling, s);
 }
 
+// Copies what falls on its way from a device to the disk to memory where a CPU encodes it.
+void MovePart::fetch_falling(std::span<const size_t> list) {
+    const Geometry& g = sharing_.pool.pages.geometry;
+    const auto fetched = [&](const Work& w) { return w.falls() && on_device(w.from); };
+    size_t bytes = 0;
+    for (const size_t i : list) bytes += fetched(work_[i]) ? g.slot_bytes(work_[i].from.kind) : 0;
+    if (bytes == 0) return;
+    fetched_.resize(bytes);
+    uint8_t* next = fetched_.data();
+    for (const size_t i : list) {
+        Work& w = work_[i];
+        if (!fetched(w)) continue;
+        w.read = next;
+        next += g.slot_bytes(w.from.kind);
+        if (Status s = sharing_.pool.device->read(w.read, w.from.address, g.slot_bytes(w.from.kind)); !s.ok())
+            w.status = std::move(s);
+    }
+}
+
 // Encodes what falls on its way to disk; without the blocks that do not match their hashes.
 std::vector<size_t> MovePart::fall_for_disk(std::vector<size_t> list) {
     const Geometry& g = sharing_.pool.pages.geometry;
@@ -444,11 +451,12 @@ std::vector<size_t> MovePart::fall_for_disk(std::vector<size_t> list) {
     size_t bytes = 0;
     for (const size_t i : list) bytes += work_[i].falls() ? g.slot_bytes(work_[i].to.kind) : 0;
     if (bytes == 0) return list;
+    fetch_falling(list);
     fallen_.resize(bytes);
     uint8_t* next = fallen_.data();
     for (const size_t i : list) {
         Work& w = work_[i];
-        if (!w.falls()) continue;
+        if (!w.falls() || !w.status.ok()) continue;
         w.written = next;
         next += g.slot_bytes(w.to.kind);
         write_empty_trailer(w, w.written);

@@ -152,6 +152,7 @@ class MovePart {
         Status status;
         bool over = false;
         bool cancelled = false;      // on the disk; the status says so
+        uint8_t* read = nullptr;     // a copy in host memory of what is at `from`, to be encoded anew
         uint8_t* written = nullptr;  // what goes to `to`, encoded anew; nullptr: what is at `from`
         bool falls() const { return from.kind != to.kind; }
     };
@@ -160,12 +161,12 @@ class MovePart {
         uint32_t first, n;  // layers
     };
     bool take(const MoveItem& item);
-    bool through_host(const Place& from) const;
-    void move_to_host();
     void find_room();
     Status acquire(std::span<Work> work);
     void start_in_memory(std::vector<size_t> list);
     void start_with_disk(std::span<const size_t> list, DiskRequest::Kind kind);
+    bool on_device(const Place& place) const { return sharing_.pool.device && place.tier == TierKind::kDevice; }
+    void fetch_falling(std::span<const size_t> list);
     std::vector<size_t> fall_for_disk(std::vector<size_t> list);
     void fall_on_device(std::span<const size_t> list);
     void fail_all(std::span<const size_t> list, const Status& status);
@@ -188,11 +189,10 @@ class MovePart {
     DiskWork* const disk_work_;
     MoveProgress progress_;
     std::vector<Work> work_;
-    std::vector<MoveItem> in_two_;  // of items_: first to the host tier
     bool has_room_ = false;
     std::chrono::steady_clock::time_point start_;
     std::vector<size_t> copied_, arriving_;  // of work_: by the device, and what it checks; with a CPU, to copy
-    std::vector<uint8_t> fallen_;            // on its way to disk
+    std::vector<uint8_t> fetched_, fallen_;  // on its way to disk: what is encoded anew, from a device, and what came of it
     FallingRoom::Piece on_device_;           // likewise to the host
     std::vector<size_t> on_disk_;            // of work_: what latch_ waits for, by tag
     std::unique_ptr<DiskLatch> latch_;

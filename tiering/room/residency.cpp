@@ -45,8 +45,6 @@ Status Residency::check_tiers(const TierSettings& settings) const {
     }
     if (geometry_.falls && on_gpu && !encoder_)
         return fail(TA_E_UNSUPPORTED, "the device does not encode blocks: precision cannot fall there");
-    if (settings.disk_budget > 0 && settings.host_budget == 0 && on_gpu)
-        return fail(TA_E_UNSUPPORTED, "on a GPU a disk tier needs a host tier: blocks pass through it");
     const uint64_t memory = machine_memory();
     if (settings.host_budget > memory) {
         return fail(TA_E_MEMORY, "the host tier asks for %llu bytes; the machine has %llu",
@@ -86,6 +84,7 @@ Status Residency::open_disk_tier(const TierSettings& settings) {
     o.fingerprint = pages_.fingerprint;
     o.check = make_block_check(geometry_, pages_.fingerprint);
     o.check_found = make_value_check(geometry_, numerics_.k_turning);
+    o.device = context_.device();
     const Seams& seams = context_.seams();
     o.deadline = seams.io_deadline;
     o.retry_after = seams.io_retry_after;
@@ -344,7 +343,7 @@ void Residency::count_step(const Lookups& l) {
     }
 }
 
-Status Residency::make_resident(std::span<Resident* const> seqs, std::span<const PageKind> wanted, Deadline until) {
+Status Residency::make_resident(std::span<Resident* const> seqs, Deadline until) {
     if (store_.blocks_on_disk() == 0) return {};
     const auto is_full = [](const MoveProgress& p) { return p.failed > 0 && p.status.code() == TA_E_TIER_FULL; };
     const auto on_disk = [](const MoveItem& item) { return item.block->tier() == TierKind::kDisk; };
@@ -357,17 +356,9 @@ Status Residency::make_resident(std::span<Resident* const> seqs, std::span<const
         }
         if (items.empty()) continue;
         MoveProgress progress = mover_->run(items, next, MoveReason::kNeeded, until);
-        if (is_full(progress) && host_ && !context_.device()) {
+        if (is_full(progress) && host_) {
             std::erase_if(items, std::not_fn(on_disk));
             progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until);
-        }
-        // A GPU gets them through the host tier, which others of the step may fill.
-        for (bool more = true; more && is_full(progress) && context_.device(); more = progress.moved > 0) {
-            std::erase_if(items, std::not_fn(on_disk));
-            uint64_t bytes = 0;
-            for (const MoveItem& item : items) bytes += geometry_.slot_bytes(item.block->kind());
-            if (!raise(seqs, bytes, wanted, until)) break;
-            progress = mover_->run(items, next, MoveReason::kNeeded, until);
         }
         if (progress.failed > 0 && progress.status.code() == TA_E_CORRUPT) {
             // Where only what arrived was bad, the record is good to be read again.

@@ -123,9 +123,8 @@ class Residency {
     // TA_E_TIER_FULL with why blocks could not leave: a tier that fails, evictions that failed since there were `before`, or a
     // tier that is full.
     Status with_cause(Status s, uint64_t before) const;
-    // Promotes blocks on disk to where the device reads them. Sequences are in the caller's plan, which has yet to get the
-    // wanted blocks.
-    Status make_resident(std::span<Resident* const> mine, std::span<const PageKind> wanted, Deadline until);
+    // Promotes blocks on disk to where the device reads them. Sequences are in the caller's plan.
+    Status make_resident(std::span<Resident* const> mine, Deadline until);
     // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
     // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
     // at once. What would not be enough is not dropped.
@@ -197,8 +196,6 @@ class Residency {
     bool send_down(Loading& mine, uint64_t bytes);
     void note_failed(const MoveProgress& eviction);
     uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
-    bool pass_to_disk(uint64_t bytes, Deadline until);
-    bool raise(std::span<Resident* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until);
     struct Census;
     std::array<uint64_t, 3> count_room() const;
     std::string full_below() const;

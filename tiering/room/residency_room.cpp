@@ -172,62 +172,6 @@ bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Reside
     return fits(double(bytes + comes_up), double(here + room[1] + census.shrinks) + dropped + to_disk);
 }
 
-// Sends blocks of others from a GPU to the disk, through room that the host tier has and without making any there, until so
-// many bytes are free. False: they are not.
-bool Residency::pass_to_disk(uint64_t bytes, Deadline until) {
-    const uint64_t overshoot = std::max(geometry_.token_slot_bytes, geometry_.channel_slot_bytes) - 1;  // of what is chosen
-    for (;;) {
-        const uint64_t free = store_.free_bytes();
-        if (free >= bytes) return true;
-        const uint64_t below = std::min(host_->stats().room, disk_->stats().room);
-        if (below <= overshoot) return false;
-        if (!evict(TierKind::kDevice, TierKind::kDisk, std::min(bytes - free, below - overshoot), until)) return false;
-    }
-}
-
-// Makes room in the host tier for so many bytes of a step of `mine`, by blocks that go up to the device: those of the step,
-// else others. Behind them what others have there goes to the disk, since the wanted blocks are to fit, too. False: nothing
-// went up.
-bool Residency::raise(std::span<Resident* const> mine, uint64_t bytes, std::span<const PageKind> wanted, Deadline until) {
-    const auto size_of = [&](const MoveItem& item) { return uint64_t{geometry_.slot_bytes(item.block->kind())}; };
-    if (store_.left_bytes(TierKind::kHost) >= bytes) return false;  // there is room when those are done who may be reading
-    for (bool raised = false;; raised = true) {
-        std::vector<MoveItem> items;
-        for (const Resident* s : mine) {
-            for (size_t b = 0; b < s->blocks.size(); ++b) {
-                const BlockPtr& block = s->blocks[b];
-                if (block->tier() == TierKind::kHost && !block->moving() && !block->stuck()) items.push_back({block, b});
-            }
-        }
-        // Where the device is full, too, one block of the step goes back: what others have on the device passes through there.
-        const auto fits = [&](const MoveItem& i) { return size_of(i) <= store_.free_bytes(); };
-        if (!items.empty() && std::none_of(items.begin(), items.end(), fits)) {
-            const auto back = std::find_if(items.begin(), items.end(), [&](const MoveItem& i) {
-                const PageKind kind = i.block->kind();
-                const bool loses =
-                    kind_in_tier(kind, TierKind::kDisk) != kind && may_fall(geometry_, numerics_, *i.block, i.index);
-                return i.block->pins() == 0 && !loses;
-            });
-            if (back == items.end() || coldest(TierKind::kDevice, bytes, true).empty() ||
-                mover_->run({&*back, 1}, TierKind::kDisk, MoveReason::kEviction, until).moved == 0)
-                return raised;
-            pass_to_disk(bytes + bytes_of(wanted), until);
-        }
-        if (items.empty()) items = coldest(TierKind::kHost, bytes, false);
-        uint64_t listed = 0;
-        std::erase_if(items, [&, room = store_.free_bytes()](const MoveItem& item) {
-            if (item.block->tier() != TierKind::kHost || listed >= bytes || listed + size_of(item) > room) return true;
-            listed += size_of(item);
-            return false;
-        });
-        if (items.empty() || mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until).moved == 0) return raised;
-        for (const MoveItem& item : items) {
-            if (item.block->tier() == TierKind::kDevice) bytes -= std::min(bytes, size_of(item));
-        }
-        if (!pass_to_disk(bytes + bytes_of(wanted), until) || bytes == 0) return true;
-    }
-}
-
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
     std::lock_guard lock(residents_.lock());
     for (Resident* s : mine) s->waits = waits;
@@ -326,8 +270,7 @@ bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<
     residents_.visit(std::cref(see));
     // Nothing is lost for a step whose new blocks have no room then.
     if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
-    // Room on a GPU does not help what has to pass through the host tier.
-    if (come_up <= free) return !context_.device();
+    if (come_up <= free) return false;  // lost blocks would not help: what has room is fragmented, or others take it
     drop(leaving.items(policy_->choose(leaving, come_up - free)));
     return true;
 }

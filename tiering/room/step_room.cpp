@@ -99,7 +99,7 @@ std::optional<StepRoom::Look> StepRoom::bring_blocks() {
     uint64_t lacking = 0;
     const bool possible = is_possible_ || residency_.may_make_room(wanted_, sequences_, &lacking);
     if (possible) {
-        s = residency_.make_resident(sequences_, wanted_, patience_ends_);
+        s = residency_.make_resident(sequences_, patience_ends_);
         if (s.ok()) return {};
         if (s.code() != TA_E_TIER_FULL) return end(std::move(s));
     } else {
