@@ -90,7 +90,8 @@ Status RoomLedger::admit(const Request& request, const std::function<Look(bool m
         if (l.found == Found::kSome) continue;
         const bool may_come = l.found == Found::kSoon || held || others_hold_room(turn) || watch.signalled();
         if (!may_come || signal_.now() >= l.until) return std::move(l.status);
-        turn.in_vain.store(waited = true);
+        waited = true;
+        if (l.found == Found::kNone) turn.in_vain = true;
         if (l.found == Found::kSoon && is_first(turn)) {
             watch.wait(l.until);  // what it has of its step stays where it is
         } else {

@@ -26,7 +26,7 @@ class RoomLedger {
     enum class Waits : uint8_t { kNot, kHeld, kQueued };
 
     // The first begin is due when it has waited for so long.
-    static constexpr std::chrono::milliseconds kLong{20};
+    static constexpr std::chrono::milliseconds kLong{5};
     // So long others are held up for it at most. If it has looked in vain that holds for those too that lack nothing: it may wait
     // for blocks of a sequence that takes step after step, and is in no plan hardly ever.
     static constexpr std::chrono::milliseconds kHold{50};

@@ -22,7 +22,7 @@ void RoomSignal::notify() const {
     {
         std::lock_guard lock(mutex_);
         for (Watch* w : watches_) {
-            if (w->thread_ == here) continue;
+            if (w->thread_ == here || w->signalled_) continue;  // whoever knows already is awake, or will be
             w->signalled_ = some = true;
         }
     }
