@@ -140,7 +140,7 @@ void MovePart::finish() {
     } else if (to_ != TierKind::kDisk) {
         check_on_host();
     }
-    publish(std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
+    commit(std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
 }
 
 // False when the block stays where it is; the progress says why.
@@ -193,8 +193,8 @@ void MovePart::find_room() {
     Status all = acquire(work_);
     while (all.code() == TA_E_TIER_FULL) {
         // What blocks have left counts when those are done who were reading there.
-        if (!store.has_left() || !watch.wait(until)) {
-            if (reason_ == MoveReason::kPrefetch || store.left_bytes(to_) >= bytes) break;
+        if (!store.has_vacated() || !watch.wait(until)) {
+            if (reason_ == MoveReason::kPrefetch || store.vacated_bytes(to_) >= bytes) break;
             if (!sharing_.pool.make_room(to_, kinds, until)) break;
         }
         all = acquire(work_);
@@ -517,7 +517,7 @@ void MovePart::count_moved(const Work& w, MoveCounters& counted) {
     counted.evicted_age[size_t(w.from.tier)] += std::chrono::duration<double>(age).count();
 }
 
-void MovePart::publish(double seconds) {
+void MovePart::commit(double seconds) {
     MoveCounters counted;
     const bool kernel = transfer_ && transfer_->route() == MoveRoute::kKernel;
     for (Work& w : work_) {

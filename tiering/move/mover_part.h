@@ -176,7 +176,7 @@ class MovePart {
     bool is_damaged(const Work& work) const;
     void fall(Work& work, uint8_t* to, const Piece& piece, std::mutex& failing);
     void write_empty_trailer(const Work& work, uint8_t* to) const;
-    void publish(double seconds);
+    void commit(double seconds);
     void give_back(const Work& work);
     void count_moved(const Work& w, MoveCounters& counted);
     Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.pool.host : sharing_.pool.disk; }
