@@ -170,8 +170,8 @@ ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first,
                             (unsigned long long)n, s.blocks.size())
                     .argument(2);
             }
-            Fading fading = p.residency().fading();
-            for (uint64_t i = 0; i < n; ++i) mass[i] = fading.at_now(s.blocks[size_t(first + i)]->mass());
+            Decay decay = p.residency().decay();
+            for (uint64_t i = 0; i < n; ++i) mass[i] = decay.at_now(s.blocks[size_t(first + i)]->mass());
             return {};
         });
     });

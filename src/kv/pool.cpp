@@ -493,7 +493,7 @@ void Pool::add_attention(uint32_t slot, uint32_t generation, std::span<const flo
     if (slot >= sequences_.size()) return;  // the pool was closed
     const Sequence& s = *sequences_[slot];
     if (!s.alive || s.generation != generation) return;
-    Fading now = residency_.fading();
+    Decay now = residency_.decay();
     const float faded = now.at_now({each, at});
     const size_t n = std::min(weights.size(), s.blocks.size());
     for (size_t b = 0; b < n; ++b) {

@@ -116,7 +116,7 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
                                                 [](const MoveRequest& r) { return r.from != TierKind::kDisk; });
         in_memory = size_t(rest - ticket->requests.begin());
     }
-    const Lane lane = to == TierKind::kDevice ? kUp : to == TierKind::kHost ? kDown : kToDisk;
+    const Lane lane = to == TierKind::kDevice ? kPromote : to == TierKind::kHost ? kDemote : kToDisk;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     try {

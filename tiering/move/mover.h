@@ -72,7 +72,7 @@ class Mover {
     // Each has a queue and threads of its own: a disk holds up nothing that moves between the device and the host, and what
     // goes to the device overtakes what is moved out for it. A block that has come to lie elsewhere stays in the lane of its
     // request.
-    enum Lane : size_t { kUp, kDown, kFromDisk, kToDisk, kLanes };
+    enum Lane : size_t { kPromote, kDemote, kFromDisk, kToDisk, kLanes };
     struct Leg {                   // what of a ticket goes by a lane
         size_t next = 0, end = 0;  // requests that no thread has taken yet
         uint64_t taken = 0;        // bytes of those before

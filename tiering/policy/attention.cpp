@@ -20,7 +20,7 @@ class Attention final : public EvictionPolicy {
             }
         };
         const std::span<const BlockOwner> owners = view.owners();
-        Fading fading(half_life_, view.now());
+        Decay decay(half_life_, view.now());
         // The coldest so far, of which `wanted` are enough, and some more: few blocks of a large pool ever get in here.
         std::vector<Candidate> coldest;
         uint64_t least = UINT64_MAX, limit = UINT64_MAX;
@@ -31,7 +31,7 @@ class Attention final : public EvictionPolicy {
                 const uint64_t size = view.bytes(owner, b);
                 if (size == 0) continue;
                 least = std::min(least, size);
-                const float mass = fading.at_now(view.mass(owner, b));
+                const float mass = decay.at_now(view.mass(owner, b));
                 const uint64_t heat = uint64_t{std::bit_cast<uint32_t>(mass)} << 32 | uint32_t(owners[owner].last_used);
                 if (heat > limit) continue;
                 if (coldest.size() == room) {

@@ -26,9 +26,9 @@ struct alignas(8) AttentionMass {  // its size: clang asks libatomic for what is
 };
 
 // Weights halve in half_life steps. Most blocks of a sequence were last attended to in the same step: what is left is kept.
-class Fading {
+class Decay {
   public:
-    explicit Fading(uint32_t half_life, uint32_t now) : per_step_(-1.0f / float(half_life)), now_(now), at_(now) {}
+    explicit Decay(uint32_t half_life, uint32_t now) : per_step_(-1.0f / float(half_life)), now_(now), at_(now) {}
     uint32_t now() const { return now_; }
     float at_now(AttentionMass mass) {
         if (mass.at != at_) {

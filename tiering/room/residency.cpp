@@ -9,7 +9,7 @@
 #include "tiering/disk/disk.h"
 #include "tiering/disk/latch.h"
 #include "tiering/host/host.h"
-#include "tiering/room/leaving.h"
+#include "tiering/room/candidates.h"
 #include "tiering/store/fall.h"
 #include "tiering/verify/block_check.h"
 
@@ -145,27 +145,27 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     for (const MoveItem& item : items) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
     if (bytes == 0) return items;
     std::lock_guard lock(residents_.lock());
-    Leaving leaving(geometry_, tier, steps_.load(std::memory_order_relaxed));
+    Candidates candidates(geometry_, tier, steps_.load(std::memory_order_relaxed));
     const auto see = [&](const Resident& s) {
         if (!(for_disk && s.may_be_read()) && !s.blocks.empty())
-            leaving.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
+            candidates.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
     };
     residents_.visit(std::cref(see));
     // NOTES: an item is an owner too: both choices come before the first item.
-    const std::vector<Victim> alone = policy_->choose(leaving, bytes);
-    for (const Victim v : alone) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
+    const std::vector<Victim> alone = policy_->choose(candidates, bytes);
+    for (const Victim v : alone) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
-        leaving.set_shared(for_disk ? shared_in_plans(residents_) : std::unordered_set<const Block*>());
-        shared = policy_->choose(leaving, bytes);
+        candidates.set_shared(for_disk ? shared_in_plans(residents_) : std::unordered_set<const Block*>());
+        shared = policy_->choose(candidates, bytes);
     }
     items.reserve(items.size() + alone.size() + shared.size());
-    for (const Victim v : alone) items.push_back(leaving.item(v));
+    for (const Victim v : alone) items.push_back(candidates.item(v));
     std::unordered_set<const Block*> listed;
     for (const Victim v : shared) {
-        if (MoveItem item = leaving.item(v); listed.insert(item.block.get()).second) items.push_back(std::move(item));
+        if (MoveItem item = candidates.item(v); listed.insert(item.block.get()).second) items.push_back(std::move(item));
     }
-    for (const Victim v : shared) bytes -= std::min(bytes, leaving.bytes(v.owner, v.block));
+    for (const Victim v : shared) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
     // At last what loads have read, which belongs to no sequence yet.
     for (const Loading* load : loads_) {
         for (const MoveItem& item : load->blocks) {
@@ -195,7 +195,7 @@ void Residency::LoadHold::add(MoveItem item) {
 
 bool Residency::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
     if (tier == TierKind::kDisk && disk_->reclaim(kErasePatience)) return true;
-    if (tier != TierKind::kDisk && make_way(tier, evicted_at_once(tier, wanted), until)) return true;
+    if (tier != TierKind::kDisk && evict(tier, evicted_at_once(tier, wanted), until)) return true;
     return drop_unused(tier, wanted, for_all);
 }
 
@@ -216,14 +216,14 @@ uint64_t Residency::evicted_at_once(TierKind tier, std::span<const PageKind> wan
     return std::max(bytes_of(wanted), budget / kEvictedPart);
 }
 
-bool Residency::make_way(TierKind tier, uint64_t bytes, Deadline until) {
+bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
     residents_.take_in_attention(false);
-    if (evict(tier, below(tier), bytes, until)) return true;
+    if (evict_to(tier, below(tier), bytes, until)) return true;
     // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
-    return tier == TierKind::kDevice && host_ && disk_ && evict(tier, TierKind::kDisk, bytes, until);
+    return tier == TierKind::kDevice && host_ && disk_ && evict_to(tier, TierKind::kDisk, bytes, until);
 }
 
-bool Residency::evict(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
+bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
     if (!tier(to)) return false;
     for (;;) {
         const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk);
@@ -376,7 +376,7 @@ Status Residency::make_resident(std::span<Resident* const> seqs, Deadline until)
 }
 
 // Full blocks of so many bytes, those first that were read first. False: none went.
-bool Residency::send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes) {
+bool Residency::demote(Loading& mine, TierKind from, TierKind to, uint64_t bytes) {
     size_t& first = mine.above[size_t(from)];
     const auto stays = [](const Block& b) { return !b.sealed() || b.stuck(); };
     while (first < mine.blocks.size() && (stays(*mine.blocks[first].block) || mine.blocks[first].block->tier() > from)) ++first;
@@ -394,11 +394,10 @@ bool Residency::send_down(Loading& mine, TierKind from, TierKind to, uint64_t by
 }
 
 // The host tier may be full of nothing but these blocks, and coldest() does not find what no sequence has.
-bool Residency::send_down(Loading& mine, uint64_t bytes) {
-    if (send_down(mine, TierKind::kDevice, below(TierKind::kDevice), bytes)) return true;
+bool Residency::demote(Loading& mine, uint64_t bytes) {
+    if (demote(mine, TierKind::kDevice, below(TierKind::kDevice), bytes)) return true;
     if (!host_ || !disk_) return false;
-    return send_down(mine, TierKind::kHost, TierKind::kDisk, bytes) ||
-           send_down(mine, TierKind::kDevice, TierKind::kDisk, bytes);
+    return demote(mine, TierKind::kHost, TierKind::kDisk, bytes) || demote(mine, TierKind::kDevice, TierKind::kDisk, bytes);
 }
 
 Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
@@ -419,9 +418,9 @@ Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
         }
         // As for a begin, what blocks have left is room as soon as those are done who read there.
         if (!mine.patience_ends) mine.patience_ends = room.now() + settings_.plans_patience;
-        if (store_.has_left() && watch.wait(*mine.patience_ends)) continue;
+        if (store_.has_vacated() && watch.wait(*mine.patience_ends)) continue;
         const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
-        if (make_way(TierKind::kDevice, bytes, kNoDeadline) || send_down(mine, bytes) ||
+        if (evict(TierKind::kDevice, bytes, kNoDeadline) || demote(mine, bytes) ||
             drop_unused(TierKind::kDevice, wanted, false))
             continue;
         // What others move now, or made room of while this was looking for some.

@@ -73,7 +73,7 @@ class Residency {
     bool observes_attention() const { return settings_.eviction == Eviction::kAttention; }
     // Blocks may be dropped: the sequences of steps may lack some.
     bool may_drop() const { return settings_.drop_coldest; }
-    Fading fading() const { return Fading(settings_.half_life, steps_.load(std::memory_order_relaxed)); }
+    Decay decay() const { return Decay(settings_.half_life, steps_.load(std::memory_order_relaxed)); }
     // A step's blocks are there: attention fades by the steps.
     void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -190,17 +190,17 @@ class Residency {
     Status make_host_tier(const TierSettings& settings);
     Status open_disk_tier(const TierSettings& settings);
     TierKind below(TierKind tier) const;
-    bool evict(TierKind from, TierKind to, uint64_t bytes, Deadline until);
-    bool make_way(TierKind tier, uint64_t bytes, Deadline until);
-    bool send_down(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
-    bool send_down(Loading& mine, uint64_t bytes);
+    bool evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until);
+    bool evict(TierKind tier, uint64_t bytes, Deadline until);
+    bool demote(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
+    bool demote(Loading& mine, uint64_t bytes);
     void note_failed(const MoveProgress& eviction);
     uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
-    struct Census;
+    struct MoveEstimate;
     std::array<uint64_t, 3> count_room() const;
     std::string full_below() const;
-    Census take_census(std::span<Resident* const> mine) const;
-    double gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const;
+    MoveEstimate estimate_moves(std::span<Resident* const> mine) const;
+    double gained_on_device(const MoveEstimate& estimate, const std::array<uint64_t, 3>& room, PageKind largest) const;
     double times_on_disk(PageKind above) const;
     void drop(std::span<const MoveItem> items);
 

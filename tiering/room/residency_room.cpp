@@ -5,7 +5,7 @@
 #include <functional>
 #include <unordered_set>
 
-#include "tiering/room/leaving.h"
+#include "tiering/room/candidates.h"
 #include "tiering/room/residency.h"
 #include "tiering/store/fall.h"
 
@@ -54,7 +54,7 @@ std::array<uint64_t, 3> Residency::count_room() const {
         const Tier* there = tier(kind);
         if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().room;
     }
-    for (size_t t = 0; t < 3; ++t) room[t] += store_.left_bytes(TierKind(t));
+    for (size_t t = 0; t < 3; ++t) room[t] += store_.vacated_bytes(TierKind(t));
     return room;
 }
 
@@ -75,7 +75,7 @@ Status Residency::check_may_take_in(uint64_t bytes) const {
 }
 
 // What can happen to the blocks that there are, in bytes.
-struct Residency::Census {
+struct Residency::MoveEstimate {
     // That may leave the device, here and in the next tier: by kind of what falls on the way, what keeps its bytes last.
     struct Leaves {
         uint64_t bytes = 0, below = 0;
@@ -86,8 +86,8 @@ struct Residency::Census {
     uint64_t moving = 0;         // of blocks that leave their place soon
 };
 
-Residency::Census Residency::take_census(std::span<Resident* const> mine) const {
-    Census c;
+Residency::MoveEstimate Residency::estimate_moves(std::span<Resident* const> mine) const {
+    MoveEstimate c;
     const TierKind next = below(TierKind::kDevice);
     std::lock_guard lock(residents_.lock());
     std::unordered_set<const Block*> seen, shared_with_mine;
@@ -126,7 +126,7 @@ Residency::Census Residency::take_census(std::span<Resident* const> mine) const 
             if (tier != TierKind::kDevice) continue;
             const bool falls = may_fall(geometry_, numerics_, block, b);
             const uint64_t there = falls ? geometry_.slot_bytes(kind_in_tier(kind, next)) : bytes;
-            Census::Leaves& l = c.leaves[falls ? size_t(kind) : size_t(kPageKinds)];
+            MoveEstimate::Leaves& l = c.leaves[falls ? size_t(kind) : size_t(kPageKinds)];
             l.bytes += bytes;
             l.below += there;
             if (host_) c.shrinks += bytes - there;
@@ -137,12 +137,12 @@ Residency::Census Residency::take_census(std::span<Resident* const> mine) const 
 }
 
 // Bytes of the device that become free when as much leaves as the tiers below have room for.
-double Residency::gained_on_device(const Census& census, const std::array<uint64_t, 3>& room, PageKind largest) const {
+double Residency::gained_on_device(const MoveEstimate& estimate, const std::array<uint64_t, 3>& room, PageKind largest) const {
     double below_bytes = double(room[2]);
     if (host_) below_bytes = double(room[1]) + double(room[2]) * times_on_disk(kind_in_tier(largest, TierKind::kHost));
-    below_bytes += double(census.droppable[1] + census.droppable[2]);
+    below_bytes += double(estimate.droppable[1] + estimate.droppable[2]);
     double gained = 0;
-    for (const Census::Leaves& l : census.leaves) {
+    for (const MoveEstimate::Leaves& l : estimate.leaves) {
         if (l.below == 0) continue;
         const double part = std::min(1.0, below_bytes / double(l.below));
         gained += part * double(l.bytes);
@@ -156,20 +156,20 @@ bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Reside
     // Blocks that leave for nothing come back; not so bits that they lose on the way.
     if (!geometry_.falls && residents_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
     std::array<uint64_t, 3> room = count_room();
-    const Census census = take_census(mine);
-    room[0] += census.moving;
+    const MoveEstimate estimate = estimate_moves(mine);
+    room[0] += estimate.moving;
     const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
-    const uint64_t bytes = bytes_of(wanted), here = room[0] + census.droppable[0];
+    const uint64_t bytes = bytes_of(wanted), here = room[0] + estimate.droppable[0];
     const auto fits = [&](double need, double have) {
         if (lacking && need > have) *lacking = uint64_t(need - have);
         return need <= have;
     };
-    if (!fits(double(bytes), double(here) + gained_on_device(census, room, largest))) return false;
+    if (!fits(double(bytes), double(here) + gained_on_device(estimate, room, largest))) return false;
     // All of the step's blocks lie in the device and the host tier.
     const uint64_t comes_up = bytes_on_disk(mine);
-    const double to_disk = std::min(double(census.others), double(room[2] + comes_up) * times_on_disk(largest));
-    const double dropped = double(census.droppable[1]) + double(census.droppable[2]) * times_on_disk(largest);
-    return fits(double(bytes + comes_up), double(here + room[1] + census.shrinks) + dropped + to_disk);
+    const double to_disk = std::min(double(estimate.others), double(room[2] + comes_up) * times_on_disk(largest));
+    const double dropped = double(estimate.droppable[1]) + double(estimate.droppable[2]) * times_on_disk(largest);
+    return fits(double(bytes + comes_up), double(here + room[1] + estimate.shrinks) + dropped + to_disk);
 }
 
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
@@ -236,13 +236,13 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
         if (unused > 0) missing -= std::min(missing, residents_.drop_unused(from, missing, false));
         if (missing == 0) return Drop::kHere;
     }
-    Leaving leaving(geometry_, from, steps_.load(std::memory_order_relaxed));
+    Candidates candidates(geometry_, from, steps_.load(std::memory_order_relaxed));
     const auto add = [&](const Resident& s) {
         if (may_lose_blocks(s, mine))
-            leaving.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? TierKind::kHost : from);
+            candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? TierKind::kHost : from);
     };
     residents_.visit(std::cref(add));
-    drop(leaving.items(policy_->choose(leaving, missing)));
+    drop(candidates.items(policy_->choose(candidates, missing)));
     return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }
 
@@ -252,12 +252,12 @@ bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<
     std::lock_guard lock(residents_.lock());
     const uint64_t come_up = bytes_on_disk(mine), bytes = bytes_of(wanted);
     const uint64_t free = store_.free_bytes();
-    Leaving leaving(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
+    Candidates candidates(geometry_, TierKind::kDevice, steps_.load(std::memory_order_relaxed));
     uint64_t may_go = 0, of_device = 0;
     const auto see = [&](const Resident& s) {
         if (!may_lose_blocks(s, mine)) return;
         const TierKind slowest = s.in_plan ? TierKind::kDisk : TierKind::kHost;
-        leaving.add(s, uint32_t(numerics_.sink_blocks), count_full(s), slowest);
+        candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), slowest);
         for (size_t b = numerics_.sink_blocks; b < count_full(s); ++b) {
             const BlockPtr& block = s.blocks[b];
             const bool alone = block.use_count() == 1;
@@ -271,7 +271,7 @@ bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<
     // Nothing is lost for a step whose new blocks have no room then.
     if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
     if (come_up <= free) return false;  // lost blocks would not help: what has room is fragmented, or others take it
-    drop(leaving.items(policy_->choose(leaving, come_up - free)));
+    drop(candidates.items(policy_->choose(candidates, come_up - free)));
     return true;
 }
 

@@ -5,38 +5,10 @@
 #include <iterator>
 #include <numeric>
 
-#include "kernels/format/check.h"
-#include "kernels/format/hash.h"
-#include "kernels/format/slot.h"
-
 namespace ta {
 namespace {
 
 constexpr size_t kCachedSlots = 64;  // of each kind
-
-SlotTrailer* trailer_of(const Geometry& g, PageKind kind, uint8_t* slot) {
-    return reinterpret_cast<SlotTrailer*>(slot + g.payload_bytes(kind));
-}
-
-PageIdentity identity_of(const SlotTrailer& t, const Geometry& g, uint32_t layer) {
-    PageIdentity id{};
-    id.fingerprint = t.fingerprint;
-    id.block_index = t.block_index;
-    id.content_id = t.content_id;
-    id.layer = layer;
-    id.tokens = t.tokens;
-    id.magic = t.magic;
-    id.version = t.version;
-    id.kind = t.kind;
-    id.payload_bytes = g.page_bytes(PageKind(t.kind), layer);
-    return id;
-}
-
-uint64_t hash_of(const Geometry& g, PageKind kind, const SlotTrailer& t, const uint8_t* slot, uint32_t layer) {
-    const uint64_t hash = page_hash(identity_of(t, g, layer), slot + g.page_offset(kind, layer));
-    const size_t own = layer + 1 == g.layers ? g.own_scales_bytes(kind) : 0;
-    return own > 0 ? hash ^ hash_bytes(slot + g.own_scales_offset(0, 0), own) : hash;
-}
 
 }  // namespace
 
@@ -56,74 +28,6 @@ void Block::write_trailer(const Geometry& g, uint64_t fingerprint, uint64_t bloc
 
 Status Block::verify(const Geometry& g, uint64_t fingerprint, uint64_t block_index, const uint8_t* slot, PageKind kind) const {
     return verify_slot(g, kind, slot, fingerprint, block_index, content_id_, uint32_t(kPageTokens));
-}
-
-void write_trailer(const Geometry& g, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                   uint64_t content_id, uint32_t tokens, bool hashes) {
-    SlotTrailer* t = trailer_of(g, kind, slot);
-    std::memset(t, 0, g.slot_bytes(kind) - g.own_scales_bytes(kind) - g.payload_bytes(kind));
-    t->magic = kSlotMagic;
-    t->version = kFormatVersion;
-    t->kind = uint8_t(kind);
-    t->fingerprint = fingerprint;
-    t->block_index = block_index;
-    t->content_id = content_id;
-    t->tokens = tokens;
-    t->layers = g.layers;
-    if (hashes && tokens == uint32_t(kPageTokens)) write_page_hashes(g, kind, slot, 0, g.layers);
-}
-
-void write_page_hashes(const Geometry& g, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n) {
-    SlotTrailer* t = trailer_of(g, kind, slot);
-    auto* hashes = reinterpret_cast<uint64_t*>(t + 1);
-    for (uint32_t layer = first; layer < first + n; ++layer) hashes[layer] = hash_of(g, kind, *t, slot, layer);
-}
-
-Status verify_trailer(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                      uint64_t content_id, uint32_t tokens) {
-    const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
-    if (t->magic == kSlotMagic && t->version == kFormatVersion && t->kind == uint8_t(kind) && t->fingerprint == fingerprint &&
-        t->block_index == block_index && t->content_id == content_id && t->tokens == tokens && t->layers == g.layers)
-        return {};
-    return fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(int64_t(block_index));
-}
-
-Status verify_pages(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first, uint32_t n) {
-    const auto* t = reinterpret_cast<const SlotTrailer*>(slot + g.payload_bytes(kind));
-    const auto* hashes = reinterpret_cast<const uint64_t*>(t + 1);
-    for (uint32_t layer = first; layer < first + n; ++layer) {
-        if (hash_of(g, kind, *t, slot, layer) == hashes[layer]) continue;
-        return fail(TA_E_CORRUPT, "a page does not match its hash").layer(layer).block(int64_t(block_index));
-    }
-    return {};
-}
-
-Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                   uint64_t content_id, uint32_t tokens) {
-    TA_RETURN_IF_ERROR(verify_trailer(g, kind, slot, fingerprint, block_index, content_id, tokens));
-    return tokens < uint32_t(kPageTokens) ? Status() : verify_pages(g, kind, slot, block_index, 0, g.layers);
-}
-
-Status check_values(const Geometry& g, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index) {
-    for (uint32_t layer = 0; layer < g.layers; ++layer) {
-        for (uint32_t head = 0; head < g.kv_heads; ++head) {
-            const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
-            bool good;
-            if (kind == PageKind::kToken) {
-                good =
-                    is_good_token_piece(piece, int(g.head_dim), k_turning) &&
-                    (!g.keeps_own_scales || are_good_own_scales(slot + g.own_scales_offset(layer, head), Geometry::kOwnScales));
-            } else {
-                good = is_good_channel_piece(piece, g.channel_layout(kind, layer, head), k_turning, g.keeps_own_scales);
-            }
-            if (good) continue;
-            return fail(TA_E_CORRUPT, "a page has steps, codes or scales that no encoder writes")
-                .layer(layer)
-                .head(head)
-                .block(int64_t(block_index));
-        }
-    }
-    return {};
 }
 
 BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget)
@@ -169,7 +73,7 @@ void BlockStore::free_cached(PageKind kind, size_t keep) {
 Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed,
                                                   std::span<const Tenant> tenants) {
     std::vector<BlockPtr> blocks;
-    std::vector<Taken> slots;
+    std::vector<AcquiredSlot> slots;
     blocks.reserve(wanted.size());
     TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
     Status s;
@@ -188,7 +92,8 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
 }
 
 // Zeroes the slots that another tenant's bytes are in. Not under the lock: it takes as long as writing them.
-Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants) {
+Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const AcquiredSlot> slots,
+                         std::span<const Tenant> tenants) {
     std::vector<DeviceRange> ranges;
     for (size_t i = 0; i < slots.size(); ++i) {
         const Tenant tenant = tenants.empty() ? 0 : tenants[i];
@@ -202,11 +107,11 @@ Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const Taken
 }
 
 Result<std::vector<uint8_t*>> BlockStore::acquire_slots(std::span<const PageKind> wanted, size_t* failed) {
-    std::vector<Taken> taken;
+    std::vector<AcquiredSlot> taken;
     std::vector<uint8_t*> slots;
     slots.reserve(wanted.size());
     TA_RETURN_IF_ERROR(take_slots(wanted, taken, failed));
-    for (const Taken& t : taken) slots.push_back(t.slot);
+    for (const AcquiredSlot& t : taken) slots.push_back(t.slot);
     return slots;
 }
 
@@ -218,12 +123,12 @@ std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size
     }
     // Fragmentation may leave less than that, and others may take some meanwhile.
     std::vector<PageKind> wanted(most, kind);
-    std::vector<Taken> taken;
+    std::vector<AcquiredSlot> taken;
     scratch.reserve(most);
     for (; !wanted.empty(); wanted.resize(wanted.size() / 2)) {
         taken.clear();
         if (!take_slots(wanted, taken, nullptr).ok()) continue;
-        for (const Taken& t : taken) scratch.push_back({t.slot, t.tenant});
+        for (const AcquiredSlot& t : taken) scratch.push_back({t.slot, t.tenant});
         std::lock_guard lock(mutex_);
         scratch_[size_t(kind)] += scratch.size();
         break;
@@ -242,7 +147,7 @@ bool BlockStore::has_scratch() const {
     return std::any_of(std::begin(scratch_), std::end(scratch_), [](uint64_t n) { return n > 0; });
 }
 
-Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed) {
+Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed) {
     slots.reserve(wanted.size());
     size_t need[kPageKinds] = {};
     uint64_t more = 0;
@@ -436,10 +341,10 @@ bool BlockStore::move_locked(Block& block, const Place& to) {
         block.record_keys_ = block.tier_keys_;
         on_disk_.fetch_sub(1, std::memory_order_release);
     } else {
-        left_.push_back({moves_,
-                         {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}},
-                         block.tenant(),
-                         is_record && block.published()});
+        vacated_.push_back({moves_,
+                            {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}},
+                            block.tenant(),
+                            is_record && block.published()});
     }
     if (to.tier == TierKind::kDisk) {
         on_disk_.fetch_add(1, std::memory_order_release);
@@ -455,7 +360,7 @@ bool BlockStore::move_locked(Block& block, const Place& to) {
     block.tier_slot_ = to.slot;
     block.tier_keys_ = to.keys;
     moves_.fetch_add(1, std::memory_order_release);
-    free_left();
+    free_vacated();
     room_.notify();
     return true;
 }
@@ -581,7 +486,7 @@ void BlockStore::stop_reading(uint64_t reading) {
     const auto mine = std::find_if(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number == reading; });
     *mine = reading_.back();
     reading_.pop_back();
-    free_left();
+    free_vacated();
     room_.notify();
 }
 
@@ -596,26 +501,26 @@ bool BlockStore::still_reading(uint64_t last) const {
 }
 
 // What was left before the first of the present readers came.
-void BlockStore::free_left() {
+void BlockStore::free_vacated() {
     uint64_t first = UINT64_MAX;
     for (const Reading& r : reading_) first = std::min(first, r.from);
     if (!barriers_.readers) first = UINT64_MAX;
     size_t n = 0;
-    while (n < left_.size() && left_[n].at < first) ++n;
-    for (size_t i = 0; i < n; ++i) free_place(left_[i].place, left_[i].tenant, left_[i].replaced);
-    left_.erase(left_.begin(), left_.begin() + ptrdiff_t(n));
+    while (n < vacated_.size() && vacated_[n].at < first) ++n;
+    for (size_t i = 0; i < n; ++i) free_place(vacated_[i].place, vacated_[i].tenant, vacated_[i].replaced);
+    vacated_.erase(vacated_.begin(), vacated_.begin() + ptrdiff_t(n));
     if (n == 0) return;
 }
 
-bool BlockStore::has_left() const {
+bool BlockStore::has_vacated() const {
     std::lock_guard lock(mutex_);
-    return !left_.empty();
+    return !vacated_.empty();
 }
 
-uint64_t BlockStore::left_bytes(TierKind tier) const {
+uint64_t BlockStore::vacated_bytes(TierKind tier) const {
     std::lock_guard lock(mutex_);
     uint64_t bytes = 0;
-    for (const Left& l : left_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.place.kind) : 0;
+    for (const Vacated& l : vacated_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.place.kind) : 0;
     return bytes;
 }
 

@@ -12,6 +12,7 @@
 
 #include "src/core/memory.h"
 #include "src/page/geometry.h"
+#include "src/page/trailer.h"
 #include "tiering/disk/request.h"
 #include "tiering/policy/policy.h"
 #include "tiering/room/signal.h"
@@ -99,9 +100,9 @@ class Block {
     uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
     // Attention that the block got, of all sequences that share it; several may add at once.
     AttentionMass mass() const { return mass_.load(std::memory_order_relaxed); }
-    void add_mass(float weight, Fading& fading) {
+    void add_mass(float weight, Decay& decay) {
         AttentionMass now = mass();
-        while (!mass_.compare_exchange_weak(now, {fading.at_now(now) + weight, fading.now()}, std::memory_order_relaxed)) {
+        while (!mass_.compare_exchange_weak(now, {decay.at_now(now) + weight, decay.now()}, std::memory_order_relaxed)) {
         }
     }
     PrefetchMark& prefetch() { return prefetch_; }
@@ -164,28 +165,6 @@ struct PlacedBlock {
     uint8_t* slot;
     PageKind kind;
 };
-
-// Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens
-// the hash of every page. TA_E_CORRUPT names the layer.
-Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                   uint64_t content_id, uint32_t tokens);
-
-// Whether attention may compute with the values in a slot that comes from a file, beside what its hashes say. TA_E_CORRUPT names
-// layer, head and block.
-Status check_values(const Geometry& geometry, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index);
-
-// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their
-// place.
-void write_trailer(const Geometry& geometry, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                   uint64_t content_id, uint32_t tokens, bool hashes);
-// The hashes of pages [first, first + n), behind a trailer without.
-void write_page_hashes(const Geometry& geometry, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n);
-
-// Parts of that, for several threads: whose block the trailer says it is, and pages [first, first + n).
-Status verify_trailer(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
-                      uint64_t content_id, uint32_t tokens);
-Status verify_pages(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first,
-                    uint32_t n);
 
 // What keeps moves from overtaking those who use blocks. Only tests switch some of it off, to see that they would notice.
 struct Barriers {
@@ -250,9 +229,9 @@ class BlockStore {
     // Whether some of those up to `last` are reading still.
     bool still_reading(uint64_t last) const;
     // Whether there are places that blocks have left and readers keep from being free.
-    bool has_left() const;
+    bool has_vacated() const;
     // Of those places in the tier.
-    uint64_t left_bytes(TierKind tier) const;
+    uint64_t vacated_bytes(TierKind tier) const;
     // A full block that a persistent disk tier, attached before, brought along, with all the keys of its record.
     BlockPtr recover(const RecoveredBlock& found);
     // The keys under which a block is published, for a persistent disk tier: records that are written from then on bear those
@@ -302,7 +281,7 @@ class BlockStore {
         uint64_t number;
         uint64_t from;  // moves_ when it started
     };
-    struct Left {  // by a block that was moved
+    struct Vacated {  // by a block that was moved
         uint64_t at;
         Place place;
         Tenant tenant;
@@ -312,19 +291,19 @@ class BlockStore {
         uint8_t* slot;
         Tenant tenant;  // whose bytes are in it
     };
-    struct Taken {
+    struct AcquiredSlot {
         uint8_t* slot;
         bool fresh;     // was not kept from before
         Tenant tenant;  // likewise whose bytes are in it
     };
-    Status take_slots(std::span<const PageKind> wanted, std::vector<Taken>& slots, size_t* failed);
-    Status clear(std::span<const PageKind> wanted, std::span<const Taken> slots, std::span<const Tenant> tenants);
+    Status take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed);
+    Status clear(std::span<const PageKind> wanted, std::span<const AcquiredSlot> slots, std::span<const Tenant> tenants);
     void release_slot(PageKind kind, uint8_t* slot, Tenant tenant);
     void release(const Block& block);
     void free_place(const Place& place, Tenant tenant, bool replaced = false);
     void give_record(Slot slot, bool replaced);
     bool move_locked(Block& block, const Place& to);
-    void free_left();
+    void free_vacated();
     void free_cached(PageKind kind, size_t keep);
     bool has_room_to_keep(PageKind kind) const;
     Tenant zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant);
@@ -354,7 +333,7 @@ class BlockStore {
     PrefetchCounters prefetches_;
     uint64_t readings_ = 0;         // that were ever started
     std::vector<Reading> reading_;  // now
-    std::vector<Left> left_;        // oldest first
+    std::vector<Vacated> vacated_;  // oldest first
     RoomSignal room_;
 };
 

@@ -73,7 +73,7 @@ Status CudaMass::end(const Step& step, const CudaTables& tables, cudaStream_t st
     const cuda::PageMassArgs a{mass.weight, mass.heads, r.rows, int32_t(r.members.size()), r.weight, r.heads};
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_page_mass(a, stream)), "sending the attention of blocks"));
     TA_RETURN_IF_ERROR(r.pinned.record(device_, stream));
-    r.at = pool_.residency().fading().now();
+    r.at = pool_.residency().decay().now();
     r.counts_anew = counts_anew_;
     counts_anew_ = unsent_ = false;
     ++sent_;

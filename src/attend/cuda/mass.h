@@ -53,7 +53,7 @@ class CudaMass final : public AttentionSource {
         float* weight = nullptr;
         uint64_t* heads = nullptr;
         std::vector<Member> members;
-        uint32_t at = 0;           // Fading::now() of the step
+        uint32_t at = 0;           // Decay::now() of the step
         bool counts_anew = false;  // the counter of heads was 0 when it began
     };
     static constexpr size_t kHeader = 16;  // the counter of heads, before the weights of entries

@@ -29,14 +29,14 @@ std::vector<ta_seq> add_sequences(Pool& pool, size_t sequences, size_t blocks) {
     std::vector<Pool::Snapshot> all(sequences);
     std::mt19937 random(1);
     std::exponential_distribution<float> masses;
-    Fading fading = pool.residency().fading();
+    Decay decay = pool.residency().decay();
     for (size_t b = 0; b < blocks; ++b) {
         for (Pool::Snapshot& s : all) {
             const PageKind kind = b == 0 ? PageKind::kToken : PageKind::kChannel;
             Result<std::vector<BlockPtr>> block = pool.blocks().acquire({&kind, 1});
             EXPECT_TRUE(block.ok());
             block.value()[0]->mark_sealed();
-            block.value()[0]->add_mass(masses(random), fading);
+            block.value()[0]->add_mass(masses(random), decay);
             s.blocks.push_back(block.value()[0]);
             s.length += kPageTokens;
         }

@@ -161,15 +161,15 @@ TEST(Attention, WithoutAnyItIsLru) {
         EXPECT_EQ(make_attention_policy(1)->choose(view, n * kBytes), make_lru_policy()->choose(view, n * kBytes));
 }
 
-TEST(Fading, HalvesInItsHalfLife) {
-    Fading fading(100, 1000);
-    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 1000}), 4.0f);
-    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 900}), 2.0f);
-    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 900}), 2.0f);
-    EXPECT_FLOAT_EQ(fading.at_now({4.0f, 700}), 0.5f);
-    EXPECT_FLOAT_EQ(Fading(100, 50).at_now({4.0f, uint32_t(0) - 50}), 2.0f) << "the count of steps went around";
-    EXPECT_FLOAT_EQ(Fading(100, 50).at_now({4.0f, 53}), 4.0f) << "of a step that began later";
-    EXPECT_FLOAT_EQ(Fading(100, uint32_t(0) - 1).at_now({4.0f, 2}), 4.0f);
+TEST(Decay, HalvesInItsHalfLife) {
+    Decay decay(100, 1000);
+    EXPECT_FLOAT_EQ(decay.at_now({4.0f, 1000}), 4.0f);
+    EXPECT_FLOAT_EQ(decay.at_now({4.0f, 900}), 2.0f);
+    EXPECT_FLOAT_EQ(decay.at_now({4.0f, 900}), 2.0f);
+    EXPECT_FLOAT_EQ(decay.at_now({4.0f, 700}), 0.5f);
+    EXPECT_FLOAT_EQ(Decay(100, 50).at_now({4.0f, uint32_t(0) - 50}), 2.0f) << "the count of steps went around";
+    EXPECT_FLOAT_EQ(Decay(100, 50).at_now({4.0f, 53}), 4.0f) << "of a step that began later";
+    EXPECT_FLOAT_EQ(Decay(100, uint32_t(0) - 1).at_now({4.0f, 2}), 4.0f);
 }
 
 }  // namespace

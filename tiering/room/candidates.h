@@ -21,9 +21,9 @@ inline bool may_leave(const Block& b) {
 }
 
 // What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
-class Leaving final : public EvictionView {
+class Candidates final : public EvictionView {
   public:
-    Leaving(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
+    Candidates(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
 
     // `slowest`: what lies in the tiers down to it too.
     void add(const Resident& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {

@@ -1,0 +1,124 @@
+// What the parts of a pool's moves share: its tiers, who hashes, the counters.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "src/core/thread_pool.h"
+#include "tiering/disk/disk.h"
+#include "tiering/room/signal.h"
+#include "tiering/store/blocks.h"
+#include "tiering/verify/reader.h"
+#include "tiering/verify/verifier.h"
+
+namespace ta {
+
+// Why blocks move: what the statistics are kept by.
+enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
+inline constexpr int kMoveReasons = 4;
+inline constexpr std::chrono::milliseconds kReadersPatience{200};
+
+struct MoveItem {
+    BlockPtr block;                                           // nullptr: one that is not full, which stays
+    uint64_t index;                                           // in its sequence
+    std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
+};
+
+// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, released,
+// moved by others.
+struct MoveProgress {
+    ta_move_state state = TA_MOVE_QUEUED;
+    uint64_t blocks = 0, moved = 0, present = 0, skipped = 0, failed = 0;
+    Status status;  // of the first block that failed
+};
+
+inline constexpr int kLatencyBuckets = 24;  // bucket i: up to 2^i microseconds; the last: any
+
+struct MoveCounters {
+    uint64_t latency[3][kLatencyBuckets] = {};                     // of the batches that were moved into a tier
+    double seconds[3] = {0, 0, 0};                                 // their sum
+    uint64_t blocks_in[3] = {0, 0, 0}, blocks_out[3] = {0, 0, 0};  // by TierKind
+    uint64_t bytes_in[3] = {0, 0, 0}, bytes_out[3] = {0, 0, 0};
+    uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
+    uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // between a device and the host
+    // Corrupt are blocks that are damaged themselves, not only in what arrived of them.
+    uint64_t failed = 0, corrupt = 0;
+    uint64_t fallen[3] = {0, 0, 0};     // blocks, by the tier that they came into with fewer bits
+    uint64_t evicted[3] = {0, 0, 0};    // blocks, by the tier that they left
+    double evicted_age[3] = {0, 0, 0};  // seconds since the last step of their sequences, summed
+
+    MoveCounters& operator+=(const MoveCounters& more);
+};
+
+// Device memory for blocks that were encoded anew and are on their way to the host. Kept for the next ones.
+class FallingRoom {
+  public:
+    explicit FallingRoom(Device* device) : device_(device) {}
+    ~FallingRoom();
+    FallingRoom(const FallingRoom&) = delete;
+    FallingRoom& operator=(const FallingRoom&) = delete;
+
+    struct Piece {
+        uint8_t* data = nullptr;
+        size_t bytes = 0;
+    };
+    // Of at least so many bytes; data is nullptr when there is none.
+    Piece take(size_t bytes);
+    void give(const Piece& piece);
+
+  private:
+    Device* const device_;
+    std::mutex mutex_;
+    std::vector<Piece> idle_;
+};
+
+// Of the pool whose blocks are moved. Outlives its mover.
+struct MoveHost {
+    Device* device;  // nullptr: a CPU
+    const Pages& pages;
+    BlockStore& store;
+    const BlockReader& reader;
+    Tier* host;                          // may be nullptr
+    DiskTier* disk;                      // likewise
+    BlockVerifier* verifier;             // of a device
+    BlockEncoder* encoder;               // of a device where precision falls
+    std::chrono::milliseconds patience;  // of a step with those who may be reading what blocks have left
+    // Moves or drops blocks of `tier` so that the wanted ones may fit. False: nothing could be.
+    std::function<bool(TierKind tier, std::span<const PageKind> wanted, Deadline until)> make_room;
+};
+
+// What the parts of a pool's moves share.
+struct MoveSharing {
+    explicit MoveSharing(MoveHost of) : pool(std::move(of)), falling(pool.device) {}
+
+    const MoveHost pool;
+    MoveRoute route = MoveRoute::kCalibrated;
+    std::atomic<int> parts{0};  // on their way
+    std::mutex checking;        // one part at a time, by all checkers
+    ThreadPool checkers;        // hash what arrived in host memory
+    FallingRoom falling;
+    std::mutex counting;
+    MoveCounters counters;
+};
+
+// What the disk is asked for by the parts of a ticket, for who cancels it.
+class DiskWork {
+  public:
+    void add(DiskTier& disk, DiskBatch batch);
+    // What is asked for from now on, too.
+    void cancel(DiskTier& disk);
+
+  private:
+    std::mutex mutex_;
+    bool cancelled_ = false;
+    std::vector<DiskBatch> batches_;
+};
+
+}  // namespace ta

@@ -1,0 +1,99 @@
+// What carries the blocks of a part from one tier to another: a file for each way. A further way is one more, and a case in
+// make_transfer().
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tiering/move/sharing.h"
+
+namespace ta {
+
+// A block on its way.
+struct MovedBlock {
+    const MoveItem* item;
+    Place from, to;
+    Status status;
+    bool over = false;
+    bool cancelled = false;          // on the disk; the status says so
+    std::optional<MoveRoute> route;  // between a device and the host: by which it came
+    bool falls() const { return from.kind != to.kind; }
+};
+
+// A transfer never changes a block's place; it says with `status` whether its bytes are at `to`. Used by one thread at a time.
+class Transfer {
+  public:
+    // Waits until nothing touches the blocks' memory any more.
+    virtual ~Transfer() = default;
+    virtual void start() = 0;
+    // Waits for what is on its way. Of what arrived intact the status is OK.
+    virtual void finish() = 0;
+    // finish() hashes by the checkers.
+    virtual bool wants_checkers() const { return false; }
+};
+
+using MovedBlocks = std::vector<MovedBlock*>;  // of one part; have room at `to`, and outlive the transfer
+
+// Ways between tiers.
+enum class Way : uint8_t {
+    kInMemory,  // on a CPU
+    kByDevice,  // between a device and the host
+    kToDisk,
+    kFromDisk,
+};
+Way way_of(const MoveSharing& sharing, const MovedBlock& block);
+// `disk_work`: where somebody may cancel the move; else nullptr.
+std::unique_ptr<Transfer> make_transfer(Way way, MoveSharing& sharing, MovedBlocks blocks, TierKind to, MoveReason reason,
+                                        DiskWork* disk_work);
+
+std::unique_ptr<Transfer> make_memory_transfer(MoveSharing& sharing, MovedBlocks blocks);
+std::unique_ptr<Transfer> make_device_transfer(MoveSharing& sharing, MovedBlocks blocks, TierKind to, MoveReason reason);
+std::unique_ptr<Transfer> make_disk_write(MoveSharing& sharing, MovedBlocks blocks, DiskWork* disk_work);
+std::unique_ptr<Transfer> make_disk_read(MoveSharing& sharing, MovedBlocks blocks, TierKind to, DiskWork* disk_work);
+
+// ---- what several ways need
+
+void fail_all(const MovedBlocks& blocks, const Status& status);
+bool is_on_device(const MoveSharing& sharing, const Place& place);
+
+// Pages of blocks, for several threads.
+class PageWork {
+  public:
+    explicit PageWork(MoveSharing& sharing) : sharing_(sharing) {}
+    // All pages of a block, so many layers at a time.
+    void add(MovedBlock& block, uint32_t layers);
+    // Calls work(block, first layer, layers) for all of it, by the checkers. The first failure of a block is its status.
+    template <class Work>
+    void run(Work&& work) {
+        std::lock_guard lock(sharing_.checking);
+        sharing_.checkers.parallel_for(int64_t(pieces_.size()), 1, [&](int64_t i, int) {
+            const Piece& piece = pieces_[size_t(i)];
+            Status s = work(*piece.block, piece.first, piece.n);
+            if (s.ok()) return;
+            std::lock_guard one(failing_);
+            if (piece.block->status.ok()) piece.block->status = std::move(s);
+        });
+    }
+
+  private:
+    struct Piece {
+        MovedBlock* block;
+        uint32_t first, n;  // layers
+    };
+    MoveSharing& sharing_;
+    std::vector<Piece> pieces_;
+    std::mutex failing_;
+};
+
+// Whether pages [first, first + n) at `slot`, in host memory, and the trailer there are the block's.
+Status check_pages(const MoveSharing& sharing, const MovedBlock& block, const uint8_t* slot, PageKind kind, uint32_t first,
+                   uint32_t n);
+// A block that falls gets new hashes, so its old ones are checked before it is encoded. First its trailer, without hashes; then
+// pages [first, first + n), from a copy of the block in host memory.
+void write_fallen_trailer(const MoveSharing& sharing, const MovedBlock& block, uint8_t* to);
+Status encode_fallen(const MoveSharing& sharing, const MovedBlock& block, const uint8_t* from, uint8_t* to, uint32_t first,
+                     uint32_t n);
+
+}  // namespace ta
