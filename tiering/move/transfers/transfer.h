@@ -17,8 +17,8 @@ struct MovedBlock {
     Place from, to;
     Status status;
     bool over = false;
-    bool cancelled = false;          // on the disk; the status says so
-    std::optional<MoveRoute> route;  // between a device and the host: by which it came
+    bool cancelled = false;               // on the disk; the status says so
+    std::optional<MoveRoute> route = {};  // between a device and the host: by which it came
     bool falls() const { return from.kind != to.kind; }
 };
 
