@@ -187,13 +187,13 @@ Status Pool::close() {
         std::lock_guard lock(mutex_);
         TA_RETURN_IF_ERROR(check_open());
         closed_ = true;
-        blocks().room().notify();
+        blocks().room_signal().notify();
     }
     if (mover()) mover()->cancel_all();
     blocks().keep_records();
     prefixes_.close();
     for (size_t slot = 0;; ++slot) {
-        const RoomSignal::AtEnd signal(blocks().room());
+        const RoomSignal::AtEnd signal(blocks().room_signal());
         std::vector<BlockPtr> dropped;  // after the lock
         std::lock_guard lock(mutex_);
         if (slot == sequences_.size()) break;
@@ -268,7 +268,7 @@ Result<ta_seq> Pool::adopt(Snapshot&& from) {
 Result<std::vector<ta_seq>> Pool::adopt_all(std::vector<Snapshot>&& all) {
     std::vector<ta_seq> ids;
     ids.reserve(all.size());
-    const RoomSignal::AtEnd signal(blocks().room());
+    const RoomSignal::AtEnd signal(blocks().room_signal());
     std::vector<std::vector<BlockPtr>> dropped(all.size());  // after the lock
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open());
@@ -305,8 +305,8 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
 }
 
 Status Pool::truncate(ta_seq seq, int64_t length) {
-    const RoomSignal::AtEnd signal(blocks().room());  // of published blocks that nobody uses now
-    std::vector<BlockPtr> dropped;                    // after the lock
+    const RoomSignal::AtEnd signal(blocks().room_signal());  // of published blocks that nobody uses now
+    std::vector<BlockPtr> dropped;                           // after the lock
     std::lock_guard lock(mutex_);
     Result<Sequence*> found = find_idle(seq);
     if (!found.ok()) return std::move(found).status();
@@ -334,7 +334,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
 }
 
 Status Pool::release(ta_seq seq) {
-    const RoomSignal::AtEnd signal(blocks().room());
+    const RoomSignal::AtEnd signal(blocks().room_signal());
     std::vector<BlockPtr> dropped;  // after the lock
     std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(check_open());
@@ -564,7 +564,7 @@ Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
             blocks().pin(range);
         } else {
             for (const BlockPtr& b : range) b->unpin();
-            blocks().room().notify();
+            blocks().room_signal().notify();
         }
         return {};
     });

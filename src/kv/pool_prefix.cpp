@@ -8,7 +8,7 @@
 #include "src/kv/files/block_file.h"
 #include "src/kv/pool.h"
 #include "tiering/disk/disk.h"
-#include "tiering/room/signal.h"
+#include "tiering/store/room_signal.h"
 
 namespace ta {
 
@@ -39,8 +39,8 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
     constexpr std::chrono::milliseconds kMoment{200};
-    RoomSignal::Watch watch(blocks().room());
-    const Deadline until = blocks().room().now() + std::min(tier_settings().moves_patience, kMoment);
+    RoomSignal::Watch watch(blocks().room_signal());
+    const Deadline until = blocks().room_signal().now() + std::min(tier_settings().moves_patience, kMoment);
     for (;;) {
         const bool held = residency_.blocks_are_held();
         Status published = prefixes_.publish(space, keys, s.blocks);

@@ -49,7 +49,7 @@ Status DiskEngine::allocate() {
     buffers_ = static_cast<uint8_t*>(p);
     zeros_ = buffers_ + depth * largest_record_;
     if (options_.device) {
-        TA_RETURN_IF_ERROR(options_.device->register_host(buffers_, buffer_bytes_));
+        if (Status s = options_.device->register_host(buffers_, buffer_bytes_); !s.ok()) return std::move(s).tier(TA_TIER_DISK);
         registered_ = true;
     }
     idle_buffers_.reserve(depth);

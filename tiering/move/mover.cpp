@@ -335,7 +335,7 @@ void Mover::end_part(Ticket& t, std::vector<MoveRequest>& freed) {
     const uint64_t done = t.progress.moved + t.progress.present + t.progress.skipped + t.progress.failed;
     t.progress.state = t.progress.failed ? TA_MOVE_FAILED : done < t.progress.blocks ? TA_MOVE_CANCELLED : TA_MOVE_DONE;
     t.finished.store(true, std::memory_order_release);
-    sharing_.pool.store.room().notify();
+    sharing_.pool.store.room_signal().notify();
     freed.swap(t.requests);
     try {
         done_.push_back(t.id);

@@ -22,7 +22,7 @@ MovePart::~MovePart() {
         w.item->block->end_move();
     }
     sharing_.parts.fetch_sub(1);
-    sharing_.pool.store.room().notify();
+    sharing_.pool.store.room_signal().notify();
 }
 
 bool MovePart::prepare() {
@@ -108,14 +108,14 @@ bool MovePart::take(const MoveItem& item) {
 // Slots for all, or for as many as possible one by one; the others get a status.
 void MovePart::find_room() {
     const BlockStore& store = sharing_.pool.store;
-    const Deadline until = store.room().now() + patience_;
+    const Deadline until = store.room_signal().now() + patience_;
     std::vector<PageKind> kinds;
     uint64_t bytes = 0;
     for (const MovedBlock& w : work_) {
         kinds.push_back(w.to.kind);
         bytes += sharing_.pool.pages.geometry.slot_bytes(w.to.kind);
     }
-    RoomSignal::Watch watch(store.room());
+    RoomSignal::Watch watch(store.room_signal());
     Status all = acquire(work_);
     while (all.code() == TA_E_TIER_FULL) {
         // What blocks have left counts when those are done who were reading there.

@@ -31,7 +31,7 @@ class MovePart {
     void wake_checkers();
     // Finds room and starts to copy. Where there is no room, others make some for needed blocks.
     void start();
-    // Waits for the copies, checks what arrived and publishes it.
+    // Waits for the copies, and gives the blocks that arrived intact their new place.
     void finish();
     MoveProgress& progress() { return progress_; }
 

@@ -13,8 +13,8 @@
 
 #include "src/core/thread_pool.h"
 #include "tiering/disk/disk.h"
-#include "tiering/room/signal.h"
 #include "tiering/store/blocks.h"
+#include "tiering/store/room_signal.h"
 #include "tiering/verify/reader.h"
 #include "tiering/verify/verifier.h"
 

@@ -74,7 +74,8 @@ class Candidates final : public EvictionView {
     std::unordered_set<const Block*> held_;
 };
 
-// Under the lock of the residents. Blocks of sequences in plans that others have too: a plan may be reading them, though an idle sequence has them.
+// Blocks of sequences in plans that other sequences have too: a plan may be reading them, though an idle sequence has them. Under
+// the lock of the residents.
 inline std::unordered_set<const Block*> shared_in_plans(const Residents& residents) {
     std::unordered_set<const Block*> held;
     const auto see = [&](const Resident& s) {

@@ -74,7 +74,7 @@ Status RoomLedger::admit(const Request& request, const std::function<Look(bool m
     std::optional<Place> place;
     if (must_hold(turn)) {
         place.emplace(*this, turn);
-        if (Look l = look(false); l.found == Found::kEnd) return std::move(l.status);
+        if (Look made = look(false); made.found == Found::kEnd) return std::move(made.status);
         hold(turn);
         waited = true;
     }
@@ -87,7 +87,7 @@ Status RoomLedger::admit(const Request& request, const std::function<Look(bool m
         const bool held = others_hold_room(turn);
         l = look(true);
         if (l.found == Found::kEnd) return std::move(l.status);
-        if (l.found == Found::kSome) continue;
+        if (l.found == Found::kAgain) continue;
         const bool may_come = l.found == Found::kSoon || held || others_hold_room(turn) || watch.signalled();
         if (!may_come || signal_.now() >= l.until) return std::move(l.status);
         waited = true;
@@ -116,13 +116,13 @@ uint64_t RoomLedger::wanted_until(const Turn& turn) const {
     return bytes;
 }
 
-// Whether the first begin has waited for so long that it is let go first, and no other one may make room or take what it needs.
-// Under the lock.
+// Whether the first begin of the queue has waited for so long that no other one may take what it wants. Under the lock.
 bool RoomLedger::is_first_due() const {
-    return !turns_.empty() && signal_.now() - turns_.front()->came >= kLong;
+    return !turns_.empty() && signal_.now() - turns_.front()->came >= kDue;
 }
 
-// Whether a begin leaves its first look to those before it.
+// Whether a begin that came later waits for the first one. If that one has looked in vain, begins that lack nothing wait too: it may
+// need blocks of their sequences, which are hardly ever in no plan when step follows step.
 bool RoomLedger::must_hold(const Turn& turn) const {
     uint64_t wanted;
     {
@@ -141,7 +141,7 @@ void RoomLedger::hold(const Turn& turn) {
     }
 }
 
-// Whether a begin in the queue may look for room again: the first one may, and others beside it for as long as it is not due.
+// Whether a begin in the queue may look for room again.
 bool RoomLedger::may_look(const Turn& turn) const {
     uint64_t wanted;
     {

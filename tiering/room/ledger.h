@@ -11,26 +11,28 @@
 #include <vector>
 
 #include "src/core/status.h"
-#include "tiering/room/signal.h"
+#include "tiering/store/room_signal.h"
 
 namespace ta {
 
-// Begins that lack room stand in one queue, in the order in which they began to wait, on the pool's signal. A begin that has looked
-// for room in vain waits until it is the first one. Others take what room they make or find, until the first one is due: from
-// then on they take only what is beyond the bytes of those before them. Thread-safe; its lock is held for a moment, while no other
-// one is taken.
+// A begin that finds no room joins a queue and waits on the pool's signal. The first begin of the queue may always look for room
+// again. The others may look beside it until it is due; from then on they make room, and take only bytes that no begin before them
+// wants. A begin that has looked in vain looks again only as the first. Thread-safe; the ledger's lock is held for a moment, and no
+// other lock is taken meanwhile.
 class RoomLedger {
   public:
-    // What a begin does. While it waits it reads nothing, so others may demote its blocks to the disk. One that is held up goes
-    // on by itself soon; one that is queued makes no room until it is its turn.
-    enum class Waits : uint8_t { kNot, kHeld, kQueued };
+    // What a begin does. A begin that waits reads nothing, so others may demote its blocks to the disk.
+    enum class Waits : uint8_t {
+        kNot,
+        kHeld,    // for those before it, at most kHold
+        kQueued,  // for its turn; it makes no room meanwhile
+    };
 
-    // The first begin is due when it has waited for so long.
-    static constexpr std::chrono::milliseconds kLong{5};
-    // So long others are held up for it at most. If it has looked in vain that holds for those too that lack nothing: it may wait
-    // for blocks of a sequence that takes step after step, and is in no plan hardly ever.
+    // The first begin of the queue is due this long after its call.
+    static constexpr std::chrono::milliseconds kDue{5};
+    // A begin that finds the first one due waits for it, this long after its own call at most.
     static constexpr std::chrono::milliseconds kHold{50};
-    // Once it has waited for so long nobody is held up any more: it may wait for what it cannot have.
+    // This long after its call the first begin holds up nobody any more: it may wait for what it cannot have.
     static constexpr std::chrono::milliseconds kInVain{420};
 
     // `free_bytes`: of the device tier. `blocks_are_held`: a move or a call holds blocks that it lets go of soon.
@@ -53,10 +55,10 @@ class RoomLedger {
     // How a look for room ended.
     struct Look {
         enum class Found : uint8_t {
-            kEnd,   // `status` is the begin's: it has its room, or failed for another reason
-            kSome,  // it made room: it looks again at once
-            kSoon,  // moves, calls or readers give some back by themselves
-            kNone,  // only other plans could
+            kEnd,    // `status` is the begin's: it has its room, or failed for another reason
+            kAgain,  // it made room, or blocks came or went: it looks again at once
+            kSoon,   // moves, calls or readers give some back by themselves
+            kNone,   // only other plans could
         };
         Found found;
         Status status;
@@ -70,7 +72,7 @@ class RoomLedger {
     struct Turn {
         const Request& request;
         Deadline came;
-        std::atomic<bool> in_vain = false;  // it looked at its turn: room in the device tier is not all that it lacks
+        std::atomic<bool> in_vain = false;  // it has looked, and only other plans could give it room
     };
     class Place;
     class Waiting;

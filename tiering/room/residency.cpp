@@ -403,7 +403,7 @@ bool Residency::demote(Loading& mine, uint64_t bytes) {
 Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
     const uint64_t failed_before = failed_evictions();
-    const RoomSignal& room = store_.room();
+    const RoomSignal& room = store_.room_signal();
     const Deadline moves_end = room.now() + settings_.moves_patience;
     RoomSignal::Watch watch(room);
     for (;;) {

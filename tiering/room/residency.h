@@ -86,7 +86,7 @@ class Residency {
         explicit BlockHold(const Residency& residency) : residency_(residency) { residency_.holders_.fetch_add(1); }
         ~BlockHold() {
             residency_.holders_.fetch_sub(1);
-            residency_.store_.room().notify();
+            residency_.store_.room_signal().notify();
         }
         BlockHold(const BlockHold&) = delete;
         BlockHold& operator=(const BlockHold&) = delete;
@@ -222,7 +222,7 @@ class Residency {
     mutable std::mutex failed_evictions_mutex_;
     uint64_t failed_evictions_ = 0;
     Status failed_eviction_;  // the last one's
-    RoomLedger ledger_{store_.room(), [this] { return store_.free_bytes(); }, [this] { return blocks_are_held(); }};
+    RoomLedger ledger_{store_.room_signal(), [this] { return store_.free_bytes(); }, [this] { return blocks_are_held(); }};
 
     // Under the lock of the residents.
     std::vector<const Loading*> loads_;  // that go on

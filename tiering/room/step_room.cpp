@@ -11,7 +11,7 @@ class StepRoom {
     StepRoom(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
              const std::function<Status()>& reserve);
 
-    // Once.
+    // To be called once.
     Status find(std::optional<uint64_t>& reading);
 
   private:
@@ -19,19 +19,19 @@ class StepRoom {
     using Found = Look::Found;
 
     Look look(bool may_take, std::optional<uint64_t>& reading);
-    // Nothing: the blocks are there.
-    std::optional<Look> bring_blocks();
+    // nullopt: the step's blocks are where the device reads them.
+    std::optional<Look> promote_blocks();
     Look take_new_blocks(std::optional<uint64_t>& reading);
     Look make_room(Status full, bool held);
     Look drop(Status full);
-    Look some(Status s) const { return {Found::kSome, std::move(s), patience_ends_}; }
+    Look again(Status s) const { return {Found::kAgain, std::move(s), patience_ends_}; }
     Look soon(Status s, Deadline until) const { return {Found::kSoon, std::move(s), until}; }
     Look none(Status s) const { return {Found::kNone, std::move(s), patience_ends_}; }
     static Look end(Status s) { return {Found::kEnd, std::move(s)}; }
     // What readers keep, or steps stage in, is room as soon as they end.
     bool readers_keep_room() const { return may_wait() && store_.has_vacated(); }
     bool steps_stage() const { return may_wait() && store_.has_scratch(); }
-    Deadline now() const { return store_.room().now(); }
+    Deadline now() const { return store_.room_signal().now(); }
     bool may_wait() const { return now() < patience_ends_; }
     struct BlockOfStep {
         size_t sequence, block;
@@ -53,7 +53,7 @@ class StepRoom {
     bool is_possible_ = false;    // room, without a loss
     bool may_drop_below_ = true;  // false where room that was made below does not come up to the device
     bool dropped_below_ = false;
-    std::optional<uint64_t> readers_;  // when blocks were to be dropped first
+    std::optional<uint64_t> readers_;  // the last one when this first looked for blocks to drop
     bool waited_for_blocks_ = false, waited_for_room_ = false;
 };
 
@@ -84,12 +84,12 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
 
 StepRoom::Look StepRoom::look(bool may_take, std::optional<uint64_t>& reading) {
     if (Status s = residency_.check_open(); !s.ok()) return end(std::move(s));
-    if (std::optional<Look> missing = bring_blocks()) return std::move(*missing);
+    if (std::optional<Look> missing = promote_blocks()) return std::move(*missing);
     if (may_take) return take_new_blocks(reading);
     return make_room(fail(TA_E_TIER_FULL, "others go first"), residency_.blocks_are_held());
 }
 
-std::optional<StepRoom::Look> StepRoom::bring_blocks() {
+std::optional<StepRoom::Look> StepRoom::promote_blocks() {
     const std::optional<BlockOfStep> on_disk = first_on_disk();
     if (!on_disk) return {};
     waited_for_blocks_ = true;
@@ -109,10 +109,10 @@ std::optional<StepRoom::Look> StepRoom::bring_blocks() {
             *on_disk);
     }
     waited_for_room_ = true;
-    if (residency_.bytes_on_disk(sequences_) < before) return some(std::move(s));  // where some came, more may come now
+    if (residency_.bytes_on_disk(sequences_) < before) return again(std::move(s));  // where some came, more may come now
     if (readers_keep_room() || steps_stage()) return soon(std::move(s), patience_ends_);
     if (held || residency_.blocks_are_held()) return soon(std::move(s), moves_end_);
-    return residency_.drop_to_be_resident(wanted_, sequences_) ? some(std::move(s)) : none(std::move(s));
+    return residency_.drop_to_be_resident(wanted_, sequences_) ? again(std::move(s)) : none(std::move(s));
 }
 
 StepRoom::Look StepRoom::take_new_blocks(std::optional<uint64_t>& reading) {
@@ -126,7 +126,7 @@ StepRoom::Look StepRoom::take_new_blocks(std::optional<uint64_t>& reading) {
     store_.stop_reading(*reading);
     reading.reset();
     if (s.code() == TA_E_TIER_FULL) return make_room(std::move(s), held);
-    return s.code() == TA_E_BUSY && now() < moves_end_ ? some(std::move(s)) : end(std::move(s));
+    return s.code() == TA_E_BUSY && now() < moves_end_ ? again(std::move(s)) : end(std::move(s));
 }
 
 // `held`: somebody held blocks when there was found to be no room.
@@ -137,7 +137,7 @@ StepRoom::Look StepRoom::make_room(Status full, bool held) {
     }
     waited_for_room_ |= residency_.mover() != nullptr;
     if (readers_keep_room()) return soon(std::move(full), patience_ends_);
-    if (residency_.make_room(TierKind::kDevice, wanted_, true, patience_ends_)) return some(std::move(full));
+    if (residency_.make_room(TierKind::kDevice, wanted_, true, patience_ends_)) return again(std::move(full));
     if ((held || residency_.blocks_are_held()) && now() < moves_end_) return soon(std::move(full), moves_end_);
     may_drop_below_ &= !dropped_below_;
     if (steps_stage()) return soon(std::move(full), patience_ends_);
@@ -161,7 +161,7 @@ StepRoom::Look StepRoom::drop(Status full) {
         case Residency::Drop::kHere:
             break;
     }
-    return some(std::move(full));
+    return again(std::move(full));
 }
 
 std::optional<StepRoom::BlockOfStep> StepRoom::first_on_disk() const {

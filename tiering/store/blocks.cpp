@@ -292,7 +292,7 @@ void BlockStore::give_record(Slot slot, bool replaced) {
 
 // `replaced`: what a record there promised, another one does that may not be on the medium yet.
 void BlockStore::free_place(const Place& place, Tenant tenant, bool replaced) {
-    room_.notify();  // behind the caller's lock
+    room_signal_.notify();  // behind the caller's lock
     if (place.tier == TierKind::kDevice) {
         --in_use_[size_t(place.kind)];
         put_back(place.kind, {place.address, tenant});
@@ -361,7 +361,7 @@ bool BlockStore::move_locked(Block& block, const Place& to) {
     block.tier_keys_ = to.keys;
     moves_.fetch_add(1, std::memory_order_release);
     free_vacated();
-    room_.notify();
+    room_signal_.notify();
     return true;
 }
 
@@ -487,7 +487,7 @@ void BlockStore::stop_reading(uint64_t reading) {
     *mine = reading_.back();
     reading_.pop_back();
     free_vacated();
-    room_.notify();
+    room_signal_.notify();
 }
 
 uint64_t BlockStore::last_reading() const {

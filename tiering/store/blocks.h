@@ -15,8 +15,8 @@
 #include "src/page/trailer.h"
 #include "tiering/disk/request.h"
 #include "tiering/policy/policy.h"
-#include "tiering/room/signal.h"
 #include "tiering/store/prefetch_mark.h"
+#include "tiering/store/room_signal.h"
 #include "tiering/store/slot_memory.h"
 #include "tiering/tier.h"
 
@@ -255,7 +255,7 @@ class BlockStore {
     // Grows with every move.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
     // Signalled when bytes become free in a tier, a block moves, or a reader is done; by others, when they let go of blocks.
-    const RoomSignal& room() const { return room_; }
+    const RoomSignal& room_signal() const { return room_signal_; }
     // Of prefetched blocks, each in one of them: used by a step, wanted by one before they came, gone without having been used.
     struct PrefetchCounters {
         std::atomic<uint64_t> used{0}, late{0}, wasted{0};
@@ -334,7 +334,7 @@ class BlockStore {
     uint64_t readings_ = 0;         // that were ever started
     std::vector<Reading> reading_;  // now
     std::vector<Vacated> vacated_;  // oldest first
-    RoomSignal room_;
+    RoomSignal room_signal_;
 };
 
 // A reader of blocks for a scope.

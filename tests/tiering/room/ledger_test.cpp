@@ -135,7 +135,7 @@ class BehindOneThatIsDue : public Ledger {
         ledger.enter_plans(1);
         first = begin(10, 10s);
         await([&] { return clock.waiting() == 1; });
-        clock.advance(RoomLedger::kLong);
+        clock.advance(RoomLedger::kDue);
         await([&] { return clock.waiting() == 1; });
     }
     ~BehindOneThatIsDue() override { release(10); }
@@ -207,6 +207,25 @@ TEST_F(Ledger, ADeadlineIsADeadline) {
     EXPECT_EQ(b->waits, Waits::kNot);
 }
 
+// Others signal all the time: a begin in the queue ends in time all the same, and so does one that is held up.
+TEST_F(BehindOneThatIsDue, SignalsDoNotMoveADeadline) {
+    const auto queued = begin(5, 300ms);
+    await([&] { return clock.waiting() == 2; });
+    clock.advance(RoomLedger::kHold);
+    await([&] { return queued->waits == Waits::kQueued && clock.waiting() == 2; });
+    std::jthread others([this](const std::stop_token& stop) {
+        while (!stop.stop_requested()) signal.notify();
+    });
+    clock.advance(300ms);
+    queued->thread.join();
+    EXPECT_EQ(queued->status, TA_E_TIER_FULL);
+    const auto held_up = begin(0);
+    await([&] { return held_up->waits == Waits::kHeld; });
+    clock.advance(RoomLedger::kHold);
+    held_up->thread.join();
+    EXPECT_EQ(held_up->status, TA_OK);
+}
+
 // Once the last plan that is no begin's ends, the first one fails, and so do the others.
 TEST_F(Ledger, BeginsDoNotWaitForEachOther) {
     ledger.enter_plans(1);
@@ -241,8 +260,9 @@ TEST_F(Ledger, AWatchSeesWhatOthersSignal) {
     EXPECT_FALSE(watch.wait(clock.now()));
     std::jthread([this] { signal.notify(); }).join();
     EXPECT_TRUE(watch.signalled());
-    EXPECT_TRUE(watch.wait(clock.now()));
-    EXPECT_FALSE(watch.wait(clock.now()));
+    EXPECT_FALSE(watch.wait(clock.now())) << "the time has come";
+    EXPECT_TRUE(watch.wait(clock.now() + 1ms));
+    EXPECT_FALSE(watch.signalled());
 }
 
 }  // namespace

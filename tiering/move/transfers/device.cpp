@@ -104,12 +104,14 @@ void DeviceMove::finish() {
     for (MovedBlock* b : blocks_) b->route = copies_->route();
     const Geometry& g = sharing_.pool.pages.geometry;
     if (to_ == TierKind::kHost) {
-        PageWork work(sharing_);
-        for (MovedBlock* b : blocks_) {
-            if (!b->status.ok()) continue;
-            work.add(*b, uint32_t(std::max<uint64_t>(uint64_t{g.layers} * kCheckedBytes / g.slot_bytes(b->to.kind), 1)));
+        PageWork work(sharing_, blocks_);
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            if (!blocks_[i]->status.ok()) continue;
+            const size_t bytes = g.slot_bytes(blocks_[i]->to.kind);
+            work.add(i, uint32_t(std::max<uint64_t>(uint64_t{g.layers} * kCheckedBytes / bytes, 1)));
         }
-        work.run([&](MovedBlock& b, uint32_t first, uint32_t n) {
+        work.run([&](size_t i, uint32_t first, uint32_t n) {
+            const MovedBlock& b = *blocks_[i];
             return check_pages(sharing_, b, b.to.address, b.to.kind, first, n);
         });
     } else if (check_) {

@@ -1,6 +1,5 @@
 // To the disk tier and from there, from and to host memory or a device's. The tier copies between that and its own buffers, and
 // checks what it wrote and read.
-#include <algorithm>
 #include <utility>
 
 #include "tiering/disk/latch.h"
@@ -85,7 +84,7 @@ class DiskWrite final : public DiskTransfer {
         encoded_.resize(bytes);
         std::vector<const uint8_t*> sources(blocks_.size());
         uint8_t *next_read = read_.data(), *next = encoded_.data();
-        PageWork work(sharing_);
+        PageWork work(sharing_, blocks_);
         for (size_t i = 0; i < blocks_.size(); ++i) {
             MovedBlock& b = *blocks_[i];
             if (!b.falls()) continue;
@@ -98,11 +97,10 @@ class DiskWrite final : public DiskTransfer {
             written_[i] = next;
             next += g.slot_bytes(b.to.kind);
             write_fallen_trailer(sharing_, b, written_[i]);
-            if (b.status.ok()) work.add(b, 1);
+            if (b.status.ok()) work.add(i, 1);
         }
-        work.run([&](MovedBlock& b, uint32_t first, uint32_t n) {
-            const auto i = size_t(std::find(blocks_.begin(), blocks_.end(), &b) - blocks_.begin());
-            return encode_fallen(sharing_, b, sources[i], written_[i], first, n);
+        work.run([&](size_t i, uint32_t first, uint32_t n) {
+            return encode_fallen(sharing_, *blocks_[i], sources[i], written_[i], first, n);
         });
         size_t kept = 0;
         for (size_t i = 0; i < blocks_.size(); ++i) {

@@ -13,12 +13,14 @@ class MemoryTransfer final : public Transfer {
     void start() override {}
     void finish() override {
         const Geometry& g = sharing_.pool.pages.geometry;
-        PageWork work(sharing_);
-        for (MovedBlock* b : blocks_) {
-            if (b->falls()) write_fallen_trailer(sharing_, *b, b->to.address);
-            work.add(*b, b->falls() ? 1 : g.layers);
+        PageWork work(sharing_, blocks_);
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            const MovedBlock& b = *blocks_[i];
+            if (b.falls()) write_fallen_trailer(sharing_, b, b.to.address);
+            work.add(i, b.falls() ? 1 : g.layers);
         }
-        work.run([&](MovedBlock& b, uint32_t first, uint32_t n) {
+        work.run([&](size_t i, uint32_t first, uint32_t n) {
+            const MovedBlock& b = *blocks_[i];
             if (b.falls()) return encode_fallen(sharing_, b, b.from.address, b.to.address, first, n);
             std::memcpy(b.to.address, b.from.address, g.slot_bytes(b.to.kind));
             return check_pages(sharing_, b, b.to.address, b.to.kind, first, n);

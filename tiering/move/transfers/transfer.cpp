@@ -38,9 +38,9 @@ bool is_on_device(const MoveSharing& sharing, const Place& place) {
     return sharing.pool.device && place.tier == TierKind::kDevice;
 }
 
-void PageWork::add(MovedBlock& block, uint32_t layers) {
+void PageWork::add(size_t i, uint32_t layers) {
     const uint32_t all = sharing_.pool.pages.geometry.layers;
-    for (uint32_t first = 0; first < all; first += layers) pieces_.push_back({&block, first, std::min(layers, all - first)});
+    for (uint32_t first = 0; first < all; first += layers) pieces_.push_back({i, first, std::min(layers, all - first)});
 }
 
 Status check_pages(const MoveSharing& sharing, const MovedBlock& b, const uint8_t* slot, PageKind kind, uint32_t first,

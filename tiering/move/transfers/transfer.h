@@ -61,28 +61,30 @@ bool is_on_device(const MoveSharing& sharing, const Place& place);
 // Pages of blocks, for several threads.
 class PageWork {
   public:
-    explicit PageWork(MoveSharing& sharing) : sharing_(sharing) {}
-    // All pages of a block, so many layers at a time.
-    void add(MovedBlock& block, uint32_t layers);
-    // Calls work(block, first layer, layers) for all of it, by the checkers. The first failure of a block is its status.
+    PageWork(MoveSharing& sharing, const MovedBlocks& blocks) : sharing_(sharing), blocks_(blocks) {}
+    // All pages of blocks[i], so many layers at a time.
+    void add(size_t i, uint32_t layers);
+    // Calls work(i, first layer, layers) for all of it, by the checkers. The first failure of a block is its status.
     template <class Work>
     void run(Work&& work) {
         std::lock_guard lock(sharing_.checking);
         sharing_.checkers.parallel_for(int64_t(pieces_.size()), 1, [&](int64_t i, int) {
             const Piece& piece = pieces_[size_t(i)];
-            Status s = work(*piece.block, piece.first, piece.n);
+            Status s = work(piece.block, piece.first, piece.n);
             if (s.ok()) return;
             std::lock_guard one(failing_);
-            if (piece.block->status.ok()) piece.block->status = std::move(s);
+            MovedBlock& block = *blocks_[piece.block];
+            if (block.status.ok()) block.status = std::move(s);
         });
     }
 
   private:
     struct Piece {
-        MovedBlock* block;
+        size_t block;
         uint32_t first, n;  // layers
     };
     MoveSharing& sharing_;
+    const MovedBlocks& blocks_;
     std::vector<Piece> pieces_;
     std::mutex failing_;
 };

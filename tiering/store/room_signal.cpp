@@ -1,4 +1,4 @@
-#include "tiering/room/signal.h"
+#include "tiering/store/room_signal.h"
 
 namespace ta {
 
@@ -49,8 +49,11 @@ bool RoomSignal::Watch::signalled() const {
 
 bool RoomSignal::Watch::wait(Deadline until) {
     std::unique_lock lock(signal_.mutex_);
-    while (!signalled_ && signal_.clock_.now() < until) signal_.clock_.wait(signal_.changed_, lock, until);
-    return std::exchange(signalled_, false);
+    while (signal_.clock_.now() < until) {
+        if (std::exchange(signalled_, false)) return true;
+        signal_.clock_.wait(signal_.changed_, lock, until);
+    }
+    return false;
 }
 
 }  // namespace ta

@@ -45,7 +45,7 @@ class RoomSignal {
         Watch& operator=(const Watch&) = delete;
         // Whether something was signalled since creation, or since wait() returned true.
         bool signalled() const;
-        // Until something was signalled since then. False: the time has come.
+        // Until something was signalled since then. False: the time has come, whatever was signalled.
         bool wait(Deadline until);
 
       private:
