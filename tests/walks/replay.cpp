@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
+#include <span>
 #include <sstream>
 
 #include "kernels/cpu/kernels.h"
@@ -52,6 +52,11 @@ struct Page {
     double eighth = 1.0;  // of numbers in a code of 8 bits
     TurningPairs turning;
     double v_scale(size_t j) const { return numbers.v_scale[j] / eighth; }  // of a code of 8 bits
+};
+
+// What a key adds to O for each number of V, and by how much that may be off.
+struct Share {
+    double value, error;
 };
 
 // The row's codes, and which of them lie so near half way between two that a kernel may have either.
@@ -121,6 +126,67 @@ class RowOfTask {
     const QueryRow& q_;
 };
 
+// Whether ranges of pages show: weights depend on the largest score so far.
+bool depends_on_range(const cpu::AttendTask& t) {
+    return t.exp == ExpMode::kSas || t.p_running;
+}
+
+// A key's weight beside the largest so far, by how much of itself it may be off, and whether SAS may as well drop it.
+struct Weight {
+    double p = 0.0, off = 0.0;
+    bool doubtful = false;
+    double error() const { return off + (doubtful ? 1.0 : 0.0); }
+};
+
+Weight weigh(const cpu::AttendTask& t, Kernel kernel, const Score& score, const Score& largest) {
+    Weight weight;
+    if (score.x == kMinusInf) return weight;
+    const bool sas = t.exp == ExpMode::kSas, prefill = kernel == Kernel::kPrefill;
+    const double u = largest.x - score.x, y = u * kLn2, error = score.error + (prefill ? 0.0 : largest.error);
+    weight.off = std::min(std::expm1(kLn2 * error) + kFloat, 1e9);  // no infinity times 0
+    weight.doubtful = sas && std::fabs(y - double(cpu::kSasCutoff)) <= kLn2 * (score.error + largest.error) + kFloat;
+    if (sas && std::fabs(y - std::round(y)) <= kLn2 * error + kFloat) weight.off += kSasStep;
+    if (sas && !weight.doubtful && y > double(cpu::kSasCutoff)) return weight;
+    const bool by_definition = sas ? !prefill && !weight.doubtful : kernel == Kernel::kCpu;
+    weight.p = by_definition ? double(cpu::exp2_neg(float(u), t.exp)) : u < cpu::kExpCutoff ? std::exp2(-u) : 0.0;
+    return weight;
+}
+
+// Of the prefill kernel, for each page: the unit of P times V's scale, beside weights of 2^x less `top`.
+std::vector<double> prefill_units(const std::vector<Page>& pages, const std::vector<Score>& scores, double top) {
+    const auto with_neighbours = [&](auto of_page) {
+        std::vector<double> most(pages.size());
+        for (size_t n = 0; n < pages.size(); ++n) {
+            for (size_t near = n - std::min<size_t>(n, 1); near < std::min(n + 2, pages.size()); ++near)
+                most[n] = std::max(most[n], of_page(near));
+        }
+        return most;
+    };
+    const std::vector<double> scale = with_neighbours([&](size_t n) { return pages[n].numbers.v_unit / pages[n].eighth; });
+    std::vector<double> units = with_neighbours([&](size_t n) {
+        double most = 0.0;
+        for (size_t j = 0; j < kPageTokens; ++j) {
+            const double v = pages[n].v_scale(j);
+            most = std::max(
+                most, std::exp2(scores[n * kPageTokens + j].x - top) * (v > 0.0 ? v : std::max(kLeastV, kNoV * scale[n])));
+        }
+        return most;
+    });
+    for (size_t n = 0; n < pages.size(); ++n) units[n] *= pages[n].eighth / kPrefillLevels;
+    return units;
+}
+
+// By its P, an integer: RNE(w / unit). Where that is near half way, by both.
+Share share_by_code(double w, const Weight& weight, double unit, double levels) {
+    const auto code = [&](double x) { return std::min(std::nearbyint(x), levels); };
+    const double y = w / unit, p = code(y), most = code(y * (1.0 + 2.0 * weight.off));
+    const double least = weight.doubtful ? 0.0 : code(y * std::max(0.0, 1.0 - 2.0 * weight.off));
+    return {unit * p, unit * (1.0 + weight.off) * std::max(most - p, p - least) + unit * p * weight.off};
+}
+Share share_within_unit(double w, const Weight& weight, double unit) {
+    return {w, std::min(w, unit) + w * weight.error()};
+}
+
 void recorded_attend(const cpu::AttendTask& task) {
     if (alive) alive->take(task);
     under(task);
@@ -148,9 +214,7 @@ Context make_recorded_context(ta_cpu_isa isa) {
 Replay::Replay(const ReplayedCall& call, KernelOf kernel_of) : call_(call), kernel_of_(kernel_of) {
     int64_t rows = 0;
     for (const ReplayedCall::Member& m : call.members) rows += m.n_query;
-    const auto d = size_t(call.head_dim);
-    rows_.assign(size_t(rows * call.kv_heads * call.group), Row{kMinusInf, 0.0, 0.0, 0.0, 0.0, 0.0, std::vector<double>(d),
-                                                                std::vector<double>(d), std::vector<double>(d)});
+    rows_.assign(size_t(rows * call.kv_heads * call.group), Row(size_t(call.head_dim)));
     while (member_ < call.members.size() && call.members[member_].n_query == 0) ++member_;
     alive = this;
 }
@@ -199,7 +263,7 @@ void Replay::take(const cpu::AttendTask& t) {
     std::vector<Page> pages;
     for (int64_t n = t.page_begin; n < t.page_end; ++n) pages.push_back(read_page(t, n));
     const Kernel kernel = kernel_of_(t.head_dim, member.n_query * call_.group, t.p_levels, t.p_running);
-    const bool sas = t.exp == ExpMode::kSas, by_range = sas || (t.p_running && kernel != Kernel::kPrefill);
+    const bool by_range = t.exp == ExpMode::kSas || (t.p_running && kernel != Kernel::kPrefill);
     for (int r = 0; r < t.rows; ++r) {
         const int64_t token = (first_row_ + r) / call_.group, position = member.n_keys - member.n_query + token;
         const int64_t at = (first_query_ + token) * call_.kv_heads * call_.group + head_ * call_.group + r % call_.group;
@@ -221,108 +285,77 @@ void Replay::take(const cpu::AttendTask& t) {
 // The pages of a range, whose maxima begin anew, to what the row has.
 void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const std::vector<Page>& pages, Row& row) {
     const RowOfTask keys(t, r, query);
-    const bool prefill = row.kernel == Kernel::kPrefill;
-    const bool sas = t.exp == ExpMode::kSas, by_range = sas || t.p_running;
-    const int d = t.head_dim;
+    const bool prefill = row.kernel == Kernel::kPrefill, by_page = row.kernel == Kernel::kDecode && !depends_on_range(t);
     std::vector<Score> scores(pages.size() * kPageTokens);
-    std::vector<double> page_top(pages.size(), kMinusInf);
     double top = row.m;
     for (size_t i = 0; i < scores.size(); ++i) {
         const Page& page = pages[i / kPageTokens];
         if (!keys.sees(page.first_key + int64_t(i % kPageTokens))) continue;
         scores[i] = keys.score(page, int(i % kPageTokens), prefill);
-        page_top[i / kPageTokens] = std::max(page_top[i / kPageTokens], scores[i].x);
         if (scores[i].x > top - 1.0) row.size = std::max(row.size, scores[i].size);
         top = std::max(top, scores[i].x);
     }
     if (top == kMinusInf) return;
-    const double before = std::exp2(row.m - top);
-    row.m = top, row.l *= before, row.l_error *= before, row.held *= before;
-    for (int c = 0; c < d; ++c) row.o[size_t(c)] *= before, row.o_error[size_t(c)] *= before;
-
-    // Of the prefill kernel: the largest weight times V's scale in each page.
-    std::vector<double> largest(pages.size() + 2);
-    for (size_t i = 0; i < scores.size() && prefill; ++i) {
-        const size_t n = i / kPageTokens;
-        double scale = pages[n].v_scale(i % kPageTokens), beside = kLeastV;
-        for (size_t near = n - std::min<size_t>(n, 1); near < std::min(n + 2, pages.size()); ++near)
-            beside = std::max(beside, kNoV * pages[near].numbers.v_unit / pages[near].eighth);
-        if (scale == 0.0) scale = beside;
-        largest[n + 1] = std::max(largest[n + 1], std::exp2(scores[i].x - top) * scale);
-    }
-
-    double running = kMinusInf, error_of_top = 0.0;
+    row.scale_to(top);
+    const std::vector<double> units = prefill ? prefill_units(pages, scores, top) : std::vector<double>();
+    Score largest;  // of the range so far, or of the page where a GPU's kernel looks at the page alone
     for (size_t n = 0; n < pages.size(); ++n) {
-        const PageNumbers& numbers = pages[n].numbers;
-        const Score* const score = scores.data() + n * kPageTokens;
-        // A GPU's decode kernel looks at the page alone where that does not show.
-        running = row.kernel == Kernel::kDecode && !by_range ? page_top[n] : std::max(running, page_top[n]);
+        const Page& page = pages[n];
+        const std::span<const Score> of_page(scores.data() + n * kPageTokens, kPageTokens);
+        if (by_page) largest = {};
+        bool seen = false;
+        for (const Score& s : of_page) largest.x = std::max(largest.x, s.x), seen |= s.x > kMinusInf;
+        if (!seen) continue;  // alpha is 1, P is 0
+        for (const Score& s : of_page) {
+            if (s.x > largest.x - 1.0) largest.error = std::max(largest.error, s.error);
+        }
+        Weight weights[kPageTokens];
+        double a = 0.0, all = 0.0;
         for (int j = 0; j < kPageTokens; ++j) {
-            if (score[j].x > kMinusInf && score[j].x > running - 1.0) error_of_top = std::max(error_of_top, score[j].error);
+            weights[j] = weigh(t, row.kernel, of_page[size_t(j)], largest);
+            const double w = weights[j].p * page.numbers.v_scale[j];
+            a = std::max(a, w), all += w;
         }
-        if (page_top[n] == kMinusInf) continue;  // alpha is 1, P is 0
-        const double factor = std::exp2(running - top);
-        double p[kPageTokens] = {}, off[kPageTokens] = {}, a = 0.0;
-        bool doubtful[kPageTokens] = {};
+        if (t.p_running) a = page.numbers.v_unit;
+        const double factor = std::exp2(largest.x - top);
+        const double unit = prefill ? units[n] / factor : a / double(t.p_levels);
+        const bool counts = prefill || (page.numbers.v_unit > 0.0 && a >= 0x1p-60 * page.numbers.v_unit);
+        if (prefill && page.eighth < 1.0) row.held += factor * std::min(2.0 * all, kFractions * unit) / page.eighth;
         for (int j = 0; j < kPageTokens; ++j) {
-            if (score[j].x == kMinusInf) continue;
-            const double u = running - score[j].x, y = u * kLn2, error = score[j].error + (prefill ? 0.0 : error_of_top);
-            off[j] = std::min(std::expm1(kLn2 * error) + kFloat, 1e9);  // no infinity times 0
-            const bool close = std::fabs(y - double(cpu::kSasCutoff)) <= kLn2 * (score[j].error + error_of_top) + kFloat;
-            doubtful[j] = sas && close;
-            if (sas && std::fabs(y - std::round(y)) <= kLn2 * error + kFloat) off[j] += kSasStep;
-            if (doubtful[j] || !sas) {
-                const bool cubic = row.kernel == Kernel::kCpu && !sas;
-                p[j] = cubic ? double(cpu::exp2_neg(float(u), t.exp)) : u < cpu::kExpCutoff ? std::exp2(-u) : 0.0;
-            } else if (y <= double(cpu::kSasCutoff)) {
-                p[j] = prefill ? std::exp2(-u) : double(cpu::exp2_neg(float(u), t.exp));
-            }
-            a = std::max(a, p[j] * numbers.v_scale[j]);
+            const Weight& weight = weights[j];
+            if (weight.p == 0.0) continue;
+            const double w = weight.p * page.numbers.v_scale[j];
+            row.l += factor * weight.p;
+            row.l_error += factor * weight.p * weight.error();
+            // Where LSE is not asked for, l is the sum of the same P.
+            if (prefill && !call_.with_lse) row.l_error += factor * weight.p * (w > unit ? unit / w : 1.0);
+            const Share share = prefill  ? share_within_unit(w, weight, unit)
+                                : counts ? share_by_code(w, weight, unit, double(t.p_levels))
+                                         : Share{0.0, std::min(w * (1.0 + weight.off), 0x1p-59 * page.numbers.v_unit)};
+            row.add(page, j, t.head_dim, {share.value * factor, share.error * factor});
         }
-        if (t.p_running) a = numbers.v_unit;
-        const double levels = prefill ? kPrefillLevels : double(t.p_levels);
-        const bool counts = prefill || (a >= 0x1p-60 * numbers.v_unit && numbers.v_unit > 0.0);
-        const double unit =
-            prefill ? std::max({largest[n], largest[n + 1], largest[n + 2]}) * pages[n].eighth / levels / factor : a / levels;
-        if (prefill && pages[n].eighth < 1.0) {
-            const double all = std::inner_product(p, p + kPageTokens, numbers.v_scale, 0.0) / pages[n].eighth;
-            row.held += factor * std::min(2.0 * all, kFractions * unit / pages[n].eighth);
-        }
-        for (int j = 0; j < kPageTokens; ++j) {
-            if (p[j] == 0.0) continue;
-            const double w = p[j] * numbers.v_scale[j];
-            row.l += factor * p[j];
-            row.l_error += factor * p[j] * (doubtful[j] ? 1.0 + off[j] : off[j]);
-            double value = w, error = 0.0;  // of the key, in V's numbers
-            if (prefill) {
-                error = (doubtful[j] ? w : 0.0) + std::min(w, unit) + off[j] * w;
-                // l is the sum of the same P, except where it is asked for.
-                if (!call_.with_lse) row.l_error += factor * (w > 0.0 ? p[j] * std::min(1.0, unit / w) : p[j]);
-            } else if (counts) {
-                const double y = w / unit;
-                const auto code = [&](double x) { return std::min(std::nearbyint(x), levels); };
-                const double most = code(y * (1.0 + 2.0 * off[j])),
-                             least = doubtful[j] ? 0.0 : code(y * std::max(0.0, 1.0 - 2.0 * off[j]));
-                value = unit * code(y);
-                error = unit * (1.0 + off[j]) * std::max(most - code(y), code(y) - least) + off[j] * value;
-            } else {
-                value = 0.0;
-                error = std::min(w * (1.0 + off[j]), 0x1p-59 * numbers.v_unit);
-            }
-            value *= factor, error *= factor;
-            row.held += kFloat * value * kHeld / pages[n].eighth;
-            row.v_largest = std::max(row.v_largest, pages[n].v_scale(size_t(j)));
-            const int32_t* v = numbers.v.data() + size_t(j) * size_t(d);
-            double* const o = row.o.data();
-            double* const o_error = row.o_error.data();
-            double* const v_most = row.v_most.data();
-            for (int c = 0; c < d; ++c) {
-                const double number = v[c], size = std::fabs(number);
-                o[c] += value * number;
-                o_error[c] += error * size;
-                v_most[c] = std::max(v_most[c], size * numbers.v_scale[j]);
-            }
-        }
+    }
+}
+
+void Replay::Row::scale_to(double top) {
+    const double factor = std::exp2(m - top);
+    m = top;
+    for (double* x : {&l, &l_error, &held}) *x *= factor;
+    for (std::vector<double>* x : {&o, &o_error}) {
+        for (double& value : *x) value *= factor;
+    }
+}
+
+void Replay::Row::add(const Page& page, int j, int head_dim, const Share& share) {
+    held += kFloat * share.value * kHeld / page.eighth;
+    v_largest = std::max(v_largest, page.v_scale(size_t(j)));
+    const int32_t* v = page.numbers.v.data() + j * head_dim;
+    const double scale = page.numbers.v_scale[j];
+    for (int c = 0; c < head_dim; ++c) {
+        const double number = v[c], largest = std::fabs(number);
+        o.data()[c] += share.value * number;
+        o_error.data()[c] += share.error * largest;
+        v_most.data()[c] = std::max(v_most.data()[c], largest * scale);
     }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,7 @@ struct Shares {
 };
 
 struct Page;
+struct Share;
 struct QueryRow;
 
 class Replay {
@@ -66,13 +68,22 @@ class Replay {
     // After the call: what is wrong with `out` [rows, q_heads, head_dim] of elements `type` and with `lse`, or nothing.
     std::string judge(const std::vector<float>& out, ta_dtype type, const std::vector<float>& lse, Shares& shares);
 
+    // For the kernels that are recorded.
     void take(const cpu::AttendTask& task);
 
   private:
+    // A row so far. What has an error is in units of 2^m.
     struct Row {
-        double m, l = 0.0, l_error = 0.0, held = 0.0;  // of 2^m
-        double size = 0.0, v_largest = 0.0;
-        std::vector<double> o, o_error, v_most;
+        explicit Row(size_t head_dim) : o(head_dim), o_error(head_dim), v_most(head_dim) {}
+        void scale_to(double top);
+        void add(const Page& page, int key, int head_dim, const Share& share);
+
+        double m = -std::numeric_limits<double>::infinity(), l = 0.0, l_error = 0.0;
+        std::vector<double> o, o_error;
+        double held = 0.0;           // what rounding may leave of zero points and offsets, in each channel
+        double size = 0.0;           // of the terms of the largest scores
+        std::vector<double> v_most;  // the largest |V| that it sees, by channel
+        double v_largest = 0.0;      // V's largest scale
         Kernel kernel = Kernel::kCpu;
         bool judged = true;
     };
