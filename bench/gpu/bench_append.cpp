@@ -27,7 +27,7 @@ void measure(Report& report, const Shape& shape, const std::string& name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    Report report(argc, argv);
+    Report report(argc, argv, "Append on a GPU through the ABI");
     for (uint32_t bits : {4u, 2u, 8u}) {
         const std::string suffix = " INT" + std::to_string(bits);
         Shape s;

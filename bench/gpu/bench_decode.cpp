@@ -64,13 +64,14 @@ Shape shape_of(int batch, int q_heads, int kv_heads, int64_t n) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    Report report(argc, argv);
+    bool sweep = false;
+    Report report(argc, argv, "Decode on a GPU through the ABI", &sweep);
     const Bits all[] = {{"INT4", 4, false},
                         {"INT4/2", 4, true},
                         {"INT2", 2, false},
                         {"INT8", 8, false},
                         {"INT4-paper", 4, false, TA_PROFILE_PAPER}};
-    if (report.has("--sweep")) {
+    if (sweep) {
         for (int64_t n = 1024; n <= 131072; n *= 2) {
             for (const Bits& b : all) measure(report, shape_of(8, 32, 8, n), b, "decode b8 h32/8 n" + std::to_string(n));
         }

@@ -54,8 +54,9 @@ Shape shape_of(int batch, int64_t n, bool causal, uint32_t bits, ta_profile prof
 }  // namespace
 
 int main(int argc, char** argv) {
-    Report report(argc, argv);
-    if (report.has("--sweep")) {
+    bool sweep = false;
+    Report report(argc, argv, "Prefill on a GPU through the ABI", &sweep);
+    if (sweep) {
         for (int64_t n = 512; n <= 32768; n *= 2) {
             for (bool causal : {true, false}) {
                 measure(report, shape_of(int(16384 / n > 0 ? 16384 / n : 1), n, causal, 4),

@@ -6,7 +6,7 @@
 using namespace ta::bench;
 
 int main(int argc, char** argv) {
-    Report report(argc, argv);
+    Report report(argc, argv, "Decode of a model as large as Llama 3 8B, attention and append only");
     struct {
         const char* name;
         uint32_t bits;

@@ -1,12 +1,12 @@
 """Draws what moves of blocks reach, and decode and chunks of prompts over blocks in host memory, from the output of `ta bench tiers
---json`, of the parts that it has. Needs nothing but Python.
+--json`, of the parts that it has. Needs matplotlib.
 
 usage: plot_tiers.py tiers.json out.svg
 """
 import json
 import sys
 
-from plot import GAP, HEIGHT, LEFT, TOP, WIDTH, panel
+from plot import draw
 
 
 def size(n):
@@ -42,12 +42,7 @@ def main():
             if row["tokens"] == tokens:
                 chunk.setdefault(row["what"], []).append((int(row["percent_on_host"]) + 1, row["p50_us"] / 1000))
         panels.append((f"{tokens} tokens over {size_of_context(chunks, tokens)}, ms a layer, over 1 + % on the host", "", chunk))
-    step = WIDTH + GAP + 40
-    body = [line for i, (title, unit, series) in enumerate(panels) for line in panel(LEFT + i * step, title, unit, series)]
-    with open(sys.argv[2], "w", encoding="utf-8") as file:
-        file.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + len(panels) * step}" height="{TOP + HEIGHT + 40}" '
-                   f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n')
-        file.write("\n".join(body) + "\n</svg>\n")
+    draw(panels, sys.argv[2])
 
 
 main()

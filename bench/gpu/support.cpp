@@ -1,5 +1,6 @@
 #include "bench/gpu/support.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -282,49 +283,44 @@ double host_us(const std::function<void()>& before, const std::function<void()>&
 
 // ------------------------------------------------------------------------------------------------------------------ report
 
-Report::Report(int argc, char** argv) {
-    for (int i = 1; i < argc; ++i) {
-        if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
-            only_ = argv[++i];
-        } else {
-            flags_.emplace_back(argv[i]);
-        }
+Report::Report(int argc, char** argv, const char* title, bool* sweep) {
+    CLI::App app(title);
+    app.add_flag("--json", json_, "Google Benchmark's form in place of a table");
+    app.add_option("--only", only_, "cases whose names contain this text");
+    if (sweep) app.add_flag("--sweep", *sweep, "over context lengths, for bench/gpu/plot.py");
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::ParseError& e) {
+        std::exit(app.exit(e));
     }
-    json_ = has("--json");
     int device = 0;
     cudaDeviceProp properties{};
     if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess) {
         std::puts("no GPU: SKIPPED, nothing was measured");
         std::exit(77);
     }
-    std::printf(json_ ? "{\"context\": {\"library\": \"%s\", \"device\": \"%s\"},\n\"benchmarks\": [" : "%s, %s\n",
-                ta_build_info(), properties.name);
+    device_ = properties.name;
+    if (!json_) std::printf("%s, %s\n", ta_build_info(), properties.name);
 }
 
 Report::~Report() {
-    if (json_) std::puts("\n]}");
-}
-
-bool Report::has(const char* flag) const {
-    return std::find(flags_.begin(), flags_.end(), flag) != flags_.end();
+    if (!json_) return;
+    const nlohmann::ordered_json all{{"context", {{"library", ta_build_info()}, {"device", device_}}}, {"benchmarks", rows_}};
+    std::puts(all.dump(1).c_str());
 }
 
 void Report::context(const char* key, double value) {
-    context_.emplace_back(key, value);
+    context_[key] = value;
     if (!json_) std::printf("%s: %.4g\n", key, value);
 }
 
 void Report::add(const std::string& name, double us, const Columns& columns) {
-    if (json_) {
-        std::printf(
-            "%s\n{\"name\": \"%s\", \"run_type\": \"iteration\", \"iterations\": %d, \"real_time\": %.3f, \"time_unit\": "
-            "\"us\"",
-            rows_ ? "," : "", name.c_str(), kRuns, us);
-        for (const auto& [key, value] : context_) std::printf(", \"%s\": %.6g", key, value);
-        for (const auto& [key, value] : columns) std::printf(", \"%s\": %.6g", key, value);
-        std::printf("}");
-    } else {
-        if (rows_ == 0) {
+    nlohmann::ordered_json row{
+        {"name", name}, {"run_type", "iteration"}, {"iterations", kRuns}, {"real_time", us}, {"time_unit", "us"}};
+    row.update(context_);
+    for (const auto& [key, value] : columns) row[key] = value;
+    if (!json_) {
+        if (rows_.empty()) {
             std::printf("%-44s %10s", "case", "us");
             for (const auto& column : columns) std::printf(" %14s", column.first);
             std::printf("\n");
@@ -332,9 +328,9 @@ void Report::add(const std::string& name, double us, const Columns& columns) {
         std::printf("%-44s %10.2f", name.c_str(), us);
         for (const auto& column : columns) std::printf(" %14.5g", column.second);
         std::printf("\n");
+        std::fflush(stdout);
     }
-    ++rows_;
-    std::fflush(stdout);
+    rows_.push_back(std::move(row));
 }
 
 }  // namespace ta::bench

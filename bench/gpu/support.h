@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
@@ -110,20 +111,19 @@ double host_us(const std::function<void()>& before, const std::function<void()>&
 class Report {
   public:
     using Columns = std::vector<std::pair<const char*, double>>;
-    Report(int argc, char** argv);
+    // `sweep`: takes --sweep, for programs that go over context lengths.
+    Report(int argc, char** argv, const char* title, bool* sweep = nullptr);
     ~Report();
     bool wants(const std::string& name) const { return name.find(only_) != std::string::npos; }
-    bool has(const char* flag) const;
     // `us` is the time that Google Benchmark calls real_time.
     void add(const std::string& name, double us, const Columns& columns);
     void context(const char* key, double value);
 
   private:
-    std::vector<std::string> flags_;
     std::string only_;
     bool json_ = false;
-    size_t rows_ = 0;
-    std::vector<std::pair<const char*, double>> context_;
+    nlohmann::ordered_json context_ = nlohmann::ordered_json::object(), rows_ = nlohmann::ordered_json::array();
+    std::string device_;
 };
 
 // Ceilings, measured now: bytes/s of reading, operations/s of INT8 wgmma (0 on other GPUs).

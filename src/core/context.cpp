@@ -26,7 +26,7 @@ Context::Context(Options&& options, Seams&& seams)
 
 Result<std::shared_ptr<Context>> Context::create(Options options, Seams seams) {
     std::shared_ptr<Context> context(new Context(std::move(options), std::move(seams)));
-    context->kernels_ = cpu::find_kernels(options.isa);
+    context->kernels_ = context->seams_.kernels ? context->seams_.kernels : cpu::find_kernels(options.isa);
     if (!context->kernels_) {
         return fail(TA_E_UNSUPPORTED, "this CPU lacks the instruction set asked for; its best is %s",
                     cpu::find_kernels(TA_CPU_ISA_AUTO)->name);

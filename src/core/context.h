@@ -20,6 +20,7 @@ namespace ta {
 struct Seams {
     std::shared_ptr<FileSystem> files = system_files();
     std::unique_ptr<Device> device;                  // in place of the GPU that the options name
+    const cpu::Kernels* kernels = nullptr;           // in place of those that the options name
     std::chrono::milliseconds io_deadline{10000};    // of a disk tier, for one operation
     std::chrono::milliseconds io_retry_after{1000};  // until one that could not be written is tried again
 };

@@ -7,8 +7,12 @@
 
 #include "kernels/cpu/page_codec.h"
 #include "kernels/cuda/common/attend_args.h"
+#include "support/page_numbers.h"
 
 namespace ta::cuda::testing {
+
+using ta::testing::PageNumbers;
+using ta::testing::read_piece;
 
 struct PoolShape {
     int head_dim = 128, kv_heads = 1;
@@ -41,14 +45,6 @@ class PagePool {
     size_t channel_page_ = 0;
     std::vector<uint8_t> bytes_;
 };
-
-// The numbers of one head's page: value = number * scale.
-struct PageNumbers {
-    std::vector<int32_t> k, v;    // [64, head_dim] in eighths on channel pages
-    double k_scale[kPageTokens];  // 0 from `valid` on
-    double v_scale[kPageTokens];
-};
-PageNumbers read_piece(const uint8_t* piece, PageKind kind, int head_dim, int k_bits, int v_bits, int valid);
 
 // Stage 1 of a query row as the runtime does it.
 struct QueryCodes {

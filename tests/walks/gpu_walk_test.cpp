@@ -3,8 +3,8 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include "abi/twin_walk.h"
 #include "support/gpu.h"
+#include "walks/twin_walk.h"
 
 namespace ta::testing {
 namespace {
@@ -45,12 +45,15 @@ class Gpu : public Device {
         require(ta_plan_set_stream(plan.get(), stream_, &err), err);
     }
     void wait() override { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
-    bool has_prefill_kernel() const override {
-#ifdef TA_TEST_SM90_CODE
-        return info(context_).compute_capability == 90;
-#else
-        return false;  // a Hopper runs sm_80's code
+    KernelOf kernel_of() const override {
+#ifdef TA_TEST_SM90_CODE  // otherwise a Hopper runs sm_80's code
+        if (info(context_).compute_capability == 90)
+            return [](int head_dim, int64_t rows, int levels, bool) {
+                const bool prefill = rows > 16 && levels <= 255 && (head_dim == 64 || head_dim == 128);
+                return prefill ? Kernel::kPrefill : Kernel::kDecode;
+            };
 #endif
+        return [](int, int64_t, int, bool) { return Kernel::kDecode; };
     }
 
   private:
@@ -62,7 +65,7 @@ class GpuWalk : public GpuTest {};
 
 TEST_F(GpuWalk, AgreesWithACpu) {
     Gpu device(gpu, stream);
-    const std::string wrong = run_walks(device, cpu, {});
+    const std::string wrong = run_walks(device, make_recorded_context(), {});
     EXPECT_TRUE(wrong.empty()) << wrong;
 }
 

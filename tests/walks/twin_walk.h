@@ -1,6 +1,6 @@
-// A random walk of two contexts that make the same calls: prompts, chunks over a prefix, decode, forks, truncates. What they
-// store is the same to the bit; what the one under test attends to is judged beside the other, a CPU's, by bounds that
-// docs/gpu.md and docs/kernels.md give.
+// A random walk of two contexts that make the same calls: prompts, chunks over a prefix, decode, forks, truncates. They must store
+// the same to the bit. Attention of the one under test, and of the other, a CPU's, is judged by a replay (replay.h) of the pages and
+// codes that the CPU reads.
 //
 // TA_WALK_SECONDS is the time of all walks together, TA_WALK_SEED (1) where they begin; TA_WALK_VERBOSE=1 prints each setting.
 // A failure prints the seed, the settings and the call.
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "support/handles.h"
+#include "walks/replay.h"
 
 namespace ta::testing {
 
@@ -38,11 +39,9 @@ class Device {
     virtual std::unique_ptr<PlacedFloats> place(std::vector<float>& host) = 0;
     virtual void start(const Plan&) {}  // a plan was made
     virtual void wait() {}              // for what was enqueued
-    virtual bool has_prefill_kernel() const { return false; }
+    virtual KernelOf kernel_of() const = 0;
     virtual bool is_exact() const { return false; }  // results are the CPU's to the bit
-    // For tests of this test: a CPU is judged as the prefill kernel is, which has P of 8 bits whatever is asked for; and what
-    // came back from an attend may be spoilt.
-    virtual bool stands_in() const { return false; }
+    // For tests of this test: what came back from an attend may be spoilt.
     virtual void spoil(Tensor&, std::vector<float>&) {}
 };
 
@@ -54,7 +53,7 @@ struct WalkLimits {
     uint64_t budget_bytes = uint64_t{96} << 20;
 };
 
-// One walk after the other until time is up. What was found wrong, or nothing.
+// One walk after the other until time is up. What was found wrong, or nothing. `cpu` is a make_recorded_context().
 std::string run_walks(Device& device, const Context& cpu, const WalkLimits& limits);
 std::string run_walk(Device& device, const Context& cpu, const WalkLimits& limits, uint64_t seed);
 

@@ -1,4 +1,4 @@
-#include "abi/walk_data.h"
+#include "walks/walk_data.h"
 
 #include <algorithm>
 #include <cmath>

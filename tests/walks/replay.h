@@ -1,0 +1,105 @@
+// Attention as numerics.md section 8 defines it, over the pages and codes that a CPU's step reads. Scores and P are exact integers,
+// all else is float64. Each result has a bound of what rounding in fp32 may make of it. Two things are not decided: a code of a query
+// that lies half way between two, and a P that does. There the bound has both.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/attend.h"
+#include "support/handles.h"
+
+namespace ta::testing {
+
+// Whose results are judged.
+enum class Kernel {
+    kCpu,
+    kDecode,   // of a GPU: 2^x in place of the CPU's cubic under TA_EXP_POLY
+    kPrefill,  // of sm_90
+};
+inline constexpr int kKernels = 3;
+const char* name_of(Kernel kernel);
+// The kernel for the rows of one kv head of a sequence.
+using KernelOf = Kernel (*)(int head_dim, int64_t rows, int p_levels, bool p_running);
+
+// A call of attention as the test made it. Of the options mask and window are looked at.
+struct ReplayedCall {
+    struct Member {
+        int64_t n_keys, n_query;
+    };
+    std::vector<Member> members;  // in the order of the plan
+    int64_t kv_heads = 1, group = 1;
+    int head_dim = 64;
+    const float* q = nullptr;               // [sum of n_query, kv_heads * group, head_dim]
+    const ta_numerics* numerics = nullptr;  // in effect
+    ta_attend_options options{};
+    bool with_lse = false;
+};
+
+struct ReplayedRow {
+    Kernel kernel = Kernel::kCpu;
+    std::vector<double> o, o_error;  // [head_dim]
+    double lse = 0.0, lse_error = 0.0;
+    bool judged = true;  // false where a GPU's ranges begin at other pages (gpu.md), which SAS and running P show
+};
+
+// A context of one thread. What its kernels are given goes to the Replay that is alive, too.
+Context make_recorded_context(ta_cpu_isa isa = TA_CPU_ISA_AUTO);
+
+// The largest shares of their bounds that were seen.
+struct Shares {
+    double o[kKernels] = {}, lse[kKernels] = {};
+    uint64_t rows[kKernels] = {};
+};
+
+struct Page;
+struct Share;
+struct QueryRow;
+
+class Replay {
+  public:
+    Replay(const ReplayedCall& call, KernelOf kernel_of);
+    ~Replay();
+    Replay(const Replay&) = delete;
+    Replay& operator=(const Replay&) = delete;
+
+    // After the call: what is wrong with `out` [rows, q_heads, head_dim] of elements `type` and with `lse`, or nothing.
+    std::string judge(const std::vector<float>& out, ta_dtype type, const std::vector<float>& lse, Shares& shares);
+
+    // For the kernels that are recorded.
+    void take(const cpu::AttendTask& task);
+
+  private:
+    // A row so far. What has an error is in units of 2^m.
+    struct Row {
+        explicit Row(size_t head_dim) : o(head_dim), o_error(head_dim), v_most(head_dim) {}
+        void scale_to(double top);
+        void add(const Page& page, int key, int head_dim, const Share& share);
+
+        double m = -std::numeric_limits<double>::infinity(), l = 0.0, l_error = 0.0;
+        std::vector<double> o, o_error;
+        double held = 0.0;           // what rounding may leave of zero points and offsets, in each channel
+        double size = 0.0;           // of the terms of the largest scores
+        std::vector<double> v_most;  // the largest |V| that it sees, by channel
+        double v_largest = 0.0;      // V's largest scale
+        Kernel kernel = Kernel::kCpu;
+        bool judged = true;
+    };
+    void find_place(const cpu::AttendTask& task);
+    QueryRow read_query(const cpu::AttendTask& task, int row, int64_t at);
+    void add(const cpu::AttendTask& task, int row, const QueryRow& query, const std::vector<Page>& pages, Row& to);
+    ReplayedRow finish(int64_t at) const;
+
+    const ReplayedCall& call_;
+    const KernelOf kernel_of_;
+    std::vector<Row> rows_;  // [rows, q_heads]
+    // Where the tasks have got to: the member, its first row of the call, the tile's first row, the kv head.
+    size_t member_ = 0;
+    int64_t first_query_ = 0, first_row_ = 0, head_ = -1;
+    int64_t tile_rows_ = 0, position_ = -1, page_ = -1;  // of the last task
+    std::string wrong_;
+};
+
+}  // namespace ta::testing
