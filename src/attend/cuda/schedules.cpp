@@ -35,7 +35,7 @@ Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const Cud
     if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
     // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
     // finds nothing to do; its step is refused when it ends.
-    if (key.by_kernel && tables.lacks_blocks()) prompts.clear();
+    if (key.kernel && tables.lacks_blocks()) prompts.clear();
     schedule.rows = ManyRows(key, prompts);
     const size_t bytes = schedule.rows.bytes;
     const size_t room = std::max<size_t>(bytes, 1 << 16);

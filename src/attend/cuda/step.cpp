@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "kernels/cuda/any/append/append.h"
-#include "kernels/cuda/sm90/prefill/prefill.h"
 #include "src/attend/backend.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
@@ -418,11 +417,11 @@ Status CudaStep::reserve_mass(const AttendWork& work, bool captured) {
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
-    if (!key.by_kernel && captured) a.may_lack_pages = pool_.residency().may_drop();  // when it is replayed
+    if (!key.kernel && captured) a.may_lack_pages = pool_.residency().may_drop();  // when it is replayed
     // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
     // with other steps: what it captures takes the one for all of them, which is loaded by then.
-    if (key.by_kernel && !captured) {
-        TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
+    if (key.kernel && !captured) {
+        TA_RETURN_IF_ERROR(device_.check(key.kernel->load(a), "loading a kernel"));
         if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
         const Numerics& n = pool_.numerics();
         a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
@@ -440,7 +439,7 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured)
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();
-        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, false, chunk}, captured, work));
+        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, nullptr, chunk}, captured, work));
         TA_RETURN_IF_ERROR(reserve_mass(work, captured));
     }
     return {};
@@ -473,7 +472,7 @@ Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
 // Has the launches read pages where they are staged. `*staged`: some are.
 Status CudaStep::stage(uint32_t layer, const AttendArgs& a, Launches& l, bool* staged) {
     CudaStaging::Call like{0, a.window};
-    if (l.any_prefill) like.rows_at_once = l.prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
+    if (l.any_prefill) like.rows_at_once = l.prefill.kernel ? l.prefill.kernel->rows : cuda::kDecodeRows / a.group * a.group;
     Result<const uint64_t*> table = staging_.before_attend(layer, like, staged, stream_);
     if (!table.ok()) return std::move(table).status();
     l.decode.args.table = l.prefill.args.table = table.value();

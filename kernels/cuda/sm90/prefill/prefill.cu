@@ -1,7 +1,6 @@
 // Prefill's launch.
-#include "kernels/cuda/sm90/prefill/prefill.h"
-
 #include "kernels/cuda/sm90/prefill/launch.h"
+#include "kernels/cuda/sm90/prefill/prefill.h"
 
 namespace ta::cuda {
 namespace {
@@ -37,7 +36,8 @@ cudaError_t load(const Chosen& chosen) {
 
 const char* prefill_refusal(const AttendArgs& args) {
     if (args.head_dim != 128 && args.head_dim != 64) return "head_dim other than 64 and 128";
-    if (args.p_levels > 255 || args.p_running) return "P of 16 bits, or in units of the running maximum";
+    if (args.p_levels > 255) return "P of 16 bits";
+    if (args.may_lack_pages) return "a table that may lack pages";
     return nullptr;
 }
 
