@@ -21,19 +21,6 @@ Status check_device_memory(const CudaDevice& device, const void* data, const cha
     return {};
 }
 
-Status is_captured(const CudaDevice& device, cudaStream_t stream, bool* yes) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-    if (error == cudaErrorStreamCaptureImplicit) {
-        return fail(TA_E_STATE,
-                    "a stream that synchronizes with the legacy default stream is being captured; that cannot be "
-                    "used until the capture ends");
-    }
-    TA_RETURN_IF_ERROR(device.check(error, "asking whether the stream is captured"));
-    *yes = status != cudaStreamCaptureStatusNone;
-    return {};
-}
-
 void set_options(const AttendSettings& settings, AttendArgs& args) {
     args.scale = settings.scale;
     args.causal = settings.mask == TA_MASK_CAUSAL;

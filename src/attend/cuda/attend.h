@@ -29,9 +29,6 @@ inline Status check_device_memory(const CudaDevice& device, const TensorView& v,
     return check_device_memory(device, v.tokens > 0 ? v.data : nullptr, name);
 }
 
-// TA_E_STATE where the stream cannot be used because of another's capture.
-Status is_captured(const CudaDevice& device, cudaStream_t stream, bool* yes);
-
 // The options of a call: mask, scale and what else is the same for all kernels.
 void set_options(const AttendSettings& settings, cuda::AttendArgs& args);
 
