@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "include/turboattention_experimental.h"
+#include "kernels/format/dequantize.h"
 #include "kernels/format/rotation.h"
 #include "kernels/format/turning.h"
 #include "src/api/api.h"
@@ -70,39 +71,15 @@ void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint3
     const int d = int(g.head_dim);
     const uint8_t* piece = page + g.head_offset(kind, layer, head);
     const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, head) * g.head_dim;
-    const auto scale_at = [piece](size_t at) {
-        float x;
-        std::memcpy(&x, piece + at, sizeof x);
-        return x;
-    };
     const TurningPairs turning = !n.k_turning               ? TurningPairs{}
                                  : kind == PageKind::kToken ? turning_of_tokens(piece, TokenLayout(d))
                                                             : turning_of_channel(piece, g.channel_layout(kind, layer, head));
     for (int t = first; t < last; ++t) {
         float row_k[kMaxHeadDim], row_v[kMaxHeadDim];
-        for (int c = 0; c < d; ++c) {
-            if (kind == PageKind::kToken) {
-                const TokenLayout layout(d);
-                row_k[c] = float(int8_t(piece[layout.k_codes() + k_place(d, 8, t, c).byte])) *
-                           scale_at(layout.k_scale() + size_t(t) * 4);
-                row_v[c] = float(int8_t(piece[layout.v_codes() + v_place(d, 8, t, c).byte])) *
-                           scale_at(layout.v_scale() + size_t(t) * 4);
-                continue;
-            }
-            const ChannelLayout layout = g.channel_layout(kind, layer, head);
-            const auto value = [&](size_t codes, CodePlace place, size_t step, size_t zero, int bits) {
-                const int code = piece[codes + place.byte] >> place.shift & ((1 << bits) - 1);
-                const uint8_t byte = piece[step + size_t(c)];
-                const int zero8 = 8 * int8_t(piece[zero + size_t(c)]) + fraction_eighths_of(byte, bits);
-                return float(8 * code * step_of(byte, bits) + zero8) * 0.125f;
-            };
-            const int exponent = piece[layout.v_exponents() + size_t(t) / 2] >> (t % 2 * 4) & 15;
-            row_k[c] =
-                value(layout.k_codes(), k_place(d, layout.k_bits, t, c), layout.k_step(), layout.k_zero(), layout.k_bits) *
-                scale_at(layout.k_scale());
-            row_v[c] =
-                value(layout.v_codes(), v_place(d, layout.v_bits, t, c), layout.v_step(), layout.v_zero(), layout.v_bits) *
-                times_pow2(scale_at(layout.v_scale()), -exponent);
+        if (kind == PageKind::kToken) {
+            dequantize_token(piece, TokenLayout(d), t, row_k, row_v);
+        } else {
+            dequantize_token(piece, g.channel_layout(kind, layer, head), t, row_k, row_v);
         }
         if (n.hadamard) rotate_back(row_k, d, n.hadamard_seed);
         for (int p = 0; p < kTurningPairs && turning.code[p]; ++p) {

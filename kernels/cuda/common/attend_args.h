@@ -7,6 +7,7 @@
 
 #include "kernels/format/layout.h"
 #include "kernels/format/types.h"
+#include "kernels/format/visible.h"
 
 namespace ta::cuda {
 
@@ -81,20 +82,7 @@ struct AttendArgs {
     bool long_tiles;
 };
 
-// Keys that the query at position p sees: [begin, end), the same rule as the CPU's.
-struct KeyRange {
-    int32_t begin, end;
-};
-TA_HD inline KeyRange visible_keys(bool causal, int32_t window, int32_t n_keys, int32_t p) {
-    const auto within = [n_keys](int64_t j) { return int32_t(j < 0 ? 0 : j > n_keys ? n_keys : j); };
-    KeyRange r{0, n_keys};
-    if (causal) r.end = within(int64_t(p) + 1);
-    if (window > 0) {
-        r.begin = within(int64_t(p) - window + 1);
-        if (!causal) r.end = within(int64_t(p) + window);
-    }
-    if (r.begin > r.end) r.begin = r.end;
-    return r;
-}
+using KeyRange = ta::KeyRange<int32_t>;
+using ta::visible_keys;
 
 }  // namespace ta::cuda

@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/attend.h"
 #include "kernels/cpu/math.h"
+#include "kernels/format/visible.h"
 #include "src/core/checked.h"
 
 namespace ta {
@@ -35,19 +36,8 @@ void set(std::atomic<int64_t>& what, int64_t value) {
     what.notify_all();
 }
 
-struct KeyRange {
-    int64_t begin, end;
-};
-// Keys that the query at position p sees.
-KeyRange visible_keys(const AttendSettings& s, int64_t n_keys, int64_t p) {
-    KeyRange r{0, n_keys};
-    if (s.mask == TA_MASK_CAUSAL) r.end = std::clamp<int64_t>(p + 1, 0, n_keys);
-    if (s.window > 0) {
-        r.begin = std::clamp<int64_t>(p - s.window + 1, 0, n_keys);
-        if (s.mask == TA_MASK_FULL) r.end = std::clamp<int64_t>(p + s.window, 0, n_keys);
-    }
-    if (r.begin > r.end) r.begin = r.end;
-    return r;
+KeyRange<int64_t> visible_keys(const AttendSettings& s, int64_t n_keys, int64_t p) {
+    return ta::visible_keys(s.mask == TA_MASK_CAUSAL, s.window, n_keys, p);
 }
 
 // The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where
@@ -124,8 +114,9 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
             t.row_begin = row;
             t.row_end = std::min(row + step, rows);
             // Both ends of the visible range grow with the position.
-            const KeyRange lowest = visible_keys(call.settings, seq.n_keys, first_position + row / call.group);
-            const KeyRange highest = visible_keys(call.settings, seq.n_keys, first_position + (t.row_end - 1) / call.group);
+            const KeyRange<int64_t> lowest = visible_keys(call.settings, seq.n_keys, first_position + row / call.group);
+            const KeyRange<int64_t> highest =
+                visible_keys(call.settings, seq.n_keys, first_position + (t.row_end - 1) / call.group);
             t.page_begin = lowest.begin / kPageTokens;
             t.page_end = std::max(t.page_begin, (highest.end + kPageTokens - 1) / kPageTokens);
             t.observed_begin = std::min(std::max(row, first_observed), t.row_end);
@@ -296,7 +287,7 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
         const float scale = stage1_scale(codec.amax(x, d), call.q_levels);
         codec.quantize(x, d, scale, call.q_levels, scratch.q + r * d);
         scratch.q_scale[r] = scale * unit;
-        const KeyRange keys = visible_keys(s, seq.n_keys, position);
+        const KeyRange<int64_t> keys = visible_keys(s, seq.n_keys, position);
         scratch.key_begin[r] = keys.begin;
         scratch.key_end[r] = keys.end;
         scratch.position[r] = position;

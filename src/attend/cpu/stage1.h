@@ -6,17 +6,10 @@
 #include <cstdlib>
 
 #include "kernels/cpu/page_codec.h"
+#include "kernels/format/quantize_rules.h"
 #include "kernels/format/turning.h"
 
 namespace ta {
-
-// How the tokens [first, last) of a page get their scales.
-enum class ScaleRule : uint8_t {
-    kToken,      // each its own
-    kPage,       // one for all of them
-    kPageExp,    // one for all of them times a power of two per token (V)
-    kUniversal,  // the page's, given; larger values are clamped
-};
 
 // Quantizes rows x [last - first, d] into codes [64, d] and scales [64] at tokens [first, last). `universal` is the scale for
 // kUniversal. `turning`: of K in pools that keep turning pairs with the scales. Returns how many values were clamped.
@@ -43,12 +36,11 @@ inline int64_t quantize_tokens(const cpu::PageCodec& codec, const float* x, cons
 
 // ---------------------------------------------------------------------------------------------------- universal open scales
 
-// The scale of new tokens in a page: that of its tokens, once one has a scale; until then the largest that a token of the head
-// would have alone, up to and including the new ones.
+// universal_scale() of a page that has tokens with these scales.
 inline float universal_scale(const float* page_scales, int have, float largest) {
     float fixed = 0.0f;
     for (int t = 0; t < have; ++t) fixed = std::max(fixed, page_scales[t]);
-    return fixed > 0.0f ? fixed : largest;
+    return universal_scale(fixed, largest);
 }
 
 // What stands for the scales that reopened tokens would have alone.

@@ -233,11 +233,6 @@ void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, 
     if (replaced) saturated_.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
 }
 
-ScaleRule rule_for(bool whole_page, bool page_scale, bool exponents, bool universal) {
-    if (whole_page && page_scale) return exponents ? ScaleRule::kPageExp : ScaleRule::kPage;
-    return universal ? ScaleRule::kUniversal : ScaleRule::kToken;
-}
-
 void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                            AppendScratch& s) {
     const Geometry& g = pool_.geometry();
@@ -301,10 +296,11 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
         v_universal = universal_scale(s.codes.v_scale, t.have, largest[1]);
     }
     const bool whole = n == kPageTokens;
+    const bool universal = num.universal_open_scale;
     const ScaleRule k_rule =
-        rule_for(whole && (!t.stays_8_bits || num.k_page_scale_at_8_bits), num.k_page_scale, false, num.universal_open_scale);
-    const ScaleRule v_rule = rule_for(whole && (!t.stays_8_bits || num.v_page_scale_at_8_bits), num.v_page_scale,
-                                      num.v_exponents && !t.stays_8_bits, num.universal_open_scale);
+        scale_rule(whole, t.stays_8_bits, {num.k_page_scale, num.k_page_scale_at_8_bits, false, universal});
+    const ScaleRule v_rule =
+        scale_rule(whole, t.stays_8_bits, {num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents, universal});
     const int64_t clamped =
         quantize_tokens(codec, s.k, s.k_amax, d, first_k, t.end, k_rule, k_universal, kStage1Levels, s.codes.k, s.codes.k_scale,
                         num.k_turning ? &turning : nullptr) +

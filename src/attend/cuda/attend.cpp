@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 namespace ta {
 
@@ -19,19 +18,6 @@ Status check_device_memory(const CudaDevice& device, const void* data, const cha
     if (a.type == cudaMemoryTypeDevice && a.device != device.ordinal()) {
         return fail(TA_E_INVALID, "%s lies on GPU %d; the context is on GPU %d", name, a.device, device.ordinal());
     }
-    return {};
-}
-
-Status is_captured(const CudaDevice& device, cudaStream_t stream, bool* yes) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-    if (error == cudaErrorStreamCaptureImplicit) {
-        return fail(TA_E_STATE,
-                    "a stream that synchronizes with the legacy default stream is being captured; that cannot be "
-                    "used until the capture ends");
-    }
-    TA_RETURN_IF_ERROR(device.check(error, "asking whether the stream is captured"));
-    *yes = status != cudaStreamCaptureStatusNone;
     return {};
 }
 
@@ -54,13 +40,9 @@ void set_p(ta_p p, int64_t rows, int32_t range_pages, AttendArgs& args) {
 
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
     set_p(p, cuda::kDecodeRows + 1, kPromptRangePages, args);
-    const bool running = std::exchange(args.p_running, false);
-    // Its P has 255 levels and a unit per 128 keys: finer than 127 and 119 levels and than the running maximum's, so it serves
-    // those too. It reads every page of the table.
-    const bool by_kernel = device.has_prefill_kernel() && !args.may_lack_pages && !cuda::prefill_refusal(args);
-    args.p_running = running && !by_kernel;
-    ManyRowsKey key{args.group, args.causal, args.window, by_kernel};
-    if (!by_kernel) return key;
+    const auto* kernel = cuda::choose_prefill(device.kernel_generation(), device.properties().major, args);
+    ManyRowsKey key{args.group, args.causal, args.window, kernel};
+    if (!kernel) return key;
     key.kv_heads = args.kv_heads;
     // SAS cuts off by the maxima of a range of pages, which must not be cut. Under a window rows begin within one.
     const bool sas = args.exp == ExpMode::kSas;
@@ -115,9 +97,9 @@ int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
     return (most + tokens - 1) / tokens;
 }
 
-ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : by_kernel(key.by_kernel), ctas(key.ctas) {
-    if (by_kernel) {
-        tiles = cuda::PrefillPlan(sequences, key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every);
+ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : kernel(key.kernel), ctas(key.ctas) {
+    if (kernel) {
+        tiles = kernel->plan(sequences, {key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every});
         bytes = tiles.bytes();
         return;
     }
@@ -132,7 +114,7 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
 }
 
 void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
-    if (by_kernel) {
+    if (kernel) {
         tiles.write(to);
         return;
     }
@@ -155,9 +137,10 @@ Status plan_few_rows(const CudaDevice& device, const AttendArgs& args, int max_r
 Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const ManyRows& rows, AttendWork& work) {
     work = {};
     work.args = args;
-    if (rows.by_kernel) {
+    if (rows.kernel) {
+        work.kernel = rows.kernel;
         // A graph that this call becomes part of may be replayed with parts.
-        work.parts_bytes = cuda::prefill_workspace_bytes(args.head_dim, rows.ctas);
+        work.parts_bytes = rows.kernel->workspace_bytes(args.head_dim, rows.ctas);
         work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
         return {};
     }
@@ -170,7 +153,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
 }
 
 void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
-    if (rows.by_kernel) {
+    if (rows.kernel) {
         work.schedule = schedule;
         return;
     }
@@ -180,9 +163,9 @@ void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
 }
 
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {
-    if (work.schedule) {
+    if (work.kernel) {
         const int ctas = device.properties().multiProcessorCount;
-        return device.check(cuda::launch_prefill(work.args, work.schedule, work.parts, ctas, stream), "a prefill");
+        return device.check(work.kernel->launch(work.args, work.schedule, work.parts, ctas, stream), "a prefill");
     }
     const cuda::DecodeMass* mass = work.mass.page_lse ? &work.mass : nullptr;
     return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass), "attention");

@@ -10,7 +10,7 @@
 
 #include "kernels/cuda/any/decode/decode.h"
 #include "kernels/cuda/common/attend_args.h"
-#include "kernels/cuda/sm90/prefill/prefill.h"
+#include "kernels/cuda/variants.h"
 #include "src/attend/call.h"
 #include "src/device/cuda/memory.h"
 
@@ -29,9 +29,6 @@ inline Status check_device_memory(const CudaDevice& device, const TensorView& v,
     return check_device_memory(device, v.tokens > 0 ? v.data : nullptr, name);
 }
 
-// TA_E_STATE where the stream cannot be used because of another's capture.
-Status is_captured(const CudaDevice& device, cudaStream_t stream, bool* yes);
-
 // The options of a call: mask, scale and what else is the same for all kernels.
 void set_options(const AttendSettings& settings, cuda::AttendArgs& args);
 
@@ -40,11 +37,12 @@ struct ManyRowsKey {
     int group;
     bool causal;
     int window;
-    bool by_kernel;       // the prefill kernel, else the decode kernel with chunks of the queries
-    int observed = kAll;  // only this chunk of each sequence's last kObservedTokens query tokens
-    int kv_heads = 0;     // of the prefill kernel
-    int ctas = 0;         // of the prefill kernel, if it may split the pages of rows between them, else 0
-    int cut_every = 2;    // at which pages it may
+    const cuda::PrefillVariant* kernel;  // nullptr: the decode kernel, with chunks of the queries
+    int observed = kAll;                 // only this chunk of each sequence's last kObservedTokens query tokens
+    // Of a prefill kernel.
+    int kv_heads = 0;
+    int ctas = 0;       // if it may split the pages of rows between them, else 0
+    int cut_every = 2;  // at which pages it may
     static constexpr int kAll = -1;
     auto operator<=>(const ManyRowsKey&) const = default;
 };
@@ -58,18 +56,18 @@ void set_p(ta_p p, int64_t rows, int32_t range_pages, cuda::AttendArgs& args);
 // Sets P's format in `args` and chooses.
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendArgs& args);
 
-// The prefill kernel's tiles or, where it cannot run the call, chunks of up to 16 rows for the decode kernel: query tokens [i,
-// i + c) of a sequence, with their positions and the pages that they see something of.
+// A prefill kernel's tiles or, if none can run the call, chunks of up to 16 rows for the decode kernel: query tokens [i, i + c) of
+// a sequence, with their positions and the pages that they see something of.
 struct ManyRows {
     size_t bytes = 0;
-    bool by_kernel = false;
-    cuda::PrefillPlan tiles;  // the prefill kernel's
-    int ctas = 0;             // ManyRowsKey's
-    int chunks = 0;           // sequences that the decode kernel sees
-    size_t counts_at = 0;     // their pages_before
-    size_t positions_at = 0;  // their first_position
-    int64_t pages = 0;        // of all of them
-    int max_rows_of_one = 0;  // query tokens x group of any of them
+    const cuda::PrefillVariant* kernel = nullptr;  // ManyRowsKey's
+    cuda::PrefillPlan tiles;                       // the prefill kernel's
+    int ctas = 0;                                  // ManyRowsKey's
+    int chunks = 0;                                // sequences that the decode kernel sees
+    size_t counts_at = 0;                          // their pages_before
+    size_t positions_at = 0;                       // their first_position
+    int64_t pages = 0;                             // of all of them
+    int max_rows_of_one = 0;                       // query tokens x group of any of them
 
     ManyRows() = default;
     // Those without queries are left out.
@@ -78,14 +76,15 @@ struct ManyRows {
     void write(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences, uint8_t* to) const;
 };
 
-// One launch: of the decode kernel or the prefill kernel.
+// One launch: of the decode kernel or a prefill kernel.
 struct AttendWork {
     cuda::AttendArgs args{};
-    cuda::DecodePlan plan{};      // the decode kernel's
-    uint8_t* schedule = nullptr;  // the prefill kernel's
-    size_t parts_bytes = 0;       // of the memory that parts of its tiles need
-    void* parts = nullptr;        // that memory; none where no tile is split
-    cuda::DecodeMass mass{};      // the decode kernel's, unless page_lse is nullptr
+    const cuda::PrefillVariant* kernel = nullptr;  // nullptr: the decode kernel
+    cuda::DecodePlan plan{};                       // the decode kernel's
+    uint8_t* schedule = nullptr;                   // the prefill kernel's
+    size_t parts_bytes = 0;                        // of the memory that parts of its tiles need
+    void* parts = nullptr;                         // that memory; none where no tile is split
+    cuda::DecodeMass mass{};                       // the decode kernel's, unless page_lse is nullptr
 };
 // Sequences of at most `max_rows` query rows for the decode kernel. P's format is set already.
 Status plan_few_rows(const CudaDevice& device, const cuda::AttendArgs& args, int max_rows, AttendWork& work);

@@ -7,7 +7,11 @@
 namespace ta {
 
 CudaMass::CudaMass(Pool& pool, CudaDevice& device)
-    : pool_(pool), device_(device), on_(pool.residency().observes_attention()), sums_(device), page_lse_(device) {
+    : pool_(pool),
+      device_(device),
+      on_(pool.residency().observes_attention()),
+      sums_(device),
+      page_lse_(device, "this shape of a batch") {
     if (on_) pool_.add_attention_source(this);
 }
 
@@ -54,6 +58,7 @@ Status CudaMass::begin(const Step& step, const CudaTables& tables, cudaStream_t 
 }
 
 Status CudaMass::reserve(const CudaTables& tables, int rows) {
+    TA_RETURN_IF_ERROR(page_lse_.may_reserve(lse_bytes(tables, rows)));
     const uint64_t places = uint64_t{tables.capacity()} * pool_.geometry().kv_heads;
     if (places > UINT32_MAX) {
         return fail(TA_E_LIMIT, "the block table has room for %zu blocks; with %u kv heads TA_EVICT_ATTENTION takes fewer",

@@ -24,7 +24,6 @@ class CudaMass final : public AttentionSource {
     bool on() const { return on_; }
     // Before the step's calls: zeros for all entries of the table, and memory for what end() sends.
     Status begin(const Step& step, const CudaTables& tables, cudaStream_t stream);
-    bool holds(const CudaTables& tables, int rows) const { return page_lse_.holds(lse_bytes(tables, rows)); }
     // For calls of so many rows at most.
     Status reserve(const CudaTables& tables, int rows);
     // For the launches of a call: the first, and the others.

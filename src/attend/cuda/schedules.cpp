@@ -3,16 +3,14 @@
 #include <algorithm>
 #include <new>
 
+#include "src/device/cuda/capture.h"
+
 namespace ta {
 namespace {
 
 constexpr int kMostUnread = 64;  // begins that make a schedule in vain, one after another
 
 }  // namespace
-
-Status needs_a_run(const char* what) {
-    return fail(TA_E_STATE, "%s must have been used by this plan in a step before the one that is captured", what);
-}
 
 Status CudaSchedules::begin(const CudaTables& tables, cudaStream_t stream) {
     ++steps_;
@@ -35,7 +33,7 @@ Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const Cud
     if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
     // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
     // finds nothing to do; its step is refused when it ends.
-    if (key.by_kernel && tables.lacks_blocks()) prompts.clear();
+    if (key.kernel && tables.lacks_blocks()) prompts.clear();
     schedule.rows = ManyRows(key, prompts);
     const size_t bytes = schedule.rows.bytes;
     const size_t room = std::max<size_t>(bytes, 1 << 16);
@@ -61,11 +59,10 @@ Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const Cud
     return {};
 }
 
-Result<CudaSchedules::Schedule*> CudaSchedules::find(const ManyRowsKey& key, const CudaTables& tables, bool captured,
-                                                     cudaStream_t stream) {
+Result<CudaSchedules::Schedule*> CudaSchedules::find(const ManyRowsKey& key, const CudaTables& tables, cudaStream_t stream) {
     Schedule& schedule = schedules_.try_emplace(key, device_).first->second;
     if (schedule.step != steps_) {
-        if (captured) return needs_a_run("these options");
+        if (CaptureScope::captured()) return needs_a_run("these options");
         if (Status made = make(key, schedule, tables, stream); !made.ok()) {
             if (schedule.step == 0) schedules_.erase(key);  // later steps do not try again
             return made;
@@ -75,10 +72,10 @@ Result<CudaSchedules::Schedule*> CudaSchedules::find(const ManyRowsKey& key, con
     return &schedule;
 }
 
-void CudaSchedules::see_call(bool captured) {
+void CudaSchedules::see_call() {
     seen_calls_ = true;
     const std::vector<Schedule*> read = std::exchange(read_, {});
-    if (!captured) return;
+    if (!CaptureScope::captured()) return;
     captured_ = true;
     for (Schedule* s : read) {
         s->captured = true;

@@ -16,9 +16,6 @@ namespace ta {
 // All that a captured launch depends on beside the tables and schedules.
 using KindOfStep = std::vector<uint64_t>;
 
-// TA_E_STATE for a captured call that lacks what only a call outside of a capture gets.
-Status needs_a_run(const char* what);
-
 class CudaSchedules {
   public:
     explicit CudaSchedules(CudaDevice& device) : device_(device) {}
@@ -39,11 +36,11 @@ class CudaSchedules {
     // When a call begins.
     void begin_call() { read_.clear(); }
     // For a call of the step: the schedule of this step, which is made where there is none yet.
-    Result<Schedule*> find(const ManyRowsKey& key, const CudaTables& tables, bool captured, cudaStream_t stream);
+    Result<Schedule*> find(const ManyRowsKey& key, const CudaTables& tables, cudaStream_t stream);
     // The call at hand reads it.
     void add_read(Schedule& schedule) { read_.push_back(&schedule); }
     // A call of the step has been enqueued; remembers what is captured. Then, of a captured one, the kind of the step.
-    void see_call(bool captured);
+    void see_call();
     void see_kind(KindOfStep kind) { capture_kind_ = std::move(kind); }
     // The step is over.
     void end();

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "kernels/cuda/any/append/append.h"
-#include "kernels/cuda/sm90/prefill/prefill.h"
 #include "src/attend/backend.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
@@ -13,6 +12,7 @@
 #include "src/attend/cuda/schedules.h"
 #include "src/attend/cuda/staging.h"
 #include "src/attend/cuda/tables.h"
+#include "src/device/cuda/capture.h"
 #include "tiering/verify/cuda_hasher.h"
 
 namespace ta {
@@ -31,8 +31,8 @@ class CudaStep final : public StepBackend {
           mass_(pool, device),
           staging_(pool, device),
           schedules_(device),
-          decode_workspace_(device),
-          prefill_parts_(device),
+          decode_workspace_(device, "this shape of a batch"),
+          prefill_parts_(device, "prompts"),
           kept_(device),
           hasher_(pool.pages(), device) {}
     ~CudaStep() override;
@@ -59,17 +59,16 @@ class CudaStep final : public StepBackend {
     Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
-    Status prepare_launches(const AttendArgs& args, ta_p p, bool captured, bool observed, Launches& launches);
-    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool captured, AttendWork& work);
-    Status prepare_prefill(AttendArgs args, ta_p p, bool captured, AttendWork& work);
-    Status prepare_observed(const AttendArgs& args, ta_p p, bool captured);
-    Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work);
-    Status reserve_mass(const AttendWork& work, bool captured);
-    Status reserve_workspace(const AttendWork& work, bool captured);
+    Status prepare_launches(const AttendArgs& args, ta_p p, bool observed, Launches& launches);
+    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, AttendWork& work);
+    Status prepare_prefill(AttendArgs args, ta_p p, AttendWork& work);
+    Status prepare_observed(const AttendArgs& args, ta_p p);
+    Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, AttendWork& work);
+    Status reserve_workspace(const AttendWork& work);
     Status stage(uint32_t layer, const AttendArgs& args, Launches& launches, bool* staged);
     Status launch(const Launches& launches);
     Status seal_blocks();
-    void see_call(bool captured);
+    void see_call();
     KindOfStep kind_of_step() const;
     template <class Data>
     Status check_memory(const Data& data, const char* name) const {
@@ -221,9 +220,9 @@ Status CudaStep::keep_anew(const Step& step) {
 }
 
 // A call of the step has been enqueued.
-void CudaStep::see_call(bool captured) {
-    schedules_.see_call(captured);
-    if (captured) schedules_.see_kind(kind_of_step());
+void CudaStep::see_call() {
+    schedules_.see_call();
+    if (CaptureScope::captured()) schedules_.see_kind(kind_of_step());
 }
 
 // ------------------------------------------------------------------------------------------------------------------ append
@@ -257,8 +256,8 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     TA_RETURN_IF_ERROR(device_.health());
     if (Status s = check_memory(k, "k"); !s.ok()) return std::move(s).argument(2);
     if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
-    bool captured = false;
-    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
+    CaptureScope capture;
+    TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     schedules_.begin_call();
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
@@ -296,12 +295,12 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     }
     a.nonfinite = pool_.nonfinite_counters();
     a.clamped = pool_.clamped_counter();
-    if (n.k_turning && (captured || tables_.pages_begin()))
+    if (n.k_turning && (capture.captured() || tables_.pages_begin()))
         TA_RETURN_IF_ERROR(
             device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
     tables_are_last_ = false;
-    see_call(captured);
+    see_call();
     return {};
 }
 
@@ -311,29 +310,29 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
     TA_RETURN_IF_ERROR(check_tensors(call));
-    bool captured = false;
-    TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
+    CaptureScope capture;
+    TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     schedules_.begin_call();
     if (call.group != tables_.group()) {
-        if (captured) return needs_a_run("this number of query heads");
+        if (capture.captured()) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
         tables_are_last_ = true;
     }
     // Whatever may fail comes before the first launch, which writes to out.
     const AttendArgs args = attend_args(layer, call);
     // A graph is replayed in any turn.
-    const bool observed = pool_.observes(layer, captured ? 0 : step_->turn);
+    const bool observed = pool_.observes(layer, capture.captured() ? 0 : step_->turn);
     Launches launches;
-    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, captured, observed, launches));
+    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, observed, launches));
     bool staged = false;
-    if (!captured) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
+    if (!capture.captured()) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
     // Decode may start while the kernel before it runs, and reads the tables at once.
     if (tables_are_last_ || staged) launches.decode.plan.overlap = launches.prefill.plan.overlap = false;
     tables_are_last_ = false;
     Status launched = launch(launches);
     if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
     TA_RETURN_IF_ERROR(std::move(launched));
-    see_call(captured);
+    see_call();
     return {};
 }
 
@@ -381,15 +380,15 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
 }
 
 // A call by hand gets what it would need to be observed even where it is not: a graph may observe it.
-Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, bool observed, Launches& l) {
+Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool observed, Launches& l) {
     const int rows = tables_.max_decode_rows();
     l.any_decode = rows > 0;
     l.any_prefill = tables_.any_prefill();
-    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, captured, l.decode));
+    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, l.decode));
     observed_.clear();
     if (l.any_prefill) {
-        TA_RETURN_IF_ERROR(prepare_prefill(a, p, captured, l.prefill));
-        if (observed || (mass_.on() && !captured)) TA_RETURN_IF_ERROR(prepare_observed(a, p, captured));
+        TA_RETURN_IF_ERROR(prepare_prefill(a, p, l.prefill));
+        if (observed || (mass_.on() && !CaptureScope::captured())) TA_RETURN_IF_ERROR(prepare_observed(a, p));
     }
     if (!observed) {
         observed_.clear();
@@ -401,70 +400,60 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool captured, bo
     return {};
 }
 
-Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool captured, AttendWork& work) {
+Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, AttendWork& work) {
     set_p(p, max_rows, kDecodeRangePages, a);
     a.may_lack_pages = pool_.residency().may_drop();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
-    if (mass_.on()) TA_RETURN_IF_ERROR(reserve_mass(work, captured));
-    return reserve_workspace(work, captured);
+    if (mass_.on()) TA_RETURN_IF_ERROR(mass_.reserve(tables_, 4 * work.plan.tiles));
+    return reserve_workspace(work);
 }
 
-Status CudaStep::reserve_mass(const AttendWork& work, bool captured) {
-    const int rows = 4 * work.plan.tiles;
-    if (captured && !mass_.holds(tables_, rows)) return needs_a_run("this shape of a batch");
-    return mass_.reserve(tables_, rows);
-}
-
-Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, bool captured, AttendWork& work) {
+Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
-    if (!key.by_kernel && captured) a.may_lack_pages = pool_.residency().may_drop();  // when it is replayed
+    if (!key.kernel && CaptureScope::captured()) a.may_lack_pages = pool_.residency().may_drop();  // when it is replayed
     // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
     // with other steps: what it captures takes the one for all of them, which is loaded by then.
-    if (key.by_kernel && !captured) {
-        TA_RETURN_IF_ERROR(device_.check(cuda::load_prefill(a), "loading a kernel"));
+    if (key.kernel && !CaptureScope::captured()) {
+        TA_RETURN_IF_ERROR(device_.check(key.kernel->load(a), "loading a kernel"));
         if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
         const Numerics& n = pool_.numerics();
         a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
     }
-    return add_schedule(a, key, captured, work);
+    return add_schedule(a, key, work);
 }
 
 // The prefill kernel does not say what pages get. The last query tokens of prompts, those that are observed, are attended to
 // once more in layers that are observed, by the decode kernel, which writes their rows again. A launch takes one chunk of each
 // sequence: a page has room for the rows of one.
-Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p, bool captured) {
+Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p) {
     AttendArgs a = args;
     set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
     a.may_lack_pages = pool_.residency().may_drop();
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();
-        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, false, chunk}, captured, work));
-        TA_RETURN_IF_ERROR(reserve_mass(work, captured));
+        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, nullptr, chunk}, work));
+        TA_RETURN_IF_ERROR(mass_.reserve(tables_, 4 * work.plan.tiles));
     }
     return {};
 }
 
-Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, bool captured, AttendWork& work) {
-    Result<CudaSchedules::Schedule*> found = schedules_.find(key, tables_, captured, stream_);
+Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, AttendWork& work) {
+    Result<CudaSchedules::Schedule*> found = schedules_.find(key, tables_, stream_);
     if (!found.ok()) return std::move(found).status();
     CudaSchedules::Schedule& schedule = *found.value();
     TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
     set_schedule(schedule.rows, schedule.buffer.data(), work);
     schedules_.add_read(schedule);
-    if (!prefill_parts_.holds(work.parts_bytes)) {
-        if (captured) return needs_a_run("prompts");
-        Status reserved = prefill_parts_.reserve(work.parts_bytes, "the parts of prompts");
-        if (!reserved.ok() && schedule.rows.tiles.slots() > 0) return reserved;
-    }
+    TA_RETURN_IF_ERROR(prefill_parts_.may_reserve(work.parts_bytes));
+    Status reserved = prefill_parts_.reserve(work.parts_bytes, "the parts of prompts");
+    if (!reserved.ok() && schedule.rows.tiles.slots() > 0) return reserved;
     work.parts = prefill_parts_.data();
-    return reserve_workspace(work, captured);
+    return reserve_workspace(work);
 }
 
-Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
-    if (decode_workspace_.holds(work.plan.workspace_bytes)) return {};
-    if (captured) return needs_a_run("this shape of a batch");
+Status CudaStep::reserve_workspace(const AttendWork& work) {
     return decode_workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention", [&](uint8_t* data) {
         return device_.check(cudaMemsetAsync(data, 0, work.plan.zeroed_bytes, stream_), "zeroing the workspace of attention");
     });
@@ -473,7 +462,7 @@ Status CudaStep::reserve_workspace(const AttendWork& work, bool captured) {
 // Has the launches read pages where they are staged. `*staged`: some are.
 Status CudaStep::stage(uint32_t layer, const AttendArgs& a, Launches& l, bool* staged) {
     CudaStaging::Call like{0, a.window};
-    if (l.any_prefill) like.rows_at_once = l.prefill.schedule ? cuda::kPrefillRows : cuda::kDecodeRows / a.group * a.group;
+    if (l.any_prefill) like.rows_at_once = l.prefill.kernel ? l.prefill.kernel->rows : cuda::kDecodeRows / a.group * a.group;
     Result<const uint64_t*> table = staging_.before_attend(layer, like, staged, stream_);
     if (!table.ok()) return std::move(table).status();
     l.decode.args.table = l.prefill.args.table = table.value();

@@ -33,7 +33,8 @@ Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
     return device_.check(cudaMemsetAsync(before, 0, bytes_of_tasks(0), stream), "emptying the table of new pages");
 }
 
-Status CudaTables::begin(const Step& step, int group, bool captured, cudaStream_t stream) {
+Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStream_t stream) {
+    has_graphs_ = has_graphs;
     moves_ = pool_.blocks().moves();
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
@@ -42,11 +43,11 @@ Status CudaTables::begin(const Step& step, int group, bool captured, cudaStream_
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
         const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
-        if (captured) TA_RETURN_IF_ERROR(empty_sequences(stream));
+        if (has_graphs_) TA_RETURN_IF_ERROR(empty_sequences(stream));
         TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + 16, "a step's sequences"));
         sequence_capacity_ = capacity;
     }
-    TA_RETURN_IF_ERROR(place_rows(step, captured, stream));
+    TA_RETURN_IF_ERROR(place_rows(step, stream));
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     TA_RETURN_IF_ERROR(
@@ -102,7 +103,7 @@ Status CudaTables::empty_sequences(cudaStream_t stream) {
 // For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. Attention that is
 // observed has up to 64 bytes beside each entry and kv head, so its table is less foresighted. A graph that reads the old table
 // finds no sequences, and its step is refused when it ends.
-Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stream) {
+Status CudaTables::grow_entries(size_t entries, cudaStream_t stream) {
     const Geometry& g = pool_.geometry();
     size_t slot = g.token_slot_bytes;
     for (const PageKind kind : {PageKind::kChannel, PageKind::kLow}) {
@@ -111,7 +112,7 @@ Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stre
     const uint64_t blocks = (pool_.blocks().budget() + pool_.tier_settings().host_budget) / slot;
     const size_t most = pool_.residency().observes_attention() ? (size_t{1} << 20) / g.kv_heads : size_t{1} << 24;
     const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, most));
-    if (captured && entries_.bytes() > 0) {
+    if (has_graphs_ && entries_.bytes() > 0) {
         TA_RETURN_IF_ERROR(empty_sequences(stream));
         TA_RETURN_IF_ERROR(sequences_.renew("a step's sequences"));
         ++moves_of_entries_;
@@ -121,7 +122,7 @@ Status CudaTables::grow_entries(size_t entries, bool captured, cudaStream_t stre
 
 // A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given
 // up.
-Status CudaTables::place_rows(const Step& step, bool captured, cudaStream_t stream) {
+Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
     const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
     const size_t have = capacity();
     size_t pages = 0, all = 0, missing = 0;
@@ -141,7 +142,7 @@ Status CudaTables::place_rows(const Step& step, bool captured, cudaStream_t stre
                     pool_.geometry().kv_heads, most);
     if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
     if (used_entries_ + missing > have) {
-        if (all > have) TA_RETURN_IF_ERROR(grow_entries(all, captured, stream));
+        if (all > have) TA_RETURN_IF_ERROR(grow_entries(all, stream));
         std::fill(rows_.begin(), rows_.end(), Row{});
         used_entries_ = 0;
     }

@@ -18,9 +18,9 @@ class CudaTables {
     CudaTables(const Pool& pool, CudaDevice& device)
         : pool_(pool), device_(device), tasks_(device), sequences_(device), entries_(device), workspace_(device) {}
 
-    // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does. `captured`: there are
-    // graphs that read the tables.
-    Status begin(const Step& step, int group, bool captured, cudaStream_t stream);
+    // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does. `has_graphs`: there
+    // are graphs that read the tables.
+    Status begin(const Step& step, int group, bool has_graphs, cudaStream_t stream);
     // The step's sequences, for calls with `group` query heads per kv head.
     Status send_sequences(const Step& step, int group, cudaStream_t stream);
     // The step became part of its sequences.
@@ -68,9 +68,9 @@ class CudaTables {
     struct Upload;
 
     Status place_tasks(const Step& step, cudaStream_t stream);
-    Status place_rows(const Step& step, bool captured, cudaStream_t stream);
+    Status place_rows(const Step& step, cudaStream_t stream);
     Status empty_sequences(cudaStream_t stream);
-    Status grow_entries(size_t entries, bool captured, cudaStream_t stream);
+    Status grow_entries(size_t entries, cudaStream_t stream);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     static size_t sequence_bytes(size_t batch);
@@ -94,6 +94,7 @@ class CudaTables {
     size_t used_entries_ = 0;
     uint64_t moves_of_entries_ = 0;
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
+    bool has_graphs_ = false;
     int group_ = 0, max_rows_ = 0;
     bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;

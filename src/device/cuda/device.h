@@ -57,8 +57,6 @@ class CudaDevice final : public Device {
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
     const cudaDeviceProp& properties() const { return properties_; }
     int kernel_generation() const { return generation_; }  // kernels/cuda/common/generation.h
-    // Code for sm_90a runs on Hopper alone; newer GPUs run that for generation 9 without it.
-    bool has_prefill_kernel() const { return generation_ == 9 && properties_.major == 9; }
     uint8_t* allocate(size_t bytes) override;
     void deallocate(uint8_t* ptr, size_t bytes) override;
     Status read(void* to, const uint8_t* from, size_t bytes) override;

@@ -8,14 +8,18 @@
 #include <vector>
 
 #include "src/core/checked.h"
+#include "src/device/cuda/capture.h"
 #include "src/device/cuda/device.h"
 
 namespace ta {
 
-// Device memory that grows. What it outgrows stays until the end, since a captured graph may still read it.
+// Device memory that grows, but not for a call that is captured. What it outgrows stays until the end, since a captured graph may
+// still read it.
 class DeviceBuffer {
   public:
-    explicit DeviceBuffer(CudaDevice& device) : device_(device) {}
+    // `first_use`: what an earlier call must have used if a captured one would need more memory.
+    explicit DeviceBuffer(CudaDevice& device, const char* first_use = "this kind of work")
+        : device_(device), first_use_(first_use) {}
     ~DeviceBuffer() {
         for (const auto& [data, bytes] : parts_) device_.deallocate(data, bytes);
     }
@@ -23,8 +27,13 @@ class DeviceBuffer {
     DeviceBuffer& operator=(const DeviceBuffer&) = delete;
 
     bool holds(size_t bytes) const { return bytes <= this->bytes(); }
+    // TA_E_STATE if reserve() would refuse since the call is captured.
+    Status may_reserve(size_t bytes) const {
+        return holds(bytes) || !CaptureScope::captured() ? Status() : needs_a_run(first_use_);
+    }
     Status reserve(size_t bytes, const char* what) {
         if (holds(bytes)) return {};
+        TA_RETURN_IF_ERROR(may_reserve(bytes));
         const size_t needed = round_up(bytes, 4096), ahead = round_up(2 * this->bytes(), 4096);
         if (ahead > needed && add(ahead, what).ok()) return {};
         return add(needed, what);
@@ -67,6 +76,7 @@ class DeviceBuffer {
     }
 
     CudaDevice& device_;
+    const char* const first_use_;
     std::vector<std::pair<uint8_t*, size_t>> parts_;
 };
 

@@ -45,7 +45,7 @@ void check_keys(const Case& c, const cuda::SequenceArgs& s, const cuda::Sequence
 // What the kernel would be given of the sequences.
 struct Written {
     Written(const Case& c, int observed, const std::vector<cuda::SequenceArgs>& sequences)
-        : key{c.group, c.causal, c.window, false, observed}, rows(key, sequences), bytes(rows.bytes + 1, 0xa5) {
+        : key{c.group, c.causal, c.window, nullptr, observed}, rows(key, sequences), bytes(rows.bytes + 1, 0xa5) {
         rows.write(key, sequences, bytes.data());
         EXPECT_EQ(bytes.back(), 0xa5) << "written beyond the end";
         work.args.causal = c.causal;
@@ -121,6 +121,29 @@ TEST(ManyRows, SeeWhatTheirSequencesDo) {
             }
         }
     }
+}
+
+// The table of kernels for many rows: which GPUs and calls take which.
+TEST(ManyRows, VariantRunsOnItsGpuAndMayRefuse) {
+    cuda::AttendArgs args{};
+    args.head_dim = 128;
+    args.p_levels = 255;
+    const cuda::PrefillVariant* hopper = cuda::choose_prefill(9, 9, args);
+    ASSERT_NE(hopper, nullptr);
+    EXPECT_EQ(hopper->launch, cuda::launch_prefill);
+    EXPECT_EQ(cuda::choose_prefill(8, 9, args), nullptr) << "a Hopper that runs code of sm_80";
+    EXPECT_EQ(cuda::choose_prefill(9, 10, args), nullptr) << "a newer GPU that runs code of generation 9";
+    EXPECT_EQ(cuda::choose_prefill(8, 8, args), nullptr);
+    args.p_levels = 127, args.p_running = true;
+    EXPECT_EQ(cuda::choose_prefill(9, 9, args), hopper) << "its P is finer";
+    args.may_lack_pages = true;
+    EXPECT_EQ(cuda::choose_prefill(9, 9, args), nullptr);
+    args.may_lack_pages = false, args.head_dim = 96;
+    EXPECT_EQ(cuda::choose_prefill(9, 9, args), nullptr);
+    args.head_dim = 64;
+    EXPECT_EQ(cuda::choose_prefill(9, 9, args), hopper);
+    args.p_levels = 65535;
+    EXPECT_EQ(cuda::choose_prefill(9, 9, args), nullptr);
 }
 
 TEST(ManyRows, PromptsAreWhatDecodeDoesNotTake) {

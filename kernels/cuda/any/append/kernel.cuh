@@ -6,6 +6,7 @@
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_page.cuh"
 #include "kernels/cuda/any/append/launch.h"
+#include "kernels/format/quantize_rules.h"
 
 namespace ta::cuda {
 
@@ -51,7 +52,7 @@ class Appender {
             const float own = turning ? turned_scale(turning, given, t0 + 8 * mine) : given;
             if (lane_ < 4) page_.scale[tensor][t0 + 8 * mine] = own;
             const Divider divider(own);
-            if (scale_of.universal) {
+            if (scale_of.rule == ScaleRule::kUniversal) {
 #pragma unroll
                 for (int p = 0; p < 4; ++p) {
                     const float scale = turning ? turned_scale(turning, scale_of.shared, t0 + 8 * p) : scale_of.shared;
@@ -181,7 +182,7 @@ class Appender {
             }
             if (pass == 0) {
                 __syncthreads();
-                shared = universal_scale(tensor, task.have);
+                shared = universal_scale_of(tensor, task.have);
             }
         }
         if (closes) __syncthreads();
@@ -243,13 +244,13 @@ class Appender {
     }
 
     struct ScaleOf {
-        bool page, exponents, universal;
+        ScaleRule rule;
         float shared;
         // Of a token with this largest magnitude.
         __device__ float operator()(float amax) const {
             const float own = page_stage1_scale(amax);
-            if (!page && !universal) return own;
-            if (!exponents) return shared;
+            if (rule == ScaleRule::kToken) return own;
+            if (rule != ScaleRule::kPageExp) return shared;
             return own > 0.0f ? times_pow2(shared, -exponent_below_normal(own, shared)) : 0.0f;  // exponent_scale of codec.h
         }
     };
@@ -393,19 +394,18 @@ class Appender {
 
     // The scales of a whole page whose rows have these largest magnitudes.
     __device__ ScaleOf page_scales(int tensor, const AppendTask& task, int t0, const float (&amax)[4]) {
-        const bool at_8 = task.stays_8_bits;
-        ScaleOf s{};
-        s.page = tensor ? a_.v_page_scale && (!at_8 || a_.v_page_scale_at_8_bits)
-                        : a_.k_page_scale && (!at_8 || a_.k_page_scale_at_8_bits);
-        s.universal = !s.page && a_.universal_open_scale;
-        s.exponents = s.page && tensor && a_.v_exponents && !at_8;
-        if (!s.page && !a_.universal_open_scale) return s;
+        const bool universal = a_.universal_open_scale;
+        const ScaleOptions options = tensor
+                                         ? ScaleOptions{a_.v_page_scale, a_.v_page_scale_at_8_bits, a_.v_exponents, universal}
+                                         : ScaleOptions{a_.k_page_scale, a_.k_page_scale_at_8_bits, false, universal};
+        ScaleOf s{scale_rule(true, task.stays_8_bits, options), 0.0f};
+        if (s.rule == ScaleRule::kToken) return s;
         if (lane_ == 0) {
 #pragma unroll
             for (int p = 0; p < 4; ++p) amax_[tensor][t0 + 8 * p] = amax[p];
         }
         __syncthreads();
-        if (a_.universal_open_scale && threadIdx.x < kPageTokens) {
+        if (universal && threadIdx.x < kPageTokens) {
             const float of_token = page_stage1_scale(amax_[tensor][threadIdx.x]);
             page_.own[tensor][threadIdx.x] = of_token;
             if (!(task.token_page & kEntrySingleLayer)) own_scales(task, tensor)[threadIdx.x] = of_token;
@@ -414,18 +414,18 @@ class Appender {
         const float largest = fmaxf(tensor ? v_largest_ : k_largest_, own);
         k_largest_ = tensor ? k_largest_ : largest;
         v_largest_ = tensor ? largest : v_largest_;
-        s.shared = s.page ? own : largest;
+        s.shared = s.rule == ScaleRule::kUniversal ? largest : own;
         return s;
     }
 
-    // The universal scale of the page: src/attend/cpu/stage1.h.
-    __device__ float universal_scale(int tensor, int have) {
+    // Of the page, whose new tokens' magnitudes are known.
+    __device__ float universal_scale_of(int tensor, int have) {
         const int lane = threadIdx.x % 32;
         k_largest_ = fmaxf(k_largest_, page_stage1_scale(page_max(amax_[0], lane)));
         v_largest_ = fmaxf(v_largest_, page_stage1_scale(page_max(amax_[1], lane)));
         const auto present = [&](int t) { return t < have ? page_.scale[tensor][t] : 0.0f; };
         const float fixed = warp_max(fmaxf(present(lane), present(lane + 32)));
-        return fixed > 0.0f ? fixed : tensor ? v_largest_ : k_largest_;
+        return universal_scale(fixed, tensor ? v_largest_ : k_largest_);
     }
 
     // Codes of one token into its page, and into the image where the page closes.

@@ -4,413 +4,10 @@
 // below POLY's.
 #pragma once
 
-#include "kernels/cuda/any/decode/launch.h"
-#include "kernels/cuda/any/decode/merge.cuh"
-#include "kernels/cuda/any/decode/page.cuh"
-#include "kernels/cuda/common/scores.cuh"
-#include "kernels/cuda/common/turning.cuh"
+#include "kernels/cuda/any/decode/close_segment.cuh"
+#include "kernels/cuda/any/decode/segment_queries.cuh"
 
 namespace ta::cuda {
-
-// What is the same for all pages of a segment.
-struct DecodeSegment {
-    SequenceArgs s;
-    int32_t seq, head;
-    int32_t k_bits, v_bits;
-    int32_t first_position;      // of its query tokens among the keys
-    int32_t min_end, max_begin;  // every row sees all keys of [max_begin, min_end)
-};
-
-__device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at) {
-    DecodeSegment g;
-    g.s = at.s;
-    g.seq = at.seq;
-    g.head = at.head;
-    const HeadArgs h = p.a.heads ? p.a.heads[at.head] : HeadArgs{0, 4, 4, 0};
-    g.k_bits = h.k_bits;
-    g.v_bits = h.v_bits;
-    g.first_position = p.a.first_position ? p.a.first_position[at.seq] : g.s.n_keys - g.s.n_query;
-    g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position).end;
-    g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position + g.s.n_query - 1).begin;
-    return g;
-}
-
-// Adds the turning pairs of a page to the logits of N row tiles, tokens r + 8 k; `pair(n)` is its n-th or 0. The queries are
-// read where the caller has them: after a segment's first page they are in L1, which the pages do not pass through.
-template <int N, class Pair>
-__device__ __forceinline__ void add_turning(const DecodeParams& p, const DecodeSegment& seg, Pair pair, int tile,
-                                            float (&x)[N][8], int lane) {
-#pragma unroll 1
-    for (int m = 0; m < kTurningPairs; ++m) {
-        const uint64_t code = pair(m);
-        if (code == 0) break;
-        const TurningPair of = unpack_turning(code);
-        float first[N], second[N];
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const void* row = query_row(p, seg.s, seg.head, 4 * (tile + n) + lane % 4);
-            first[n] = query_value(p.a.q, row, of.first, p.unit, p.a.saturate);
-            second[n] = query_value(p.a.q, row, of.second, p.unit, p.a.saturate);
-        }
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const TurningValues at = turning_values_fast(of, lane / 4 + 8 * k);
-#pragma unroll
-            for (int n = 0; n < N; ++n) x[n][k] = fmaf(second[n], at.second, fmaf(first[n], at.first, x[n][k]));
-        }
-    }
-}
-
-// The state of the rows 4 n + lane % 4 of a segment in one lane.
-template <int D, int kTiles>
-struct DecodeRows {
-    static constexpr int kOut = v_stored_channels(D, 4) / 8, kOut2 = v_stored_channels(D, 2) / 8;
-    static constexpr bool kTwoOrders = kOut != kOut2;  // 2-bit V of head_dim 96 distributes its channels differently
-
-    float q_scale[kTiles];
-    float m[kTiles], l[kTiles];  // l: sum over this lane's tokens
-    float range[kTiles];         // the largest score of the range of pages so far, where that counts
-    float page[kTiles];          // the last page's part in l
-    float o[kTiles][kOut];
-    float o2[kTwoOrders ? kTiles : 1][kTwoOrders ? kOut2 : 1];
-
-    __device__ void clear() {
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            m[n] = kLowest;
-            l[n] = 0.0f;
-#pragma unroll
-            for (float& x : o[n]) x = 0.0f;
-            if constexpr (kTwoOrders) {
-                for (float& x : o2[n]) x = 0.0f;
-            }
-        }
-    }
-    __device__ __forceinline__ void scale(int n, float alpha) {
-        l[n] *= alpha;
-#pragma unroll
-        for (float& x : o[n]) x *= alpha;
-        if constexpr (kTwoOrders) {
-#pragma unroll
-            for (float& x : o2[n]) x *= alpha;
-        }
-    }
-};
-
-__device__ __forceinline__ float max_over_tokens(float x) {  // lanes of the same lane % 4
-#pragma unroll
-    for (int h = 4; h <= 16; h *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, h));
-    return x;
-}
-
-// Bias, softcap and ALiBi of a logit. `distance`: the key's position less the query's.
-inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float x, float bias, float slope, int32_t distance) {
-    x += bias;
-    if (p.a.softcap > 0.0f) x = soft_capped(x, p.a.softcap);
-    return fmaf(slope, float(distance), x);
-}
-
-// Keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible have
-// any.
-template <int N>
-__device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
-                                     float (&x)[N][8], int lane) {
-    if (first_key + kPageTokens <= seg.min_end && first_key >= seg.max_begin) return;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const int token = RowPlace(p, seg.head, 4 * (tile + n) + lane % 4).token;
-        const KeyRange keys = visible_keys(p.a.causal, p.a.window, seg.s.n_keys, seg.first_position + token);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const int32_t key = first_key + lane / 4 + 8 * k;
-            if (key < keys.begin || key >= keys.end) x[n][k] = -kInfinity;
-        }
-    }
-}
-
-constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
-
-// The largest of each row, or of its range so far if `running`; raises the rows' maxima where kHeadroom is exceeded.
-template <int D, int kTiles, int N>
-__device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int tile, const float (&x)[N][8], bool running,
-                                             float (&top)[N]) {
-    bool outgrown = false;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const float(&v)[8] = x[n];
-        const float m = fmaxf(fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7])));
-        top[n] = fmaxf(max_over_tokens(m), kLowest);
-        if (running) top[n] = rows.range[tile + n] = fmaxf(rows.range[tile + n], top[n]);
-        outgrown |= top[n] > rows.m[tile + n] + kHeadroom;
-    }
-    if (!__any_sync(kAllLanes, outgrown)) return;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const float m = fmaxf(rows.m[tile + n], top[n]);
-        rows.scale(tile + n, ex2(rows.m[tile + n] - m));
-        rows.m[tile + n] = m;
-    }
-}
-
-// Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is
-// what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every
-// option. `only_maxima`: of a page that other warps have, before this one's in the same range.
-template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
-__device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
-                                        float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
-                                        DecodeRows<D, kTiles>& rows, bool only_maxima, float (&factor)[kTiles], int lane) {
-    constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
-    const int r = lane / 4, i = lane % 4;
-    const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
-    if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int row = 4 * (tile + n) + i;
-            const auto [token, q_head] = RowPlace(p, seg.head, row);
-            const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
-            const float bias = memory.queries[0].bias[row];  // 0 without an offset
-            const int32_t to_row = first_key + r - (seg.first_position + token);
-#pragma unroll
-            for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
-        }
-    }
-    mask(p, seg, first_key, tile, x, lane);
-    __syncwarp();  // the digits, in whose place P goes, have been read
-    float top[N];
-    raise_maxima(rows, tile, x, p_running || sas, top);
-    if (kGeneral && only_maxima) return;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const float base = top[n];
-        float sum = 0.0f, largest = 0.0f;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const float prob = sas ? exp2_neg_sas(base - x[n][k]) : ex2(x[n][k] - base);
-            sum += prob;
-            x[n][k] = prob * ratio[k];
-            largest = fmaxf(largest, x[n][k]);
-        }
-        const float weight = ex2(base - rows.m[tile + n]);
-        rows.l[tile + n] = fmaf(sum, weight, rows.l[tile + n]);
-        rows.page[tile + n] = sum * weight;
-        largest = p_running ? 1.0f : max_over_tokens(largest);
-        const bool any = largest >= 0x1p-60f;
-        const float to_code = any ? p.levels * reciprocal(largest) : 0.0f;
-        factor[tile + n] = any ? largest * p.inverse_levels * vfac * weight : 0.0f;
-        uint32_t bits[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
-        store_p(memory.p(tile + n), bits, lane);
-    }
-}
-
-// The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and
-// `power` [8] are 2^exponent, which l takes back.
-template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
-__device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
-                                                float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
-                                                DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
-    mask(p, seg, first_key, tile, x, lane);
-    __syncwarp();  // the digits, in whose place P goes, have been read
-    float top[N];
-    raise_maxima(rows, tile, x, false, top);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const float weight = ex2(top[n] - rows.m[tile + n]);
-        float sum[2] = {0.0f, 0.0f};
-        uint32_t bits[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const float prob = ex2(x[n][k] - top[n]);
-            sum[k % 2] = fmaf(prob, power[k], sum[k % 2]);
-            bits[k] = __float_as_uint(fmaf(prob, p.levels, 0x1p23f));
-        }
-        rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
-        rows.page[tile + n] = (sum[0] + sum[1]) * weight;
-        factor[tile + n] = vfac * p.inverse_levels * weight;
-        store_p(memory.p(tile + n), bits, lane);
-    }
-}
-
-// Exponents of the tokens r + 8 k of a channel page, and 2^exponent.
-__device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (&exponent)[8], float (&power)[8], int lane) {
-    const int shift = lane / 4 * 4;  // token r + 8 k has nibble r of word k
-    // Not as a constant: the instructions are the same, but in another order than the one that was measured.
-    uint32_t bits_of_2_23;
-    asm("mov.b32 %0, 0x4b000000;" : "=r"(bits_of_2_23));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const uint4 w = reinterpret_cast<const uint4*>(exponents)[h];
-        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const uint32_t magic = (words[k] >> shift & 15) | bits_of_2_23;
-            exponent[4 * h + k] = __uint_as_float(magic) - 0x1p23f;
-            power[4 * h + k] = __uint_as_float(magic * (1u << 23) + 0x3f800000u);
-        }
-    }
-}
-
-// What the tokens r + 8 k of a token page multiply V by, relative to the largest, which is returned.
-__device__ __forceinline__ float token_ratios(const float* v_scale, int32_t valid, float (&ratio)[8], int lane) {
-    const int r = lane / 4;
-    float largest = 0.0f;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        ratio[k] = r + 8 * k < valid ? v_scale[r + 8 * k] : 0.0f;  // slots beyond may hold anything
-        largest = fmaxf(largest, ratio[k]);
-    }
-    largest = max_over_tokens(largest);
-    const float inverse = largest > 0.0f ? reciprocal(largest) : 0.0f;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) ratio[k] *= inverse;
-    return largest;
-}
-
-// kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4.
-template <int D, int kTiles, DecodeKind kKind, int kKBits, int kVBits, class Memory>
-__device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
-                                            int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
-                                            DecodeRows<D, kTiles>& rows, bool only_maxima, int lane) {
-    constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
-    constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
-    float factor[kTiles];
-    if constexpr (kKBits == 8) {
-        constexpr TokenLayout kLayout(D);
-        float ratio[8];
-        const float vfac =
-            token_ratios(reinterpret_cast<const float*>(piece + kLayout.v_scale()), seg.s.n_keys - first_key, ratio, lane);
-        const auto* k_scale = reinterpret_cast<const float*>(piece + kLayout.k_scale()) + lane / 4;
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile += N) {
-            int s[N][8];
-            float x[N][8];
-            token_scores<D>(piece, memory, tile, s, lane);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
-            }
-            if (p.a.k_turning) {
-                const auto pair = [&](int m) { return turning_of_scales(piece + kLayout.k_scale(), m); };
-                add_turning(p, seg, pair, tile, x, lane);
-            }
-            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
-        }
-    } else {
-        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
-        const uint8_t* k_step = piece + kLayout.k_step();
-        if constexpr (kTiles == 1) {
-            scale_queries<D, kKBits>(k_step, q, memory, 0, lane);
-        } else {
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-                HalfQueries<D, 4> of_tile;
-                of_tile.load(memory, 4 * tile, lane);
-                scale_queries<D, kKBits>(k_step, of_tile, memory, 4 * tile, lane);
-            }
-        }
-        float exponent[8], power[8];
-        load_exponents(piece + kLayout.v_exponents(), exponent, power, lane);
-        const float k_scale = *reinterpret_cast<const float*>(piece + kLayout.k_scale()) * 0.125f;
-        const float vfac = *reinterpret_cast<const float*>(piece + kLayout.v_scale());
-        __syncwarp();
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile += N) {
-            int s[N][8];
-            float x[N][8];
-            channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const float factor_of_score = rows.q_scale[tile + n] * k_scale;
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
-                    x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
-                }
-            }
-            if (p.a.k_turning) {
-                const auto pair = [&](int m) { return turning_of_pairs(piece + kLayout.k_turning(), m); };
-                add_turning(p, seg, pair, tile, x, lane);
-            }
-            if constexpr (kGeneral) {
-                float ratio[8];
-#pragma unroll
-                for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
-                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
-            } else {
-                channel_softmax<kKind>(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
-            }
-        }
-    }
-    __syncwarp();
-    if (kGeneral && only_maxima) return;
-    uint32_t b[kTiles][2][2];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) load_p(memory.p(n), lane, b[n]);
-    if constexpr (kKBits == 8) {
-        token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, rows.o, lane);
-    } else {
-        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
-        const uint8_t *codes = piece + kLayout.v_codes(), *v_step = piece + kLayout.v_step();
-        if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
-            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o2, lane);
-        } else {
-            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o, lane);
-        }
-    }
-}
-
-// Writes the rows of a segment: results if it is the whole, all `pages`, of its (sequence, head), else a partial result to
-// `partial`.
-template <int D, int kTiles, bool kMass, class Memory>
-__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, int32_t pages, bool whole,
-                                              void* partial, Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
-    using Rows = DecodeRows<D, kTiles>;
-    constexpr int kWords = D / 32;
-    [[maybe_unused]] const int r = lane / 4, i = lane % 4;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-        if (4 * n >= seg.s.n_query * p.a.group) break;
-        float l = rows.l[n];
-#pragma unroll
-        for (int h = 4; h <= 16; h *= 2) l += __shfl_xor_sync(kAllLanes, l, h);
-        if constexpr (Rows::kTwoOrders) {  // o2 to the lanes that have these channels in o, two rows at a time
-            auto* staging = reinterpret_cast<float*>(memory.digits) + i % 2 * D;
-            static_assert(2 * D * sizeof(float) <= sizeof(memory.digits));
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                __syncwarp();
-#pragma unroll
-                for (int c = 0; c < Rows::kOut2; ++c) {
-                    if (i / 2 == half && Rows::kOut2 * r + c < D) staging[Rows::kOut2 * r + c] = rows.o2[n][c];
-                }
-                __syncwarp();
-#pragma unroll
-                for (int c = 0; c < Rows::kOut; ++c) {
-                    if (i / 2 == half) rows.o[n][c] += staging[Rows::kOut * r + c];
-                }
-            }
-            __syncwarp();
-        }
-        float4 o[kWords];
-#pragma unroll
-        for (int j = 0; j < kWords; ++j) {
-            o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
-        }
-        if (whole) {
-            [[maybe_unused]] const float factor = write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
-            if constexpr (kMass) add_shares<kTiles>(p, seg.s, seg.head, n, rows.m[n], factor, pages, 0, 1, lane);
-        } else {
-#pragma unroll
-            for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);
-        }
-    }
-}
-
-template <int D, int kTiles>
-inline constexpr int kWarpMemoryBytes =
-    (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment* kPieceAlignment;
 
 // The rows of sequences that no query sees a page of: zeros, or what learned sinks leave. By one warp of each CTA.
 template <int D>
@@ -430,6 +27,14 @@ __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane
     }
 }
 
+// Has what is needed later on its way into L2, which stays coherent.
+__device__ __forceinline__ void prefetch_tables(const DecodeParams& p) {
+    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
+        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
+    }
+    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
+}
+
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
 // kKind == kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost
 // nothing.
@@ -437,8 +42,8 @@ template <int D, int kTiles, DecodeKind kKind>
 __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     static_assert(D % 32 == 0, "an MMA step has 32 channels");
     constexpr bool kTiered = kKind != DecodeKind::kPlain;
-    using Memory = WarpMemory<D, 4 * kTiles>;
     extern __shared__ __align__(128) uint8_t smem[];
+    using Memory = WarpMemory<D, 4 * kTiles>;
     const int warp = __shfl_sync(kAllLanes, int(threadIdx.x) / 32, 0), lane = int(threadIdx.x) % 32;
     const int warps = int(blockDim.x) / 32, cta = int(blockIdx.x);
     constexpr int kMemoryBytes = kWarpMemoryBytes<D, kTiles>;
@@ -452,11 +57,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     const DecodeCursor::Probe probe(p, lane);
     HeadArgs head{};
     if (HeadCosts::may_differ(p) && lane < p.a.kv_heads) head = p.a.heads[lane];
-    // What is needed later is on its way into L2, which stays coherent.
-    for (int i = int(threadIdx.x) * 128; i < p.a.batch * int(sizeof(SequenceArgs)); i += int(blockDim.x) * 128) {
-        prefetch_l2(reinterpret_cast<const uint8_t*>(p.a.sequences) + i);
-    }
-    if (p.a.heads && threadIdx.x * 128 < p.a.kv_heads * sizeof(HeadArgs)) prefetch_l2(p.a.heads + threadIdx.x * 16);
+    prefetch_tables(p);
 #if __CUDA_ARCH__ >= 900
     if (lane < kDecodeMaxInFlight) mbarrier_init(smem_address(&memory.barriers[lane]), 1);
     mbarrier_init_fence();
@@ -486,57 +87,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     grid_launch_dependents();
     if (left > at.pages - at.page) loader.touch_next_segment();
 
-    // The queries of the CTA's segments, a row to each warp in turn: into the memory of the warps that have the segment first
-    // or second, and for the others into global memory. Each warp's first two rows are on their way before the first pages.
-    prefetch_queries<D, 4 * kTiles>(p, cta_at, cta_end - cta_begin, warp, lane);
-    struct Task {
-        DecodeCursor at;
-        int32_t unit, unit_before;  // of the segment, and of that before it
-        int row;
-        bool exists;
-        RowPart<D> part;
-    };
-    Task next{cta_at, cta_begin, cta_begin, warp};
-    const auto load_next = [&](Task& task) {
-        while (next.unit < cta_end && next.row >= 4 * kTiles) {
-            next.row -= 4 * kTiles;
-            next.unit_before = next.unit;
-            next.unit += next.at.pages - next.at.page;
-            if (next.unit < cta_end) next.at.next_segment(p);
-        }
-        next.exists = next.unit < cta_end;
-        next.part.load(next.exists ? query_row(p, next.at.s, next.at.head, next.row) : nullptr, p.a.q.dtype, lane);
-        task = next;
-        next.row += warps;
-    };
-    RowPart<D> signs;
-    signs.load(p.a.signs, DType::kF32, lane);
-    Task task, following;
-    load_next(task);
-    for (bool is_first = true;; is_first = false) {
-        load_next(following);
-        if (is_first) loader.start();
-        if (!task.exists) break;
-        const int32_t end = min(task.unit + task.at.pages - task.at.page, cta_end);
-        const int first = share.warp_of(task.unit), last = share.warp_of(end - 1);
-        const bool inside = share.warp_begin(first) < task.unit;  // of the range of warp `first`
-        // Counted by the CTA that has the first page.
-        uint32_t* const nonfinite = p.a.nonfinite && task.at.page == 0 ? p.a.nonfinite + task.at.seq : nullptr;
-        const QueryRow<D> q = prepare_query<D>(p, task.part, signs, task.at.head, nonfinite, lane);
-        const auto memory_of = [&](int w) -> Memory& { return *reinterpret_cast<Memory*>(smem + w * stride); };
-        if (inside) {
-            const bool is_second = share.warp_begin(first) >= task.unit_before;
-            if (Memory::kQueries == 2 && is_second) {
-                store_query<D>(q, task.row, memory_of(first).queries[Memory::kQueries - 1], lane);
-            } else {
-                store_query<D>(p, q, query_slot(p, cta, task.at), task.row, lane);
-            }
-        }
-#pragma unroll 1
-        for (int w = first + inside; w <= last; ++w) store_query<D>(q, task.row, memory_of(w).queries[0], lane);
-        if (!following.exists) break;
-        task = following;
-    }
+    prepare_queries<D, kTiles>(p, share, cta_at, loader, smem, stride, warp, lane);
     __syncthreads();
     if (warp == warps - 1) write_empty_rows<D>(p, lane);
     if constexpr (kTiered) {
@@ -546,14 +97,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     }
 
     for (int segment = 0; left > 0; ++segment) {
-        if (Memory::kQueries == 2 && segment == 1) {
-            const auto* from = reinterpret_cast<const uint32_t*>(&memory.queries[Memory::kQueries - 1]);
-            auto* to = reinterpret_cast<uint32_t*>(&memory.queries[0]);
-            for (int i = lane; i < int(sizeof(memory.queries[0]) / 4); i += 32) to[i] = from[i];
-        } else if (segment > 0) {
-            load_queries<D, 4 * kTiles>(p, query_slot(p, cta, at), memory.queries[0], lane);
-        }
-        __syncwarp();
+        take_queries(p, at, cta, segment, memory, lane);
         const DecodeSegment seg = open_segment(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
@@ -582,18 +126,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
                 loader.release();
                 continue;
             }
-            const auto attend = [&]<int kKBits, int kVBits>() {
-                attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows,
-                                                              page < first + others, lane);
-            };
-            const int32_t k_bits = piece.low ? 2 : seg.k_bits, v_bits = piece.low ? 2 : seg.v_bits;
-            if (!piece.channel) {
-                attend.template operator()<8, 8>();
-            } else if (k_bits == 4) {
-                v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
-            } else {
-                v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
-            }
+            attend_piece<kKind>(p, seg, piece, page, q, memory, rows, page < first + others, lane);
             loader.release();
         }
         leave_page_lse<kKind>(p, place + first + pages - 1, rows.m, rows.page, lane);

@@ -32,6 +32,10 @@ struct WarpMemory {
     static_assert(8 * D >= 32 * sizeof(uint4));
 };
 
+template <int D, int kTiles>
+inline constexpr int kWarpMemoryBytes =
+    (int(sizeof(WarpMemory<D, 4 * kTiles>)) + kPieceAlignment - 1) / kPieceAlignment* kPieceAlignment;
+
 // Place of a word of 4 channels in a row of bytes. Fragments are read 16 bytes at a time by lanes of two rows and four quarters
 // of the channels (at 96: 8 bytes, four rows); the order keeps them, and writes of whole rows, free of bank conflicts.
 template <int D>

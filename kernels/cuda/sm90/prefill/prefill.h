@@ -65,7 +65,8 @@ class PrefillPlan {
 // Memory that a launch needs for the parts of split tiles, whatever the schedule.
 size_t prefill_workspace_bytes(int head_dim, int ctas);
 
-// Why the kernel cannot run a call, or nullptr when it can.
+// Why the kernel cannot run a call, or nullptr when it can. Its P has 255 levels and a unit per 128 keys: finer than P of 127 and
+// 119 levels and than P in units of the running maximum. So it serves calls that ask for those.
 const char* prefill_refusal(const AttendArgs& args);
 
 // Loads the kernel that a captured call with these arguments takes, never that for long tiles, so that its first launch may be
