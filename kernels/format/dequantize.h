@@ -34,7 +34,7 @@ TA_HD inline int channel_eighths(const uint8_t* codes, CodePlace place, uint8_t 
     return 8 * code * step_of(step_byte, bits) + zero8;
 }
 
-// The same of a channel page.
+// Token t of a kv head's piece of a channel page; k, v: [head_dim].
 TA_HD inline void dequantize_token(const uint8_t* piece, const ChannelLayout& layout, int t, float* k, float* v) {
     const int exponent = piece[layout.v_exponents() + size_t(t) / 2] >> (t % 2 * 4) & 15;
     const float k_scale = load_scale(piece + layout.k_scale());

@@ -50,10 +50,10 @@ class DeviceBuffer {
         }
         return s;
     }
-    // Memory of the same size in place of that which captured launches point at, which stays.
+    // A new part of the same size. The old one stays, since captured launches have its address.
     Status renew(const char* what) { return add(bytes(), what); }
-    // The first of its parts that holds `bytes`: who needs few gets what it got before the buffer grew for others, where
-    // captured launches point.
+    // The oldest part that holds `bytes`. So a caller that needs little keeps its address, which captured launches have, when the
+    // buffer grows for others.
     uint8_t* data_of(size_t bytes) const {
         for (const auto& [data, size] : parts_) {
             if (bytes <= size) return data;

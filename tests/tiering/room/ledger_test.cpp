@@ -156,6 +156,26 @@ TEST_F(BehindOneThatIsDue, NobodyTakesWhatItNeeds) {
     EXPECT_EQ(small->status, TA_OK);
 }
 
+// One that waits for moves has not looked in vain: others are held up for its bytes alone.
+TEST_F(Ledger, BytesAreReservedForOneThatWaitsForMoves) {
+    held = true;
+    const auto first = begin(10, 10s, Found::kSoon);
+    await([&] { return clock.waiting() == 1; });
+    clock.advance(RoomLedger::kDue);
+    await([&] { return clock.waiting() == 1; });
+    free = 9;
+    const auto small = begin(1);
+    await([&] { return small->over || (small->waits == Waits::kHeld && clock.waiting() == 2); });
+    EXPECT_EQ(free, 9u) << "the first one's";
+    const auto fresh = begin(0);
+    fresh->thread.join();
+    EXPECT_FALSE(fresh->waited) << "it takes none of them";
+    release(2);
+    first->thread.join();
+    small->thread.join();
+    EXPECT_EQ(free, 0u);
+}
+
 TEST_F(BehindOneThatIsDue, ABeginThatNeedsNothingIsHeldUpToo) {
     const auto fresh = begin(0);
     await([&] { return fresh->waits == Waits::kHeld; });

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "kernels/format/slot.h"
@@ -42,6 +43,15 @@ class Blocks : public ::testing::Test {
     Allocator allocator_{counting.hooks()};
     std::unique_ptr<BlockStore> store_;
 };
+
+// Moves wait for the readers of blocks that have left, and begins for the room that these keep.
+TEST_F(Blocks, AReaderThatEndsSignals) {
+    BlockStore& s = store(token);
+    const uint64_t reading = s.start_reading();
+    const RoomSignal::Watch watch(s.room_signal());
+    std::jthread([&] { s.stop_reading(reading); }).join();
+    EXPECT_TRUE(watch.signalled());
+}
 
 TEST_F(Blocks, TheBudgetHoldsToTheByte) {
     BlockStore& s = store(2 * token + channel);

@@ -11,7 +11,7 @@ struct Chosen {
     int threads, smem_bytes;
 };
 
-// The loop of its own that most blocks of long tiles have costs the others, and calls that do not take it, registers: 4%.
+// The kernel for long tiles has one loop more, which costs registers: blocks and calls that do not take that loop are slower in it.
 bool takes_long_kernel(const AttendArgs& args) {
     const bool other_options = args.softcap > 0.0f || args.alibi_slope;
     return args.long_tiles && !args.heads && !args.lse && !other_options;

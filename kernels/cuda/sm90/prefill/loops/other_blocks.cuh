@@ -1,4 +1,4 @@
-// The loop over all other blocks, one at a time: masks, LSE, options, scales per token, pages whose scales lie far apart.
+// A block that neither of the other loops takes: masks, LSE, options, scales per token, pages whose scales lie far apart.
 #pragma once
 
 #include "kernels/cuda/sm90/prefill/loops/consumer.cuh"
