@@ -501,6 +501,7 @@ TEST_F(MoverTest, ADamagedBlockIsFoundWhereItArrives) {
     EXPECT_EQ(progress.status.detail()->block, 3);
     EXPECT_EQ(progress.status.detail()->layer, 1);
     EXPECT_EQ(blocks_of[a][3]->tier(), TierKind::kDevice);
+    for (uint64_t b = 0; b < 5; ++b) EXPECT_EQ(blocks_of[a][b]->stuck(), b == 3) << "evictions leave it alone from now on";
 }
 
 }  // namespace
