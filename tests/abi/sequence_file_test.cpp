@@ -117,6 +117,20 @@ TEST_F(SequenceFile, ForkedAndTruncatedSequences) {
     EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0);
 }
 
+// Tokens that were truncated away, or that a released sequence had in the slot, are not in the file of what is left.
+TEST_F(SequenceFile, HasNothingOfTokensThatAreGone) {
+    const KvPool pool = make_pool(make_context(), pool_options(kLayers, kHeads, kDim));
+    const ta_seq gone = make_sequence(pool);
+    grow(pool, gone, 60);
+    ta_error err;
+    require(ta_seq_release(pool.get(), gone, &err), err);
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, seq, 50);
+    require(ta_seq_truncate(pool.get(), seq, 10, &err), err);
+    save(pool, seq, path("short"));
+    load(pool, path("short"));  // refuses values of tokens that a block lacks
+}
+
 // The slot of an open block holds behind its tokens what was there before.
 TEST_F(SequenceFile, HasNothingOfWhatMemoryHeld) {
     CountingAllocator allocator;
