@@ -923,6 +923,34 @@ typedef struct ta_dense_options {
 TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
                                  const ta_tensor* out, float* lse, const ta_dense_options* options, ta_error* err);
 
+/* ------------------------------------------------------------------------------------------------ merging */
+
+/* Merges attention of the same queries over n disjoint sets of keys, each with its LSE, into attention over all of these keys:
+ * m = the largest LSE, w = exp(lse - m), out = sum w O / sum w, lse = m + log(sum w). For engines that split the keys of a query
+ * over GPUs and carry the parts by their own means. FlashInfer calls it merging of attention states; the arithmetic is that of
+ * FlashAttention's split-KV. Synchronous on a CPU; on a GPU it enqueues on `stream` and returns, needs no memory, and can be
+ * captured in a graph.
+ *   n       1..64
+ *   parts   [n] of one shape [tokens, heads, head_dim], head_dim 1..1024; types and strides may differ. They lie struct_size
+ *           bytes apart, which is the same in all
+ *   lses    [n] of [tokens, heads] F32, contiguous, in the context's memory; the array itself in host memory, as `parts`
+ *   out     of that shape, any of the three types; F16 beyond 65504 becomes Inf
+ *   lse     [tokens, heads] F32, contiguous, may be NULL
+ *   stream  of a GPU context; NULL on a CPU
+ * Parts are merged in the order of the list, in fp32, by operations that are the same on CPUs and GPUs: the same inputs give the
+ * same bits on every rank and in every run. One part alone comes out as it went in. A part whose lse is -inf, or more than 87
+ * below the largest, adds nothing, whatever its O has, NaN included; where all are -inf, out = 0 and lse = -inf. Elsewhere NaN
+ * and Inf in O stay in their element. An lse of NaN or +inf is refused on a CPU (err->token, err->head: a query head); on a GPU,
+ * where the call cannot wait, out and lse of its row become NaN. A learned sink belongs to one part: give it to that call of
+ * attention alone.
+ * out may be one of the parts (the same data, dtype and strides), and lse one of the lses; else outputs overlap nothing, as in
+ * ta_attend.
+ * Errors: TA_E_INVALID (n, outputs that overlap; on a GPU memory that it cannot reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE
+ * (on a CPU), TA_E_UNSUPPORTED (head_dim; a stream on a CPU), on a GPU TA_E_STATE (NULL while a stream that synchronizes with the
+ * legacy default stream is captured). */
+TA_API ta_status ta_merge_states(ta_context* context, uint32_t n, const ta_tensor* parts, const float* const* lses,
+                                 const ta_tensor* out, float* lse, ta_stream stream, ta_error* err);
+
 /* ------------------------------------------------------------------------------------------------ calibration */
 
 /* Ranks the kv heads of each layer for 4 or 2 bits (TurboAttention, head-wise mixed precision): priority = (max - min over the
