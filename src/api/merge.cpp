@@ -16,7 +16,7 @@ using Parts = std::array<TensorView, kMaxMergeParts>;
 Status read_parts(uint32_t n, const ta_tensor* parts, const float* const* lses, Parts& o) {
     size_t struct_size = 0;
     for (uint32_t i = 0; i < n; ++i) {
-        char name[16];
+        char name[24];
         std::snprintf(name, sizeof name, "parts[%u]", i);
         const auto* part =
             reinterpret_cast<const ta_tensor*>(reinterpret_cast<const uint8_t*>(parts) + size_t(i) * struct_size);

@@ -12,7 +12,7 @@ Status merge_states_on_gpu(const CudaDevice& device, const MergeArgs& args, ta_s
     const CudaScope scope(device.ordinal());
     TA_RETURN_IF_ERROR(device.health());
     if (args.tokens == 0) return {};
-    char name[16];
+    char name[24];
     for (int i = 0; i < args.n; ++i) {
         const MergeState& part = args.parts[i];
         std::snprintf(name, sizeof name, "parts[%d]", i);
