@@ -109,7 +109,7 @@ enum ta_status_code {
      * 2^30 tokens of a sequence, of a step and of a dense call. Or no thread could be started. The text says which. */
     TA_E_LIMIT = 0x0303,
     /* 0x04xx: the data is wrong */
-    TA_E_NONFINITE = 0x0401, /* NaN, Inf or a magnitude above 2^56 in q, k or v */
+    TA_E_NONFINITE = 0x0401, /* NaN, Inf or a magnitude above 2^56 in q, k or v; an lse to be merged that is NaN or +inf */
     TA_E_CORRUPT = 0x0402,   /* a page does not match its hash; a file is damaged, or of something else */
     /* 0x05xx: the GPU */
     TA_E_DEVICE = 0x0501,      /* a CUDA call failed; the text has CUDA's reason */
@@ -355,7 +355,7 @@ typedef struct ta_context_info {
 
 /* Creates a context: a device, its kernels and a pool of threads - 1 worker threads. `options` may be NULL for defaults.
  * On a GPU tensors lie in its memory (or in host memory registered with CUDA), the caller's current device is left as it is,
- * and append, attend and dense attention enqueue work on a stream and return.
+ * and append, attend, dense attention and merging enqueue work on a stream and return.
  * Errors: TA_E_INVALID (a value outside its range, no such GPU), TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a
  * GPU, instructions that this CPU lacks), TA_E_LIMIT (threads could not be started). */
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
@@ -922,6 +922,35 @@ typedef struct ta_dense_options {
  * (head_dim; a stream on a CPU; a driver without memory pools). */
 TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
                                  const ta_tensor* out, float* lse, const ta_dense_options* options, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ merging */
+
+/* Merges attention of the same queries over n disjoint sets of keys, each with its LSE, into attention over all of these keys:
+ * m = the largest LSE, w = exp(lse - m), out = sum w O / sum w, lse = m + log(sum w). For engines that split the keys of a query
+ * over GPUs and carry the parts by their own means. FlashInfer calls it merging of attention states; the arithmetic is that of
+ * FlashAttention's split-KV. Synchronous on a CPU; on a GPU it enqueues on `stream` and returns, needs no memory, and can be
+ * captured in a graph.
+ *   n       1..64
+ *   parts   [n] of one shape [tokens, heads, head_dim], head_dim 1..1024; types and strides may differ. They lie struct_size
+ *           bytes apart, which is the same in all
+ *   lses    [n] of [tokens, heads] F32, contiguous, in the context's memory; may be NULL where tokens is 0. The array itself is,
+ *           as that of the parts, in host memory and read before the call returns
+ *   out     of that shape, any of the three types; F16 beyond 65504 becomes Inf
+ *   lse     [tokens, heads] F32, contiguous, may be NULL
+ *   stream  of a GPU context; NULL on a CPU
+ * Parts are merged in the order of the list, in fp32, by operations that are the same on CPUs and GPUs: the same inputs give the
+ * same bits on every rank and in every run. One part alone comes out as it went in. A part whose lse is -inf, or more than 87.4
+ * below the largest, adds nothing, whatever its O has, NaN included; where all are -inf, out = 0 and lse = -inf. Elsewhere NaN
+ * and Inf in O stay in their element. An lse of NaN or +inf is refused on a CPU (err->token, err->head: a query head); on a GPU,
+ * where the call cannot wait, out and lse of its row become NaN. A learned sink belongs to one part: give it to that call of
+ * attention alone.
+ * out may be one of the parts (the same data, dtype and strides), and lse one of the lses; else outputs overlap nothing, as in
+ * ta_attend.
+ * Errors: TA_E_INVALID (n, outputs that overlap; on a GPU memory that it cannot reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE
+ * (on a CPU), TA_E_UNSUPPORTED (head_dim; a stream on a CPU), on a GPU TA_E_STATE (NULL while a stream that synchronizes with the
+ * legacy default stream is captured). */
+TA_API ta_status ta_merge_states(ta_context* context, uint32_t n, const ta_tensor* parts, const float* const* lses,
+                                 const ta_tensor* out, float* lse, ta_stream stream, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ calibration */
 

@@ -3,6 +3,7 @@
 
 #include "include/turboattention.h"
 #include "kernels/cpu/attend.h"
+#include "kernels/cpu/merge_states.h"
 #include "kernels/cpu/page_codec.h"
 
 namespace ta::cpu {
@@ -12,6 +13,7 @@ struct Kernels {
     const char* name;
     AttendFn attend;
     JoinFn join;
+    MergeFn merge;
     const PageCodec* codec;
 };
 

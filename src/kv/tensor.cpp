@@ -110,14 +110,14 @@ Status check_finite(const cpu::PageCodec& codec, const TensorView& v, const char
         .head(bad_head);
 }
 
-namespace {
-
 bool may_overlap(const TensorView& a, const TensorView& b) {
     const Extent ea = *extent_of(a), eb = *extent_of(b);
     const auto begin = [](const TensorView& v, const Extent& e) { return intptr_t(v.data) + e.low; };
     const auto end = [](const TensorView& v, const Extent& e) { return intptr_t(v.data) + e.high; };
     return ea.high > ea.low && eb.high > eb.low && begin(a, ea) < end(b, eb) && begin(b, eb) < end(a, ea);
 }
+
+namespace {
 
 // True unless the rows lie apart: the longer stride steps over everything that the shorter one reaches.
 bool rows_may_coincide(const TensorView& v) {

@@ -645,6 +645,46 @@ TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
     EXPECT_FALSE(out.all_poison());
 }
 
+// --------------------------------------------------------------------------------------------------------------- merging
+
+TEST_F(BadArguments, MergeRefusesCountsAndNull) {
+    Random random(7);
+    Tensor a(random.normals(6 * kRow), 6, kHeads, kDim), b(random.normals(6 * kRow), 6, kHeads, kDim), out(6, kHeads, kDim);
+    const std::vector<float> l(6 * kHeads, 0.5f);
+    std::vector<float> lse(6 * kHeads + 1, -1.0f);
+    const ta_tensor parts[] = {*a.view(), *b.view()};
+    const float *const lses[] = {l.data(), l.data()}, *const lacking[] = {l.data(), nullptr},
+                       *const odd[] = {l.data(), misaligned<float>()};
+    const auto merge = [&](uint32_t n, const ta_tensor* p, const float* const* ls, const ta_tensor* o, float* to,
+                           ta_stream stream = nullptr) {
+        return [=, this](ta_error* err) { return ta_merge_states(context.get(), n, p, ls, o, to, stream, err); };
+    };
+    const ta_tensor* o = out.view();
+    expect_failures({
+        {"no context", [&](ta_error* err) { return ta_merge_states(nullptr, 2, parts, lses, o, nullptr, nullptr, err); },
+         TA_E_INVALID, 0, "context is null"},
+        {"no parts at all", merge(0, parts, lses, o, lse.data()), TA_E_INVALID, 1, "n is 0; it takes 1..64"},
+        {"too many parts", merge(65, parts, lses, o, lse.data()), TA_E_INVALID, 1, "n is 65"},
+        {"UINT32_MAX parts", merge(UINT32_MAX, parts, lses, o, lse.data()), TA_E_INVALID, 1, "n is 4294967295"},
+        {"no list of parts", merge(2, nullptr, lses, o, lse.data()), TA_E_INVALID, 2, "parts is null"},
+        {"misaligned parts", merge(2, misaligned<ta_tensor>(), lses, o, lse.data()), TA_E_ALIGNMENT, 2, "parts is not aligned"},
+        {"no list of lses", merge(2, parts, nullptr, o, lse.data()), TA_E_INVALID, 3, "lses is null"},
+        {"misaligned lses", merge(2, parts, misaligned<const float*>(), o, lse.data()), TA_E_ALIGNMENT, 3, "lses is not"},
+        {"an lse lacks", merge(2, parts, lacking, o, lse.data()), TA_E_INVALID, 3, "lses[1] is null"},
+        {"a misaligned one", merge(2, parts, odd, o, lse.data()), TA_E_ALIGNMENT, 3, "lses[1] is not aligned"},
+        {"no out", merge(2, parts, lses, nullptr, lse.data()), TA_E_INVALID, 4, "out is null"},
+        {"misaligned lse", merge(2, parts, lses, o, misaligned<float>()), TA_E_ALIGNMENT, 5, "lse is not aligned"},
+        {"stream", merge(2, parts, lses, o, lse.data(), untouched<CUstream_st>()), TA_E_UNSUPPORTED, 6, "has no streams"},
+    });
+    EXPECT_TRUE(out.all_poison());
+    EXPECT_EQ(lse, std::vector<float>(lse.size(), -1.0f));
+    expect_success(merge(2, parts, lses, o, nullptr));
+    EXPECT_FALSE(out.all_poison());
+    const ta_tensor none[] = {ta_tensor_make(nullptr, TA_DTYPE_F16, 0, 2, 64)};
+    const float* const no_lse[] = {nullptr};
+    expect_success(merge(1, none, no_lse, none, nullptr));
+}
+
 // ------------------------------------------------------------------------------------------------------------ calibrator
 
 TEST_F(BadArguments, CalibratorRefuses) {

@@ -196,6 +196,38 @@ TEST_F(BadStructs, Tensors) {
     }
 }
 
+// Of an array the elements lie as far apart as the first says.
+TEST_F(BadStructs, TensorsOfAMerge) {
+    Random random(3);
+    Tensor a(random.normals(kRow), 1, kHeads, kDim), b(random.normals(kRow), 1, kHeads, kDim), out(1, kHeads, kDim),
+        expected(1, kHeads, kDim);
+    const std::vector<float> lse(kHeads, 1.0f);
+    const float* const lses[] = {lse.data(), lse.data()};
+    const auto merge = [&](const ta_tensor* parts, uint32_t n, const ta_tensor* o, ta_error* err) {
+        return ta_merge_states(context.get(), n, parts, lses, o, nullptr, nullptr, err);
+    };
+    const size_t without_strides = offsetof(ta_tensor, stride_token);
+    check_input(*a.view(), without_strides, 2, [&](const ta_tensor* t, ta_error* err) { return merge(t, 1, out.view(), err); });
+    check_input(*out.view(), without_strides, 4, [&](const ta_tensor* t, ta_error* err) { return merge(a.view(), 1, t, err); });
+    const ta_tensor both[] = {*a.view(), *b.view()};
+    ASSERT_EQ(merge(both, 2, expected.view(), nullptr), TA_OK);
+    for (const size_t size : {without_strides, sizeof(ta_tensor), sizeof(ta_tensor) + 64}) {
+        std::vector<uint64_t> array(2 * size / sizeof(uint64_t));
+        auto* bytes = reinterpret_cast<uint8_t*>(array.data());
+        for (size_t i = 0; i < 2; ++i) {
+            ta_tensor t = both[i];
+            t.struct_size = uint32_t(size);
+            std::memcpy(bytes + i * size, &t, std::min(size, sizeof t));
+        }
+        const auto* parts = reinterpret_cast<const ta_tensor*>(bytes);
+        ASSERT_EQ(merge(parts, 2, out.view(), nullptr), TA_OK) << size;
+        EXPECT_EQ(out.values(), expected.values()) << size;
+        reinterpret_cast<ta_tensor*>(bytes + size)->struct_size -= 8;
+        expect_failures(
+            {{"two sizes", [&](ta_error* e) { return merge(parts, 2, out.view(), e); }, TA_E_STRUCT, 2, "have one size"}});
+    }
+}
+
 TEST_F(BadStructs, AttendOptions) {
     Random random(3);
     Tensor q(random.normals(kQHeads * kDim), 1, kQHeads, kDim), out(1, kQHeads, kDim);

@@ -40,14 +40,20 @@ class BadTensors : public WrongCalls {
             return ta_attend_dense(context.get(), which == 1 ? t : q.view(), which == 2 ? t : k.view(),
                                    which == 3 ? t : v.view(), which == 4 ? t : out.view(), nullptr, nullptr, err);
         };
+        const auto merge_at = [this](int which, const ta_tensor* t, ta_error* err) {
+            const ta_tensor parts[] = {*q.view(), which == 2 && t ? *t : *q.view()};
+            const float* const lses[] = {l.data(), l.data()};
+            return ta_merge_states(context.get(), 2, parts, lses, which == 4 ? t : out.view(), nullptr, nullptr, err);
+        };
         const auto bound = [](auto call, int which) {
             return [=](const ta_tensor* t, ta_error* err) { return call(which, t, err); };
         };
         return {
-            {"append k", 2, k.view(), bound(append_at, 2)}, {"append v", 3, v.view(), bound(append_at, 3)},
-            {"attend q", 2, q.view(), bound(attend_at, 2)}, {"attend out", 3, out.view(), bound(attend_at, 3)},
-            {"dense q", 1, q.view(), bound(dense_at, 1)},   {"dense k", 2, k.view(), bound(dense_at, 2)},
-            {"dense v", 3, v.view(), bound(dense_at, 3)},   {"dense out", 4, out.view(), bound(dense_at, 4)},
+            {"append k", 2, k.view(), bound(append_at, 2)},  {"append v", 3, v.view(), bound(append_at, 3)},
+            {"attend q", 2, q.view(), bound(attend_at, 2)},  {"attend out", 3, out.view(), bound(attend_at, 3)},
+            {"dense q", 1, q.view(), bound(dense_at, 1)},    {"dense k", 2, k.view(), bound(dense_at, 2)},
+            {"dense v", 3, v.view(), bound(dense_at, 3)},    {"dense out", 4, out.view(), bound(dense_at, 4)},
+            {"merge part", 2, q.view(), bound(merge_at, 2)}, {"merge out", 4, out.view(), bound(merge_at, 4)},
         };
     }
 
@@ -57,6 +63,7 @@ class BadTensors : public WrongCalls {
     }
 
     Tensor k{1, 1, 1}, v{1, 1, 1}, q{1, 1, 1}, out{kTokens, kQHeads, kDim};
+    const std::vector<float> l = std::vector<float>(kTokens * kQHeads, 0.5f);
 };
 
 TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
@@ -290,6 +297,46 @@ TEST_F(BadTensors, TheOutputMustNotOverlapInputs) {
     EXPECT_EQ(ta_attend(plan.get(), 0, &low, &high, nullptr, nullptr, nullptr), TA_OK);
     EXPECT_EQ(ta_attend(plan.get(), 0, &high, &low, nullptr, nullptr, nullptr), TA_OK);
     ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+}
+
+// An output is apart from all inputs, or it is one of them.
+TEST_F(BadTensors, OutputsOfAMerge) {
+    constexpr int64_t kRowOfQ = int64_t(kQHeads) * kDim, kLse = kTokens * kQHeads;
+    std::vector<float> room(size_t(2 * kTokens * kRowOfQ), 1.0f), lse(size_t(2 * kLse), 0.0f);
+    const ta_tensor first = view_of(room.data(), kTokens, kQHeads, kDim),
+                    second = view_of(room.data() + kTokens * kRowOfQ, kTokens, kQHeads, kDim),
+                    between = view_of(room.data() + kRowOfQ, kTokens, kQHeads, kDim);
+    ta_tensor other_type = first, other_strides = first, itself = first;
+    other_type.dtype = TA_DTYPE_BF16;
+    other_strides.stride_token = kDim, other_strides.stride_head = kTokens * kDim;
+    itself.stride_token = itself.stride_head = kDim;
+    const ta_tensor parts[] = {first, second};
+    const float* const lses[] = {lse.data(), lse.data() + kLse};
+    const auto merge = [&](const ta_tensor& o, float* to) {
+        return [&, to](ta_error* err) { return ta_merge_states(context.get(), 2, parts, lses, &o, to, nullptr, err); };
+    };
+    const std::vector<float> was = room;
+    ta_tensor on_lse = first;
+    on_lse.data = lse.data();
+    expect_failures({
+        {"out between parts", merge(between, nullptr), TA_E_INVALID, 4, "out overlaps parts[0], but is not the same view"},
+        {"out of another type", merge(other_type, nullptr), TA_E_INVALID, 4, "out overlaps parts[0]"},
+        {"out with other strides", merge(other_strides, nullptr), TA_E_INVALID, 4, "out overlaps parts[0]"},
+        {"out on itself", merge(itself, nullptr), TA_E_INVALID, 4, "out overlaps itself"},
+        {"out on lses", merge(on_lse, nullptr), TA_E_INVALID, 4, "out overlaps lses[0]"},
+        {"lse on a part", merge(*out.view(), room.data() + room.size() - 1), TA_E_INVALID, 5, "lse overlaps parts[1]"},
+        {"lse on out", merge(*out.view(), static_cast<float*>(out.view()->data)), TA_E_INVALID, 5, "lse overlaps out"},
+        {"lse between lses", merge(*out.view(), lse.data() + 1), TA_E_INVALID, 5, "lse overlaps lses[0], but does not begin"},
+    });
+    EXPECT_EQ(room, was);
+    EXPECT_TRUE(out.all_poison());
+    ta_tensor huge = first;
+    huge.head_dim = 1025;
+    expect_failures(
+        {{"too many channels",
+          [&](ta_error* err) { return ta_merge_states(context.get(), 1, &huge, lses, &huge, nullptr, nullptr, err); },
+          TA_E_UNSUPPORTED, 2, "parts[0].head_dim is 1025; it takes 1..1024"}});
+    expect_success(merge(second, lse.data()));
 }
 
 // ------------------------------------------------------------------------------------------------------------- NaN and Inf

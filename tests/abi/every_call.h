@@ -105,6 +105,15 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
             return ta_attend_dense(context, q.view(), k.view(), k.view(), out.view(), nullptr, &dense, e);
         });
     }
+    {
+        Tensor a(random.normals(300 * 2 * head_dim), 300, 2, head_dim), out(300, 2, head_dim);
+        const std::vector<ta_tensor> parts(64, *a.view());
+        const std::vector<float> lse(300 * 2, 1.0f);
+        const std::vector<const float*> lses(64, lse.data());
+        run("ta_merge_states", [&](ta_error* e) {
+            return ta_merge_states(context, 64, parts.data(), lses.data(), out.view(), nullptr, nullptr, e);
+        });
+    }
     ta_calibrator* calibrator = nullptr;
     run("ta_calibrator_create",
         [&](ta_error* e) { return ta_calibrator_create(context, 1, kHeads, head_dim, &calibrator, e); });

@@ -62,6 +62,9 @@ TEST(GpuLost, TheErrorIsRememberedAndNothingElseBreaks) {
     auto dense = sized<ta_dense_options>();
     EXPECT_EQ(ta_attend_dense(gpu.get(), &q, k.view(), k.view(), out.view(), nullptr, &dense, &err), TA_E_DEVICE_LOST)
         << err.message;
+    const ta_tensor none = ta_tensor_make(nullptr, TA_DTYPE_F32, 0, 1, 64);
+    const float* lses[] = {nullptr};
+    EXPECT_EQ(ta_merge_states(gpu.get(), 1, &none, lses, &none, nullptr, stream, &err), TA_E_DEVICE_LOST) << err.message;
     ta_kv_pool* unused = nullptr;
     EXPECT_EQ(ta_kv_pool_create(gpu.get(), &options, &unused, &err), TA_E_DEVICE_LOST) << err.message;
 

@@ -223,6 +223,8 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_plan_end(f.plan.get(), &err));
         forked(ta_plan_abort(f.plan.get(), &err));
         forked(ta_attend_dense(f.context.get(), f.q.view(), f.q.view(), f.q.view(), out.view(), nullptr, nullptr, &err));
+        const float* lses[] = {nullptr};
+        forked(ta_merge_states(f.context.get(), 1, f.q.view(), lses, out.view(), nullptr, nullptr, &err));
         forked(ta_calibrator_create(f.context.get(), 1, 1, 64, &calibrator, &err));
         forked(ta_calibrator_observe(f.calibrator.get(), 0, f.k.view(), f.k.view(), &err));
         forked(ta_calibrator_finish(f.calibrator.get(), 0, bits, bits, nullptr, nullptr, &err));

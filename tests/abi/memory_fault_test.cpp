@@ -374,6 +374,22 @@ TEST_P(MemoryFaults, DenseAttention) {
                     10);
 }
 
+TEST_P(MemoryFaults, MergingNeedsNone) {
+    for_every_fault([](Life& r) { r.make_context(); },
+                    [](Life& r) {
+                        Tensor a(r.random.normals(30 * kRow), 30, kHeads, kDim, TA_DTYPE_F16), out(30, kHeads, kDim);
+                        const std::vector<ta_tensor> parts(3, *a.view());
+                        const std::vector<float> lse(30 * kHeads, 1.0f);
+                        const std::vector<const float*> lses(3, lse.data());
+                        r.call_without_memory("ta_merge_states", [&](ta_error* err) {
+                            return ta_merge_states(r.context.get(), 3, parts.data(), lses.data(), out.view(), nullptr, nullptr,
+                                                   err);
+                        });
+                        r.keep(out.values());
+                    },
+                    0);
+}
+
 TEST_P(MemoryFaults, Calibration) {
     for_every_fault(
         [](Life& r) { r.make_context(); },

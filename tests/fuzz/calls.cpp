@@ -474,6 +474,28 @@ class Program {
         return ta_attend_dense(context(), q, k, v, out, lse(), sized(o), err);
     }
 
+    ta_status merge_states(ta_error* err) {
+        constexpr size_t kParts = 3;
+        std::vector<ta_tensor> parts;
+        for (size_t i = 0; i < kParts; ++i) {
+            const ta_tensor* t = tensor(3, kQHeads, kDim);
+            if (t && t->struct_size == sizeof *t) parts.push_back(*t);
+        }
+        // Rows may coincide, so there can be more of them than elements: too many have no LSEs.
+        const Wide rows = parts.empty() ? Wide(0) : Wide(parts[0].tokens) * parts[0].heads;
+        const bool fits = rows >= 0 && rows <= Wide(kMostBytes);
+        const auto lse_of_rows = [&](float value) { return fits ? array(items<float>(size_t(rows), value)) : nullptr; };
+        auto* list = items<ta_tensor>(parts.size());
+        std::copy(parts.begin(), parts.end(), list);
+        auto* lses = items<const float*>(kParts);
+        for (size_t i = 0; i < kParts; ++i) lses[i] = lse_of_rows(odd() ? NAN : odd() ? -INFINITY : 0.5f);
+        const ta_tensor* out = odd() && !parts.empty() ? list : tensor(3, kQHeads, kDim);
+        // The arrays do not say how long they are: no more than that.
+        const auto n = uint32_t(number(int64_t(parts.size())));
+        return ta_merge_states(context(), n <= parts.size() || n > 64 ? n : 0, array(list), array(lses), out, lse_of_rows(0.0f),
+                               odd() ? reinterpret_cast<ta_stream>(this) : nullptr, err);
+    }
+
     ta_status calibrator_create(ta_error* err) {
         const auto layers = uint32_t(small_if_right(kLayers, 4096)), heads = uint32_t(small_if_right(kHeads, 1024));
         return created(calibrators_, [&](ta_calibrator** out) {
@@ -645,6 +667,7 @@ const Program::Call Program::kCalls[] = {
     {"about", &Program::about},
     {"get_move_stats", &Program::get_move_stats},
     {"pool_describe", &Program::pool_describe},
+    {"merge_states", &Program::merge_states},
 };
 
 void Program::run() {
@@ -714,8 +737,8 @@ Seeds seeds() {
           "move_wait",      "seq_residency",      "seq_prefetch", "move_cancel", "seq_pin",    "seq_unpin", "get_tier_stats",
           "write_metrics",  "plan_begin",         "append",       "attend",      "plan_abort"}},
         {"dense",
-         {"context_create", "attend_dense", "calibrator_create", "calibrator_observe", "calibrator_finish", "context_health",
-          "about"}},
+         {"context_create", "attend_dense", "merge_states", "calibrator_create", "calibrator_observe", "calibrator_finish",
+          "context_health", "about"}},
         {"closed",
          {"context_create", "pool_create", "seq_create", "plan_create", "plan_begin", "pool_close", "append", "plan_destroy",
           "pool_close", "seq_create", "plan_create", "context_destroy", "pool_get_stats"}},

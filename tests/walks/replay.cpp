@@ -148,7 +148,7 @@ Weight weigh(const cpu::AttendTask& t, Kernel kernel, const Score& score, const 
     if (sas && std::fabs(y - std::round(y)) <= kLn2 * error + kFloat) weight.off += kSasStep;
     if (sas && !weight.doubtful && y > double(cpu::kSasCutoff)) return weight;
     const bool by_definition = sas ? !prefill && !weight.doubtful : kernel == Kernel::kCpu;
-    weight.p = by_definition ? double(cpu::exp2_neg(float(u), t.exp)) : u < cpu::kExpCutoff ? std::exp2(-u) : 0.0;
+    weight.p = by_definition ? double(cpu::exp2_neg(float(u), t.exp)) : u < kExpCutoff ? std::exp2(-u) : 0.0;
     return weight;
 }
 

@@ -1,0 +1,9 @@
+#include "kernels/cpu/merge_states.h"
+
+namespace ta::cpu {
+
+void merge_avx2(const MergeArgs& args, int64_t first, int64_t last) {
+    merge_rows(args, page_codec_avx2(), first, last);
+}
+
+}  // namespace ta::cpu
