@@ -35,6 +35,11 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     return hash_bytes(bytes.data(), bytes.size());
 }
 
+uint64_t next_serial() {
+    static std::atomic<uint64_t> pools{0};
+    return pools.fetch_add(1) + 1;
+}
+
 // Somewhere in the lower half of all generations.
 uint32_t some_generation(const void* pool) {
     const uint64_t seed[] = {reinterpret_cast<uintptr_t>(pool),
@@ -60,6 +65,7 @@ Pool::Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numeric
     : context_(std::move(context)),
       pages_(pages_of(std::move(geometry), std::move(numerics), *context_)),
       max_sequences_(max_sequences),
+      serial_(next_serial()),
       first_generation_(some_generation(this)),
       residency_(*context_, pages_, *this, budget),
       prefixes_(residency_.store(), geometry_, uint64_t(first_generation_) << 32),

@@ -68,6 +68,8 @@ class Pool final : private Residents {
     const Geometry& geometry() const { return geometry_; }
     const Numerics& numerics() const { return numerics_; }
     uint64_t fingerprint() const { return pages_.fingerprint; }
+    // Which of this process's pools it is, from 1.
+    uint64_t serial() const { return serial_; }
     // Where its blocks are.
     Residency& residency() { return residency_; }
     const Residency& residency() const { return residency_; }
@@ -208,6 +210,7 @@ class Pool final : private Residents {
     const Geometry& geometry_ = pages_.geometry;
     const Numerics& numerics_ = pages_.numerics;
     const uint32_t max_sequences_;
+    const uint64_t serial_;
     const uint32_t first_generation_;  // differs from pool to pool: an id of one names nothing in another
     float signs_[kMaxHeadDim];
     Residency residency_;  // its mover ends before the rest

@@ -156,7 +156,7 @@ class BlockLoader {
             Result<BlockPtr> block = take(i, mine);
             if (!block.ok()) return std::move(block).status().block(int64_t(blocks_[i].index));
             claim_(i, *block.value());
-            TA_RETURN_IF_ERROR(fill(*block.value(), blocks_[i], slot));
+            TA_RETURN_IF_ERROR(fill_block(pool_, *block.value(), blocks_[i], slot));
             loaded.push_back(block.value());
             others_see.add({block.take(), blocks_[i].index});
         }
@@ -183,14 +183,7 @@ class BlockLoader {
         slot.resize(g.slot_bytes(kind));
         TA_RETURN_IF_ERROR(file_.read(slot.data(), slot.size()));
         if (hash_bytes(slot.data(), slot.size()) != b.slot_hash) return other("the content of");
-        TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool_.fingerprint(), b.index, b.content_id, b.tokens));
-        TA_RETURN_IF_ERROR(check_values(g, pool_.numerics().k_turning, kind, slot.data(), b.index));
-        if (b.tokens == uint32_t(kPageTokens)) return {};
-        const std::vector<uint8_t> was(slot);
-        clear_missing_tokens(pool_, b.tokens, slot.data());
-        if (slot == was) return {};
-        return fail(TA_E_CORRUPT, "block %zu in %s has values for tokens that it lacks", i, file_.name())
-            .block(int64_t(b.index));
+        return check_block(pool_, b, slot, file_.name());
     }
 
     // A block for the one that was read, number i.
@@ -218,18 +211,6 @@ class BlockLoader {
         return pool_.residency().check_may_take_in(bytes);
     }
 
-    // The block's bytes, which are new content here.
-    Status fill(Block& block, const StoredBlock& b, std::vector<uint8_t>& slot) {
-        block.write_trailer(pool_.geometry(), pool_.fingerprint(), b.index, b.tokens, slot.data());
-        if (Device* device = pool_.context().device()) {
-            TA_RETURN_IF_ERROR(device->write(block.slot(), slot.data(), slot.size()));
-        } else {
-            std::memcpy(block.slot(), slot.data(), slot.size());
-        }
-        if (b.tokens == uint32_t(kPageTokens)) block.mark_sealed();
-        return {};
-    }
-
     Pool& pool_;
     File& file_;
     const std::span<const StoredBlock> blocks_;
@@ -240,6 +221,39 @@ class BlockLoader {
 };
 
 }  // namespace
+
+bool can_exist(const Pool& pool, const StoredBlock& b) {
+    constexpr uint8_t kReserved[sizeof StoredBlock::reserved] = {};
+    const bool is_full = b.tokens == uint32_t(kPageTokens);
+    return b.kind < kPageKinds && pool.geometry().slot_bytes(PageKind(b.kind)) > 0 && b.tokens > 0 &&
+           b.tokens <= uint32_t(kPageTokens) && b.index <= uint64_t(INT64_MAX / kPageTokens) &&
+           std::memcmp(b.reserved, kReserved, sizeof kReserved) == 0 &&
+           (PageKind(b.kind) == PageKind::kToken || (is_full && b.index >= pool.numerics().sink_blocks));
+}
+
+Status check_block(const Pool& pool, const StoredBlock& b, std::span<const uint8_t> slot, const char* from) {
+    const Geometry& g = pool.geometry();
+    const auto kind = PageKind(b.kind);
+    TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool.fingerprint(), b.index, b.content_id, b.tokens));
+    TA_RETURN_IF_ERROR(check_values(g, pool.numerics().k_turning, kind, slot.data(), b.index));
+    if (b.tokens == uint32_t(kPageTokens)) return {};
+    std::vector<uint8_t> cleared(slot.begin(), slot.end());
+    clear_missing_tokens(pool, b.tokens, cleared.data());
+    if (std::equal(slot.begin(), slot.end(), cleared.begin())) return {};
+    return fail(TA_E_CORRUPT, "block %llu in %s has values for tokens that it lacks", (unsigned long long)b.index, from)
+        .block(int64_t(b.index));
+}
+
+Status fill_block(Pool& pool, Block& block, const StoredBlock& b, std::span<uint8_t> slot) {
+    block.write_trailer(pool.geometry(), pool.fingerprint(), b.index, b.tokens, slot.data());
+    if (Device* device = pool.context().device()) {
+        TA_RETURN_IF_ERROR(device->write(block.slot(), slot.data(), slot.size()));
+    } else {
+        std::memcpy(block.slot(), slot.data(), slot.size());
+    }
+    if (b.tokens == uint32_t(kPageTokens)) block.mark_sealed();
+    return {};
+}
 
 int File::open(const std::string& path, int flags) {
     return fd_ = files_.open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -371,16 +385,10 @@ uint64_t least_block_bytes(const Geometry& g) {
 
 Status read_stored_blocks(const Pool& pool, IndexReader& index, uint64_t n, std::vector<StoredBlock>& blocks,
                           const std::function<bool(uint64_t, const StoredBlock&)>& good) {
-    constexpr uint8_t kReserved[sizeof StoredBlock::reserved] = {};
     for (uint64_t i = 0; i < n; ++i) {
         StoredBlock b;
         TA_RETURN_IF_ERROR(index.read(b));
-        const bool is_full = b.tokens == uint32_t(kPageTokens);
-        const bool exists = b.kind < kPageKinds && pool.geometry().slot_bytes(PageKind(b.kind)) > 0 && b.tokens > 0 &&
-                            b.tokens <= uint32_t(kPageTokens) && b.index <= uint64_t(INT64_MAX / kPageTokens) &&
-                            std::memcmp(b.reserved, kReserved, sizeof kReserved) == 0 &&
-                            (PageKind(b.kind) == PageKind::kToken || (is_full && b.index >= pool.numerics().sink_blocks));
-        if (!exists || (good && !good(i, b))) return index.damaged();
+        if (!can_exist(pool, b) || (good && !good(i, b))) return index.damaged();
         blocks.push_back(b);
     }
     return {};

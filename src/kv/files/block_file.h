@@ -175,6 +175,15 @@ Result<StoredBlock> write_block(Pool& pool, File& file, const Block& block, uint
 Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, std::span<const StoredBlock> blocks, uint64_t file_bytes,
                                           const std::function<void(uint64_t i, Block& block)>& claim, const Progress& progress);
 
+// ---- blocks that come from outside: a file, another rank
+
+// Whether a pool like this one may have the block at all.
+bool can_exist(const Pool& pool, const StoredBlock& b);
+// Whether `slot`, in host memory, is that block and good: its trailer, the hashes of its pages, values that attention can compute
+// with, and nothing of tokens that it lacks. TA_E_CORRUPT; `from` is for the text.
+Status check_block(const Pool& pool, const StoredBlock& b, std::span<const uint8_t> slot, const char* from);
+// Gives the bytes to a new block of the pool, under its own identity. `slot` gets another trailer.
+Status fill_block(Pool& pool, Block& block, const StoredBlock& b, std::span<uint8_t> slot);
 // The block's slot in host memory, with a trailer, checked, and of which kind it is.
 Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
 
