@@ -31,6 +31,9 @@ const char* ta_status_name(ta_status status) {
         TA_CASE(TA_E_DEVICE);
         TA_CASE(TA_E_DEVICE_LOST);
         TA_CASE(TA_E_IO);
+        TA_CASE(TA_E_PEER_LOST);
+        TA_CASE(TA_E_TIMEOUT);
+        TA_CASE(TA_E_MISMATCH);
         TA_CASE(TA_E_INTERNAL);
 #undef TA_CASE
         default:

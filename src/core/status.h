@@ -33,6 +33,7 @@ class [[nodiscard]] Status {
     Status&& block(int64_t v) && { return set(&ta_error::block, v); }
     Status&& token(int64_t v) && { return set(&ta_error::token, v); }
     Status&& tier(int32_t v) && { return set(&ta_error::tier, v); }
+    Status&& rank(int32_t v) && { return set(&ta_error::rank, v); }
     Status&& bytes(uint64_t v) && { return set(&ta_error::bytes, int64_t(v < INT64_MAX ? v : INT64_MAX)); }
 
   private:

@@ -1,0 +1,285 @@
+#include "tiering/share/group.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <system_error>
+
+namespace ta::share {
+namespace {
+
+constexpr size_t kMostEarly = 4096;  // messages of a peer that overtook others
+
+// What ranks must agree on.
+struct GroupShape {
+    uint32_t ranks;
+    uint32_t reserved;
+};
+
+Status lost(uint32_t rank, const char* how) {
+    return fail(TA_E_PEER_LOST, "rank %u %s", rank, how).rank(int32_t(rank));
+}
+
+}  // namespace
+
+Group::Group(std::shared_ptr<Context> context, const GroupSettings& settings, std::unique_ptr<Transport> transport)
+    : context_(std::move(context)),
+      settings_(settings),
+      transport_(std::move(transport)),
+      descriptor_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      peers_(settings.ranks) {}
+
+Group::~Group() {
+    stop();
+    if (descriptor_ >= 0) close(descriptor_);
+}
+
+Status Group::start(Service& service) {
+    service_ = &service;
+    for (Peer& p : peers_) p.heard = created_;
+    next_heartbeat_ = created_;
+    const GroupShape shape{settings_.ranks, 0};
+    for (uint32_t r = 0; r < settings_.ranks; ++r) {
+        if (r != settings_.rank) send(r, MessageType::kHello, 0, PayloadWriter().put(shape).bytes());
+    }
+    if (settings_.ranks == 1) state_ = GroupState::kReady;
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& e) {
+        return fail(TA_E_LIMIT, "the group's communication thread could not be started: %s", e.what());
+    }
+    return {};
+}
+
+void Group::stop() {
+    if (!thread_.joinable()) return;
+    if (state() != GroupState::kBroken) {
+        for (uint32_t r = 0; r < settings_.ranks; ++r) {
+            if (r != settings_.rank) send(r, MessageType::kLeave, 0, {});
+        }
+    }
+    stopping_ = true;
+    transport_->wake();
+    thread_.join();
+}
+
+GroupState Group::wait_connected(int64_t nanoseconds) const {
+    std::unique_lock lock(state_mutex_);
+    const auto over = [this] { return state() != GroupState::kConnecting; };
+    if (nanoseconds < 0) {
+        state_changed_.wait(lock, over);
+    } else {
+        state_changed_.wait_until(lock, Clock::now() + std::chrono::nanoseconds(std::min(nanoseconds, int64_t{1} << 60)), over);
+    }
+    return state();
+}
+
+Status Group::health() const {
+    const std::lock_guard lock(state_mutex_);
+    return why_.clone();
+}
+
+void Group::end(const Status& why) {
+    {
+        const std::lock_guard lock(state_mutex_);
+        if (state() == GroupState::kBroken) return;
+        why_ = why.clone();
+        state_.store(GroupState::kBroken, std::memory_order_release);
+        state_changed_.notify_all();
+        signal();
+    }
+    const Ending ending = Ending::of(why);
+    try {
+        const std::lock_guard lock(sending_);
+        for (uint32_t r = 0; r < settings_.ranks; ++r) {
+            if (r != settings_.rank) send_locked(r, MessageType::kBroken, 0, PayloadWriter().put(ending).bytes());
+        }
+    } catch (const std::bad_alloc&) {
+        // Peers that were not told hear nothing any more.
+    }
+    service_->on_broken(why);
+}
+
+void Group::send(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload) {
+    const std::lock_guard lock(sending_);
+    if (state() != GroupState::kBroken) send_locked(to, type, channel, payload);
+}
+
+void Group::send_locked(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload) {
+    MessageHeader h{};
+    h.type = uint16_t(type);
+    h.generation = settings_.generation;
+    h.from = settings_.rank;
+    h.to = to;
+    h.channel = channel;
+    const bool heartbeat = type == MessageType::kAlive;
+    h.number = peers_[to].sent + (heartbeat ? 0 : 1);
+    transport_->send(to, pack(h, payload), heartbeat);
+    peers_[to].sent = h.number;  // one that could not be sent has none
+}
+
+void Group::signal() {
+    const uint64_t one = 1;
+    if (descriptor_ >= 0) (void)!write(descriptor_, &one, sizeof one);
+}
+
+void Group::expect_finished() {
+    const std::lock_guard lock(state_mutex_);
+    finished_.reserve(finished_.size() + expected_ + 1);
+    ++expected_;
+}
+
+void Group::add_finished(uint64_t ticket) noexcept {
+    const std::lock_guard lock(state_mutex_);
+    --expected_;
+    finished_.push_back(ticket);
+    signal();
+}
+
+std::vector<uint64_t> Group::take_finished(size_t most) {
+    const std::lock_guard lock(state_mutex_);
+    const size_t n = std::min(most, finished_.size());
+    std::vector<uint64_t> taken(finished_.begin(), finished_.begin() + ptrdiff_t(n));
+    finished_.erase(finished_.begin(), finished_.begin() + ptrdiff_t(n));
+    uint64_t count;
+    if (finished_.empty() && descriptor_ >= 0) (void)!read(descriptor_, &count, sizeof count);
+    return taken;
+}
+
+// ------------------------------------------------------------------------------------------------ communication thread
+
+void Group::run() {
+    while (!stopping_) {
+        try {
+            if (state() == GroupState::kBroken) {
+                (void)transport_->receive(Time::max());
+                continue;
+            }
+            const std::optional<Transport::Received> received = transport_->receive(next_time());
+            Status s = received ? take_in(*received) : Status();
+            const Time now = Clock::now();
+            if (s.ok()) s = check_peers(now);
+            if (!s.ok()) {
+                end(s);
+                continue;
+            }
+            send_heartbeats(now);
+        } catch (const std::bad_alloc&) {
+            end(fail(TA_E_MEMORY, "rank %u has no memory for the group's messages", settings_.rank)
+                    .rank(int32_t(settings_.rank)));
+        }
+    }
+}
+
+Time Group::next_time() const {
+    Time next = next_heartbeat_;
+    for (uint32_t r = 0; r < settings_.ranks; ++r) {
+        const Peer& p = peers_[r];
+        if (r == settings_.rank) continue;
+        if (p.missing) next = std::min(next, p.missing_since + settings_.silence);
+        if (p.greeted) next = std::min(next, p.heard + settings_.silence);
+    }
+    if (state() == GroupState::kConnecting) next = std::min(next, created_ + settings_.connect);
+    return std::min(next, service_->on_time(Clock::now()));
+}
+
+Status Group::take_in(const Transport::Received& received) {
+    const uint32_t from = received.from;
+    Result<Message> unpacked = unpack(received.packet, settings_.generation, from, settings_.rank);
+    if (!unpacked.ok()) {
+        Status s = std::move(unpacked).status();
+        return fail(TA_E_PEER_LOST, "%s", s.detail() ? s.detail()->message : "a message was damaged").rank(int32_t(from));
+    }
+    Peer& peer = peers_[from];
+    peer.heard = Clock::now();
+    Message m = unpacked.take();
+    const uint64_t number = m.header.number;
+    peer.announced = std::max(peer.announced, number);
+    if (MessageType(m.header.type) != MessageType::kAlive && number > peer.received) {
+        if (peer.early.size() >= kMostEarly) return lost(from, "sent a message that got lost");
+        peer.early.emplace(number, std::move(m));
+    }
+    while (!peer.early.empty() && peer.early.begin()->first == peer.received + 1) {
+        const auto node = peer.early.extract(peer.early.begin());
+        ++peer.received;
+        TA_RETURN_IF_ERROR(dispatch(from, node.mapped()));
+        if (state() == GroupState::kBroken) return {};
+    }
+    const bool missing = peer.received < peer.announced;
+    if (missing && !peer.missing) peer.missing_since = peer.heard;
+    peer.missing = missing;
+    return {};
+}
+
+Status Group::dispatch(uint32_t from, const Message& m) {
+    Peer& peer = peers_[from];
+    PayloadReader payload(m.payload);
+    const auto is_none = [&] {
+        return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
+    };
+    switch (MessageType(m.header.type)) {
+        case MessageType::kHello: {
+            GroupShape shape{};
+            if (!payload.get(shape) || !payload.at_end() || peer.greeted) return is_none();
+            if (shape.ranks != settings_.ranks) {
+                return fail(TA_E_MISMATCH, "rank %u says that the group has %u ranks; here it has %u", from, shape.ranks,
+                            settings_.ranks)
+                    .rank(int32_t(from));
+            }
+            peer.greeted = true;
+            send(from, MessageType::kWelcome, 0, {});
+            break;
+        }
+        case MessageType::kWelcome:
+            peer.welcomed = true;
+            break;
+        case MessageType::kLeave:
+            return lost(from, "left the group");
+        case MessageType::kBroken: {
+            Ending ending{};
+            if (!payload.get(ending) || !payload.at_end()) return is_none();
+            const Status s = ending.to_status(from);
+            return fail(TA_E_PEER_LOST, "the group ended at %s", s.detail() ? s.detail()->message : "another rank")
+                .rank(s.detail() ? s.detail()->rank : int32_t(from));
+        }
+        default:
+            return service_->on_message(m);
+    }
+    const bool all = std::all_of(peers_.begin(), peers_.end(),
+                                 [this](const Peer& p) { return &p == &peers_[settings_.rank] || (p.greeted && p.welcomed); });
+    if (all && state() == GroupState::kConnecting) {
+        const std::lock_guard lock(state_mutex_);
+        if (state() == GroupState::kConnecting) state_.store(GroupState::kReady, std::memory_order_release);
+        state_changed_.notify_all();
+        signal();
+    }
+    return {};
+}
+
+Status Group::check_peers(Time now) {
+    for (uint32_t r = 0; r < settings_.ranks; ++r) {
+        const Peer& p = peers_[r];
+        if (r == settings_.rank) continue;
+        if (p.missing && now >= p.missing_since + settings_.silence) return lost(r, "sent a message that got lost");
+        if (p.greeted && now >= p.heard + settings_.silence) {
+            return fail(TA_E_PEER_LOST, "nothing was heard from rank %u for %lld ms", r, (long long)settings_.silence.count())
+                .rank(int32_t(r));
+        }
+        if (state() == GroupState::kConnecting && now >= created_ + settings_.connect && !(p.greeted && p.welcomed)) {
+            return fail(TA_E_TIMEOUT, "rank %u did not join within %lld ms", r, (long long)settings_.connect.count())
+                .rank(int32_t(r));
+        }
+    }
+    return {};
+}
+
+void Group::send_heartbeats(Time now) {
+    if (now < next_heartbeat_) return;
+    next_heartbeat_ = now + std::clamp(settings_.silence / 5, std::chrono::milliseconds(1), std::chrono::milliseconds(1000));
+    for (uint32_t r = 0; r < settings_.ranks; ++r) {
+        if (r != settings_.rank) send(r, MessageType::kAlive, 0, {});
+    }
+}
+
+}  // namespace ta::share

@@ -1,0 +1,246 @@
+#include "tiering/share/local.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <shared_mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace ta::share {
+namespace {
+
+constexpr char kLocalMark[] = "turboattention local group";
+constexpr std::chrono::milliseconds kReorderPatience{50};
+
+struct Window {
+    uint32_t peer;
+    std::span<uint8_t> memory;
+};
+
+// What a rank gets. It is there from the group's first rank on: messages wait for ranks that have not joined yet.
+struct Mailbox {
+    std::mutex mutex;
+    std::condition_variable changed;
+    // By the time of arrival; equal times in the order of sending.
+    std::multimap<Time, Transport::Received> packets;
+    bool woken = false;
+    bool joined = false, left = false;
+
+    std::shared_mutex writing;  // shared by those who write into windows
+    std::unordered_map<uint64_t, Window> windows;
+};
+
+struct Hub {
+    explicit Hub(uint32_t ranks) : boxes(ranks) {}
+    std::vector<Mailbox> boxes;
+};
+
+struct Registry {
+    std::mutex mutex;
+    std::map<GroupId, std::weak_ptr<Hub>> hubs;
+};
+Registry& registry() {
+    static Registry r;
+    return r;
+}
+
+class LocalTransport final : public Transport {
+  public:
+    LocalTransport(std::shared_ptr<Hub> hub, uint32_t rank, const Fault& fault)
+        : hub_(std::move(hub)), rank_(rank), fault_(fault) {}
+    ~LocalTransport() override {
+        Mailbox& mine = box(rank_);
+        const std::lock_guard lock(mine.mutex);
+        mine.left = true;
+        mine.packets.clear();
+    }
+
+    const char* name() const override { return "local"; }
+
+    void send(uint32_t to, Packet packet, bool heartbeat) override {
+        const std::lock_guard order(sending_);
+        if (killed_) return;
+        Outbound out{to, std::move(packet), Clock::now()};
+        if (heartbeat || ++actions_ != fault_.action) return deliver(std::move(out));
+        const size_t bytes = out.packet.size();
+        switch (fault_.kind) {
+            case Fault::Kind::kNone:
+                break;
+            case Fault::Kind::kDrop:
+                return;
+            case Fault::Kind::kDelay:
+                delayed_to_ = out.at += std::chrono::milliseconds(fault_.detail);
+                break;
+            case Fault::Kind::kDuplicate:
+                deliver({out.to, out.packet, out.at});
+                break;
+            case Fault::Kind::kReorder:
+                out.at += kReorderPatience;
+                return deliver_alone(std::move(out));
+            case Fault::Kind::kCorrupt:
+                flip(out.packet.data(), bytes);
+                break;
+            case Fault::Kind::kCut:
+                out.packet.resize(size_t(fault_.detail % bytes));
+                break;
+            case Fault::Kind::kKill:
+                killed_ = true;
+                return;
+        }
+        deliver(std::move(out));
+    }
+
+    std::optional<Received> receive(Time until) override {
+        Mailbox& mine = box(rank_);
+        std::unique_lock lock(mine.mutex);
+        for (;;) {
+            const auto first = mine.packets.begin();
+            const Time now = Clock::now();
+            if (killed_) {
+                mine.packets.clear();
+            } else if (first != mine.packets.end() && first->first <= now) {
+                std::optional<Received> got(std::move(first->second));
+                mine.packets.erase(first);
+                return got;
+            }
+            if (std::exchange(mine.woken, false) || now >= until) return {};
+            const Time next = mine.packets.empty() ? until : std::min(until, mine.packets.begin()->first);
+            mine.changed.wait_until(lock, next);
+        }
+    }
+
+    void wake() override {
+        Mailbox& mine = box(rank_);
+        const std::lock_guard lock(mine.mutex);
+        mine.woken = true;
+        mine.changed.notify_all();
+    }
+
+    void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) override {
+        Mailbox& mine = box(rank_);
+        const std::unique_lock lock(mine.writing);
+        mine.windows.emplace(window, Window{peer, memory});
+    }
+
+    void close_window(uint64_t window) override {
+        Mailbox& mine = box(rank_);
+        const std::unique_lock lock(mine.writing);
+        mine.windows.erase(window);
+    }
+
+    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) override {
+        Fault::Kind fault = Fault::Kind::kNone;
+        {
+            const std::lock_guard order(sending_);
+            if (!killed_ && ++actions_ == fault_.action) fault = fault_.kind;
+            if (fault == Fault::Kind::kKill) killed_ = true;
+            if (killed_) return {};
+        }
+        if (fault == Fault::Kind::kDrop) return {};
+        if (fault == Fault::Kind::kDelay) std::this_thread::sleep_for(std::chrono::milliseconds(fault_.detail));
+        Mailbox& theirs = box(to);
+        const std::shared_lock lock(theirs.writing);
+        const auto found = theirs.windows.find(window);
+        if (found == theirs.windows.end() || found->second.peer != rank_)
+            return fail(TA_E_STALE, "rank %u does not take in these blocks any more", to).rank(int32_t(to));
+        const std::span<uint8_t> memory = found->second.memory;
+        const uint64_t begin = reinterpret_cast<uintptr_t>(memory.data());
+        size_t all = 0;
+        for (const RemoteCopy& c : copies) {
+            const uint64_t at = c.to - begin;
+            if (c.to < begin || at > memory.size() || c.bytes > memory.size() - at)
+                return fail(TA_E_INTERNAL, "a block does not lie in the window of rank %u", to).rank(int32_t(to));
+            all += c.bytes;
+        }
+        // Where a write stops, and the byte that is damaged.
+        const size_t special = all > 0 ? size_t(fault_.detail / 8 % all) : 0;
+        size_t done = 0;
+        for (const RemoteCopy& c : copies) {
+            auto* const there = reinterpret_cast<uint8_t*>(uintptr_t(c.to));
+            const bool here = special >= done && special - done < c.bytes;
+            if (fault == Fault::Kind::kCut && here) {
+                std::memcpy(there, c.from, special - done);
+                return {};
+            }
+            std::memcpy(there, c.from, c.bytes);
+            if (fault == Fault::Kind::kCorrupt && here) there[special - done] ^= uint8_t(1 << fault_.detail % 8);
+            done += c.bytes;
+        }
+        return {};
+    }
+
+  private:
+    struct Outbound {
+        uint32_t to;
+        Packet packet;
+        Time at;  // of arrival
+    };
+
+    Mailbox& box(uint32_t rank) { return hub_->boxes[rank]; }
+
+    void flip(uint8_t* bytes, size_t n) const { bytes[fault_.detail / 8 % n] ^= uint8_t(1 << fault_.detail % 8); }
+
+    // Behind all that was delayed.
+    void deliver(Outbound out) {
+        out.at = std::max(out.at, delayed_to_);
+        deliver_alone(std::move(out));
+    }
+
+    void deliver_alone(Outbound out) {
+        Mailbox& theirs = box(out.to);
+        const std::lock_guard lock(theirs.mutex);
+        if (theirs.left) return;
+        theirs.packets.emplace(out.at, Received{rank_, std::move(out.packet)});
+        theirs.changed.notify_all();
+    }
+
+    const std::shared_ptr<Hub> hub_;
+    const uint32_t rank_;
+    const Fault fault_;
+    std::mutex sending_;  // the order of messages
+    uint64_t actions_ = 0;
+    Time delayed_to_{};
+    std::atomic<bool> killed_{false};
+};
+
+}  // namespace
+
+GroupId make_local_id() {
+    static std::atomic<uint64_t> ids{0};
+    GroupId id{};
+    std::memcpy(id.data(), kLocalMark, sizeof kLocalMark);
+    std::random_device random;
+    const uint64_t parts[] = {ids.fetch_add(1), uint64_t(random()) << 32 | random(), uint64_t(random()) << 32 | random()};
+    std::memcpy(id.data() + sizeof kLocalMark, parts, sizeof parts);
+    return id;
+}
+
+bool is_local_id(const GroupId& id) {
+    return std::memcmp(id.data(), kLocalMark, sizeof kLocalMark) == 0;
+}
+
+Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, const Fault& fault) {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    std::erase_if(all.hubs, [](const auto& entry) { return entry.second.expired(); });
+    std::shared_ptr<Hub> hub = all.hubs[id].lock();
+    if (!hub) all.hubs[id] = hub = std::make_shared<Hub>(ranks);
+    if (hub->boxes.size() != ranks) {
+        return fail(TA_E_MISMATCH, "ranks is %u; another rank of the group says %zu", ranks, hub->boxes.size());
+    }
+    Mailbox& mine = hub->boxes[rank];
+    for (const Mailbox& box : hub->boxes) {
+        if (box.left) return fail(TA_E_STALE, "the group of this id has ended; make a new id");
+    }
+    if (mine.joined) return fail(TA_E_INVALID, "rank %u has joined the group already", rank);
+    auto transport = std::make_unique<LocalTransport>(hub, rank, fault);
+    mine.joined = true;
+    return std::unique_ptr<Transport>(std::move(transport));
+}
+
+}  // namespace ta::share

@@ -1,0 +1,40 @@
+// The transport of ranks that are all in this process: messages in queues, bytes by memcpy. It can be told to fail, so that tests
+// see what a group does then.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "tiering/share/transport.h"
+
+namespace ta::share {
+
+inline constexpr size_t kGroupIdBytes = 128;
+using GroupId = std::array<uint8_t, kGroupIdBytes>;
+
+// What a rank does wrong. Actions are its messages but for heartbeats, and its writes into windows, counted from 1.
+struct Fault {
+    enum class Kind : int32_t {
+        kNone,
+        kDrop,       // the message is lost; of a write nothing is written
+        kDelay,      // it comes `detail` milliseconds later, and those behind it, too
+        kDuplicate,  // it comes twice
+        kReorder,    // it comes after the next one to the same rank, or after 50 ms
+        kCorrupt,    // bit `detail` of the message, modulo its length, is flipped; of a write, of what is written
+        kCut,        // the message ends after `detail` bytes, modulo its length; a write stops there
+        kKill,       // the rank does nothing any more, as if its process had been killed before the action
+    };
+    Kind kind = Kind::kNone;
+    uint64_t action = 0;
+    uint64_t detail = 0;
+};
+
+// An id that no other call has given out, for local groups of this process.
+GroupId make_local_id();
+bool is_local_id(const GroupId& id);
+
+// Joins the group of that id. TA_E_INVALID: the rank has joined already; TA_E_MISMATCH: others said another number of ranks;
+// TA_E_STALE: the group has ended.
+Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, const Fault& fault);
+
+}  // namespace ta::share

@@ -1,0 +1,48 @@
+// What connects the ranks of a group. A further way is one more file and a case in src/api/group.cpp.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "src/core/status.h"
+#include "tiering/share/message.h"
+
+namespace ta::share {
+
+using Clock = std::chrono::steady_clock;
+using Time = Clock::time_point;
+
+// Bytes for memory that the peer named.
+struct RemoteCopy {
+    uint64_t to;  // address there
+    const uint8_t* from;
+    size_t bytes;
+};
+
+// One rank's end. Calls from any thread, but for receive(), which one thread calls.
+class Transport {
+  public:
+    virtual ~Transport() = default;
+    virtual const char* name() const = 0;
+    // Enqueues a packet for a peer; never waits. Packets of one rank for one other arrive once and in order, or the transport
+    // is at fault: the group finds that and ends. `heartbeat`: of no weight, comes again.
+    virtual void send(uint32_t to, Packet packet, bool heartbeat) = 0;
+    struct Received {
+        uint32_t from;
+        Packet packet;
+    };
+    // The next one; nothing when `until` has come or wake() was called.
+    virtual std::optional<Received> receive(Time until) = 0;
+    virtual void wake() = 0;
+
+    // Memory of this rank that a peer may write to under that number, until it is closed. close_window() returns when nobody
+    // writes there any more. Numbers are never used again.
+    virtual void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) = 0;
+    virtual void close_window(uint64_t window) = 0;
+    // Writes into a window of a peer, and waits until it is done. TA_E_STALE: it is closed, or was never open.
+    virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) = 0;
+};
+
+}  // namespace ta::share
