@@ -101,7 +101,7 @@ enum ta_status_code {
     TA_E_STALE = 0x0203,     /* the id (sequence, namespace, ticket) was released, or was never given out */
     TA_E_CLOSED = 0x0204,    /* the pool is closed */
     TA_E_FORKED = 0x0205,    /* the handle was made by the parent process */
-    TA_E_CANCELLED = 0x0206, /* a callback of the caller asked to stop */
+    TA_E_CANCELLED = 0x0206, /* a callback of the caller asked to stop; a rank of a group cancelled */
     /* 0x03xx: something ran out */
     TA_E_MEMORY = 0x0301,    /* the allocator returned NULL */
     TA_E_TIER_FULL = 0x0302, /* the pool's byte budget does not hold the new blocks, or the disk not the file */
@@ -116,6 +116,10 @@ enum ta_status_code {
     TA_E_DEVICE_LOST = 0x0502, /* an earlier error ended the GPU for this process; every call that needs it returns this */
     /* 0x06xx: files */
     TA_E_IO = 0x0601, /* reading or writing a file failed, or did not end in time; the text has the system's reason */
+    /* 0x07xx: the other ranks of a group; ta_error.rank says which */
+    TA_E_PEER_LOST = 0x0701, /* a rank died, left or was silent, or a message was lost: the group has ended */
+    TA_E_TIMEOUT = 0x0702,   /* a rank did not do its part in time */
+    TA_E_MISMATCH = 0x0703,  /* ranks asked for different things: the number of ranks, pools that cannot exchange blocks */
     /* 0x0fxx */
     TA_E_INTERNAL = 0x0f01 /* a defect of this library; please report the text */
 };
@@ -128,7 +132,7 @@ typedef struct ta_error {
     int32_t head;      /* kv head, or query head when the text says so */
     int32_t argument;  /* position of the wrong argument of the call, from 0; that of a struct where a field is wrong */
     int32_t tier;      /* a ta_tier: which one is full, or has the block or file that the call failed at */
-    int32_t rank;      /* of several GPUs: always -1 so far */
+    int32_t rank;      /* of a group: whose fault it is */
     int64_t sequence;  /* index into the call's list of sequences; of a plan's calls into that of its begin */
     int64_t block;     /* index of the 64-token block within the sequence */
     int64_t token;     /* row of the tensor that has a bad value, from 0 */
@@ -811,6 +815,129 @@ enum ta_metrics_format_code { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
  * nothing else is done. Errors: TA_E_INVALID (buffer_bytes is below that; `needed` was set all the same, nothing else). */
 TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_format format, char* buffer, uint64_t buffer_bytes,
                                           uint64_t* needed, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ groups
+ *
+ * Several contexts, each a rank with one GPU or CPU, that exchange sequences as compressed, verified blocks. docs/sharing.md has
+ * a guide. Each rank has a communication thread and two that read and take in blocks; a call enqueues and returns. Every wait has
+ * a deadline. When a rank dies, leaves or breaks the protocol, the group ends at all ranks: its tickets end with TA_E_PEER_LOST,
+ * pools go on as before. */
+
+typedef struct ta_group ta_group;
+
+/* Names a group. One rank makes it and gives it to the others by means of its own. It has no struct_size: its layout is final. */
+typedef struct ta_group_id {
+    uint8_t bytes[128];
+} ta_group_id;
+
+/* How ranks reach each other. TA_GROUP_LOCAL: all ranks are in this process. */
+typedef int32_t ta_group_kind;
+enum ta_group_kind_code { TA_GROUP_LOCAL = 1 };
+
+typedef int32_t ta_group_state;
+enum ta_group_state_code { TA_GROUP_CONNECTING = 1, TA_GROUP_READY = 2, TA_GROUP_ENDED = 3 };
+
+struct ta_x_group_fault;
+typedef struct ta_group_options {
+    uint32_t struct_size;
+    uint32_t rank;  /* 0..ranks - 1 */
+    uint32_t ranks; /* 1..1024 */
+    ta_group_kind kind;
+    const ta_group_id* id; /* the same at all ranks */
+    int32_t connect_ms;    /* until all ranks have joined; default 30000; these three are at most 86,400,000 */
+    int32_t operation_ms;  /* a transfer without progress for so long ends with TA_E_TIMEOUT; default 30000 */
+    int32_t silence_ms;    /* a rank that was not heard of for so long is lost; default 10000 */
+    int32_t reserved;
+    uint64_t staging_bytes;               /* host memory that each arriving transfer may take; default 64 MiB */
+    const struct ta_x_group_fault* fault; /* turboattention_experimental.h, for tests; NULL: none */
+} ta_group_options;
+
+typedef struct ta_group_info {
+    uint32_t struct_size;
+    ta_group_state state;
+    uint32_t rank, ranks;
+    ta_group_kind kind;
+    int32_t reserved;
+    uint64_t generation; /* differs from group to group; the same at all ranks */
+    char reason[192];    /* why the group has ended; else empty */
+} ta_group_info;
+
+/* A fresh id. Errors: TA_E_INVALID (kind). */
+TA_API ta_status ta_group_make_id(ta_group_kind kind, ta_group_id* out, ta_error* err);
+/* Joins a group and returns; the group is ready when all ranks have joined. Keeps the context alive. Errors: TA_E_INVALID (a value
+ * outside its range, an id of another kind, a rank that joined already), TA_E_MISMATCH (another rank says another number of
+ * ranks), TA_E_STALE (the group of this id has ended), TA_E_LIMIT (threads). */
+TA_API ta_status ta_group_create(ta_context* context, const ta_group_options* options, ta_group** out, ta_error* err);
+/* Leaves the group, which ends with that, and frees it. Transfers end; their tickets are gone with the group. */
+TA_API void ta_group_destroy(ta_group* group);
+/* Waits until the group does not connect any more, or so many nanoseconds (0: not at all, < 0: no limit beyond connect_ms).
+ * TA_OK in either case: see `state`. */
+TA_API ta_status ta_group_poll(const ta_group* group, int64_t nanoseconds, ta_group_state* state, ta_error* err);
+/* Fills in `info`. */
+TA_API ta_status ta_group_get_info(const ta_group* group, ta_group_info* info, ta_error* err);
+/* TA_OK while the group connects or is ready; else why it has ended: TA_E_PEER_LOST, TA_E_TIMEOUT (a rank did not join),
+ * TA_E_MISMATCH, TA_E_CANCELLED (ta_group_abort); err->rank is the rank at fault. */
+TA_API ta_status ta_group_health(const ta_group* group, ta_error* err);
+/* Ends the group at all ranks. Tickets end with TA_E_CANCELLED here, with TA_E_PEER_LOST elsewhere. Nothing is done where it has
+ * ended. */
+TA_API ta_status ta_group_abort(ta_group* group, ta_error* err);
+/* A file descriptor that can be read (poll, epoll) while ta_group_take_finished has tickets, or since the state changed. It
+ * belongs to the group. Errors: TA_E_UNSUPPORTED (the system gave none). */
+TA_API ta_status ta_group_descriptor(const ta_group* group, int32_t* out, ta_error* err);
+/* Takes tickets that are finished, each once, the oldest first.
+ *   tickets   [most]
+ *   n         gets how many */
+TA_API ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t most, uint64_t* n, ta_error* err);
+
+/* What becomes of a sequence that is sent. */
+typedef int32_t ta_send_mode;
+enum ta_send_mode_code {
+    TA_SEND_COPY = 0, /* the source keeps it, and may go on with it at once */
+    TA_SEND_MOVE = 1  /* the source's is as in an open plan until the end: released once the other has it, else as before */
+};
+
+/* Offers a sequence to another rank, where ta_seq_receive with the same tag takes it: the oldest offer first. The destination
+ * has a new sequence with the same tokens, bits and namespace (of the same salt), or nothing. Blocks that an earlier transfer
+ * from the same pool brought and that are still there are shared, not sent again. `out` gets a ticket of this group.
+ * Errors: TA_E_INVALID (rank, mode), TA_E_STALE, TA_E_BUSY, TA_E_STATE (the group is not ready; a block was dropped; the pool is
+ * of another context), TA_E_NONFINITE (MOVE, on a GPU, as ta_plan_begin), and what ta_group_health says. */
+TA_API ta_status ta_seq_send(ta_group* group, ta_kv_pool* pool, ta_seq seq, uint32_t to, uint64_t tag, ta_send_mode mode,
+                             ta_ticket* out, ta_error* err);
+/* Takes a sequence that rank `from` sends with this tag, now or within operation_ms, into a pool of the same shape and settings
+ * (ta_kv_pool_description.fingerprint). All of it or nothing: each block is checked against its identity and its hashes before
+ * the sequence exists. Errors: as ta_seq_send. */
+TA_API ta_status ta_seq_receive(ta_group* group, ta_kv_pool* pool, uint32_t from, uint64_t tag, ta_ticket* out, ta_error* err);
+
+typedef struct ta_transfer_info {
+    uint32_t struct_size;
+    ta_move_state state; /* QUEUED: no other rank has answered yet */
+    uint32_t peer;       /* rank */
+    ta_status status;    /* of a transfer that failed or was cancelled */
+    uint64_t tag;
+    uint64_t blocks;        /* of the sequence; 0 at a destination that has no offer yet */
+    uint64_t blocks_moved;  /* written, at the destination checked */
+    uint64_t blocks_shared; /* at the destination: were there already */
+    uint64_t bytes_moved;
+    ta_seq seq;     /* DONE at the destination: the new sequence; else 0 */
+    int64_t length; /* its tokens */
+    int64_t block;  /* at which it failed, -1: none */
+    int32_t rank;   /* whose fault it was, -1: nobody's */
+    int32_t reserved;
+    char reason[192]; /* text of `status` */
+} ta_transfer_info;
+
+/* How far a ticket is. FAILED: TA_E_MISMATCH (the pools cannot exchange blocks), TA_E_TIER_FULL and the other errors of
+ * ta_seq_load (at the destination), TA_E_CORRUPT, TA_E_IO (a block at the source), TA_E_CLOSED (a pool), TA_E_TIMEOUT,
+ * TA_E_PEER_LOST. A move whose end the source cannot learn of (TA_E_PEER_LOST, TA_E_TIMEOUT) may leave the sequence at both
+ * ranks, never at none. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago). */
+TA_API ta_status ta_transfer_query(const ta_group* group, ta_ticket ticket, ta_transfer_info* info, ta_error* err);
+/* The same when it is finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). Errors: as
+ * ta_transfer_query. */
+TA_API ta_status ta_transfer_wait(const ta_group* group, ta_ticket ticket, int64_t nanoseconds, ta_transfer_info* info,
+                                  ta_error* err);
+/* Asks for the end of a transfer and returns; the ticket is finished when neither rank touches its blocks any more: CANCELLED, or
+ * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED. Errors: as ta_transfer_query. */
+TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ plan */
 

@@ -1,0 +1,291 @@
+#include <cstdio>
+
+#include "kernels/format/hash.h"
+#include "src/api/api.h"
+#include "src/kv/share/transfers.h"
+#include "tiering/share/local.h"
+
+using namespace ta;
+using namespace ta::api;
+using namespace ta::share;
+
+// Members end in the opposite order: the service after the thread that calls it.
+struct ta_group {
+    std::unique_ptr<Group> group;
+    std::unique_ptr<Transfers> transfers;
+
+    ~ta_group() {
+        group->stop();
+        transfers.reset();
+    }
+};
+
+static_assert(int(GroupState::kConnecting) == TA_GROUP_CONNECTING && int(GroupState::kReady) == TA_GROUP_READY &&
+              int(GroupState::kBroken) == TA_GROUP_ENDED);
+static_assert(int(Fault::Kind::kDrop) == TA_X_FAULT_DROP && int(Fault::Kind::kDelay) == TA_X_FAULT_DELAY &&
+              int(Fault::Kind::kDuplicate) == TA_X_FAULT_DUPLICATE && int(Fault::Kind::kReorder) == TA_X_FAULT_REORDER &&
+              int(Fault::Kind::kCorrupt) == TA_X_FAULT_CORRUPT && int(Fault::Kind::kCut) == TA_X_FAULT_CUT &&
+              int(Fault::Kind::kKill) == TA_X_FAULT_KILL);
+static_assert(sizeof(ta_group_id) == kGroupIdBytes);
+
+namespace {
+
+constexpr uint32_t kMostRanks = 1024;
+
+Status check_group(const ta_group* group) {
+    TA_RETURN_IF_ERROR(check_pointer(group, "group", 0));
+    return check_process(group->group->context());
+}
+
+Status check_kind(ta_group_kind kind, int argument) {
+    if (kind == TA_GROUP_LOCAL) return {};
+    return fail(TA_E_INVALID, "kind is %d, no value of ta_group_kind", int(kind)).argument(argument);
+}
+
+Result<std::chrono::milliseconds> read_milliseconds(int32_t given, const char* name, std::chrono::milliseconds usual) {
+    constexpr int32_t kDay = 86400000;
+    if (given < 0 || given > kDay) return fail(TA_E_INVALID, "%s is %d; it is 0 to %d", name, given, kDay).argument(1);
+    return given == 0 ? usual : std::chrono::milliseconds(given);
+}
+
+Result<Fault> read_fault(const ta_x_group_fault* given) {
+    if (!given) return Fault{};
+    Result<ta_x_group_fault> read = read_struct(given, "options.fault", 1);
+    if (!read.ok()) return std::move(read).status();
+    const ta_x_group_fault& f = read.value();
+    if (f.kind < TA_X_FAULT_NONE || f.kind > TA_X_FAULT_KILL)
+        return fail(TA_E_INVALID, "options.fault.kind is %d, no value of ta_x_fault", int(f.kind)).argument(1);
+    return Fault{Fault::Kind(f.kind), f.action, f.detail};
+}
+
+Result<GroupSettings> read_settings(const ta_group_options& o) {
+    if (o.ranks == 0 || o.ranks > kMostRanks)
+        return fail(TA_E_INVALID, "ranks is %u; it is 1 to %u", o.ranks, kMostRanks).argument(1);
+    if (o.rank >= o.ranks) return fail(TA_E_INVALID, "rank is %u of %u", o.rank, o.ranks).argument(1);
+    TA_RETURN_IF_ERROR(check_kind(o.kind, 1));
+    TA_RETURN_IF_ERROR(check_pointer(o.id, "options.id", 1));
+    GroupSettings s;
+    s.rank = o.rank;
+    s.ranks = o.ranks;
+    s.generation = hash_bytes(o.id, sizeof *o.id);
+    struct {
+        int32_t given;
+        const char* name;
+        std::chrono::milliseconds* to;
+    } const times[] = {{o.connect_ms, "connect_ms", &s.connect},
+                       {o.operation_ms, "operation_ms", &s.operation},
+                       {o.silence_ms, "silence_ms", &s.silence}};
+    for (const auto& time : times) {
+        Result<std::chrono::milliseconds> read = read_milliseconds(time.given, time.name, *time.to);
+        if (!read.ok()) return std::move(read).status();
+        *time.to = read.value();
+    }
+    if (o.staging_bytes > 0) s.staging_bytes = o.staging_bytes;
+    return s;
+}
+
+Status check_peer(const ta_group& group, uint32_t rank, int argument) {
+    const GroupSettings& s = group.group->settings();
+    if (rank < s.ranks && rank != s.rank) return {};
+    return fail(TA_E_INVALID, "rank %u is asked for; this is rank %u of %u", rank, s.rank, s.ranks).argument(argument);
+}
+
+// The pool that a transfer of the group is from or for.
+Status check_transfer(const ta_group* group, const ta_kv_pool* pool) {
+    TA_RETURN_IF_ERROR(check_group(group));
+    TA_RETURN_IF_ERROR(check_pointer(pool, "pool", 1));
+    TA_RETURN_IF_ERROR(check_process(pool->impl->context()));
+    TA_RETURN_IF_ERROR(pool->impl->check_open());
+    if (&pool->impl->context() == &group->group->context()) return {};
+    return fail(TA_E_STATE, "the pool is of another context than the group's rank").argument(1);
+}
+
+Status write_info(const TransferProgress& p, ta_transfer_info* info, int argument) {
+    ta_transfer_info r{};
+    r.state = p.state;
+    r.peer = p.peer;
+    r.status = p.status.code();
+    r.tag = p.tag;
+    r.blocks = p.blocks;
+    r.blocks_moved = p.blocks_moved;
+    r.blocks_shared = p.blocks_shared;
+    r.bytes_moved = p.bytes_moved;
+    r.seq = p.seq;
+    r.length = p.length;
+    r.block = r.rank = -1;
+    if (const ta_error* detail = p.status.detail()) {
+        r.block = detail->block;
+        r.rank = detail->rank;
+        std::snprintf(r.reason, sizeof r.reason, "%.*s", int(sizeof r.reason - 1), detail->message);
+    }
+    return write_struct(r, info, "info", argument);
+}
+
+ta_status write_progress(const ta_group* group, ta_ticket ticket, int64_t nanoseconds, ta_transfer_info* info, int argument,
+                         ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        TA_RETURN_IF_ERROR(check_pointer(info, "info", argument));
+        TA_RETURN_IF_ERROR(check_struct_size(info, "info", argument));  // known before the wait
+        Result<TransferProgress> progress = group->transfers->wait(ticket, nanoseconds);
+        if (!progress.ok()) return std::move(progress).status().argument(1);
+        return write_info(progress.value(), info, argument);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+ta_status ta_group_make_id(ta_group_kind kind, ta_group_id* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_kind(kind, 0));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        const GroupId id = make_local_id();
+        std::memcpy(out->bytes, id.data(), id.size());
+        return {};
+    });
+}
+
+ta_status ta_group_create(ta_context* context, const ta_group_options* options, ta_group** out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
+        TA_RETURN_IF_ERROR(check_process(*context->impl));
+        TA_RETURN_IF_ERROR(check_pointer(options, "options", 1));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        Result<ta_group_options> read = read_struct(options, "options", 1);
+        if (!read.ok()) return std::move(read).status();
+        const ta_group_options& o = read.value();
+        Result<GroupSettings> settings = read_settings(o);
+        if (!settings.ok()) return std::move(settings).status();
+        Result<Fault> fault = read_fault(o.fault);
+        if (!fault.ok()) return std::move(fault).status();
+        GroupId id;
+        std::memcpy(id.data(), o.id->bytes, id.size());
+        if (!is_local_id(id)) return fail(TA_E_INVALID, "options.id is not of ta_group_make_id(TA_GROUP_LOCAL)").argument(1);
+        Result<std::unique_ptr<Transport>> transport = join_local_group(id, o.rank, o.ranks, fault.value());
+        if (!transport.ok()) return at_argument(std::move(transport).status(), 1);
+        auto group = std::make_unique<ta_group>();
+        group->group = std::make_unique<Group>(context->impl, settings.value(), transport.take());
+        group->transfers = std::make_unique<Transfers>(*group->group);
+        TA_RETURN_IF_ERROR(group->transfers->start());
+        TA_RETURN_IF_ERROR(group->group->start(*group->transfers));
+        *out = group.release();
+        return {};
+    });
+}
+
+void ta_group_destroy(ta_group* group) {
+    destroy(group, [](const ta_group& g) -> const Context& { return g.group->context(); });
+}
+
+ta_status ta_group_poll(const ta_group* group, int64_t nanoseconds, ta_group_state* state, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        TA_RETURN_IF_ERROR(check_pointer(state, "state", 2));
+        *state = int32_t(group->group->wait_connected(nanoseconds));
+        return {};
+    });
+}
+
+ta_status ta_group_get_info(const ta_group* group, ta_group_info* info, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        TA_RETURN_IF_ERROR(check_pointer(info, "info", 1));
+        const Group& g = *group->group;
+        ta_group_info r{};
+        r.state = int32_t(g.state());
+        r.rank = g.settings().rank;
+        r.ranks = g.settings().ranks;
+        r.kind = TA_GROUP_LOCAL;
+        r.generation = g.settings().generation;
+        const Status health = g.health();
+        if (health.detail())
+            std::snprintf(r.reason, sizeof r.reason, "%.*s", int(sizeof r.reason - 1), health.detail()->message);
+        return write_struct(r, info, "info", 1);
+    });
+}
+
+ta_status ta_group_health(const ta_group* group, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        return group->group->health();
+    });
+}
+
+ta_status ta_group_abort(ta_group* group, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        const auto rank = int32_t(group->group->settings().rank);
+        group->group->end(fail(TA_E_CANCELLED, "rank %d aborted the group", rank).rank(rank));
+        return {};
+    });
+}
+
+ta_status ta_group_descriptor(const ta_group* group, int32_t* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        if (group->group->descriptor() < 0) return fail(TA_E_UNSUPPORTED, "the system gave no event descriptor");
+        *out = group->group->descriptor();
+        return {};
+    });
+}
+
+ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t most, uint64_t* n, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        if (most > 0) TA_RETURN_IF_ERROR(check_pointer(tickets, "tickets", 1));
+        TA_RETURN_IF_ERROR(check_pointer(n, "n", 3));
+        const std::vector<uint64_t> taken = group->group->take_finished(size_t(most));
+        std::copy(taken.begin(), taken.end(), tickets);
+        *n = taken.size();
+        return {};
+    });
+}
+
+ta_status ta_seq_send(ta_group* group, ta_kv_pool* pool, ta_seq seq, uint32_t to, uint64_t tag, ta_send_mode mode,
+                      ta_ticket* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_transfer(group, pool));
+        TA_RETURN_IF_ERROR(check_peer(*group, to, 3));
+        if (mode != TA_SEND_COPY && mode != TA_SEND_MOVE)
+            return fail(TA_E_INVALID, "mode is %d, no value of ta_send_mode", int(mode)).argument(5);
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 6));
+        Result<uint64_t> ticket = group->transfers->send(pool->impl, seq, to, tag, mode == TA_SEND_MOVE);
+        if (!ticket.ok()) return std::move(ticket).status();
+        *out = ticket.value();
+        return {};
+    });
+}
+
+ta_status ta_seq_receive(ta_group* group, ta_kv_pool* pool, uint32_t from, uint64_t tag, ta_ticket* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_transfer(group, pool));
+        TA_RETURN_IF_ERROR(check_peer(*group, from, 2));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
+        Result<uint64_t> ticket = group->transfers->receive(pool->impl, from, tag);
+        if (!ticket.ok()) return std::move(ticket).status();
+        *out = ticket.value();
+        return {};
+    });
+}
+
+ta_status ta_transfer_query(const ta_group* group, ta_ticket ticket, ta_transfer_info* info, ta_error* err) {
+    return write_progress(group, ticket, 0, info, 2, err);
+}
+
+ta_status ta_transfer_wait(const ta_group* group, ta_ticket ticket, int64_t nanoseconds, ta_transfer_info* info,
+                           ta_error* err) {
+    return write_progress(group, ticket, nanoseconds, info, 3, err);
+}
+
+ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        Status s = group->transfers->cancel(ticket);
+        return s.ok() ? std::move(s) : std::move(s).argument(1);
+    });
+}
+
+}  // extern "C"

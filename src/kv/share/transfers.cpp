@@ -1,0 +1,706 @@
+#include "src/kv/share/transfers.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <utility>
+
+#include "kernels/format/hash.h"
+
+namespace ta::share {
+namespace {
+
+constexpr size_t kKnownTickets = 4096;                       // finished ones
+constexpr uint64_t kMostOfferedBytes = uint64_t{256} << 20;  // of offers that nobody has asked for
+
+struct OfferHeader {
+    uint64_t fingerprint;  // of the source's pool
+    uint64_t pool;         // its serial
+    uint64_t tag;
+    int64_t length;  // tokens
+    uint64_t blocks;
+    uint64_t space;  // that the sequence belongs to
+    uint64_t slot_bytes[kPageKinds];
+};  // then a StoredBlock for each block, without slot_hash
+
+struct ReadyHeader {
+    uint64_t window;
+    uint64_t address;  // of the first block; the others follow without gaps
+    uint64_t blocks;
+};  // then their positions in the offer
+
+struct SentHeader {
+    uint64_t window;
+    uint64_t blocks;
+};  // then the XXH3 of each slot
+
+Time after(std::chrono::milliseconds from_now) {
+    return Clock::now() + from_now;
+}
+
+}  // namespace
+
+struct Transfers::Outgoing {
+    Outgoing(Residency& residency) : hold(residency) {}
+    Residency::BlockHold hold;
+    ta_seq seq = 0;
+    Pool::Snapshot snapshot;
+    std::vector<StoredBlock> list;
+    std::vector<Sequence*> locked;  // of a move
+    // Guarded by mutex_: the window that is to be written and the positions of its blocks in the list, from kReady to kSent.
+    bool writing = false;
+    ReadyHeader ready{};
+    std::vector<uint64_t> positions;
+};
+
+struct Transfers::Incoming {
+    Incoming(Pool& pool) : hold(pool.residency()), spaces(pool.prefixes()), others_see(pool.residency(), mine) {}
+    Residency::BlockHold hold;
+    std::vector<uint8_t> offer_bytes;
+    OfferHeader offer{};
+    std::vector<StoredBlock> list;
+    PrefixStore::Named spaces;
+    Tenant tenant = 0;
+    std::vector<BlockPtr> blocks;  // [list.size()], those that are there
+    Residency::Loading mine;
+    Residency::LoadHold others_see;
+    size_t next = 0;  // in the list: those before are there or in the window
+    std::vector<uint8_t> staging;
+    std::vector<uint64_t> positions;  // in the list, of the blocks in the window
+    uint64_t open_window = 0;         // 0: none
+    // Guarded by mutex_: the window for which kSent has to come, 0: none; what it brought.
+    uint64_t awaited = 0;
+    std::vector<uint64_t> hashes;
+};
+
+struct Transfers::Transfer {
+    uint64_t ticket = 0;
+    uint64_t channel = 0;
+    bool outgoing = false;
+    std::shared_ptr<Pool> pool;
+    std::atomic<Phase> phase{Phase::kWaiting};
+    Time deadline{};
+    TransferProgress progress;  // guarded by mutex_, as the next ones
+    Status ending;              // of a transfer that is being cancelled
+    bool cancelled_here = false;
+    Lane::Tasks end;                // what its lane does last
+    std::unique_ptr<Outgoing> out;  // the lane's, where nothing else is said
+    std::unique_ptr<Incoming> in;
+};
+
+TransferProgress TransferProgress::clone() const {
+    TransferProgress copy;
+    copy.state = state;
+    copy.peer = peer;
+    copy.tag = tag;
+    copy.blocks = blocks;
+    copy.blocks_moved = blocks_moved;
+    copy.blocks_shared = blocks_shared;
+    copy.bytes_moved = bytes_moved;
+    copy.seq = seq;
+    copy.length = length;
+    copy.status = status.clone();
+    return copy;
+}
+
+Transfers::Transfers(Group& group) : group_(group) {
+    const uint64_t of[] = {group.settings().generation, group.settings().rank};
+    tickets_ = hash_bytes(of, sizeof of) >> 33 << 32;  // those of another group name nothing here
+    done_.reserve(kKnownTickets + 1);
+}
+
+Status Transfers::start() {
+    for (Lane& lane : lanes_) TA_RETURN_IF_ERROR(lane.start());
+    return {};
+}
+
+void Transfers::stop() {
+    for (Lane& lane : lanes_) lane.stop();
+    std::vector<Ptr> left;
+    {
+        const std::lock_guard lock(mutex_);
+        left.swap(live_);
+    }
+    for (const Ptr& t : left) let_go(*t, false);
+}
+
+bool Transfers::t_is_outgoing(const Transfer& t) {
+    return t.outgoing;
+}
+
+// ------------------------------------------------------------------------------------------------------------------- calls
+
+Status Transfers::check_ready() const {
+    TA_RETURN_IF_ERROR(group_.health());
+    if (group_.state() == GroupState::kReady) return {};
+    return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
+}
+
+// Under mutex_.
+Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag) {
+    auto t = std::make_shared<Transfer>();
+    t->ticket = ++tickets_;
+    t->outgoing = outgoing;
+    t->pool = std::move(pool);
+    t->progress.peer = peer;
+    t->progress.tag = tag;
+    t->deadline = after(group_.settings().operation);
+    t->end.push_back([this, raw = t.get()] {
+        const Ptr kept = [&] {
+            const std::lock_guard lock(mutex_);
+            return known_.at(raw->ticket);
+        }();
+        let_go(*kept, kept->ending.ok());
+        publish(*kept);
+    });
+    live_.reserve(live_.size() + 1);
+    group_.expect_finished();
+    known_.emplace(t->ticket, t);
+    live_.push_back(t);
+    return t;
+}
+
+Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_t to, uint64_t tag, bool move) {
+    TA_RETURN_IF_ERROR(check_ready());
+    auto out = std::make_unique<Outgoing>(pool->residency());
+    struct Unlock {
+        Pool* pool;
+        Outgoing* out;
+        ~Unlock() {
+            if (out) pool->unlock_for_plan(out->locked);
+        }
+    } unlock{pool.get(), move ? out.get() : nullptr};
+    if (move) {
+        Result<std::vector<Sequence*>> locked = pool->lock_for_plan({&seq, 1});
+        if (!locked.ok()) return std::move(locked).status().argument(2).sequence(-1);
+        out->locked = locked.take();
+        pool->commit_plan([&] {
+            const Sequence& s = *out->locked[0];
+            out->snapshot = {s.length, s.blocks, s.tenant.load()};
+        });
+    } else {
+        Result<Pool::Snapshot> snapshot = pool->snapshot(seq);
+        if (!snapshot.ok()) return std::move(snapshot).status().argument(2);
+        out->snapshot = snapshot.take();
+    }
+    out->seq = seq;
+    const Pool::Snapshot& s = out->snapshot;
+    for (size_t i = 0; i < s.blocks.size(); ++i) {
+        const Block& block = *s.blocks[i];
+        if (block.dropped()) {
+            return fail(TA_E_STATE, "a sequence with blocks that were dropped cannot be sent").argument(2).block(int64_t(i));
+        }
+        StoredBlock b{};
+        b.content_id = block.content_id();
+        b.index = i;
+        b.tokens = block.sealed() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
+        b.kind = uint8_t(block.kind());
+        out->list.push_back(b);
+    }
+    OfferHeader offer{};
+    offer.fingerprint = pool->fingerprint();
+    offer.pool = pool->serial();
+    offer.tag = tag;
+    offer.length = s.length;
+    offer.blocks = s.blocks.size();
+    offer.space = pool->tag_of(s);
+    for (int kind = 0; kind < kPageKinds; ++kind) offer.slot_bytes[kind] = pool->geometry().slot_bytes(PageKind(kind));
+    const std::vector<uint8_t> payload = PayloadWriter().put(offer).put_all(std::span<const StoredBlock>(out->list)).bytes();
+
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(broken_.clone());
+    const Ptr t = add(std::move(pool), true, to, tag);
+    t->channel = uint64_t(group_.settings().rank) << 40 | ++channels_;
+    t->progress.blocks = offer.blocks;
+    t->progress.length = offer.length;
+    t->out = std::move(out);
+    unlock.out = nullptr;
+    group_.send(to, MessageType::kOffer, t->channel, payload);
+    group_.wake();
+    return t->ticket;
+}
+
+Result<uint64_t> Transfers::receive(std::shared_ptr<Pool> pool, uint32_t from, uint64_t tag) {
+    TA_RETURN_IF_ERROR(check_ready());
+    TA_RETURN_IF_ERROR(pool->check_open());
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(broken_.clone());
+    const Ptr t = add(std::move(pool), false, from, tag);
+    const auto offer = std::find_if(offers_.begin(), offers_.end(), [&](const Offer& o) {
+        OfferHeader h{};
+        return o.from == from && PayloadReader(o.payload).get(h) && h.tag == tag;
+    });
+    if (offer != offers_.end()) {
+        Offer taken = std::move(*offer);
+        offers_.erase(offer);
+        offered_bytes_ -= taken.payload.size();
+        match(t, std::move(taken));
+    }
+    group_.wake();
+    return t->ticket;
+}
+
+Result<TransferProgress> Transfers::query(uint64_t ticket) const {
+    return wait(ticket, 0);
+}
+
+Result<TransferProgress> Transfers::wait(uint64_t ticket, int64_t nanoseconds) const {
+    std::unique_lock lock(mutex_);
+    const auto found = known_.find(ticket);
+    if (found == known_.end()) {
+        return fail(TA_E_STALE, "0x%llx is no ticket of this group, or finished long ago", (unsigned long long)ticket);
+    }
+    const Ptr t = found->second;
+    const auto over = [&t] { return t->progress.state >= TA_MOVE_DONE; };
+    if (nanoseconds < 0) {
+        finished_.wait(lock, over);
+    } else if (nanoseconds > 0) {
+        finished_.wait_until(lock, Clock::now() + std::chrono::nanoseconds(std::min(nanoseconds, int64_t{1} << 60)), over);
+    }
+    return t->progress.clone();
+}
+
+Status Transfers::cancel(uint64_t ticket) {
+    const std::lock_guard lock(mutex_);
+    const auto found = known_.find(ticket);
+    if (found == known_.end()) {
+        return fail(TA_E_STALE, "0x%llx is no ticket of this group, or finished long ago", (unsigned long long)ticket);
+    }
+    Transfer& t = *found->second;
+    if (t.phase == Phase::kWaiting || t.phase == Phase::kMoving) {
+        t.cancelled_here = true;
+        begin_cancel(t, fail(TA_E_CANCELLED, "the transfer was cancelled"));
+        group_.wake();
+    }
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------------ ends (under mutex_)
+
+// Stops a transfer. It is over when the peer has answered, or cannot.
+void Transfers::begin_cancel(Transfer& t, Status why) {
+    if (t.phase == Phase::kCancelling || t.phase == Phase::kOver) return;
+    const bool peer_knows = t.channel != 0 && broken_.ok();
+    if (peer_knows) {
+        t.phase = Phase::kCancelling;
+        touch(t);
+        try {
+            group_.send(t.progress.peer, MessageType::kCancel, t.channel, PayloadWriter().put(Ending::of(why)).bytes());
+        } catch (const std::bad_alloc&) {
+            // The peer's own deadline ends it there.
+        }
+        t.ending = std::move(why);
+        return;
+    }
+    conclude(t, std::move(why));
+}
+
+// What it holds is let go by its lane, behind the task that runs; then the ticket is finished.
+void Transfers::conclude(Transfer& t, Status status) noexcept {
+    if (t.phase == Phase::kOver) return;
+    t.phase = Phase::kOver;
+    t.ending = std::move(status);
+    lane_of(t).post(std::move(t.end));
+}
+
+void Transfers::publish(Transfer& t) noexcept {
+    const std::lock_guard lock(mutex_);
+    TransferProgress& p = t.progress;
+    const bool cancelled = t.cancelled_here && t.ending.code() == TA_E_CANCELLED;
+    p.state = t.ending.ok() ? TA_MOVE_DONE : cancelled ? TA_MOVE_CANCELLED : TA_MOVE_FAILED;
+    p.status = std::move(t.ending);
+    std::erase_if(live_, [&t](const Ptr& other) { return other.get() == &t; });
+    done_.push_back(t.ticket);
+    if (done_.size() > kKnownTickets) {
+        known_.erase(done_.front());
+        done_.erase(done_.begin());
+    }
+    finished_.notify_all();
+    group_.add_finished(t.ticket);
+}
+
+void Transfers::touch(Transfer& t) {
+    t.deadline = after(group_.settings().operation);
+}
+
+Time Transfers::on_time(Time now) {
+    const std::lock_guard lock(mutex_);
+    Time next = Time::max();
+    for (const Ptr& t : live_) {
+        if (t->phase == Phase::kOver || t->phase == Phase::kLanding) continue;
+        if (t->deadline <= now) {
+            if (t->phase == Phase::kCancelling) {
+                conclude(*t, std::move(t->ending));
+                continue;
+            }
+            begin_cancel(*t, fail(TA_E_TIMEOUT, "rank %u did nothing for the transfer in %lld ms", t->progress.peer,
+                                  (long long)group_.settings().operation.count())
+                                 .rank(int32_t(t->progress.peer)));
+        }
+        if (t->phase != Phase::kOver) next = std::min(next, t->deadline);
+    }
+    return next;
+}
+
+void Transfers::on_broken(const Status& why) {
+    const std::lock_guard lock(mutex_);
+    broken_ = why.clone();
+    offers_.clear();
+    offered_bytes_ = 0;
+    for (const Ptr& t : live_) {
+        if (t->phase == Phase::kLanding) continue;
+        conclude(*t, t->phase == Phase::kCancelling ? std::move(t->ending) : why.clone());
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- messages
+
+Transfers::Ptr Transfers::find(uint64_t channel, uint32_t peer, bool outgoing) const {
+    for (const Ptr& t : live_) {
+        if (t->channel == channel && t->progress.peer == peer && t->outgoing == outgoing) return t;
+    }
+    return nullptr;
+}
+
+void Transfers::post(const Ptr& t, Status (Transfers::*task)(Transfer&)) {
+    lane_of(*t).post([this, t, task] {
+        if (t->phase != Phase::kMoving) return;
+        Status s;
+        try {
+            s = (this->*task)(*t);
+        } catch (const std::bad_alloc&) {
+            s = fail(TA_E_MEMORY, "no memory for a transfer");
+        }
+        if (s.ok()) return;
+        const std::lock_guard lock(mutex_);
+        if (t->phase == Phase::kLanding) t->phase = Phase::kMoving;
+        begin_cancel(*t, std::move(s));
+        group_.wake();
+    });
+}
+
+Status Transfers::on_message(const Message& m) {
+    const std::lock_guard lock(mutex_);
+    if (!broken_.ok()) return {};
+    const uint32_t from = m.header.from;
+    const auto type = MessageType(m.header.type);
+    if (type == MessageType::kOffer) return on_offer(m);
+    if (type == MessageType::kReady) return on_ready(m);
+    if (type == MessageType::kSent) return on_sent(m);
+    // Whose channel it is, says who began it.
+    const bool mine = m.header.channel >> 40 == group_.settings().rank;
+    const Ptr t = find(m.header.channel, from, mine);
+    PayloadReader payload(m.payload);
+    Ending ending{};
+    if (type == MessageType::kCancel && payload.get(ending) && payload.at_end()) {
+        on_cancel(m, t, ending);
+    } else if (type == MessageType::kCancelled) {
+        if (t && t->phase == Phase::kCancelling) conclude(*t, std::move(t->ending));
+    } else if (type == MessageType::kArrived) {
+        if (t && t->outgoing) conclude(*t, {});
+    } else {
+        return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
+    }
+    return {};
+}
+
+Status Transfers::on_offer(const Message& m) {
+    const uint32_t from = m.header.from;
+    OfferHeader offer{};
+    if (!PayloadReader(m.payload).get(offer) || m.header.channel >> 40 != from)
+        return fail(TA_E_PEER_LOST, "rank %u sent an offer that is none", from).rank(int32_t(from));
+    for (const Ptr& t : live_) {
+        const bool waits = !t->outgoing && t->channel == 0 && t->phase == Phase::kWaiting;
+        if (!waits || t->progress.peer != from || t->progress.tag != offer.tag) continue;
+        match(t, {from, m.header.channel, m.payload});
+        return {};
+    }
+    if (offered_bytes_ + m.payload.size() > kMostOfferedBytes) {
+        const Status full =
+            fail(TA_E_LIMIT, "too many sequences are offered to rank %u that it has not asked for", group_.settings().rank)
+                .rank(int32_t(group_.settings().rank));
+        group_.send(from, MessageType::kCancel, m.header.channel, PayloadWriter().put(Ending::of(full)).bytes());
+        return {};
+    }
+    offered_bytes_ += m.payload.size();
+    offers_.push_back({from, m.header.channel, m.payload});
+    return {};
+}
+
+// The transfer takes what was offered.
+void Transfers::match(const Ptr& t, Offer&& offer) {
+    t->channel = offer.channel;
+    t->in = std::make_unique<Incoming>(*t->pool);
+    t->in->offer_bytes = std::move(offer.payload);
+    t->phase = Phase::kMoving;
+    t->progress.state = TA_MOVE_RUNNING;
+    touch(*t);
+    post(t, &Transfers::prepare);
+}
+
+Status Transfers::on_ready(const Message& m) {
+    const Ptr t = find(m.header.channel, m.header.from, true);
+    if (!t || (t->phase != Phase::kWaiting && t->phase != Phase::kMoving)) return {};
+    PayloadReader payload(m.payload);
+    ReadyHeader ready{};
+    std::vector<uint64_t> positions;
+    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && !t->out->writing &&
+                      std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < t->out->list.size(); });
+    if (!good) {
+        return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
+            .rank(int32_t(m.header.from));
+    }
+    t->out->writing = true;
+    t->out->ready = ready;
+    t->out->positions = std::move(positions);
+    t->phase = Phase::kMoving;
+    t->progress.state = TA_MOVE_RUNNING;
+    touch(*t);
+    post(t, &Transfers::write_window);
+    return {};
+}
+
+Status Transfers::on_sent(const Message& m) {
+    const Ptr t = find(m.header.channel, m.header.from, false);
+    if (!t || t->phase != Phase::kMoving) return {};
+    PayloadReader payload(m.payload);
+    SentHeader sent{};
+    std::vector<uint64_t> hashes;
+    if (!payload.get(sent) || !payload.get_rest(sent.blocks, hashes) || sent.window == 0 ||
+        sent.window != std::exchange(t->in->awaited, 0) || hashes.size() != t->in->positions.size()) {
+        return fail(TA_E_PEER_LOST, "rank %u sent blocks that nobody asked for", m.header.from).rank(int32_t(m.header.from));
+    }
+    t->in->hashes = std::move(hashes);
+    touch(*t);
+    post(t, &Transfers::take_in_window);
+    return {};
+}
+
+// The peer stops. Its answer comes from the lane: then nothing of this rank's writes any more.
+void Transfers::on_cancel(const Message& m, const Ptr& t, const Ending& ending) {
+    const uint32_t from = m.header.from;
+    const uint64_t channel = m.header.channel;
+    std::erase_if(offers_, [&](const Offer& o) {
+        const bool same = o.from == from && o.channel == channel;
+        if (same) offered_bytes_ -= o.payload.size();
+        return same;
+    });
+    const auto answer = [this, from, channel] { group_.send(from, MessageType::kCancelled, channel, {}); };
+    if (!t || t->phase == Phase::kOver || t->phase == Phase::kLanding) return answer();
+    lane_of(*t).post(answer);
+    if (t->phase != Phase::kCancelling) conclude(*t, ending.to_status(from));
+}
+
+// ------------------------------------------------------------------------------------------------------ tasks of the source
+
+Status Transfers::write_window(Transfer& t) {
+    Outgoing& out = *t.out;
+    const Pool& pool = *t.pool;
+    std::vector<uint64_t> hashes;
+    std::vector<uint8_t> slot;
+    uint64_t to = out.ready.address, bytes = 0;  // nobody else looks at these two while `writing`
+    for (const uint64_t position : out.positions) {
+        if (t.phase != Phase::kMoving) return {};
+        TA_RETURN_IF_ERROR(pool.check_open());
+        const StoredBlock& b = out.list[size_t(position)];
+        Result<PageKind> kind = copy_slot(*t.pool, *out.snapshot.blocks[size_t(position)], b.index, b.tokens, slot);
+        if (!kind.ok()) return std::move(kind).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
+        if (kind.value() != PageKind(b.kind)) {
+            return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
+        }
+        hashes.push_back(hash_bytes(slot.data(), slot.size()));
+        const RemoteCopy copy{to, slot.data(), slot.size()};
+        TA_RETURN_IF_ERROR(group_.transport().write(t.progress.peer, out.ready.window, {&copy, 1}));
+        to += slot.size();
+        bytes += slot.size();
+    }
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    t.progress.blocks_moved += out.positions.size();
+    t.progress.bytes_moved += bytes;
+    touch(t);
+    out.writing = false;
+    const SentHeader sent{out.ready.window, hashes.size()};
+    group_.send(t.progress.peer, MessageType::kSent, t.channel,
+                PayloadWriter().put(sent).put_all(std::span<const uint64_t>(hashes)).bytes());
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------- tasks of the destination
+
+Status Transfers::prepare(Transfer& t) {
+    Pool& pool = *t.pool;
+    Incoming& in = *t.in;
+    TA_RETURN_IF_ERROR(pool.check_open());
+    TA_RETURN_IF_ERROR(read_offer(t));
+    pool.end_forgotten_namespaces();
+    in.tenant = in.spaces.tenant_of(in.offer.space);
+    TA_RETURN_IF_ERROR(in.spaces.complete());
+    TA_RETURN_IF_ERROR(pool.check_room_for(1));
+    in.blocks.resize(in.list.size());
+    share_present(t);
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < in.list.size(); ++i) {
+        if (!in.blocks[i]) bytes += pool.geometry().slot_bytes(PageKind(in.list[i].kind));
+    }
+    TA_RETURN_IF_ERROR(pool.residency().check_may_take_in(bytes));
+    return ask_for_window(t);
+}
+
+// The offer is of a pool like this one, and may be that of a sequence.
+Status Transfers::read_offer(Transfer& t) {
+    Incoming& in = *t.in;
+    const Pool& pool = *t.pool;
+    OfferHeader& h = in.offer;
+    PayloadReader payload(in.offer_bytes);
+    const auto none = [&] {
+        return fail(TA_E_CORRUPT, "rank %u offers what no pool has", t.progress.peer).rank(int32_t(t.progress.peer));
+    };
+    if (!payload.get(h)) return none();
+    bool same = h.fingerprint == pool.fingerprint();
+    for (int kind = 0; kind < kPageKinds; ++kind)
+        same = same && h.slot_bytes[kind] == pool.geometry().slot_bytes(PageKind(kind));
+    if (!same) {
+        return fail(TA_E_MISMATCH,
+                    "the pools of ranks %u and %u differ in rotation, sink blocks, K offset, falling precision, shape or bits",
+                    t.progress.peer, group_.settings().rank)
+            .rank(int32_t(t.progress.peer));
+    }
+    if (!payload.get_rest(h.blocks, in.list) || h.length < 0 || h.blocks > uint64_t(INT64_MAX / kPageTokens) ||
+        uint64_t(h.length) > h.blocks * kPageTokens || uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens)
+        return none();
+    in.offer_bytes = {};
+    for (size_t i = 0; i < in.list.size(); ++i) {
+        const StoredBlock& b = in.list[i];
+        const bool is_end = i + 1 == in.list.size() && h.length == int64_t(i) * kPageTokens + int64_t(b.tokens);
+        if (b.index != i || !can_exist(pool, b) || (b.tokens != uint32_t(kPageTokens) && !is_end)) return none();
+    }
+    const std::lock_guard lock(mutex_);
+    t.progress.blocks = h.blocks;
+    t.progress.length = h.length;
+    return {};
+}
+
+// Blocks of the list that an earlier transfer from the same pool brought.
+void Transfers::share_present(Transfer& t) {
+    Incoming& in = *t.in;
+    uint64_t shared = 0;
+    for (size_t i = 0; i < in.list.size(); ++i) {
+        const StoredBlock& b = in.list[i];
+        if (b.tokens != uint32_t(kPageTokens)) continue;
+        const auto found = arrived_.find({t.progress.peer, in.offer.pool, b.content_id, b.index, t.pool.get()});
+        if (found == arrived_.end()) continue;
+        BlockPtr block = found->second.lock();
+        if (!block || block->dropped() || block->stuck() || block->kind() != PageKind(b.kind) || block->tenant() != in.tenant)
+            continue;
+        in.blocks[i] = std::move(block);
+        ++shared;
+    }
+    const std::lock_guard lock(mutex_);
+    t.progress.blocks_shared = shared;
+}
+
+// Names memory for the next blocks; where there are none left, the sequence is made.
+Status Transfers::ask_for_window(Transfer& t) {
+    Incoming& in = *t.in;
+    const Geometry& g = t.pool->geometry();
+    in.positions.clear();
+    size_t bytes = 0;
+    for (; in.next < in.list.size(); ++in.next) {
+        if (in.blocks[in.next]) continue;
+        const size_t more = g.slot_bytes(PageKind(in.list[in.next].kind));
+        if (!in.positions.empty() && bytes + more > group_.settings().staging_bytes) break;
+        bytes += more;
+        in.positions.push_back(in.next);
+    }
+    if (in.positions.empty()) return land(t);
+    if (in.staging.size() < bytes) in.staging.resize(bytes);
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    in.awaited = in.open_window = uint64_t(group_.settings().rank + 1) << 40 | ++windows_;
+    group_.transport().open_window(in.open_window, t.progress.peer, in.staging);
+    const ReadyHeader ready{in.open_window, reinterpret_cast<uintptr_t>(in.staging.data()), in.positions.size()};
+    touch(t);
+    group_.send(t.progress.peer, MessageType::kReady, t.channel,
+                PayloadWriter().put(ready).put_all(std::span<const uint64_t>(in.positions)).bytes());
+    return {};
+}
+
+Status Transfers::take_in_window(Transfer& t) {
+    Incoming& in = *t.in;
+    Pool& pool = *t.pool;
+    group_.transport().close_window(std::exchange(in.open_window, 0));
+    char from[32];
+    std::snprintf(from, sizeof from, "what rank %u sent", t.progress.peer);
+    uint8_t* slot = in.staging.data();
+    for (size_t n = 0; n < in.positions.size(); ++n) {
+        if (t.phase != Phase::kMoving) return {};
+        TA_RETURN_IF_ERROR(pool.check_open());
+        const StoredBlock& b = in.list[size_t(in.positions[n])];
+        const auto kind = PageKind(b.kind);
+        const std::span<uint8_t> bytes(slot, pool.geometry().slot_bytes(kind));
+        slot += bytes.size();
+        if (hash_bytes(bytes.data(), bytes.size()) != in.hashes[n]) {
+            return fail(TA_E_CORRUPT, "the block arrived damaged from rank %u", t.progress.peer)
+                .block(int64_t(b.index))
+                .rank(int32_t(t.progress.peer));
+        }
+        if (Status s = check_block(pool, b, bytes, from); !s.ok()) return std::move(s).rank(int32_t(t.progress.peer));
+        Result<BlockPtr> block = pool.residency().new_block(kind, in.mine);
+        if (!block.ok()) return std::move(block).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
+        if (in.tenant != 0) block.value()->set_tenant(in.tenant);
+        TA_RETURN_IF_ERROR(fill_block(pool, *block.value(), b, bytes));
+        in.blocks[size_t(in.positions[n])] = block.value();
+        in.others_see.add({block.take(), b.index});
+        const std::lock_guard lock(mutex_);
+        ++t.progress.blocks_moved;
+        t.progress.bytes_moved += bytes.size();
+        touch(t);
+    }
+    return ask_for_window(t);
+}
+
+Status Transfers::land(Transfer& t) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (t.phase != Phase::kMoving) return {};
+        t.phase = Phase::kLanding;
+    }
+    Incoming& in = *t.in;
+    for (size_t i = 0; i < in.list.size(); ++i) {
+        if (in.list[i].tokens != uint32_t(kPageTokens)) continue;
+        arrived_[{t.progress.peer, in.offer.pool, in.list[i].content_id, i, t.pool.get()}] = in.blocks[i];
+    }
+    if (arrived_.size() > prune_arrived_at_) {
+        std::erase_if(arrived_, [](const auto& entry) { return entry.second.expired(); });
+        prune_arrived_at_ = 2 * arrived_.size() + 1024;
+    }
+    Pool::Snapshot s;
+    s.length = in.offer.length;
+    s.blocks = in.blocks;
+    s.tenant = in.tenant;
+    Result<ta_seq> seq = t.pool->adopt(std::move(s));
+    if (!seq.ok()) return std::move(seq).status().rank(int32_t(group_.settings().rank));
+    in.spaces.keep();
+    const std::lock_guard lock(mutex_);
+    t.progress.seq = seq.value();
+    group_.send(t.progress.peer, MessageType::kArrived, t.channel, {});
+    conclude(t, {});
+    return {};
+}
+
+// By the transfer's lane, or once there is none. `done`: the destination has the sequence.
+void Transfers::let_go(Transfer& t, bool done) {
+    if (t.out) {
+        if (done && !t.out->locked.empty()) (void)t.pool->release(t.out->seq);  // closed meanwhile: it has none any more
+        t.pool->unlock_for_plan(t.out->locked);
+        t.out.reset();
+    }
+    if (t.in) {
+        if (t.in->open_window != 0) group_.transport().close_window(t.in->open_window);
+        t.in.reset();
+    }
+    t.pool.reset();
+}
+
+}  // namespace ta::share

@@ -1,0 +1,124 @@
+// Sequences that go from one rank of a group to another: docs/internals/sharing.md has the protocol. The source offers what the
+// sequence has; the destination asks for blocks, window by window, checks what comes, and has the sequence once it has all.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "src/kv/files/block_file.h"
+#include "src/kv/pool.h"
+#include "tiering/share/group.h"
+#include "tiering/share/lane.h"
+
+namespace ta::share {
+
+struct TransferProgress {
+    ta_move_state state = TA_MOVE_QUEUED;
+    uint32_t peer = 0;
+    uint64_t tag = 0;
+    uint64_t blocks = 0, blocks_moved = 0, blocks_shared = 0, bytes_moved = 0;
+    ta_seq seq = 0;
+    int64_t length = 0;
+    Status status;
+
+    TransferProgress clone() const;
+};
+
+class Transfers final : public Group::Service {
+  public:
+    explicit Transfers(Group& group);
+    ~Transfers() override { stop(); }
+    // TA_E_LIMIT: no threads.
+    Status start();
+    // Waits for the blocks that are being read or taken in; the rest is let go. After the group's stop().
+    void stop();
+
+    // Tickets, never 0.
+    Result<uint64_t> send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_t to, uint64_t tag, bool move);
+    Result<uint64_t> receive(std::shared_ptr<Pool> pool, uint32_t from, uint64_t tag);
+    // TA_E_STALE.
+    Result<TransferProgress> query(uint64_t ticket) const;
+    Result<TransferProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
+    Status cancel(uint64_t ticket);
+
+    Status on_message(const Message& message) override;
+    Time on_time(Time now) override;
+    void on_broken(const Status& why) override;
+
+  private:
+    enum class Phase : uint8_t {
+        kWaiting,     // for the peer: its answer to the offer, or its offer
+        kMoving,      // blocks are on their way
+        kLanding,     // the destination makes the sequence: nothing stops it any more
+        kCancelling,  // until the peer touches nothing any more
+        kOver,        // what it holds is let go
+    };
+    struct Transfer;
+    struct Outgoing;
+    struct Incoming;
+    using Ptr = std::shared_ptr<Transfer>;
+    struct Offer {
+        uint32_t from;
+        uint64_t channel;
+        std::vector<uint8_t> payload;
+    };
+
+    Status check_ready() const;
+    Ptr add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag);
+    Ptr find(uint64_t channel, uint32_t peer, bool outgoing) const;
+    void touch(Transfer& t);
+    Lane& lane_of(const Transfer& t) { return lanes_[t_is_outgoing(t)]; }
+    static bool t_is_outgoing(const Transfer& t);
+    void post(const Ptr& t, Status (Transfers::*task)(Transfer&));
+    void begin_cancel(Transfer& t, Status why);
+    void conclude(Transfer& t, Status status) noexcept;
+    void publish(Transfer& t) noexcept;
+
+    Status on_offer(const Message& m);
+    Status on_ready(const Message& m);
+    Status on_sent(const Message& m);
+    void on_cancel(const Message& m, const Ptr& t, const Ending& ending);
+    void match(const Ptr& t, Offer&& offer);
+
+    // Tasks of the lanes. A failure cancels the transfer.
+    Status write_window(Transfer& t);
+    Status prepare(Transfer& t);
+    Status take_in_window(Transfer& t);
+    Status read_offer(Transfer& t);
+    void share_present(Transfer& t);
+    Status ask_for_window(Transfer& t);
+    Status land(Transfer& t);
+    void let_go(Transfer& t, bool done);
+
+    Group& group_;
+    Lane lanes_[2];  // of what comes, of what leaves
+
+    mutable std::mutex mutex_;
+    mutable std::condition_variable finished_;
+    uint64_t tickets_, channels_ = 0, windows_ = 0;
+    Status broken_;                            // why the group has ended
+    std::vector<Ptr> live_;                    // that are not finished
+    std::unordered_map<uint64_t, Ptr> known_;  // by ticket
+    std::vector<uint64_t> done_;               // of known_, those finished, oldest first
+    std::deque<Offer> offers_;                 // that nobody has asked for yet
+    uint64_t offered_bytes_ = 0;
+
+    // Blocks that came from other ranks, for those that come again. Of the lane of what comes.
+    struct Origin {
+        uint32_t rank;
+        uint64_t pool, content_id, index;
+        const Pool* here;
+        auto operator<=>(const Origin&) const = default;
+    };
+    std::map<Origin, std::weak_ptr<Block>> arrived_;
+    size_t prune_arrived_at_ = 1024;
+};
+
+}  // namespace ta::share
