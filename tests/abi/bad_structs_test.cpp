@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "abi/wrong_calls.h"
+#include "support/groups.h"
 
 namespace ta::testing {
 namespace {
@@ -250,6 +251,34 @@ TEST_F(BadStructs, DenseOptions) {
         options.attend = o;
         return ta_attend_dense(context.get(), q.view(), k.view(), k.view(), out.view(), nullptr, &options, err);
     });
+}
+
+TEST_F(BadStructs, Groups) {
+    const auto create = [&](const ta_group_options* o, ta_error* err) {
+        ta_group* group = nullptr;
+        const ta_status status = ta_group_create(context.get(), o, &group, err);
+        ta_group_destroy(group);
+        return status;
+    };
+    // A group of one rank that was destroyed leaves nothing, so the id can be used again.
+    const ta_group_id id = make_group_id();
+    check_input(group_options(id, 0, 1), offsetof(ta_group_options, connect_ms), 1, create);
+    check_input(sized<ta_x_group_fault>(), 8, 1, [&](const ta_x_group_fault* f, ta_error* err) {
+        auto options = group_options(id, 0, 1);
+        options.fault = f;
+        return create(&options, err);
+    });
+    const ta_group_id pair = make_group_id();
+    const GroupHandle first = make_group(context, group_options(pair, 0, 2)),
+                      second = make_group(context, group_options(pair, 1, 2));
+    ASSERT_EQ(poll(first), TA_GROUP_READY);
+    check_output<ta_group_info>(1, [&](ta_group_info* i, ta_error* err) { return ta_group_get_info(first.get(), i, err); });
+    ta_ticket ticket = 0;
+    ASSERT_EQ(ta_seq_send(first.get(), pool.get(), long_seq, 1, 1, TA_SEND_COPY, &ticket, nullptr), TA_OK);
+    check_output<ta_transfer_info>(
+        2, [&](ta_transfer_info* i, ta_error* err) { return ta_transfer_query(first.get(), ticket, i, err); });
+    check_output<ta_transfer_info>(
+        3, [&](ta_transfer_info* i, ta_error* err) { return ta_transfer_wait(first.get(), ticket, 1, i, err); });
 }
 
 TEST_F(BadStructs, NamespaceOptions) {

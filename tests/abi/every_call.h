@@ -88,6 +88,47 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         uint64_t needed = 0;
         return ta_kv_pool_write_metrics(pool, TA_METRICS_OPENMETRICS, text.data(), text.size(), &needed, e);
     });
+    // Two ranks of one context.
+    ta_group_id id;
+    ta_group* groups[2] = {};
+    run("ta_group_make_id", [&](ta_error* e) { return ta_group_make_id(TA_GROUP_LOCAL, &id, e); });
+    for (const uint32_t rank : {0u, 1u}) {
+        auto group_options = sized<ta_group_options>();
+        group_options.kind = TA_GROUP_LOCAL;
+        group_options.id = &id;
+        group_options.rank = rank;
+        group_options.ranks = 2;
+        run("ta_group_create", [&](ta_error* e) { return ta_group_create(context, &group_options, &groups[rank], e); });
+    }
+    run("ta_group_poll", [&](ta_error* e) {
+        ta_group_state state = 0;
+        return ta_group_poll(groups[0], -1, &state, e);
+    });
+    run("ta_group_get_info", [&](ta_error* e) {
+        auto i = sized<ta_group_info>();
+        return ta_group_get_info(groups[0], &i, e);
+    });
+    run("ta_group_health", [&](ta_error* e) { return ta_group_health(groups[0], e); });
+    run("ta_group_descriptor", [&](ta_error* e) {
+        int32_t fd = 0;
+        return ta_group_descriptor(groups[0], &fd, e);
+    });
+    ta_ticket sent = 0, got = 0;
+    auto transfer = sized<ta_transfer_info>();
+    run("ta_seq_send", [&](ta_error* e) { return ta_seq_send(groups[0], pool, seq, 1, 1, TA_SEND_COPY, &sent, e); });
+    run("ta_seq_receive", [&](ta_error* e) { return ta_seq_receive(groups[1], pool, 0, 1, &got, e); });
+    run("ta_transfer_wait", [&](ta_error* e) { return ta_transfer_wait(groups[1], got, -1, &transfer, e); });
+    run("ta_transfer_query", [&](ta_error* e) { return ta_transfer_query(groups[1], got, &transfer, e); });
+    run("ta_seq_release", [&](ta_error* e) { return ta_seq_release(pool, transfer.seq, e); });
+    run("ta_seq_receive", [&](ta_error* e) { return ta_seq_receive(groups[1], pool, 0, 1, &got, e); });
+    run("ta_transfer_cancel", [&](ta_error* e) { return ta_transfer_cancel(groups[1], got, e); });
+    run("ta_group_take_finished", [&](ta_error* e) {
+        ta_ticket finished[4];
+        uint64_t n = 0;
+        return ta_group_take_finished(groups[1], finished, 4, &n, e);
+    });
+    run("ta_group_abort", [&](ta_error* e) { return ta_group_abort(groups[0], e); });
+    for (ta_group* group : groups) run("ta_group_destroy", [&](ta_error*) { return ta_group_destroy(group), TA_OK; });
     run("ta_x_seq_dequantize", [&](ta_error* e) {
         std::vector<float> k(size_t(70 * kHeads * head_dim)), v(k.size());
         return ta_x_seq_dequantize(pool, seq, 0, 0, 70, k.data(), v.data(), e);

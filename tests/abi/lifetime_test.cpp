@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "support/counting_allocator.h"
+#include "support/groups.h"
 #include "support/handles.h"
 
 namespace ta::testing {
@@ -89,6 +90,7 @@ TEST(Lifetime, DestroyOfNullDoesNothing) {
     ta_kv_pool_destroy(nullptr);
     ta_plan_destroy(nullptr);
     ta_calibrator_destroy(nullptr);
+    ta_group_destroy(nullptr);
 }
 
 TEST(Lifetime, HandlesGoInAnyOrder) {
@@ -187,6 +189,9 @@ int in_child(Check&& check) {
 
 TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
     Family f;
+    const ta_group_id id = make_group_id();
+    const auto group_of_one = group_options(id, 0, 1);
+    GroupHandle group = make_group(f.context, group_of_one);
     const int wrong = in_child([&] {
         int n = 0, bad = 0;
         ta_error err;
@@ -228,10 +233,30 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_calibrator_create(f.context.get(), 1, 1, 64, &calibrator, &err));
         forked(ta_calibrator_observe(f.calibrator.get(), 0, f.k.view(), f.k.view(), &err));
         forked(ta_calibrator_finish(f.calibrator.get(), 0, bits, bits, nullptr, nullptr, &err));
+        ta_group* joined = nullptr;
+        ta_group_state state = 0;
+        auto gi = sized<ta_group_info>();
+        auto ti = sized<ta_transfer_info>();
+        ta_ticket ticket = 0;
+        int32_t fd = 0;
+        uint64_t taken = 0;
+        forked(ta_group_create(f.context.get(), &group_of_one, &joined, &err));
+        forked(ta_group_poll(group.get(), 0, &state, &err));
+        forked(ta_group_get_info(group.get(), &gi, &err));
+        forked(ta_group_health(group.get(), &err));
+        forked(ta_group_abort(group.get(), &err));
+        forked(ta_group_descriptor(group.get(), &fd, &err));
+        forked(ta_group_take_finished(group.get(), &ticket, 1, &taken, &err));
+        forked(ta_seq_send(group.get(), f.pool.get(), f.seq, 0, 0, 0, &ticket, &err));
+        forked(ta_seq_receive(group.get(), f.pool.get(), 0, 0, &ticket, &err));
+        forked(ta_transfer_query(group.get(), 1, &ti, &err));
+        forked(ta_transfer_wait(group.get(), 1, -1, &ti, &err));
+        forked(ta_transfer_cancel(group.get(), 1, &err));
         forked(ta_x_seq_block(f.pool.get(), f.seq, 0, &b, nullptr, 0, &err));
         forked(ta_x_seq_dequantize(f.pool.get(), f.seq, 0, 0, 0, nullptr, nullptr, &err));
         if (bad) return bad;
         if (pool || plan || calibrator || seq) return 100;
+        group.reset();
         for (int which : {0, 3, 1, 2}) f.destroy(which);
         // The calls that need no handle work as ever, and so does a context of the child's own.
         if (std::strcmp(ta_status_name(TA_E_FORKED), "TA_E_FORKED") != 0) return 101;

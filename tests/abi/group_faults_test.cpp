@@ -1,0 +1,185 @@
+// A group in which one rank does one thing wrong, at each of its actions in turn: every ticket ends in time with a documented
+// status, no wrong byte arrives, nothing leaks, and a sequence that moves is never at no rank.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "support/groups.h"
+#include "support/tiers.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 1, kHeads = 1, kDim = 64;
+constexpr int64_t kRow = kHeads * kDim;
+constexpr int32_t kTokens = 3 * 64 + 10;
+constexpr uint64_t kActions = 16;  // of a rank in one transfer, and some beyond
+
+struct Case {
+    uint32_t rank;
+    ta_x_fault kind;
+    uint64_t action, detail;
+    ta_send_mode mode;
+    std::string name() const {
+        return "rank " + std::to_string(rank) + " fault " + std::to_string(kind) + " action " + std::to_string(action) +
+               " detail " + std::to_string(detail) + (mode == TA_SEND_MOVE ? " move" : " copy");
+    }
+};
+
+void fill(const Rank& rank, ta_seq seq) {
+    Random random(3);
+    begin(rank.plan, {seq}, {kTokens});
+    Tensor k(random.normals(kTokens * kRow), kTokens, kHeads, kDim), v(random.normals(kTokens * kRow), kTokens, kHeads, kDim);
+    append(rank.plan, 0, k, v);
+    end(rank.plan);
+}
+
+bool has(const Rank& rank, ta_seq seq, const Stored& expected) {
+    int64_t n = 0;
+    if (seq == 0 || ta_seq_length(rank.pool.get(), seq, &n, nullptr) != TA_OK) return false;
+    EXPECT_EQ(n, kTokens);
+    verify(rank.pool, seq);
+    EXPECT_TRUE(dequantize(rank.pool, seq, 0, 0, n, kRow) == expected) << "wrong bytes";
+    return true;
+}
+
+// How the two tickets ended.
+std::pair<ta_status, ta_status> run(const Case& c) {
+    SCOPED_TRACE(c.name());
+    auto shape = pool_options(kLayers, kHeads, kDim);
+    shape.budget_bytes = 1 << 20;
+    auto fault = sized<ta_x_group_fault>();
+    fault.kind = c.kind;
+    fault.action = c.action;
+    fault.detail = c.detail;
+    const bool harmless = c.kind == TA_X_FAULT_DELAY || c.kind == TA_X_FAULT_DUPLICATE || c.kind == TA_X_FAULT_REORDER;
+    std::vector<Rank> ranks = make_ranks(2, shape, [&](ta_group_options& o) {
+        o.staging_bytes = 1;  // a window for each block
+        o.connect_ms = o.silence_ms = harmless ? 60000 : 250;
+        o.operation_ms = 4 * o.silence_ms;
+        if (o.rank == c.rank) o.fault = &fault;
+    });
+    const ta_seq source = make_sequence(ranks[0].pool);
+    fill(ranks[0], source);
+    const Stored expected = dequantize(ranks[0].pool, source, 0, 0, kTokens, kRow);
+
+    const auto started = std::chrono::steady_clock::now();
+    ta_ticket sent = 0, got = 0;
+    ta_error err;
+    auto here = sized<ta_transfer_info>(), there = here;
+    ta_status s = ta_seq_send(ranks[0].group.get(), ranks[0].pool.get(), source, 1, 5, c.mode, &sent, &err);
+    if (s != TA_OK) here.status = s;
+    s = ta_seq_receive(ranks[1].group.get(), ranks[1].pool.get(), 0, 5, &got, &err);
+    if (s != TA_OK) there.status = s;
+    if (got) there = wait(ranks[1], got, int64_t{60} * 1000000000);
+    if (sent) here = wait(ranks[0], sent, int64_t{60} * 1000000000);
+    const auto took = std::chrono::steady_clock::now() - started;
+    EXPECT_LT(took, std::chrono::seconds(30)) << "no end in time";
+    EXPECT_TRUE(!sent || here.state >= TA_MOVE_DONE);
+    EXPECT_TRUE(!got || there.state >= TA_MOVE_DONE);
+
+    static const std::set<ta_status> kDocumented = {TA_OK, TA_E_PEER_LOST, TA_E_TIMEOUT, TA_E_CORRUPT, TA_E_STATE};
+    EXPECT_TRUE(kDocumented.contains(here.status)) << ta_status_name(here.status) << here.reason;
+    EXPECT_TRUE(kDocumented.contains(there.status)) << ta_status_name(there.status) << there.reason;
+    if (harmless) {
+        EXPECT_EQ(here.status, TA_OK) << here.reason;
+        EXPECT_EQ(there.status, TA_OK) << there.reason;
+    }
+    const bool at_source = has(ranks[0], source, expected), at_other = has(ranks[1], there.seq, expected);
+    EXPECT_EQ(at_other, there.status == TA_OK && got != 0);
+    EXPECT_TRUE(at_source || at_other) << "the sequence is lost";
+    if (c.mode == TA_SEND_COPY) {
+        EXPECT_TRUE(at_source);
+    } else if (here.status == TA_OK) {
+        EXPECT_FALSE(at_source);
+    }
+    if (at_source) {
+        EXPECT_EQ(ta_seq_release(ranks[0].pool.get(), source, &err), TA_OK) << err.message;
+    }
+    if (at_other) {
+        EXPECT_EQ(ta_seq_release(ranks[1].pool.get(), there.seq, &err), TA_OK) << err.message;
+    }
+    for (const Rank& r : ranks) EXPECT_EQ(stats(r.pool).bytes_used, 0u) << "blocks leaked";
+    return {here.status, there.status};
+}
+
+using Endings = std::map<std::pair<ta_status, ta_status>, int>;  // of the source, of the destination
+
+// Most of a case is waiting, so that several run at once.
+Endings run_all(const std::vector<Case>& cases) {
+    std::mutex mutex;
+    Endings endings;
+    std::atomic<size_t> next{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 8; ++i) {
+        threads.emplace_back([&] {
+            for (size_t n; (n = next++) < cases.size();) {
+                try {
+                    const auto ending = run(cases[n]);
+                    const std::lock_guard lock(mutex);
+                    ++endings[ending];
+                } catch (const std::exception& e) {
+                    ADD_FAILURE() << cases[n].name() << ": " << e.what();
+                }
+            }
+        });
+    }
+    for (std::thread& t : threads) t.join();
+    for (const auto& [ending, n] : endings)
+        std::printf("%4d source %s, destination %s\n", n, ta_status_name(ending.first), ta_status_name(ending.second));
+    return endings;
+}
+
+std::vector<Case> all_of(ta_x_fault kind, std::initializer_list<uint64_t> details) {
+    std::vector<Case> cases;
+    for (const uint32_t rank : {0u, 1u}) {
+        for (uint64_t action = 1; action <= kActions; ++action) {
+            for (const uint64_t detail : details)
+                cases.push_back({rank, kind, action, detail, action % 2 ? TA_SEND_MOVE : TA_SEND_COPY});
+        }
+    }
+    return cases;
+}
+
+constexpr std::pair<ta_status, ta_status> kBothLost{TA_E_PEER_LOST, TA_E_PEER_LOST};
+
+TEST(GroupFaults, Dropped) {
+    Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}));
+    EXPECT_GT(endings[kBothLost], 5);                       // messages
+    EXPECT_GT((endings[{TA_E_CORRUPT, TA_E_CORRUPT}]), 2);  // blocks that were not written
+}
+TEST(GroupFaults, Delayed) {
+    run_all(all_of(TA_X_FAULT_DELAY, {30}));
+}
+TEST(GroupFaults, Duplicated) {
+    run_all(all_of(TA_X_FAULT_DUPLICATE, {0}));
+}
+TEST(GroupFaults, Reordered) {
+    run_all(all_of(TA_X_FAULT_REORDER, {0}));
+}
+// A bit of each field of a header, of the payload's begin and of its end, and some more of blocks.
+TEST(GroupFaults, Corrupted) {
+    Endings endings = run_all(
+        all_of(TA_X_FAULT_CORRUPT, {0, 8 * 4, 8 * 6, 8 * 8, 8 * 16, 8 * 20, 8 * 24, 8 * 32, 8 * 40, 8 * 48, 8 * 56, 8005}));
+    EXPECT_GT(endings[kBothLost], 50);
+    EXPECT_GT((endings[{TA_E_CORRUPT, TA_E_CORRUPT}]), 20);
+}
+TEST(GroupFaults, Cut) {
+    Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}));
+    EXPECT_GT(endings[kBothLost], 20);
+    EXPECT_GT((endings[{TA_E_CORRUPT, TA_E_CORRUPT}]), 5);
+}
+TEST(GroupFaults, Killed) {
+    Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}));
+    EXPECT_GT(endings[kBothLost], 10);
+}
+
+}  // namespace
+}  // namespace ta::testing

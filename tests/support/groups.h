@@ -1,0 +1,96 @@
+// Ranks of a local group, each with a context and a pool of its own, and calls about them that throw where they fail.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "support/handles.h"
+
+namespace ta::testing {
+
+struct GroupDeleter {
+    void operator()(ta_group* p) const { ta_group_destroy(p); }
+};
+using GroupHandle = std::unique_ptr<ta_group, GroupDeleter>;
+
+inline ta_group_id make_group_id() {
+    ta_group_id id;
+    ta_error err;
+    require(ta_group_make_id(TA_GROUP_LOCAL, &id, &err), err);
+    return id;
+}
+
+inline ta_group_options group_options(const ta_group_id& id, uint32_t rank, uint32_t ranks) {
+    auto o = sized<ta_group_options>();
+    o.kind = TA_GROUP_LOCAL;
+    o.id = &id;
+    o.rank = rank;
+    o.ranks = ranks;
+    return o;
+}
+
+inline GroupHandle make_group(const Context& context, const ta_group_options& options) {
+    ta_group* p = nullptr;
+    ta_error err;
+    require(ta_group_create(context.get(), &options, &p, &err), err);
+    return GroupHandle(p);
+}
+
+inline ta_group_state poll(const GroupHandle& group, int64_t nanoseconds = -1) {
+    ta_group_state state = 0;
+    ta_error err;
+    require(ta_group_poll(group.get(), nanoseconds, &state, &err), err);
+    return state;
+}
+
+struct Rank {
+    Context context;
+    KvPool pool;
+    GroupHandle group;
+    Plan plan;
+};
+
+// `change` may alter the options of each rank. The group is ready where it becomes so.
+template <class Change>
+std::vector<Rank> make_ranks(uint32_t n, const ta_kv_pool_options& pool, Change&& change) {
+    const ta_group_id id = make_group_id();
+    std::vector<Rank> ranks(n);
+    for (uint32_t r = 0; r < n; ++r) {
+        ranks[r].context = make_context(1);
+        ranks[r].pool = make_pool(ranks[r].context, pool);
+        ranks[r].plan = make_plan(ranks[r].pool);
+        ta_group_options o = group_options(id, r, n);
+        change(o);
+        ranks[r].group = make_group(ranks[r].context, o);
+    }
+    for (Rank& r : ranks) poll(r.group);
+    return ranks;
+}
+inline std::vector<Rank> make_ranks(uint32_t n, const ta_kv_pool_options& pool) {
+    return make_ranks(n, pool, [](ta_group_options&) {});
+}
+
+inline ta_ticket send(const Rank& from, ta_seq seq, uint32_t to, uint64_t tag, ta_send_mode mode = TA_SEND_COPY) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_send(from.group.get(), from.pool.get(), seq, to, tag, mode, &ticket, &err), err);
+    return ticket;
+}
+inline ta_ticket receive(const Rank& to, uint32_t from, uint64_t tag) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_receive(to.group.get(), to.pool.get(), from, tag, &ticket, &err), err);
+    return ticket;
+}
+inline ta_transfer_info wait(const Rank& rank, ta_ticket ticket, int64_t nanoseconds = -1) {
+    auto info = sized<ta_transfer_info>();
+    ta_error err;
+    require(ta_transfer_wait(rank.group.get(), ticket, nanoseconds, &info, &err), err);
+    return info;
+}
+inline void cancel(const Rank& rank, ta_ticket ticket) {
+    ta_error err;
+    require(ta_transfer_cancel(rank.group.get(), ticket, &err), err);
+}
+
+}  // namespace ta::testing
