@@ -13,6 +13,7 @@
 #include "support/counting_allocator.h"
 #include "support/failing_memory.h"
 #include "support/files.h"
+#include "support/groups.h"
 #include "support/tiers.h"
 #include "tiering/disk/client.h"
 #include "tiering/faulty_files.h"
@@ -121,6 +122,8 @@ class World {
     void verify(size_t s);
     // Saves and loads, the copy takes a new place; both without faults are the sequence.
     size_t save_and_load(size_t s);
+    // The same through a group whose two ranks are this context.
+    size_t send_and_receive(size_t s);
     void close_pool();
 
     // Prefix reuse: world_prefix.cpp. Namespaces go by their salts, keys of a text by its number.
