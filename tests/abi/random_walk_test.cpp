@@ -16,7 +16,7 @@
 #include <sstream>
 
 #include "support/exact_attention.h"
-#include "support/handles.h"
+#include "support/groups.h"
 
 namespace ta::testing {
 namespace {
@@ -109,6 +109,7 @@ class Walk {
         sinks_ = std::max(0, description.numerics->sink_blocks);
         universal_ = description.numerics->open_scale == TA_OPEN_SCALE_UNIVERSAL;
         closes_ = description.channel_block_bytes > 0;
+        peer_pool_ = make_pool(peer_context_, options);
         options.max_sequences = kMaxSequences;
         options.budget_bytes = c_.budget_blocks * description.token_block_bytes + 1000;
         pool_ = make_pool(context_, options);
@@ -121,8 +122,10 @@ class Walk {
         const int64_t n = random_.below(100);
         if (n < 12) {
             create();
-        } else if (n < 24) {
+        } else if (n < 22) {
             fork();
+        } else if (n < 24) {
+            there_and_back();
         } else if (n < 34) {
             truncate();
         } else if (n < 41) {
@@ -187,6 +190,49 @@ class Walk {
         EXPECT_TRUE(ids_.insert(seq).second) << "an id was given out twice";
         auto s = std::make_shared<ModelSequence>(*from);
         s->id = seq;
+        s->replay = replay(s->events);
+        s->knows_scales = false;
+        sequences_.push_back(s);
+    }
+
+    // A copy goes to another rank and comes back as a new sequence, with blocks of its own.
+    void there_and_back() {
+        const Sequence from = any();
+        if (!from) return;
+        if (!groups_[0]) {
+            const ta_group_id id = make_group_id();
+            groups_[0] = make_group(context_, group_options(id, 0, 2));
+            groups_[1] = make_group(peer_context_, group_options(id, 1, 2));
+            for (const GroupHandle& g : groups_) ASSERT_EQ(poll(g), TA_GROUP_READY);
+        }
+        const auto pass = [this](uint32_t source, ta_seq seq, ta_send_mode mode) {
+            const KvPool* pools[] = {&pool_, &peer_pool_};
+            ta_ticket sent = 0, got = 0;
+            ta_error err;
+            auto info = sized<ta_transfer_info>();
+            require(ta_seq_receive(groups_[1 - source].get(), pools[1 - source]->get(), source, 1, &got, &err), err);
+            require(ta_seq_send(groups_[source].get(), pools[source]->get(), seq, 1 - source, 1, mode, &sent, &err), err);
+            require(ta_transfer_wait(groups_[source].get(), sent, -1, &info, &err), err);
+            require(ta_transfer_wait(groups_[1 - source].get(), got, -1, &info, &err), err);
+            return info;
+        };
+        const ta_transfer_info there = pass(0, from->id, TA_SEND_COPY);
+        ASSERT_EQ(there.state, TA_MOVE_DONE) << there.reason;
+        uint64_t needed = 0;
+        const ta_kv_pool_stats before = stats(pool_);
+        for (const auto& b : from->blocks) needed += b->channel ? before.channel_block_bytes : before.token_block_bytes;
+        const ta_transfer_info back = pass(1, there.seq, TA_SEND_MOVE);
+        note() << "there and back, " << from->length << ": " << ta_status_name(back.status);
+        const bool is_full = sequences_.size() == kMaxSequences, fits = before.bytes_used + needed <= before.bytes_budget;
+        ASSERT_EQ(back.status, is_full ? TA_E_LIMIT : fits ? TA_OK : TA_E_TIER_FULL) << back.reason;
+        if (back.status != TA_OK) {
+            ASSERT_EQ(ta_seq_release(peer_pool_.get(), there.seq, nullptr), TA_OK);
+            return;
+        }
+        EXPECT_TRUE(ids_.insert(back.seq).second) << "an id was given out twice";
+        auto s = std::make_shared<ModelSequence>(*from);
+        s->id = back.seq;
+        for (auto& b : s->blocks) b = std::make_shared<ModelBlock>(*b);
         s->replay = replay(s->events);
         s->knows_scales = false;
         sequences_.push_back(s);
@@ -650,6 +696,9 @@ class Walk {
     Context context_;
     KvPool pool_;
     Plan plan_, other_plan_;
+    Context peer_context_ = make_context(1);
+    KvPool peer_pool_;
+    GroupHandle groups_[2];
     KvPool replay_pool_;
     Plan replay_plans_[kMostMembers];
     int64_t sinks_ = 0;  // of the pool as it is in effect, and the next ones
