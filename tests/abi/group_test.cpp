@@ -136,6 +136,34 @@ TEST(Group, SharedBlocksArriveOnce) {
     expect_equal(ranks[0], second, ranks[1], got[1].seq);
 }
 
+ta_namespace make_space(const Rank& rank, uint8_t salt) {
+    auto options = sized<ta_namespace_options>();
+    options.salt[0] = salt;
+    ta_namespace space = 0;
+    ta_error err;
+    require(ta_namespace_create(rank.pool.get(), &options, &space, &err), err);
+    return space;
+}
+
+TEST(Group, ASequenceStaysInItsNamespace) {
+    const std::vector<Rank> ranks = make_ranks(2, pool_shape());
+    const ta_namespace here = make_space(ranks[0], 1), there = make_space(ranks[1], 1), other = make_space(ranks[1], 2);
+    const ta_seq source = grown(ranks[0], 200);
+    const std::vector<uint8_t> keys(3 * 32, 7);
+    const auto copy = [&] {
+        send(ranks[0], source, 1, 1);
+        return wait(ranks[1], receive(ranks[1], 0, 1));
+    };
+    ASSERT_EQ(copy().state, TA_MOVE_DONE);  // of nobody
+    ASSERT_EQ(ta_seq_publish(ranks[0].pool.get(), source, here, keys.data(), 3, nullptr), TA_OK);
+    const ta_transfer_info got = copy();
+    ASSERT_EQ(got.state, TA_MOVE_DONE) << got.reason;
+    EXPECT_EQ(got.blocks_shared, 0u) << "blocks of nobody became the namespace's";
+    EXPECT_EQ(ta_seq_publish(ranks[1].pool.get(), got.seq, other, keys.data(), 3, nullptr), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_publish(ranks[1].pool.get(), got.seq, there, keys.data(), 3, nullptr), TA_OK);
+    EXPECT_EQ(copy().blocks_shared, 3u);
+}
+
 TEST(Group, BlocksComeFromAllTiersIntoAllTiers) {
     auto shape = pool_shape();
     auto tiers = sized<ta_tier_options>();
