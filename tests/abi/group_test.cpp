@@ -145,6 +145,28 @@ ta_namespace make_space(const Rank& rank, uint8_t salt) {
     return space;
 }
 
+// The recipe of docs/sharing.md for prompts in several steps.
+TEST(Group, BlocksLeaveWhileThePromptGrows) {
+    const std::vector<Rank> ranks = make_ranks(2, pool_shape());
+    const ta_seq source = make_sequence(ranks[0].pool), twin = make_sequence(ranks[0].pool);
+    constexpr uint64_t kChunks = 6, kBlocksEach = 4;
+    ta_seq before = 0;
+    for (uint64_t chunk = 0; chunk < kChunks; ++chunk) {
+        for (const ta_seq seq : {source, twin}) step(ranks[0], seq, 64 * kBlocksEach, chunk);
+        const ta_ticket got = receive(ranks[1], 0, 1);
+        send(ranks[0], source, 1, 1, chunk + 1 < kChunks ? TA_SEND_COPY : TA_SEND_MOVE);
+        const ta_transfer_info there = wait(ranks[1], got);
+        ASSERT_EQ(there.state, TA_MOVE_DONE) << there.reason;
+        EXPECT_EQ(there.blocks_moved, kBlocksEach);
+        if (before != 0) {
+            ASSERT_EQ(ta_seq_release(ranks[1].pool.get(), before, nullptr), TA_OK);
+        }
+        before = there.seq;
+    }
+    expect_equal(ranks[0], twin, ranks[1], before);
+    EXPECT_EQ(stats(ranks[1].pool).sequences, 1u);
+}
+
 TEST(Group, ASequenceStaysInItsNamespace) {
     const std::vector<Rank> ranks = make_ranks(2, pool_shape());
     const ta_namespace here = make_space(ranks[0], 1), there = make_space(ranks[1], 1), other = make_space(ranks[1], 2);
