@@ -63,13 +63,20 @@ Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t r
     return {};
 }
 
-// Dequantizes tokens [first, last) of one head of a page into rows of `stride` floats.
-void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint32_t layer, uint32_t head, int first, int last,
-                     int64_t stride, float* k, float* v) {
+// Where rows of floats go, `stride` apart; k or v is nullptr if it is not wanted.
+struct FloatRows {
+    float *k, *v;
+    int64_t stride;
+};
+
+// Dequantizes tokens [first, last) of one head of a page.
+void dequantize_head(const Pool& pool, const Page& page, uint32_t layer, uint32_t head, int first, int last,
+                     const FloatRows& to) {
     const Geometry& g = pool.geometry();
     const Numerics& n = pool.numerics();
     const int d = int(g.head_dim);
-    const uint8_t* piece = page + g.head_offset(kind, layer, head);
+    const PageKind kind = page.kind;
+    const uint8_t* piece = page.data + g.head_offset(kind, layer, head);
     const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, head) * g.head_dim;
     const TurningPairs turning = !n.k_turning               ? TurningPairs{}
                                  : kind == PageKind::kToken ? turning_of_tokens(piece, TokenLayout(d))
@@ -89,8 +96,8 @@ void dequantize_head(const Pool& pool, const uint8_t* page, PageKind kind, uint3
             row_k[pair.second] += at.second;
         }
         for (int c = 0; c < d; ++c) {
-            if (k) k[int64_t(t - first) * stride + c] = row_k[c] + (offset ? offset[c] : 0.0f);
-            if (v) v[int64_t(t - first) * stride + c] = row_v[c];
+            if (to.k) to.k[int64_t(t - first) * to.stride + c] = row_k[c] + (offset ? offset[c] : 0.0f);
+            if (to.v) to.v[int64_t(t - first) * to.stride + c] = row_v[c];
         }
     }
 }
@@ -174,9 +181,8 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             const int64_t from = std::max(first, b * kPageTokens), to = std::min(first + tokens, (b + 1) * kPageTokens);
             for (uint32_t head = 0; head < g.kv_heads; ++head) {
                 const int64_t at = (from - first) * stride + int64_t(head) * g.head_dim;
-                dequantize_head(p, page.value().data, page.value().kind, layer, head, int(from - b * kPageTokens),
-                                int(to - b * kPageTokens), stride, k ? rows_k.data() + at : nullptr,
-                                v ? rows_v.data() + at : nullptr);
+                const FloatRows rows{k ? rows_k.data() + at : nullptr, v ? rows_v.data() + at : nullptr, stride};
+                dequantize_head(p, page.value(), layer, head, int(from - b * kPageTokens), int(to - b * kPageTokens), rows);
             }
             return {};
         };

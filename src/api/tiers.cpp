@@ -35,14 +35,20 @@ Status write_info(const MoveProgress& p, ta_move_info* info, int argument) {
     return write_struct(r, info, "info", argument);
 }
 
-ta_status move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, MoveReason reason, ta_ticket* out,
-               int out_argument, ta_error* err) {
+// Blocks [first, first + n) of a sequence.
+struct BlockRange {
+    ta_seq seq;
+    uint64_t first, n;
+};
+
+ta_status move(ta_kv_pool* pool, const BlockRange& blocks, ta_tier tier, MoveReason reason, ta_ticket* out, int out_argument,
+               ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", out_argument));
         Result<TierKind> to = read_tier(tier, 4);
         if (!to.ok()) return std::move(to).status();
-        Result<uint64_t> ticket = pool->impl->move_blocks(seq, first, n, to.value(), reason);
+        Result<uint64_t> ticket = pool->impl->move_blocks(blocks.seq, blocks.first, blocks.n, to.value(), reason);
         if (!ticket.ok()) return std::move(ticket).status();
         *out = ticket.value();
         return {};
@@ -136,11 +142,11 @@ void fill_moves(const Mover& mover, const Device* device, ta_move_stats& r) {
 extern "C" {
 
 ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out, ta_error* err) {
-    return move(pool, seq, first, n, tier, MoveReason::kAsked, out, 5, err);
+    return move(pool, {seq, first, n}, tier, MoveReason::kAsked, out, 5, err);
 }
 
 ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err) {
-    return move(pool, seq, first, n, TA_TIER_DEVICE, MoveReason::kPrefetch, out, 4, err);
+    return move(pool, {seq, first, n}, TA_TIER_DEVICE, MoveReason::kPrefetch, out, 4, err);
 }
 
 ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err) {

@@ -254,6 +254,24 @@ Status PrefixStore::check_owner(Tenant id, std::span<const BlockPtr> sequence) {
     return {};
 }
 
+// Is there room for `more` bytes in place of `less`, of unused entries but those of `chain`?
+Status PrefixStore::check_quota(const Space& space, std::span<const Entries::iterator> chain, uint64_t more,
+                                uint64_t less) const {
+    if (more <= less || space.bytes - less + more <= space.quota) return {};
+    const uint64_t wanted = space.bytes - less + more - space.quota;
+    uint64_t unused = 0;
+    for (const Entry& e : space.entries) {
+        // Looked at once: who lets go of a block does so without this lock.
+        const bool asked = e.index < chain.size() && &*chain[size_t(e.index)] == &e;
+        if (!asked && is_unused(e) && !e.block->stuck()) unused += bytes_of(e);
+    }
+    if (wanted <= unused) return {};
+    return fail(TA_E_LIMIT, "namespace 0x%llx has a quota of %llu bytes; it holds %llu in use, and this needs %llu more",
+                (unsigned long long)space.id, (unsigned long long)space.quota, (unsigned long long)(space.bytes - unused),
+                (unsigned long long)more)
+        .bytes(wanted - unused);
+}
+
 Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence) {
     Result<std::vector<BlockKey>> hashed = hash_keys(id, keys, HashFor::kPublish);
     if (!hashed.ok()) return std::move(hashed).status();
@@ -303,22 +321,9 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
             dropped.splice(dropped.end(), fresh, unneeded);
         }
     }
-    if (more > less && space.bytes - less + more > space.quota) {
-        const uint64_t wanted = space.bytes - less + more - space.quota;
-        uint64_t unused = 0;
-        for (const Entry& e : space.entries) {
-            // Looked at once: who lets go of a block does so without this lock.
-            const bool asked = e.index < chain.size() && &*chain[size_t(e.index)] == &e;
-            if (!asked && is_unused(e) && !e.block->stuck()) unused += bytes_of(e);
-        }
-        if (wanted > unused) {
-            for (Block* block : kept) blocks_.free_kind(*block);
-            return fail(TA_E_LIMIT,
-                        "namespace 0x%llx has a quota of %llu bytes; it holds %llu in use, and this needs %llu more",
-                        (unsigned long long)id, (unsigned long long)space.quota, (unsigned long long)(space.bytes - unused),
-                        (unsigned long long)more)
-                .bytes(wanted - unused);
-        }
+    if (Status within = check_quota(space, chain, more, less); !within.ok()) {
+        for (Block* block : kept) blocks_.free_kind(*block);
+        return within;
     }
     for (auto& e : chain) {
         const auto present = space.table.find(e->key);

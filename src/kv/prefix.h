@@ -150,6 +150,7 @@ class PrefixStore {
     enum class HashFor { kPublish, kMatch };  // to match, no more keys than there are entries
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys, HashFor use) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
+    Status check_quota(const Space& space, std::span<const Entries::iterator> chain, uint64_t more, uint64_t less) const;
     void touch(Space& space, Entries::iterator entry);
     void erase(Space& space, Entries::iterator entry, Entries& dropped);
     void shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped);

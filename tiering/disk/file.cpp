@@ -67,6 +67,18 @@ bool is_private(const FileInfo& info) {
     return info.owner == geteuid() && (info.mode & 077) == 0;
 }
 
+// The place after `slot` where a record can be, class by class within a region.
+Slot next_place(const SlotMap& map, const SlotMap::Shape& shape, Slot slot) {
+    do {
+        ++slot.index;
+        if (slot.index % SlotMap::kIndicesPerRegion == 0) {
+            slot.slot_class = uint8_t((slot.slot_class + 1) % kSlotClasses);
+            if (slot.slot_class != 0) slot.index -= SlotMap::kIndicesPerRegion;
+        }
+    } while (slot.index < shape.indices() && !map.known(slot));
+    return slot;
+}
+
 }  // namespace
 
 // Some pages of memory as direct I/O takes it.
@@ -526,8 +538,8 @@ struct DiskFile::Found {
     bool refused = false;
 };
 
-// Reads the header of every place where a record can be.
-Status DiskFile::scan(unsigned depth) {
+// Reads the first page of every place where a record can be, `depth` at a time.
+Status DiskFile::read_headers(unsigned depth, const SlotMap& map, const HeaderSink& take) {
     std::unique_ptr<IoQueue> blocking;
     if (!queue) {
         blocking = make_blocking_queue(*files);
@@ -542,39 +554,9 @@ Status DiskFile::scan(unsigned depth) {
     std::vector<Read> reads(depth);
     DirectBuffer pages(depth);
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory to read headers");
-    SlotMap map(shape);  // to know which slots exist
-    struct Suspect {
-        Slot slot;
-        const char* why;
-    };
-    std::vector<Suspect> suspects;
-    std::vector<Found> found;
-
-    const auto look_at = [&](const Read& read, const uint8_t* page) {
-        RecordHeader h;
-        const char* wrong = check_header(page, context, read.slot.slot_class, read.offset, h);
-        if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
-        if (!wrong) {
-            found.push_back({{read.slot, identity_of(h), h.generation, more_keys_of(page)}, read.offset, h.payload_hash});
-        } else if (h.magic == kRecordMagic || h.file == context.file || h.offset == read.offset) {
-            // Other pages that are no headers are the payload of records of another class, erased ones among them. The
-            // fingerprint says nothing: the trailer of a slot has it at the same place.
-            suspects.push_back({read.slot, wrong});
-        }
-    };
-
     Status failure;
     Slot next{0, 0};
-    const auto step = [&] {  // to the next place, class by class within a region
-        do {
-            ++next.index;
-            if (next.index % SlotMap::kIndicesPerRegion == 0) {
-                next.slot_class = uint8_t((next.slot_class + 1) % kSlotClasses);
-                if (next.slot_class != 0) next.index -= SlotMap::kIndicesPerRegion;
-            }
-        } while (next.index < shape.indices() && !map.known(next));
-    };
-    if (!map.known(next)) step();
+    if (!map.known(next)) next = next_place(map, shape, next);
     std::vector<unsigned> idle(depth);
     for (unsigned i = 0; i < depth; ++i) idle[i] = i;
     const auto submit = [&](unsigned i) {
@@ -600,7 +582,7 @@ Status DiskFile::scan(unsigned depth) {
                 break;
             }
             idle.pop_back();
-            step();
+            next = next_place(map, shape, next);
         }
         if (idle.size() == depth) break;
         IoResult results[16];
@@ -615,13 +597,36 @@ Status DiskFile::scan(unsigned depth) {
             if (is_incomplete(r) && read.retries++ < kMostRetries && submit(i) == 0) continue;
             idle.push_back(i);
             if (r == int64_t(kDiskPage)) {
-                look_at(read, pages.data(i));
+                take(read.slot, read.offset, pages.data(i));
             } else {
                 give_up(read, r < 0 ? error_text(r).c_str() : "only " + std::to_string(r) + " bytes came");
             }
         }
     }
-    TA_RETURN_IF_ERROR(std::move(failure));
+    return failure;
+}
+
+// Finds the records that the file has.
+Status DiskFile::scan(unsigned depth) {
+    const SlotMap map(shape);  // to know which slots exist
+    struct Suspect {
+        Slot slot;
+        const char* why;
+    };
+    std::vector<Suspect> suspects;
+    std::vector<Found> found;
+    TA_RETURN_IF_ERROR(read_headers(depth, map, [&](Slot slot, uint64_t offset, const uint8_t* page) {
+        RecordHeader h;
+        const char* wrong = check_header(page, context, slot.slot_class, offset, h);
+        if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
+        if (!wrong) {
+            found.push_back({{slot, identity_of(h), h.generation, more_keys_of(page)}, offset, h.payload_hash});
+        } else if (h.magic == kRecordMagic || h.file == context.file || h.offset == offset) {
+            // Other pages that are no headers are the payload of records of another class, erased ones among them. The
+            // fingerprint says nothing: the trailer of a slot has it at the same place.
+            suspects.push_back({slot, wrong});
+        }
+    }));
     TA_RETURN_IF_ERROR(keep_whole(found));
     std::vector<int8_t> class_of(shape.regions, -1);
     for (const Found& f : found) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -85,6 +86,8 @@ class DiskFile {
     void start_session(uint64_t opens);
     Status probe_direct(DirectBuffer& pages);
     void probe_queue(DirectBuffer& pages, unsigned depth);
+    using HeaderSink = std::function<void(Slot slot, uint64_t offset, const uint8_t* page)>;
+    Status read_headers(unsigned depth, const SlotMap& map, const HeaderSink& take);
     Status scan(unsigned depth);
     struct Found;
     Status keep_whole(std::vector<Found>& found);

@@ -46,19 +46,22 @@ std::span<const Route> routes_of(const Machine& machine) {
     return machine.kind() == TA_DEVICE_CUDA ? std::span(kRoutes) : std::span(kRoutes).first(1);
 }
 
+struct TierBytes {
+    uint64_t device, host, disk;
+};
+
 // A pool with tiers and its sequences.
 class Cache {
   public:
-    Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, uint64_t device_bytes, uint64_t host_bytes,
-          uint64_t disk_bytes, ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO,
-          bool falling = false)
+    Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, const TierBytes& bytes,
+          ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO, ta_staging staging = TA_STAGING_AUTO, bool falling = false)
         : machine_(machine), g_(g), k_(machine, kChunk, g.kv_heads, g.head_dim), v_(machine, kChunk, g.kv_heads, g.head_dim) {
         auto co = sized<ta_context_options>();
         co.device = machine.kind();
         TA_CHECK(ta_context_create(&co, &context_, &error));
         auto tiers = sized<ta_tier_options>();
-        tiers.host_bytes = host_bytes;
-        tiers.disk_bytes = disk_bytes;
+        tiers.host_bytes = bytes.host;
+        tiers.disk_bytes = bytes.disk;
         tiers.host_node = options.host_node;
         tiers.disk_folder = options.disk_folder.empty() ? nullptr : options.disk_folder.c_str();
         tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
@@ -72,7 +75,7 @@ class Cache {
         po.kv_heads = g.kv_heads;
         po.head_dim = g.head_dim;
         po.bits = g.bits;
-        po.budget_bytes = device_bytes;
+        po.budget_bytes = bytes.device;
         po.tiers = &tiers;
         TA_CHECK(ta_kv_pool_create(context_, &po, &pool_, &error));
         TA_CHECK(ta_plan_create(pool_, nullptr, &plan_, &error));
@@ -211,7 +214,7 @@ uint64_t tier_bytes_for(uint64_t blocks, uint64_t block_bytes) {
 }
 
 uint64_t block_bytes_of(Machine& machine, const BenchTiersOptions& options, const Geometry& g) {
-    return Cache(machine, options, g, uint64_t{64} << 20, 0, 0).block_bytes();
+    return Cache(machine, options, g, {uint64_t{64} << 20, 0, 0}).block_bytes();
 }
 
 json times_row(const char* part, const char* what, uint64_t bytes, const std::vector<double>& seconds, double ceiling) {
@@ -251,7 +254,7 @@ void bench_moves_at(const HostNode& node, Machine& machine, BenchTiersOptions op
         const uint64_t size = block_bytes_of(machine, options, g);
         const uint64_t most = std::max<uint64_t>(std::min<uint64_t>(16384, options.memory_bytes / size), 1);
         for (const Route& route : routes_of(machine)) {
-            Cache cache(machine, options, g, device_bytes_for(g, 2 * most, size), tier_bytes_for(2 * most, size), 0,
+            Cache cache(machine, options, g, {device_bytes_for(g, 2 * most, size), tier_bytes_for(2 * most, size), 0},
                         route.value);
             const ta_seq a = cache.add(most), b = cache.add(most);
             cache.scatter(a, 1, most, TA_TIER_HOST);
@@ -352,7 +355,7 @@ void bench_disk(Machine& machine, const BenchTiersOptions& options, const std::f
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);
         const uint64_t n = std::min<uint64_t>(4096, std::min(options.memory_bytes, options.disk_bytes / 2) / size);
-        Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size));
+        Cache cache(machine, options, g, {device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size)});
         const ta_seq a = cache.add(n);
         cache.move(a, 1, n, TA_TIER_HOST);
         std::vector<double> out, in;
@@ -384,7 +387,7 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
                                   Pages{"F16-sized", {1, 16, 128, 8, 2}}}) {
         const uint64_t size = block_bytes_of(machine, options, g);
         const uint64_t n = std::min<uint64_t>(2048, options.memory_bytes / 4 / size);
-        Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), 0);
+        Cache cache(machine, options, g, {device_bytes_for(g, n, size), tier_bytes_for(n, size), 0});
         const ta_seq a = cache.add(n);
         const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
         Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);
@@ -427,7 +430,8 @@ void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::
     const uint64_t n = std::clamp<uint64_t>(options.memory_bytes / size, 16, 511);
     const double link = machine.copy_bytes_per_s(false, false);
     for (const Way& way : std::span(kWays).first(gpu ? std::size(kWays) : 1)) {
-        Cache cache(machine, options, g, 2 * device_bytes_for(g, n, size), tier_bytes_for(n, size), 0, way.route, way.staging);
+        Cache cache(machine, options, g, {2 * device_bytes_for(g, n, size), tier_bytes_for(n, size), 0}, way.route,
+                    way.staging);
         const ta_seq a = cache.add(n);
         const int64_t most = gpu ? 2048 : 16;
         const Rows q(machine, most, g.kv_heads * g.group, g.head_dim);
@@ -464,7 +468,7 @@ void bench_falling(Machine& machine, const BenchTiersOptions& options, const std
         const uint64_t size = block_bytes_of(machine, options, g);
         const uint64_t n = std::clamp<uint64_t>(std::min(options.memory_bytes, options.disk_bytes) / 2 / size, 1, 4096);
         for (const bool falling : {false, true}) {
-            Cache cache(machine, options, g, device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size),
+            Cache cache(machine, options, g, {device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size)},
                         TA_X_MOVE_ROUTE_AUTO, TA_STAGING_AUTO, falling);
             std::vector<double> to_memory, to_disk;
             uint64_t host_bytes = 0, disk_bytes = 0;
@@ -560,7 +564,8 @@ void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::f
         const uint64_t moved = std::max<uint64_t>(std::min<uint64_t>(4096, options.memory_bytes / 4 / size), 1);
         const uint64_t n = std::max<uint64_t>(std::min<uint64_t>(2048, options.memory_bytes / size), 1);
         for (const Route& route : routes_of(machine)) {
-            Cache cache(machine, options, g, device_bytes_for(g, n + moved, size), tier_bytes_for(moved, size), 0, route.value);
+            Cache cache(machine, options, g, {device_bytes_for(g, n + moved, size), tier_bytes_for(moved, size), 0},
+                        route.value);
             const ta_seq decoding = cache.add(n), moving = cache.add(moved);
             const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
             Rows out(machine, 1, g.kv_heads * g.group, g.head_dim);

@@ -121,12 +121,18 @@ void take_rows(const KOrder& order, const RowGroup& group, Work& work) {
 
 // ---- products ----
 
-// sum[row][tile] over `blocks` times 8 units, for `digits` digits, the highest first. `factors` holds a dword for each unit;
-// its rows and digits lie at the given distances. K: codes are u8 and q is s8; V: P is u8 and codes are s8.
+// What codes are multiplied by: a dword for each unit, of rows and digits that lie at these distances.
+struct Factors {
+    const uint8_t* first;
+    int digits, row_stride, digit_stride;
+};
+
+// sum[row][tile] over `blocks` times 8 units, for all digits, the highest first. K: codes are u8 and q is s8; V: P is u8 and
+// codes are s8.
 template <Matrix MATRIX, int BITS, int ROWS, int TILES>
-[[gnu::always_inline]] inline void multiply(const uint8_t* codes, int blocks, int digits, const uint8_t* factors,
-                                            int row_stride, int digit_stride, Preparation& next_in_memory,
-                                            Prefetch& prefetch_in_memory, int loads_per_block, __m512i (&sum)[ROWS][TILES]) {
+[[gnu::always_inline]] inline void multiply(const uint8_t* codes, int blocks, const Factors& factors,
+                                            Preparation& next_in_memory, Prefetch& prefetch_in_memory, int loads_per_block,
+                                            __m512i (&sum)[ROWS][TILES]) {
     constexpr int kFields = 8 / BITS, kUnitBytes = 64 * (4 / kFields);
     static_assert(TILES % kFields == 0);
     Preparation next = next_in_memory;  // stores of bytes may not touch these
@@ -136,14 +142,14 @@ template <Matrix MATRIX, int BITS, int ROWS, int TILES>
 #pragma GCC unroll 4
         for (int tile = 0; tile < TILES; ++tile) sum[k][tile] = _mm512_setzero_si512();
     }
-    for (int digit = digits - 1; digit >= 0; --digit) {
+    for (int digit = factors.digits - 1; digit >= 0; --digit) {
 #pragma GCC unroll 4
         for (int k = 0; k < ROWS; ++k) {
 #pragma GCC unroll 4
             for (int tile = 0; tile < TILES; ++tile) sum[k][tile] = _mm512_slli_epi32(sum[k][tile], 8);
         }
         const uint8_t* code = codes;
-        const uint8_t* factor = factors + digit * digit_stride;
+        const uint8_t* factor = factors.first + digit * factors.digit_stride;
         for (int block = 0; block < blocks; ++block) {
             next.template run<MATRIX == Matrix::kK ? Matrix::kV : Matrix::kK>(loads_per_block);
 #pragma GCC unroll 8
@@ -160,7 +166,7 @@ template <Matrix MATRIX, int BITS, int ROWS, int TILES>
                 }
 #pragma GCC unroll 4
                 for (int k = 0; k < ROWS; ++k) {
-                    const __m512i x = broadcast_i32(factor + k * row_stride + 4 * unit);
+                    const __m512i x = broadcast_i32(factor + k * factors.row_stride + 4 * unit);
 #pragma GCC unroll 4
                     for (int tile = 0; tile < TILES; ++tile) {
                         sum[k][tile] = MATRIX == Matrix::kK ? _mm512_dpbusd_epi32(sum[k][tile], f[tile], x)
@@ -191,8 +197,8 @@ void scores_of_page(int d, Work& work, Preparation& next, Prefetch& prefetch) {
     __m512i sum[ROWS][4];
     constexpr int kDigits = BITS == 8 ? 1 : 2;
     const int blocks = d / 32;
-    multiply<Matrix::kK, BITS, ROWS, 4>(work.k_codes, blocks, kDigits, work.digits[0][0], sizeof work.digits[0],
-                                        sizeof work.digits[0][0], next, prefetch, next.per_block(blocks * kDigits), sum);
+    const Factors q{work.digits[0][0], kDigits, sizeof work.digits[0], sizeof work.digits[0][0]};
+    multiply<Matrix::kK, BITS, ROWS, 4>(work.k_codes, blocks, q, next, prefetch, next.per_block(blocks * kDigits), sum);
     next.run<Matrix::kV>(next.left());
 #pragma GCC unroll 4
     for (int k = 0; k < ROWS; ++k) {
@@ -209,7 +215,8 @@ template <int BITS, int ROWS, int TILES>
                                                    Prefetch& prefetch, float (*o)[kMaxHeadDim]) {
     __m512i sum[ROWS][TILES];
     const uint8_t* codes = work.v_codes + tile0 / 4 * 16 * (64 * 4 * BITS / 8);
-    multiply<Matrix::kV, BITS, ROWS, TILES>(codes, 2, planes, work.p, 64 * planes, 64, next, prefetch, loads_per_block, sum);
+    const Factors p{work.p, planes, 64 * planes, 64};
+    multiply<Matrix::kV, BITS, ROWS, TILES>(codes, 2, p, next, prefetch, loads_per_block, sum);
 #pragma GCC unroll 4
     for (int k = 0; k < ROWS; ++k) {
         const int32_t total = work.update.code_sum[k];
@@ -400,7 +407,7 @@ class CodesPath {
                 fold_rows(k_order, group, work);
             }
             kScores[group.rows - 1][log_index(k_bits(n))](t.head_dim, work, v, prefetch);
-            softmax<FORM>(t, group.row, group.rows, n * kPageTokens, work.scales, work.scores[0], work.score_rest, work.p,
+            softmax<FORM>(t, group.row, group.rows, n * kPageTokens, work.scales, {work.scores[0], work.score_rest}, work.p,
                           work.update);
             Preparation nothing;
             kValues[group.rows - 1][log_index(v_bits(n))](v_order.tiles, kPlanes, work, g == last ? k : nothing, prefetch,

@@ -406,8 +406,8 @@ class TilesPath {
             const Lanes& rows = lanes[from + v];
             const __m512 rest = block.has_k_fraction ? fractions_of_lanes(d, q[v], block.k_fraction8) : _mm512_setzero_ps();
             const bool all = rows.first_by_all <= first_key && rows.last_by_all >= first_key + kPageTokens;
-            softmax(t, rows.row, rows.rows, first_key, all, block.scales, block.scores + kLanes * v, kLanes * VECTORS, rest,
-                    block.p[0] + 64 * v, 64 * VECTORS, sizeof block.p[0], block.update[v]);
+            softmax(t, {rows.row, rows.rows, all}, first_key, block.scales, {block.scores + kLanes * v, kLanes * VECTORS, rest},
+                    {block.p[0] + 64 * v, 64 * VECTORS, sizeof block.p[0]}, block.update[v]);
         }
         if constexpr (FORM == PForm::kFloat) {
             float_values_of_block<VECTORS>(t, first_key, order, block, o_of(b));

@@ -158,11 +158,16 @@ template <PForm FORM>
     }
 }
 
-// Rows [row, row + n) of the task, n in 1..4. The score of token t of row k, in eighths on a channel page, is
-// 8 scores[64 k + t] + rest[k], and just scores[..] on a token page.
+// The score of token t of row k, in eighths on a channel page, is 8 sums[64 k + t] + rest[k], and just sums[..] on a token page.
+struct RowScores {
+    const int32_t* sums;
+    const float* rest;
+};
+
+// Rows [row, row + n) of the task, n in 1..4.
 template <ExpMode MODE, PForm FORM, bool TOKEN>
 [[gnu::always_inline]] inline void softmax_rows(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page,
-                                                const int32_t* scores, const float* rest, uint8_t* p_out, RowUpdate& update) {
+                                                const RowScores& scores, uint8_t* p_out, RowUpdate& update) {
     const __mmask8 rows = __mmask8((1u << n) - 1);
     __m512 x[kRowBatch][kVectors], part[kRowBatch];
     const bool extras = has_extras(t, page);
@@ -170,10 +175,10 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
     for (int k = 0; k < kRowBatch; ++k) {
         const int safe_row = k < n ? row + k : row;
         const float q_scale = t.q_scale[safe_row];
-        const __m512 c = _mm512_set1_ps(q_scale * page.k_scale8), rest_k = _mm512_set1_ps(rest[k]);
+        const __m512 c = _mm512_set1_ps(q_scale * page.k_scale8), rest_k = _mm512_set1_ps(scores.rest[k]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-            const __m512 s = _mm512_cvtepi32_ps(load_i(scores + 64 * k + 16 * v));
+            const __m512 s = _mm512_cvtepi32_ps(load_i(scores.sums + 64 * k + 16 * v));
             if constexpr (TOKEN) {
                 x[k][v] = _mm512_mul_ps(s, _mm512_mul_ps(_mm512_set1_ps(q_scale), _mm512_load_ps(page.k_scale + 16 * v)));
             } else {  // one rounding: s and rest are exact
@@ -240,23 +245,23 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
 
 template <PForm FORM, bool TOKEN>
 inline void softmax_rows_by_mode(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page,
-                                 const int32_t* scores, const float* rest, uint8_t* p_out, RowUpdate& update) {
+                                 const RowScores& scores, uint8_t* p_out, RowUpdate& update) {
     switch (t.exp) {
         case ExpMode::kExact:
-            return softmax_rows<ExpMode::kExact, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
+            return softmax_rows<ExpMode::kExact, FORM, TOKEN>(t, row, n, first_key, page, scores, p_out, update);
         case ExpMode::kSas:
-            return softmax_rows<ExpMode::kSas, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
+            return softmax_rows<ExpMode::kSas, FORM, TOKEN>(t, row, n, first_key, page, scores, p_out, update);
         default:
-            return softmax_rows<ExpMode::kPoly, FORM, TOKEN>(t, row, n, first_key, page, scores, rest, p_out, update);
+            return softmax_rows<ExpMode::kPoly, FORM, TOKEN>(t, row, n, first_key, page, scores, p_out, update);
     }
 }
 template <PForm FORM>
-inline void softmax(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page, const int32_t* scores,
-                    const float* rest, uint8_t* p_out, RowUpdate& update) {
+inline void softmax(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page, const RowScores& scores,
+                    uint8_t* p_out, RowUpdate& update) {
     if (page.token) {
-        softmax_rows_by_mode<FORM, true>(t, row, n, first_key, page, scores, rest, p_out, update);
+        softmax_rows_by_mode<FORM, true>(t, row, n, first_key, page, scores, p_out, update);
     } else {
-        softmax_rows_by_mode<FORM, false>(t, row, n, first_key, page, scores, rest, p_out, update);
+        softmax_rows_by_mode<FORM, false>(t, row, n, first_key, page, scores, p_out, update);
     }
 }
 

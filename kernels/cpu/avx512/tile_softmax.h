@@ -83,26 +83,44 @@ struct LaneTurning {
     return _mm512_shuffle_epi8(_mm512_packus_epi16(words01, words23), lanes);
 }
 
-// Rows [row, row + n), n in 1..16. `scores`: token j at [j * stride]; overwritten. The score is 8 scores + rest in eighths on a
-// channel page, and just scores on a token page. `all`: every row sees the whole page.
-// P: unit 8 step + u at p_out + unit * unit_bytes, as unpack.h has the units of V; the plane of high bytes plane_bytes behind.
-// kFloat: P stays in `scores` as floats.
-template <ExpMode MODE, PForm FORM, bool TOKEN>
-[[gnu::noinline]] void softmax_of_lanes(const AttendTask& t, int row, int n, int64_t first_key, bool all,
-                                        const PageScales& page, int32_t* scores, int stride, __m512 rest, uint8_t* p_out,
-                                        int unit_bytes, int plane_bytes, LaneUpdate& update) {
-    const __mmask16 rows = __mmask16((1u << n) - 1);
-    float* x = reinterpret_cast<float*>(scores);
-    const __m512 q_scale = _mm512_maskz_loadu_ps(rows, t.q_scale + row), eight = _mm512_set1_ps(8.0f);
+// Rows [row, row + n) of a task, n in 1..16. `all`: every one sees the whole page at hand.
+struct RowsInLanes {
+    int row, n;
+    bool all;
+    __mmask16 mask() const { return __mmask16((1u << n) - 1); }
+};
+
+// Their scores: token j at at[j * stride]; overwritten. The score is 8 at[..] + rest in eighths on a channel page, and just at[..]
+// on a token page.
+struct LaneScores {
+    int32_t* at;
+    int stride;
+    __m512 rest;
+};
+
+// Their P: unit 8 step + u at first + unit * unit_bytes, as unpack.h has the units of V; the plane of high bytes plane_bytes
+// behind.
+struct LaneP {
+    uint8_t* first;
+    int unit_bytes, plane_bytes;
+};
+
+// Step 2: logits in place of the scores, as floats. max[j % 4] is the largest of a row's.
+template <bool TOKEN>
+[[gnu::always_inline]] inline void find_logits(const AttendTask& t, const RowsInLanes& of, int64_t first_key,
+                                               const PageScales& page, const LaneScores& scores, __m512 (&max)[4]) {
+    const __mmask16 rows = of.mask();
+    const int stride = scores.stride;
+    float* x = reinterpret_cast<float*>(scores.at);
+    const __m512 q_scale = _mm512_maskz_loadu_ps(rows, t.q_scale + of.row), eight = _mm512_set1_ps(8.0f), rest = scores.rest;
     const __m512 c = _mm512_mul_ps(q_scale, _mm512_set1_ps(page.k_scale8));
     const auto logit = [&](int j) __attribute__((always_inline)) {
-        const __m512 s = _mm512_cvtepi32_ps(load_i(scores + j * stride));
+        const __m512 s = _mm512_cvtepi32_ps(load_i(x + j * stride));
         if constexpr (TOKEN) return _mm512_mul_ps(s, _mm512_mul_ps(q_scale, _mm512_set1_ps(page.k_scale[j])));
         return _mm512_mul_ps(_mm512_fmadd_ps(s, eight, rest), c);  // one rounding: s and rest are exact
     };
-    __m512 max[4];
     for (__m512& m : max) m = _mm512_set1_ps(kMinusInf);
-    if (all && !has_extras(t, page)) {
+    if (of.all && !has_extras(t, page)) {
         for (int j = 0; j < kPageTokens; j += 4) {
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) {
@@ -111,18 +129,62 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
                 max[k] = _mm512_max_ps(max[k], x_j);
             }
         }
-    } else {
-        const bool extras = has_extras(t, page);
-        const LaneTurning turning(t, row, rows, page.turning);
-        const LaneVisible seen = visible_lanes(t, row, n, first_key);
-        for (int j = 0; j < kPageTokens; ++j) {
-            __m512 x_j = logit(j);
-            if (extras) x_j = add_extras_of_lanes(t, row, rows, first_key, j, turning, x_j);
-            x_j = hide_key(seen, j, x_j);
-            _mm512_store_ps(x + j * stride, x_j);
-            max[j % 4] = _mm512_max_ps(max[j % 4], x_j);
+        return;
+    }
+    const bool extras = has_extras(t, page);
+    const LaneTurning turning(t, of.row, rows, page.turning);
+    const LaneVisible seen = visible_lanes(t, of.row, of.n, first_key);
+    for (int j = 0; j < kPageTokens; ++j) {
+        __m512 x_j = logit(j);
+        if (extras) x_j = add_extras_of_lanes(t, of.row, rows, first_key, j, turning, x_j);
+        x_j = hide_key(seen, j, x_j);
+        _mm512_store_ps(x + j * stride, x_j);
+        max[j % 4] = _mm512_max_ps(max[j % 4], x_j);
+    }
+}
+
+// Step 6: the integers of P, which `x` is when it is multiplied with to_code. Returns their sum.
+template <PForm FORM>
+[[gnu::always_inline]] inline __m512i store_p(const float* x, int stride, __m512 to_code, const LaneP& p) {
+    // min(code, levels) is not needed: see softmax.h.
+    __m512i low_sum = _mm512_setzero_si512(), high_sum = _mm512_setzero_si512();
+    const __m512i ones = _mm512_set1_epi8(1);
+    for (int first = 0; first < 8; ++first) {  // 2 i + step
+        for (int half = 0; half < 2; ++half) {
+            __m512i code[4];
+#pragma GCC unroll 4
+            for (int b = 0; b < 4; ++b) {
+                code[b] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + (32 * half + 8 * b + first) * stride), to_code));
+            }
+            const __m512i words01 = _mm512_packus_epi32(code[0], code[1]), words23 = _mm512_packus_epi32(code[2], code[3]);
+            uint8_t* out = p.first + (8 * (first % 2) + 2 * (first / 2) + half) * p.unit_bytes;
+            if constexpr (FORM == PForm::kByte) {
+                const __m512i bytes = join_bytes(words01, words23);
+                low_sum = _mm512_dpbusd_epi32(low_sum, bytes, ones);
+                store_i(out, bytes);
+            } else {
+                const __m512i mask = _mm512_set1_epi16(0xFF);
+                const __m512i low = join_bytes(_mm512_and_si512(words01, mask), _mm512_and_si512(words23, mask));
+                const __m512i high = join_bytes(_mm512_srli_epi16(words01, 8), _mm512_srli_epi16(words23, 8));
+                low_sum = _mm512_dpbusd_epi32(low_sum, low, ones);
+                high_sum = _mm512_dpbusd_epi32(high_sum, high, ones);
+                store_i(out, low);
+                store_i(out + p.plane_bytes, high);
+            }
         }
     }
+    return _mm512_add_epi32(low_sum, _mm512_slli_epi32(high_sum, 8));
+}
+
+// Steps 2 to 6. kFloat: P stays in `scores` as floats.
+template <ExpMode MODE, PForm FORM, bool TOKEN>
+[[gnu::noinline]] void softmax_of_lanes(const AttendTask& t, const RowsInLanes& of, int64_t first_key, const PageScales& page,
+                                        const LaneScores& scores, const LaneP& p_out, LaneUpdate& update) {
+    const __mmask16 rows = of.mask();
+    const int row = of.row, stride = scores.stride;
+    float* x = reinterpret_cast<float*>(scores.at);
+    __m512 max[4];
+    find_logits<TOKEN>(t, of, first_key, page, scores, max);
 
     const __m512 minus_inf = _mm512_set1_ps(kMinusInf);
     const __m512 m_old = _mm512_mask_loadu_ps(minus_inf, rows, t.m + row);
@@ -175,39 +237,11 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
     const __m512 g = _mm512_mul_ps(_mm512_div_ps(a, levels), _mm512_set1_ps(page.v_scale));
     _mm512_store_ps(update.g, _mm512_mask_mov_ps(_mm512_set1_ps(-0.0f), adds, g));
 
-    // min(code, levels) is not needed: see softmax.h.
-    __m512i low_sum = _mm512_setzero_si512(), high_sum = _mm512_setzero_si512();
-    const __m512i ones = _mm512_set1_epi8(1);
-    for (int first = 0; first < 8; ++first) {  // 2 i + step
-        for (int half = 0; half < 2; ++half) {
-            __m512i code[4];
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; ++b) {
-                code[b] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + (32 * half + 8 * b + first) * stride), to_code));
-            }
-            const __m512i words01 = _mm512_packus_epi32(code[0], code[1]), words23 = _mm512_packus_epi32(code[2], code[3]);
-            uint8_t* out = p_out + (8 * (first % 2) + 2 * (first / 2) + half) * unit_bytes;
-            if constexpr (FORM == PForm::kByte) {
-                const __m512i bytes = join_bytes(words01, words23);
-                low_sum = _mm512_dpbusd_epi32(low_sum, bytes, ones);
-                store_i(out, bytes);
-            } else {
-                const __m512i mask = _mm512_set1_epi16(0xFF);
-                const __m512i low = join_bytes(_mm512_and_si512(words01, mask), _mm512_and_si512(words23, mask));
-                const __m512i high = join_bytes(_mm512_srli_epi16(words01, 8), _mm512_srli_epi16(words23, 8));
-                low_sum = _mm512_dpbusd_epi32(low_sum, low, ones);
-                high_sum = _mm512_dpbusd_epi32(high_sum, high, ones);
-                store_i(out, low);
-                store_i(out + plane_bytes, high);
-            }
-        }
-    }
-    _mm512_store_ps(update.code_sum, _mm512_cvtepi32_ps(_mm512_add_epi32(low_sum, _mm512_slli_epi32(high_sum, 8))));
+    _mm512_store_ps(update.code_sum, _mm512_cvtepi32_ps(store_p<FORM>(x, stride, to_code, p_out)));
 }
 
-using LaneSoftmaxFn = void (*)(const AttendTask& t, int row, int n, int64_t first_key, bool all, const PageScales& page,
-                               int32_t* scores, int stride, __m512 rest, uint8_t* p_out, int unit_bytes, int plane_bytes,
-                               LaneUpdate& update);
+using LaneSoftmaxFn = void (*)(const AttendTask& t, const RowsInLanes& of, int64_t first_key, const PageScales& page,
+                               const LaneScores& scores, const LaneP& p_out, LaneUpdate& update);
 
 template <PForm FORM, bool TOKEN>
 inline LaneSoftmaxFn lane_softmax(ExpMode mode) {

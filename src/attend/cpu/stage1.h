@@ -11,25 +11,39 @@
 
 namespace ta {
 
-// Quantizes rows x [last - first, d] into codes [64, d] and scales [64] at tokens [first, last). `universal` is the scale for
-// kUniversal. `turning`: of K in pools that keep turning pairs with the scales. Returns how many values were clamped.
-inline int64_t quantize_tokens(const cpu::PageCodec& codec, const float* x, const float* amax, int d, int first, int last,
-                               ScaleRule rule, float universal, int levels, int8_t* codes, float* scales,
-                               const TurningPairs* turning = nullptr) {
-    float shared = universal;
-    if (rule == ScaleRule::kPage || rule == ScaleRule::kPageExp) {
+// Tokens [first, last) of a page: x [last - first, d] and the rows' largest magnitudes.
+struct TokenRows {
+    const float *x, *amax;
+    int d, first, last;
+};
+
+// How tokens get their scales. `universal` is the scale for kUniversal. `turning`: of K in pools that keep turning pairs with
+// the scales.
+struct TokenScaling {
+    ScaleRule rule;
+    float universal = 0.0f;
+    const TurningPairs* turning = nullptr;
+    int levels = kStage1Levels;
+};
+
+// Quantizes rows into codes [64, d] and scales [64] of their page. Returns how many values were clamped.
+inline int64_t quantize_tokens(const cpu::PageCodec& codec, const TokenRows& rows, const TokenScaling& how, int8_t* codes,
+                               float* scales) {
+    const int first = rows.first;
+    float shared = how.universal;
+    if (how.rule == ScaleRule::kPage || how.rule == ScaleRule::kPageExp) {
         float largest = 0.0f;
-        for (int t = first; t < last; ++t) largest = amax[t - first] > largest ? amax[t - first] : largest;
-        shared = stage1_scale(largest, levels);
+        for (int t = first; t < rows.last; ++t) largest = rows.amax[t - first] > largest ? rows.amax[t - first] : largest;
+        shared = stage1_scale(largest, how.levels);
     }
     int64_t clamped = 0;
-    for (int t = first; t < last; ++t) {
-        const float own = stage1_scale(amax[t - first], levels);
-        float scale = rule == ScaleRule::kToken ? own : shared;
-        if (rule == ScaleRule::kPageExp) scale = exponent_scale(own, shared);
-        if (turning) scale = scale_with_turning(scale, *turning, t);
+    for (int t = first; t < rows.last; ++t) {
+        const float own = stage1_scale(rows.amax[t - first], how.levels);
+        float scale = how.rule == ScaleRule::kToken ? own : shared;
+        if (how.rule == ScaleRule::kPageExp) scale = exponent_scale(own, shared);
+        if (how.turning) scale = scale_with_turning(scale, *how.turning, t);
         scales[t] = scale;
-        clamped += codec.quantize(x + int64_t(t - first) * d, d, scale, levels, codes + int64_t(t) * d);
+        clamped += codec.quantize(rows.x + int64_t(t - first) * rows.d, rows.d, scale, how.levels, codes + int64_t(t) * rows.d);
     }
     return clamped;
 }

@@ -65,6 +65,12 @@ class CpuStep final : public StepBackend {
     float* own_scales(const Block& block, uint32_t layer, uint32_t head) const {
         return reinterpret_cast<float*>(block.slot() + pool_.geometry().own_scales_offset(layer, head));
     }
+    // Of a page: the largest scales that its tokens would have alone, of K and V, and those that its new tokens get.
+    struct UniversalScales {
+        float own[2] = {0.0f, 0.0f};
+        float k = 0.0f, v = 0.0f;
+    };
+    UniversalScales take_own_scales(StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head, const AppendScratch& s);
     void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                       AppendScratch& scratch);
     void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out);
@@ -233,6 +239,28 @@ void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, 
     if (replaced) saturated_.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
 }
 
+// Of new tokens whose largest magnitudes are known.
+CpuStep::UniversalScales CpuStep::take_own_scales(StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head,
+                                                  const AppendScratch& s) {
+    UniversalScales result;
+    float* largest = m.largest_scales.data() + pool_.geometry().index(layer, head) * 2;
+    float* to = t.token ? own_scales(*t.token, layer, head) : nullptr;
+    for (int which = 0; which < 2; ++which) {
+        const float* amax = which ? s.v_amax : s.k_amax;
+        float& own = result.own[which];
+        for (int i = 0; i < t.have; ++i) own = std::max(own, to[which * kPageTokens + i]);
+        for (int i = 0; i < t.end - t.have; ++i) {
+            const float scale = stage1_scale(amax[i], kStage1Levels);
+            own = std::max(own, scale);
+            if (to) to[which * kPageTokens + t.have + i] = scale;
+        }
+        largest[which] = std::max(largest[which], own);
+    }
+    result.k = universal_scale(s.codes.k_scale, t.have, largest[0]);
+    result.v = universal_scale(s.codes.v_scale, t.have, largest[1]);
+    return result;
+}
+
 void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                            AppendScratch& s) {
     const Geometry& g = pool_.geometry();
@@ -277,34 +305,18 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
 
     if (stored && (t.channel || num.universal_open_scale || t.begins_anew)) codec.load_token_piece(stored, d, t.have, s.codes);
 
-    float own[2] = {0.0f, 0.0f};  // of universal scales: the page's largest
-    float k_universal = 0.0f, v_universal = 0.0f;
-    if (num.universal_open_scale) {
-        float* largest = m.largest_scales.data() + g.index(layer, head) * 2;
-        float* to = t.token ? own_scales(*t.token, layer, head) : nullptr;
-        for (int which = 0; which < 2; ++which) {
-            const float* amax = which ? s.v_amax : s.k_amax;
-            for (int i = 0; i < t.have; ++i) own[which] = std::max(own[which], to[which * kPageTokens + i]);
-            for (int i = 0; i < n; ++i) {
-                const float scale = stage1_scale(amax[i], kStage1Levels);
-                own[which] = std::max(own[which], scale);
-                if (to) to[which * kPageTokens + t.have + i] = scale;
-            }
-            largest[which] = std::max(largest[which], own[which]);
-        }
-        k_universal = universal_scale(s.codes.k_scale, t.have, largest[0]);
-        v_universal = universal_scale(s.codes.v_scale, t.have, largest[1]);
-    }
+    UniversalScales universal_scales;
+    if (num.universal_open_scale) universal_scales = take_own_scales(m, t, layer, head, s);
     const bool whole = n == kPageTokens;
     const bool universal = num.universal_open_scale;
     const ScaleRule k_rule =
         scale_rule(whole, t.stays_8_bits, {num.k_page_scale, num.k_page_scale_at_8_bits, false, universal});
     const ScaleRule v_rule =
         scale_rule(whole, t.stays_8_bits, {num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents, universal});
-    const int64_t clamped =
-        quantize_tokens(codec, s.k, s.k_amax, d, first_k, t.end, k_rule, k_universal, kStage1Levels, s.codes.k, s.codes.k_scale,
-                        num.k_turning ? &turning : nullptr) +
-        quantize_tokens(codec, s.v, s.v_amax, d, t.have, t.end, v_rule, v_universal, kStage1Levels, s.codes.v, s.codes.v_scale);
+    const TokenScaling k_scaling{k_rule, universal_scales.k, num.k_turning ? &turning : nullptr};
+    const TokenScaling v_scaling{v_rule, universal_scales.v};
+    const int64_t clamped = quantize_tokens(codec, {s.k, s.k_amax, d, first_k, t.end}, k_scaling, s.codes.k, s.codes.k_scale) +
+                            quantize_tokens(codec, {s.v, s.v_amax, d, t.have, t.end}, v_scaling, s.codes.v, s.codes.v_scale);
     if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
     codec.store_token_piece(s.codes, d, t.workspace_page < 0 ? first_k : 0, t.end, piece);
     if (num.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
@@ -315,7 +327,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search, num.k_turning};
     const ChannelLayout layout = g.channel_layout(PageKind::kChannel, layer, head);
     codec.encode_channel_piece(s.codes, layout, options, closed);
-    if (num.universal_open_scale) std::memcpy(closed + layout.own_scales(), own, sizeof own);
+    if (num.universal_open_scale) std::memcpy(closed + layout.own_scales(), universal_scales.own, sizeof universal_scales.own);
 }
 
 // K of the first n tokens of a page as it was given, but for its rounding.

@@ -124,7 +124,8 @@ class DenseRun {
                                                                          : ScaleRule::kUniversal;
         for (int64_t head = 0; head < kv_heads_; ++head) {
             read_rows(call_.k, task, head, s.x, s.amax);
-            quantize_tokens(codec(), s.x, s.amax, d_, 0, task.tokens, k_rule, 0.0f, levels_, s.codes.k, s.codes.k_scale);
+            const TokenRows rows{s.x, s.amax, d_, 0, task.tokens};
+            quantize_tokens(codec(), rows, {k_rule, 0.0f, nullptr, levels_}, s.codes.k, s.codes.k_scale);
             read_rows(call_.v, task, head, s.x, s.amax);
             if (half()) {
                 auto* v = reinterpret_cast<float*>(v_float_.data());
@@ -135,7 +136,7 @@ class DenseRun {
                 std::fill_n(s.codes.v_scale, task.tokens, 0.0f);
             } else {
                 const float shared = v_scales_[task.sequence * size_t(kv_heads_) + size_t(head)];
-                quantize_tokens(codec(), s.x, s.amax, d_, 0, task.tokens, v_rule, shared, levels_, s.codes.v, s.codes.v_scale);
+                quantize_tokens(codec(), rows, {v_rule, shared, nullptr, levels_}, s.codes.v, s.codes.v_scale);
             }
             codec().store_token_piece(s.codes, d_, 0, task.tokens, task.page + size_t(head) * piece_bytes());
         }

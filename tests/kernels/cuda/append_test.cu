@@ -402,12 +402,12 @@ class Problem {
                 }
                 return num.universal_open_scale ? ScaleRule::kUniversal : ScaleRule::kToken;
             };
-            clamped += uint64_t(quantize_tokens(codec_, x[0].data(), amax[0], d, t.have, t.end,
-                                                rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0],
-                                                kStage1Levels, codes.k, codes.k_scale));
-            clamped += uint64_t(quantize_tokens(codec_, x[1].data(), amax[1], d, t.have, t.end,
-                                                rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents),
-                                                universal[1], kStage1Levels, codes.v, codes.v_scale));
+            const TokenScaling k_scaling{rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0]};
+            const TokenScaling v_scaling{rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents), universal[1]};
+            clamped +=
+                uint64_t(quantize_tokens(codec_, {x[0].data(), amax[0], d, t.have, t.end}, k_scaling, codes.k, codes.k_scale));
+            clamped +=
+                uint64_t(quantize_tokens(codec_, {x[1].data(), amax[1], d, t.have, t.end}, v_scaling, codes.v, codes.v_scale));
             codec_.store_token_piece(codes, d, t.have, t.end, piece);
             if (!t.channel_slot) continue;
             const HeadArgs& h = heads_[size_t(head)];

@@ -161,12 +161,11 @@ class Problem {
             for (int head = 0; head < kHeads; ++head) {
                 std::memset(static_cast<void*>(&codes), 0, sizeof codes);
                 read(k_, page, head, x.data(), amax, &nonfinite[size_t(page.sequence)]);
-                quantize_tokens(codec_, x.data(), amax, c_.d, 0, page.tokens, rule(c_.k_scale), 0.0f, c_.levels, codes.k,
-                                codes.k_scale);
+                const TokenRows rows{x.data(), amax, c_.d, 0, page.tokens};
+                quantize_tokens(codec_, rows, {rule(c_.k_scale), 0.0f, nullptr, c_.levels}, codes.k, codes.k_scale);
                 read(v_, page, head, x.data(), amax, &nonfinite[size_t(page.sequence)]);
                 const float scale = stage1_scale(largest[size_t(page.sequence * kHeads + head)], c_.levels);
-                quantize_tokens(codec_, x.data(), amax, c_.d, 0, page.tokens, rule(c_.v_scale), scale, c_.levels, codes.v,
-                                codes.v_scale);
+                quantize_tokens(codec_, rows, {rule(c_.v_scale), scale, nullptr, c_.levels}, codes.v, codes.v_scale);
                 uint8_t* piece = want.data() + (n * kHeads + size_t(head)) * TokenLayout(c_.d).bytes();
                 codec_.store_token_piece(codes, c_.d, 0, kPageTokens, piece);
             }

@@ -64,7 +64,7 @@ uint64_t PagePool::add(PageKind kind, const float* k, const float* v, int tokens
                 amax[size_t(t)] = codec().amax(from, d);
             }
             const ScaleRule rule = !channel ? ScaleRule::kToken : is_k ? ScaleRule::kPage : ScaleRule::kPageExp;
-            quantize_tokens(codec(), x.data(), amax.data(), d, 0, tokens, rule, 0.0f, kStage1Levels, is_k ? in->k : in->v,
+            quantize_tokens(codec(), {x.data(), amax.data(), d, 0, tokens}, {rule}, is_k ? in->k : in->v,
                             is_k ? in->k_scale : in->v_scale);
         }
         auto* to = const_cast<uint8_t*>(piece(entry, h));

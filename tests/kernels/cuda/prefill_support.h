@@ -79,8 +79,8 @@ inline void give_page_scales(PagePool& pool, uint64_t entry, const float* k, con
                 std::memcpy(x.data() + t * d, (is_k ? k : v) + (t * heads + h) * d, d * sizeof(float));
                 amax[t] = codec.amax(x.data() + t * d, int64_t(d));
             }
-            quantize_tokens(codec, x.data(), amax.data(), int(d), 0, tokens, is_k ? ScaleRule::kPage : v_rule, 0.0f,
-                            kStage1Levels, is_k ? in->k : in->v, is_k ? in->k_scale : in->v_scale);
+            quantize_tokens(codec, {x.data(), amax.data(), int(d), 0, tokens}, {is_k ? ScaleRule::kPage : v_rule},
+                            is_k ? in->k : in->v, is_k ? in->k_scale : in->v_scale);
         }
         codec.store_token_piece(*in, int(d), 0, tokens, const_cast<uint8_t*>(pool.piece(entry, int(h))));
     }

@@ -143,15 +143,12 @@ __device__ __forceinline__ void store_channel(uint8_t* step_at, uint8_t* zero_at
     *zero_at = uint8_t(zero_floor(zero8));
 }
 
-// A warp encodes 32 channels of K: those of one step of the loads.
+// A lane's share of the 32 channels of K of one step of the loads, scales merged: [tile][2 w1 + w0] are token
+// 16 tile + r + 8 w0, channels 4 w1 ..
 template <int D>
-__device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits, bool fractional, uint8_t* piece,
-                                         const PieceOffsets& at, int lane) {
+__device__ __forceinline__ void load_k(const PageImage<D>& page, int step, uint32_t (&u)[4][4], int lane) {
     const int r = lane / 4, i = lane % 4;
     const bool merge = page.merge[0][0] || page.merge[0][1];
-    uint32_t u[4][4];               // [tile][2 w1 + w0]: token 16 tile + r + 8 w0, channels 4 w1 ..
-    uint32_t sum[2][2] = {};        // [w1]: of channels 0 and 2, 1 and 3
-    __half2 low[2][2], high[2][2];  // [w1]: of channels 0 and 1, 2 and 3
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
         const uint4 chunk = page.k[PageImage<D>::k_chunk(tile, step, r, i)];
@@ -164,6 +161,17 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits,
             u[n / 4][n % 4] = merge_word(u[n / 4][n % 4], ratio, ratio, ratio, ratio);
         }
     }
+}
+
+// A warp encodes these channels.
+template <int D>
+__device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits, bool fractional, uint8_t* piece,
+                                         const PieceOffsets& at, int lane) {
+    const int r = lane / 4, i = lane % 4;
+    uint32_t u[4][4];
+    uint32_t sum[2][2] = {};        // [w1]: of channels 0 and 2, 1 and 3
+    __half2 low[2][2], high[2][2];  // [w1]: of channels 0 and 1, 2 and 3
+    load_k(page, step, u, lane);
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
@@ -262,14 +270,11 @@ struct Candidates {
     }
 };
 
-// A warp encodes 16 channels of V, those of one tile, and leaves a byte per code where the stage-1 codes were. A channel is two
-// lanes' work: they share the candidates of the search and the final codes.
+// Merges the tokens' scales in one tile of V.
 template <int D>
-__device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits, bool search, bool fractional, uint8_t* piece,
-                                         const PieceOffsets& at, int lane) {
+__device__ __forceinline__ void merge_v(PageImage<D>& page, int tile, int lane) {
     using Page = PageImage<D>;
-    constexpr int kWords = 16;
-    const int r = lane / 4, top = bits == 4 ? 15 : 3;
+    const int r = lane / 4;
     if (page.merge[1][0] || page.merge[1][1]) {
         const int i = lane % 4;
 #pragma unroll
@@ -285,6 +290,17 @@ __device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits,
         }
         __syncwarp();
     }
+}
+
+// A warp encodes 16 channels of V, those of one tile, and leaves a byte per code where the stage-1 codes were. A channel is two
+// lanes' work: they share the candidates of the search and the final codes.
+template <int D>
+__device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits, bool search, bool fractional, uint8_t* piece,
+                                         const PieceOffsets& at, int lane) {
+    using Page = PageImage<D>;
+    constexpr int kWords = 16;
+    const int r = lane / 4, top = bits == 4 ? 15 : 3;
+    merge_v(page, tile, lane);
     const int w0 = lane & 1, half = lane >> 1 & 1;
     // Word n: tokens of its own half first.
     const auto word_at = [&](int n) -> uint32_t& {

@@ -100,24 +100,31 @@ __device__ __forceinline__ int replace_beyond(float (&x)[8], float limit, bool s
     return replaced;
 }
 
-// A lane's channels of rows `row`, row + step, ... of a tensor's head, the first `rows` of them; the others are zeros.
+// Rows `first`, first + step, ... of a tensor's head, `count` of them. Where a lane reads more, the others are zeros.
+struct HeadRows {
+    const TensorArgs& from;
+    int64_t first;
+    int step, head, count;
+};
+
+// A lane's channels of them.
 template <DType kType, int kRows>
-__device__ __forceinline__ void load_rows(const TensorArgs& from, int64_t row, int step, int head, int lane_in_row, int rows,
-                                          RawRow<kType> (&raw)[kRows]) {
+__device__ __forceinline__ void load_rows(const HeadRows& rows, int lane_in_row, RawRow<kType> (&raw)[kRows]) {
     constexpr int64_t kBytes = int64_t(dtype_bytes(kType));
-    const int64_t at = row * from.stride_row + head * from.stride_head + 8 * lane_in_row;
+    const TensorArgs& from = rows.from;
+    const int64_t at = rows.first * from.stride_row + rows.head * from.stride_head + 8 * lane_in_row;
     const auto* bytes = static_cast<const uint8_t*>(from.data) + at * kBytes;
-    const int64_t stride = step * from.stride_row * kBytes;
-    if (rows <= 0) return;
+    const int64_t stride = rows.step * from.stride_row * kBytes;
+    if (rows.count <= 0) return;
     if (((reinterpret_cast<uintptr_t>(bytes) | uintptr_t(stride)) & 15) == 0) {
 #pragma unroll
         for (int p = 0; p < kRows; ++p) {
-            if (p < rows) raw[p].load(bytes + p * stride);
+            if (p < rows.count) raw[p].load(bytes + p * stride);
         }
     } else {
 #pragma unroll
         for (int p = 0; p < kRows; ++p) {
-            if (p < rows) raw[p].load_unaligned(bytes + p * stride);
+            if (p < rows.count) raw[p].load_unaligned(bytes + p * stride);
         }
     }
 }
@@ -146,15 +153,15 @@ __device__ __forceinline__ int widen_rows(const RawRow<kType> (&raw)[kRows], boo
 
 // Both, whatever the type.
 template <int kRows>
-__device__ __forceinline__ int read_rows(const TensorArgs& from, int64_t row, int step, int head, int lane_in_row, int rows,
-                                         bool saturate, float (&x)[kRows][8], float (&amax)[kRows]) {
+__device__ __forceinline__ int read_rows(const HeadRows& rows, int lane_in_row, bool saturate, float (&x)[kRows][8],
+                                         float (&amax)[kRows]) {
     const auto of = [&]<DType kType>() {
         RawRow<kType> raw[kRows] = {};
-        load_rows(from, row, step, head, lane_in_row, rows, raw);
+        load_rows(rows, lane_in_row, raw);
         return widen_rows(raw, saturate, x, amax);
     };
-    if (from.dtype == DType::kBf16) return of.template operator()<DType::kBf16>();
-    if (from.dtype == DType::kF16) return of.template operator()<DType::kF16>();
+    if (rows.from.dtype == DType::kBf16) return of.template operator()<DType::kBf16>();
+    if (rows.from.dtype == DType::kF16) return of.template operator()<DType::kF16>();
     return of.template operator()<DType::kF32>();
 }
 

@@ -44,7 +44,7 @@ class Appender {
         for (int tensor = 0; tensor < 2; ++tensor) {
             float x[4][8], amax[4];
             const uint8_t* turning = tensor == 0 && a_.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
-            read_rows(tensor, task.sequence, int64_t(task.row) + t0 - task.have, active(), true, turning, t0, x, amax);
+            read_rows({tensor, task.sequence, int64_t(task.row) + t0 - task.have, turning, t0}, active(), true, x, amax);
             const ScaleOf scale_of = page_scales(tensor, task, t0, amax);
             // Each lane finds the scale of one of the four rows.
             const int mine = lane_ % 4;
@@ -160,7 +160,7 @@ class Appender {
                 const int t = n + warps / 2 * row_in_warp_;
                 const bool valid = t < task.end && active();
                 float x[1][8], amax[1];
-                read_rows(tensor, task.sequence, int64_t(task.row) + t - task.have, valid, pass == 1, turning, t, x, amax);
+                read_rows({tensor, task.sequence, int64_t(task.row) + t - task.have, turning, t}, valid, pass == 1, x, amax);
                 if (!valid) continue;
                 if (pass == 0) {
                     if (lane_ != 0) continue;
@@ -285,36 +285,43 @@ class Appender {
         return __uint_as_float((__float_as_uint(scale) & ~255u) | turning[4 * t]);
     }
 
-    // Rows `row`, row + 8, ... of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those
-    // that are not `valid` get zeros. `turning`, if not null: K scales of the rows' page, of which the first row is token t.
+    // Rows `first`, first + 8, ... of K or V, the first being token t of its page. `turning`, if not null: the page's K scales.
+    struct PageRows {
+        int tensor, sequence;
+        int64_t first;
+        const uint8_t* turning;
+        int t;
+    };
+
+    // Of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that are not `valid` get
+    // zeros. `count`: what is replaced is counted.
     template <int kRows>
-    __device__ void read_rows(int tensor, int sequence, int64_t row, bool valid, bool count, const uint8_t* turning, int t,
-                              float (&x)[kRows][8], float (&amax)[kRows]) const {
-        const DType type = tensor ? a_.v.dtype : a_.k.dtype;
+    __device__ void read_rows(const PageRows& rows, bool valid, bool count, float (&x)[kRows][8], float (&amax)[kRows]) const {
+        const DType type = rows.tensor ? a_.v.dtype : a_.k.dtype;
         if (type == DType::kBf16) {
-            read_rows_of<DType::kBf16>(tensor, sequence, row, valid, count, turning, t, x, amax);
+            read_rows_of<DType::kBf16>(rows, valid, count, x, amax);
         } else if (type == DType::kF16) {
-            read_rows_of<DType::kF16>(tensor, sequence, row, valid, count, turning, t, x, amax);
+            read_rows_of<DType::kF16>(rows, valid, count, x, amax);
         } else {
-            read_rows_of<DType::kF32>(tensor, sequence, row, valid, count, turning, t, x, amax);
+            read_rows_of<DType::kF32>(rows, valid, count, x, amax);
         }
     }
 
     template <DType kType, int kRows>
-    __device__ void read_rows_of(int tensor, int sequence, int64_t row, bool valid, bool count, const uint8_t* turning, int t,
-                                 float (&x)[kRows][8], float (&amax)[kRows]) const {
-        const TensorArgs& from = tensor ? a_.v : a_.k;
-        const bool rotated = tensor == 0 && can_rotate(D) && a_.signs != nullptr;
+    __device__ void read_rows_of(const PageRows& rows, bool valid, bool count, float (&x)[kRows][8],
+                                 float (&amax)[kRows]) const {
+        const TensorArgs& from = rows.tensor ? a_.v : a_.k;
+        const bool rotated = rows.tensor == 0 && can_rotate(D) && a_.signs != nullptr;
         RawRow<kType> raw[kRows] = {};
-        load_rows(from, row, 8, head_, lane_, valid ? kRows : 0, raw);
+        load_rows({from, rows.first, 8, head_, valid ? kRows : 0}, lane_, raw);
         float sign[8];
         if (rotated) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sign[j] = __ldg(a_.signs + 8 * lane_ + j);
         }
         const int replaced = widen_rows(raw, a_.saturate, x, amax);
-        if (replaced && count && a_.nonfinite) atomicAdd(a_.nonfinite + sequence, uint32_t(replaced));
-        if (tensor == 0 && a_.k_offset && valid) {
+        if (replaced && count && a_.nonfinite) atomicAdd(a_.nonfinite + rows.sequence, uint32_t(replaced));
+        if (rows.tensor == 0 && a_.k_offset && valid) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const float offset = __ldg(a_.k_offset + head_ * D + 8 * lane_ + j);
@@ -324,7 +331,7 @@ class Appender {
 #pragma unroll
             for (int p = 0; p < kRows; ++p) amax[p] = lane_amax(x[p]);
         }
-        if (turning && valid) take_out_turning(turning, t, x, amax);
+        if (rows.turning && valid) take_out_turning(rows.turning, rows.t, x, amax);
         if constexpr (can_rotate(D)) {
             if (rotated) {
 #pragma unroll

@@ -149,15 +149,27 @@ __device__ __forceinline__ void raise_maxima(DecodeRows<D, kTiles>& rows, int ti
     }
 }
 
+// A warp at work on a segment.
+template <int D, int kTiles>
+struct DecodeWarp {
+    const DecodeParams& p;
+    const DecodeSegment& seg;
+    WarpMemory<D, 4 * kTiles>& memory;
+    DecodeRows<D, kTiles>& rows;
+    int lane;
+};
+
 // Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is
 // what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every
 // option. `only_maxima`: of a page that other warps have, before this one's in the same range.
-template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
-__device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
-                                        float (&x)[N][8], const float (&ratio)[8], float vfac, Memory& memory,
-                                        DecodeRows<D, kTiles>& rows, bool only_maxima, float (&factor)[kTiles], int lane) {
+template <DecodeKind kKind, int D, int kTiles, int N>
+__device__ __forceinline__ void softmax(const DecodeWarp<D, kTiles>& warp, int32_t first_key, int tile, float (&x)[N][8],
+                                        const float (&ratio)[8], float vfac, bool only_maxima, float (&factor)[kTiles]) {
+    const DecodeParams& p = warp.p;
+    const DecodeSegment& seg = warp.seg;
+    DecodeRows<D, kTiles>& rows = warp.rows;
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
-    const int r = lane / 4, i = lane % 4;
+    const int lane = warp.lane, r = lane / 4, i = lane % 4;
     const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
     if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
 #pragma unroll
@@ -165,7 +177,7 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
             const int row = 4 * (tile + n) + i;
             const auto [token, q_head] = RowPlace(p, seg.head, row);
             const float slope = p.a.alibi_slope ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
-            const float bias = memory.queries[0].bias[row];  // 0 without an offset
+            const float bias = warp.memory.queries[0].bias[row];  // 0 without an offset
             const int32_t to_row = first_key + r - (seg.first_position + token);
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
@@ -197,17 +209,20 @@ __device__ __forceinline__ void softmax(const DecodeParams& p, const DecodeSegme
         uint32_t bits[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[n][k], to_code, 0x1p23f));
-        store_p(memory.p(tile + n), bits, lane);
+        store_p(warp.memory.p(tile + n), bits, lane);
     }
 }
 
 // The same for a channel page without options: x are logits less the exponents of V, whose largest is therefore that of P, and
 // `power` [8] are 2^exponent, which l takes back.
-template <DecodeKind kKind, int D, int kTiles, int N, class Memory>
-__device__ __forceinline__ void channel_softmax(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
-                                                float (&x)[N][8], const float (&power)[8], float vfac, Memory& memory,
-                                                DecodeRows<D, kTiles>& rows, float (&factor)[kTiles], int lane) {
-    mask(p, seg, first_key, tile, x, lane);
+template <int D, int kTiles, int N>
+__device__ __forceinline__ void channel_softmax(const DecodeWarp<D, kTiles>& warp, int32_t first_key, int tile,
+                                                float (&x)[N][8], const float (&power)[8], float vfac,
+                                                float (&factor)[kTiles]) {
+    const DecodeParams& p = warp.p;
+    DecodeRows<D, kTiles>& rows = warp.rows;
+    const int lane = warp.lane;
+    mask(p, warp.seg, first_key, tile, x, lane);
     __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
     raise_maxima(rows, tile, x, false, top);
@@ -225,7 +240,7 @@ __device__ __forceinline__ void channel_softmax(const DecodeParams& p, const Dec
         rows.l[tile + n] = fmaf(sum[0] + sum[1], weight, rows.l[tile + n]);
         rows.page[tile + n] = (sum[0] + sum[1]) * weight;
         factor[tile + n] = vfac * p.inverse_levels * weight;
-        store_p(memory.p(tile + n), bits, lane);
+        store_p(warp.memory.p(tile + n), bits, lane);
     }
 }
 
@@ -264,110 +279,137 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
     return largest;
 }
 
-// kKBits = kVBits = 8: a token page. `q`: the rows' queries where there are at most 4.
-template <int D, int kTiles, DecodeKind kKind, int kKBits, int kVBits, class Memory>
-__device__ __forceinline__ void attend_page(const DecodeParams& p, const DecodeSegment& seg, const uint8_t* piece,
-                                            int32_t first_key, const HalfQueries<D, 4>& q, Memory& memory,
-                                            DecodeRows<D, kTiles>& rows, bool only_maxima, int lane) {
+template <int kTiles>
+inline constexpr int kTilesAtOnce = kTiles < 2 ? kTiles : 2;
+
+// P of a token page, all row tiles.
+template <DecodeKind kKind, int D, int kTiles>
+__device__ __forceinline__ void make_token_p(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
+                                             bool only_maxima, float (&factor)[kTiles]) {
+    constexpr int N = kTilesAtOnce<kTiles>;
+    constexpr TokenLayout kLayout(D);
+    const DecodeParams& p = warp.p;
+    const int lane = warp.lane;
+    float ratio[8];
+    const float vfac =
+        token_ratios(reinterpret_cast<const float*>(piece + kLayout.v_scale()), warp.seg.s.n_keys - first_key, ratio, lane);
+    const auto* k_scale = reinterpret_cast<const float*>(piece + kLayout.k_scale()) + lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile += N) {
+        int s[N][8];
+        float x[N][8];
+        token_scores<D>(piece, warp.memory, tile, s, lane);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (warp.rows.q_scale[tile + n] * k_scale[8 * k]);
+        }
+        if (p.a.k_turning) {
+            const auto pair = [&](int m) { return turning_of_scales(piece + kLayout.k_scale(), m); };
+            add_turning(p, warp.seg, pair, tile, x, lane);
+        }
+        softmax<kKind>(warp, first_key, tile, x, ratio, vfac, only_maxima, factor);
+    }
+}
+
+// Of a channel page. `q`: the rows' queries where there are at most 4.
+template <DecodeKind kKind, int kKBits, int kVBits, int D, int kTiles>
+__device__ __forceinline__ void make_channel_p(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
+                                               const HalfQueries<D, 4>& q, bool only_maxima, float (&factor)[kTiles]) {
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
-    constexpr int N = kTiles < 2 ? kTiles : 2;  // row tiles at a time
-    float factor[kTiles];
-    if constexpr (kKBits == 8) {
-        constexpr TokenLayout kLayout(D);
-        float ratio[8];
-        const float vfac =
-            token_ratios(reinterpret_cast<const float*>(piece + kLayout.v_scale()), seg.s.n_keys - first_key, ratio, lane);
-        const auto* k_scale = reinterpret_cast<const float*>(piece + kLayout.k_scale()) + lane / 4;
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile += N) {
-            int s[N][8];
-            float x[N][8];
-            token_scores<D>(piece, memory, tile, s, lane);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (rows.q_scale[tile + n] * k_scale[8 * k]);
-            }
-            if (p.a.k_turning) {
-                const auto pair = [&](int m) { return turning_of_scales(piece + kLayout.k_scale(), m); };
-                add_turning(p, seg, pair, tile, x, lane);
-            }
-            softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
-        }
+    constexpr int N = kTilesAtOnce<kTiles>;
+    constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+    const DecodeParams& p = warp.p;
+    auto& memory = warp.memory;
+    const int lane = warp.lane;
+    const uint8_t* k_step = piece + kLayout.k_step();
+    if constexpr (kTiles == 1) {
+        scale_queries<D, kKBits>(k_step, q, memory, 0, lane);
     } else {
-        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
-        const uint8_t* k_step = piece + kLayout.k_step();
-        if constexpr (kTiles == 1) {
-            scale_queries<D, kKBits>(k_step, q, memory, 0, lane);
-        } else {
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-                HalfQueries<D, 4> of_tile;
-                of_tile.load(memory, 4 * tile, lane);
-                scale_queries<D, kKBits>(k_step, of_tile, memory, 4 * tile, lane);
-            }
-        }
-        float exponent[8], power[8];
-        load_exponents(piece + kLayout.v_exponents(), exponent, power, lane);
-        const float k_scale = *reinterpret_cast<const float*>(piece + kLayout.k_scale()) * 0.125f;
-        const float vfac = *reinterpret_cast<const float*>(piece + kLayout.v_scale());
-        __syncwarp();
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile += N) {
-            int s[N][8];
-            float x[N][8];
-            channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const float factor_of_score = rows.q_scale[tile + n] * k_scale;
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
-                    x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
-                }
-            }
-            if (p.a.k_turning) {
-                const auto pair = [&](int m) { return turning_of_pairs(piece + kLayout.k_turning(), m); };
-                add_turning(p, seg, pair, tile, x, lane);
-            }
-            if constexpr (kGeneral) {
-                float ratio[8];
-#pragma unroll
-                for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
-                softmax<kKind>(p, seg, first_key, tile, x, ratio, vfac, memory, rows, only_maxima, factor, lane);
-            } else {
-                channel_softmax<kKind>(p, seg, first_key, tile, x, power, vfac, memory, rows, factor, lane);
-            }
+        for (int tile = 0; tile < kTiles; ++tile) {
+            HalfQueries<D, 4> of_tile;
+            of_tile.load(memory, 4 * tile, lane);
+            scale_queries<D, kKBits>(k_step, of_tile, memory, 4 * tile, lane);
         }
     }
+    float exponent[8], power[8];
+    load_exponents(piece + kLayout.v_exponents(), exponent, power, lane);
+    const float k_scale = *reinterpret_cast<const float*>(piece + kLayout.k_scale()) * 0.125f;
+    const float vfac = *reinterpret_cast<const float*>(piece + kLayout.v_scale());
     __syncwarp();
-    if (kGeneral && only_maxima) return;
-    uint32_t b[kTiles][2][2];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) load_p(memory.p(n), lane, b[n]);
-    if constexpr (kKBits == 8) {
-        token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, rows.o, lane);
-    } else {
-        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
-        const uint8_t *codes = piece + kLayout.v_codes(), *v_step = piece + kLayout.v_step();
-        if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
-            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o2, lane);
+    for (int tile = 0; tile < kTiles; tile += N) {
+        int s[N][8];
+        float x[N][8];
+        channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float factor_of_score = warp.rows.q_scale[tile + n] * k_scale;
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
+                x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
+            }
+        }
+        if (p.a.k_turning) {
+            const auto pair = [&](int m) { return turning_of_pairs(piece + kLayout.k_turning(), m); };
+            add_turning(p, warp.seg, pair, tile, x, lane);
+        }
+        if constexpr (kGeneral) {
+            float ratio[8];
+#pragma unroll
+            for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
+            softmax<kKind>(warp, first_key, tile, x, ratio, vfac, only_maxima, factor);
         } else {
-            channel_values<D, kVBits>(codes, v_step, b, factor, rows.o, lane);
+            channel_softmax(warp, first_key, tile, x, power, vfac, factor);
         }
     }
 }
 
+// What P, which is in shared memory, adds to O: factor[n] P v.
+template <int kKBits, int kVBits, int D, int kTiles>
+__device__ __forceinline__ void add_values(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece,
+                                           const float (&factor)[kTiles]) {
+    uint32_t b[kTiles][2][2];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) load_p(warp.memory.p(n), warp.lane, b[n]);
+    if constexpr (kKBits == 8) {
+        token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, warp.rows.o, warp.lane);
+    } else {
+        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+        const uint8_t *codes = piece + kLayout.v_codes(), *v_step = piece + kLayout.v_step();
+        if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
+            channel_values<D, kVBits>(codes, v_step, b, factor, warp.rows.o2, warp.lane);
+        } else {
+            channel_values<D, kVBits>(codes, v_step, b, factor, warp.rows.o, warp.lane);
+        }
+    }
+}
+
+// kKBits = kVBits = 8: a token page.
+template <DecodeKind kKind, int kKBits, int kVBits, int D, int kTiles>
+__device__ __forceinline__ void attend_page(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
+                                            const HalfQueries<D, 4>& q, bool only_maxima) {
+    float factor[kTiles];
+    if constexpr (kKBits == 8) {
+        make_token_p<kKind>(warp, piece, first_key, only_maxima, factor);
+    } else {
+        make_channel_p<kKind, kKBits, kVBits>(warp, piece, first_key, q, only_maxima, factor);
+    }
+    __syncwarp();
+    if (kKind == DecodeKind::kGeneral && only_maxima) return;
+    add_values<kKBits, kVBits>(warp, piece, factor);
+}
+
 // The same for whatever kind of page a piece is of.
-template <DecodeKind kKind, int D, int kTiles, class Piece, class Memory>
-__device__ __forceinline__ void attend_piece(const DecodeParams& p, const DecodeSegment& seg, const Piece& piece, int32_t page,
-                                             const HalfQueries<D, 4>& q, Memory& memory, DecodeRows<D, kTiles>& rows,
-                                             bool only_maxima, int lane) {
+template <DecodeKind kKind, int D, int kTiles, class Piece>
+__device__ __forceinline__ void attend_piece(const DecodeWarp<D, kTiles>& warp, const Piece& piece, int32_t page,
+                                             const HalfQueries<D, 4>& q, bool only_maxima) {
     const auto attend = [&]<int kKBits, int kVBits>() {
-        attend_page<D, kTiles, kKind, kKBits, kVBits>(p, seg, piece.data, page * kPageTokens, q, memory, rows, only_maxima,
-                                                      lane);
+        attend_page<kKind, kKBits, kVBits>(warp, piece.data, page * kPageTokens, q, only_maxima);
     };
-    const int32_t k_bits = piece.low ? 2 : seg.k_bits, v_bits = piece.low ? 2 : seg.v_bits;
+    const int32_t k_bits = piece.low ? 2 : warp.seg.k_bits, v_bits = piece.low ? 2 : warp.seg.v_bits;
     if (!piece.channel) {
         attend.template operator()<8, 8>();
     } else if (k_bits == 4) {

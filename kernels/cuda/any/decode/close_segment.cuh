@@ -8,11 +8,14 @@ namespace ta::cuda {
 
 // Writes the rows of a segment: results if it is the whole, all `pages`, of its (sequence, head), else a partial result to
 // `partial`.
-template <int D, int kTiles, bool kMass, class Memory>
-__device__ __forceinline__ void close_segment(const DecodeParams& p, const DecodeSegment& seg, int32_t pages, bool whole,
-                                              void* partial, Memory& memory, DecodeRows<D, kTiles>& rows, int lane) {
+template <bool kMass, int D, int kTiles>
+__device__ __forceinline__ void close_segment(const DecodeWarp<D, kTiles>& warp, int32_t pages, bool whole, void* partial) {
     using Rows = DecodeRows<D, kTiles>;
     constexpr int kWords = D / 32;
+    const DecodeParams& p = warp.p;
+    const DecodeSegment& seg = warp.seg;
+    Rows& rows = warp.rows;
+    const int lane = warp.lane;
     [[maybe_unused]] const int r = lane / 4, i = lane % 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -21,8 +24,8 @@ __device__ __forceinline__ void close_segment(const DecodeParams& p, const Decod
 #pragma unroll
         for (int h = 4; h <= 16; h *= 2) l += __shfl_xor_sync(kAllLanes, l, h);
         if constexpr (Rows::kTwoOrders) {  // o2 to the lanes that have these channels in o, two rows at a time
-            auto* staging = reinterpret_cast<float*>(memory.digits) + i % 2 * D;
-            static_assert(2 * D * sizeof(float) <= sizeof(memory.digits));
+            auto* staging = reinterpret_cast<float*>(warp.memory.digits) + i % 2 * D;
+            static_assert(2 * D * sizeof(float) <= sizeof(warp.memory.digits));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 __syncwarp();
@@ -44,7 +47,7 @@ __device__ __forceinline__ void close_segment(const DecodeParams& p, const Decod
             o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
         }
         if (whole) {
-            [[maybe_unused]] const float factor = write_row<D>(p, seg.s, seg.head, n, 0, o, rows.m[n], l, lane);
+            [[maybe_unused]] const float factor = write_row<D>(p, seg.s, seg.head, n, 0, o, {rows.m[n], l}, lane);
             if constexpr (kMass) add_shares<kTiles>(p, seg.s, seg.head, n, rows.m[n], factor, pages, 0, 1, lane);
         } else {
 #pragma unroll

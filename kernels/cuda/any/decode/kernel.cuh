@@ -20,7 +20,7 @@ __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane
             const float4 zero[D / 32] = {};
             for (int head = 0; head < p.a.kv_heads; ++head) {
                 for (int tile = 0; 4 * tile < s.n_query * p.a.group; ++tile) {
-                    write_row<D>(p, s, head, tile, 0, zero, kLowest, 0.0f, lane);
+                    write_row<D>(p, s, head, tile, 0, zero, {kLowest, 0.0f}, lane);
                 }
             }
         }
@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         const DecodeSegment seg = open_segment(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
+        const DecodeWarp<D, kTiles> work{p, seg, memory, rows, lane};
         rows.clear();
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.queries[0].scale[4 * n + lane % 4];
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
                 loader.release();
                 continue;
             }
-            attend_piece<kKind>(p, seg, piece, page, q, memory, rows, page < first + others, lane);
+            attend_piece<kKind>(work, piece, page, q, page < first + others);
             loader.release();
         }
         leave_page_lse<kKind>(p, place + first + pages - 1, rows.m, rows.page, lane);
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         void* const partial = left == 0 ? static_cast<void*>(ring)
                                         : reinterpret_cast<uint8_t*>(p.warp_partials) +
                                               (int64_t(cta) * warps + warp) * decode_partial_bytes(D, kTiles);
-        close_segment<D, kTiles, kTiered>(p, seg, pages, pages - others == at.pages, partial, memory, rows, lane);
+        close_segment<kTiered>(work, pages, pages - others == at.pages, partial);
         others = 0;
         if (left > 0) at.next_segment(p);
     }

@@ -7,17 +7,17 @@
 
 namespace ta::cuda {
 
-// Writes words of the row 4 tile + lane % 4 of (s, head): o[k] are channels (D/8) (lane / 4) + 4 (first + k) .. + 3. Returns
-// what it multiplies with, 0 if there is no such row.
+// Writes words of the row 4 tile + lane % 4 of (s, head), of which `ml` is (maximum, l): o[k] are channels (D/8) (lane / 4) +
+// 4 (first + k) .. + 3. Returns what it multiplies with, 0 if there is no such row.
 template <int D, int N>
 __device__ __forceinline__ float write_row(const DecodeParams& p, const SequenceArgs& s, int head, int tile, int first,
-                                           const float4 (&o)[N], float m, float l, int lane) {
+                                           const float4 (&o)[N], const float2& ml, int lane) {
     const AttendArgs& a = p.a;
     const int row = 4 * tile + lane % 4, r = lane / 4;
     if (row >= s.n_query * a.group) return 0.0f;
     const auto [token, q_head] = RowPlace(p, head, row);
     const int64_t at = s.row + token;
-    const RowEnd end = end_row(a, m, l, q_head);
+    const RowEnd end = end_row(a, ml.x, ml.y, q_head);
     uint8_t* to = output_row(a, at, q_head);
 #pragma unroll
     for (int k = 0; k < N; ++k) store_word(to, a.out.dtype, D / 32 * r + first + k, scaled(o[k], end.factor));
@@ -132,7 +132,7 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
                     const JoinedPart part = join_partials<D>(list, tile, j, lane);
                     if (joined_ctas || !(before || after)) {
                         [[maybe_unused]] const float factor =
-                            write_row<D>(p, at.s, at.head, tile, j, {part.o}, part.m, part.l, lane);
+                            write_row<D>(p, at.s, at.head, tile, j, {part.o}, {part.m, part.l}, lane);
                         if constexpr (kMass) {
                             add_shares<kTiles>(p, at.s, at.head, tile, part.m, factor, at.pages, j, kWords, lane);
                         }

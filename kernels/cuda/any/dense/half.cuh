@@ -54,8 +54,8 @@ __device__ __forceinline__ void quantize_half_queries(const AttendArgs& a, const
         const int in_tile = 16 * warp + n, row = tile.first_row + in_tile;
         const bool exists = row < s.n_query * a.group;
         float x[1][8], amax[1];
-        const int replaced = read_rows<1>(a.q, s.row + int64_t(row / a.group), 0, head * a.group + row % a.group, lane,
-                                          exists && active, a.saturate, x, amax);
+        const HeadRows of{a.q, s.row + int64_t(row / a.group), 0, head * a.group + row % a.group, exists && active};
+        const int replaced = read_rows<1>(of, lane, a.saturate, x, amax);
         if (replaced && a.nonfinite) atomicAdd(a.nonfinite + tile.sequence, uint32_t(replaced));
         amax[0] = row_amax<D>(amax[0]);
         const float scale = amax[0] < kMinAmax ? 0.0f : __fdiv_rn(amax[0], float(a.q_levels));
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_half_values(const DenseHalfArgs& a, int64_t
     for (int t = int(threadIdx.x) / Rows::kLanes; t < kPageTokens; t += 4 * kStep) {
         float x[4][8], amax[4];
         const int rows = active ? (tokens - t + kStep - 1) / kStep : 0;
-        read_rows<4>(a.v, first_row + t, kStep, head, lane, rows, a.attend.saturate, x, amax);
+        read_rows<4>({a.v, first_row + t, kStep, head, rows}, lane, a.attend.saturate, x, amax);
         if (!active) continue;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {

@@ -24,7 +24,7 @@ struct DenseLane {
     __device__ int load(const TensorArgs& from, const DensePage& page, int head, bool saturate, float (&x)[4][8],
                         float (&amax)[4]) const {
         const int rows = active ? (page.tokens - t0 + 7) / 8 : 0;
-        const int replaced = read_rows<4>(from, int64_t(page.row) + t0, 8, head, lane, rows, saturate, x, amax);
+        const int replaced = read_rows<4>({from, int64_t(page.row) + t0, 8, head, rows}, lane, saturate, x, amax);
 #pragma unroll
         for (int p = 0; p < 4; ++p) amax[p] = row_amax<D>(amax[p]);
         return replaced;

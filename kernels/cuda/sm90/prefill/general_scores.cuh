@@ -81,56 +81,76 @@ inline __device__ __noinline__ void add_turning(const AttendArgs& args, const Ti
     }
 }
 
-// The fp32 path: every scale and mask and, with kOptions, option. Scores of `s`, whose unit is `unit`, are replaced. l is
-// summed from P before its rounding.
-template <bool kOptions>
-TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockScales& scales, const ScoreOptions& options,
-                              float unit, bool masked, int key, Pass pass, int i, const AttendArgs& args, const Tile& tile,
-                              int row_in_tile, Scores& out, float (&sums)[2]) {
-    constexpr float kFar = 1000.0f, kDropped = 8.66f;  // octaves; SAS's 6 are 8.656
-    const RowInfo info[2] = {row_info[0], row_info[8]};
-    const float scale[2] = {info[0].scale * unit, info[1].scale * unit};
-    const int first_key = key + lane_token(i);
+// A lane's part of a block whose integer scores are in `unit`.
+struct LaneBlock {
+    RowInfo* rows;    // the first one's
+    RowInfo info[2];  // what is there
+    float scale[2];
+    int i, first_key;  // of its columns
+    TA_DEVICE LaneBlock(RowInfo* rows, float unit, int key, int i)
+        : rows(rows),
+          info{rows[0], rows[8]},
+          scale{info[0].scale * unit, info[1].scale * unit},
+          i(i),
+          first_key(key + lane_token(i)) {}
+};
+
+// The integers become the bits of floats.
+TA_DEVICE void scale_scores(int32_t (&s)[64], const LaneBlock& lane, const BlockScales& scales) {
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         const int e = e_of_word(n), first = j_of_word(n);
-        const TokenScales token = scales.token[n][i];
+        const TokenScales token = scales.token[n][lane.i];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2, j = first + h;
-            const float x = float(s[4 * j + 2 * row + e]) * (scale[row] * token.k[h]);
+            const float x = float(s[4 * j + 2 * row + e]) * (lane.scale[row] * token.k[h]);
             s[4 * j + 2 * row + e] = __float_as_int(x);
         }
     }
-    if (__any_sync(~0u, has_turning(scales))) {
-        float x[64];
+}
+TA_DEVICE void add_turning(const AttendArgs& args, const Tile& tile, int row_in_tile, const BlockScales& scales, int i,
+                           int32_t (&s)[64]) {
+    float x[64];
 #pragma unroll
-        for (int n = 0; n < 64; ++n) x[n] = __int_as_float(s[n]);
-        add_turning(args, tile, row_in_tile, scales, i, x);
+    for (int n = 0; n < 64; ++n) x[n] = __int_as_float(s[n]);
+    add_turning(args, tile, row_in_tile, scales, i, x);
 #pragma unroll
-        for (int n = 0; n < 64; ++n) s[n] = __float_as_int(x[n]);
+    for (int n = 0; n < 64; ++n) s[n] = __float_as_int(x[n]);
+}
+
+// Softcap and ALiBi.
+TA_DEVICE void apply_options(int32_t (&s)[64], const LaneBlock& lane, const ScoreOptions& options) {
+#pragma unroll
+    for (int n = 0; n < 64; ++n) {
+        const int row = n / 2 % 2;
+        float x = __int_as_float(s[n]);
+        if (options.softcap > 0.0f) x = soft_capped(x + lane.info[row].bias, options);
+        const int key = lane.first_key + column_token(n / 4, n % 2);
+        s[n] = __float_as_int(fmaf(lane.info[row].slope, float(key - lane.info[row].position), x));
     }
-    if (kOptions) {
+}
+
+// Masks.
+TA_DEVICE void hide_scores(int32_t (&s)[64], const Seen& seen) {
 #pragma unroll
-        for (int n = 0; n < 64; ++n) {
-            const int row = n / 2 % 2;
-            float x = __int_as_float(s[n]);
-            if (options.softcap > 0.0f) x = soft_capped(x + info[row].bias, options);
-            s[n] = __float_as_int(fmaf(info[row].slope, float(first_key + column_token(n / 4, n % 2) - info[row].position), x));
+    for (int j = 0; j < 16; j += 2) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const uint32_t hidden = seen.hidden(n / 2, j, n % 2);
+            if (hidden & 0xffff) s[4 * j + n] = __float_as_int(-INFINITY);
+            if (hidden >> 16) s[4 * j + 4 + n] = __float_as_int(-INFINITY);
         }
     }
-    if (masked) {
-        const Seen seen(row_info, key, pass, i);
-#pragma unroll
-        for (int j = 0; j < 16; j += 2) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const uint32_t hidden = seen.hidden(n / 2, j, n % 2);
-                if (hidden & 0xffff) s[4 * j + n] = __float_as_int(-INFINITY);
-                if (hidden >> 16) s[4 * j + 4 + n] = __float_as_int(-INFINITY);
-            }
-        }
-    }
+}
+
+// The rest of the fp32 path: every mask and, with kOptions, SAS. Scores of `s`, floats, are replaced. l is summed from P
+// before its rounding.
+template <bool kOptions>
+TA_DEVICE void general_scores(int32_t (&s)[64], const LaneBlock& lane, const BlockScales& scales, const ScoreOptions& options,
+                              const BlockMask& mask, Scores& out, float (&sums)[2]) {
+    constexpr float kFar = 1000.0f, kDropped = 8.66f;  // octaves; SAS's 6 are 8.656
+    if (mask.masked) hide_scores(s, Seen(lane.rows, mask.key, mask.pass, lane.i));
     // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
     float top[2], above[2] = {-kFar, -kFar};
     // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS.
@@ -143,11 +163,11 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
             if (n / 2 % 2 == row) of_page[n / 32] = fmaxf(of_page[n / 32], __int_as_float(s[n]));
         if (kOptions && options.sas) {
             const float tops[2] = {quad_max(of_page[0]), quad_max(of_page[1])};
-            const float first = fmaxf(info[row].natural, tops[0]), both = fmaxf(first, tops[1]);
+            const float first = fmaxf(lane.info[row].natural, tops[0]), both = fmaxf(first, tops[1]);
             top[row] = fmaxf(tops[0], tops[1]);
             gap[row][0] = first - top[row], gap[row][1] = both - top[row];
-            __syncwarp();                      // all have read what was there
-            row_info[8 * row].natural = both;  // the quad's lanes write the same
+            __syncwarp();                       // all have read what was there
+            lane.rows[8 * row].natural = both;  // the quad's lanes write the same
         } else {
             top[row] = quad_max(fmaxf(of_page[0], of_page[1]));
         }
@@ -155,7 +175,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         const int e = e_of_word(n), first = j_of_word(n);
-        const TokenScales token = scales.token[n][i];
+        const TokenScales token = scales.token[n][lane.i];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2;
@@ -176,7 +196,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], RowInfo* row_info, const BlockSc
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
         const int e = e_of_word(n), first = j_of_word(n);
-        const TokenScales token = scales.token[n][i];
+        const TokenScales token = scales.token[n][lane.i];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             uint32_t y[2];

@@ -44,6 +44,16 @@ TA_DEVICE int k_pair(int part) {
     return kPairs<D> > 1 ? part : 0;
 }
 
+// A warp's share of a page, as above.
+struct PageShare {
+    int half, part, lane;
+};
+// Where a stage has a block: the tiles of K and V, and the fractions of channel pages.
+struct StageTiles {
+    int stage;
+    uint8_t *k, *v, *k_fraction, *v_fraction;
+};
+
 template <int D>
 TA_DEVICE void copy_token_k(const uint8_t* raw, int half, uint8_t* k, int part, int lane) {
     constexpr int kSteps = D / 32;
@@ -85,12 +95,12 @@ TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int row, int stage, int hal
 }
 
 template <int D>
-TA_DEVICE void clear_fractions(int half, uint8_t* k_fraction, uint8_t* v_fraction, int stage, int part, int lane) {
-    if (part == 0) {
-        if (lane < D / 16) store_chunk(k_fraction + half * D + lane * 16, 0, 0, 0, 0);
+TA_DEVICE void clear_fractions(const StageTiles& to, const PageShare& at) {
+    if (at.part == 0) {
+        if (at.lane < D / 16) store_chunk(to.k_fraction + at.half * D + at.lane * 16, 0, 0, 0, 0);
     } else {
 #pragma unroll
-        for (int n = 0; n < D; n += 32) store_v_fraction(v_fraction, n + lane, stage, half, 0);
+        for (int n = 0; n < D; n += 32) store_v_fraction(to.v_fraction, n + at.lane, to.stage, at.half, 0);
     }
 }
 
@@ -156,12 +166,13 @@ TA_DEVICE uint32_t expand_four(const KChannels& channels, uint32_t codes, int ti
 }
 
 template <int D, int kBits>
-TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, int half, uint8_t* k,
-                        uint8_t* k_fraction, int part, int lane) {
+TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, const StageTiles& tiles,
+                        const PageShare& at) {
+    const int half = at.half, part = at.part, lane = at.lane;
     constexpr int kSteps = D / 32, kPerByte = 8 / kBits;
     constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f, kFractionMask = kBits == 4 ? 0x07070707 : 0x04040404;
     const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first_tile = first_k_tile<D>(part);
-    const uint32_t first_to = sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first_tile * 16 * D);
+    const uint32_t first_to = sm90::base_address(k_place<D>(tiles.k, half, 2 * pair, lane) + first_tile * 16 * D);
     const uint32_t to[2] = {first_to, first_to ^ kNextStepOfK};
     const uint8_t* from = codes + (first_tile / kPerByte * kSteps + 2 * pair) * 512 + lane * 16;
     uint4 a = load_chunk(from), b = load_chunk(from + 512);
@@ -194,13 +205,15 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
     if (r < 4 && (!kOnePair || part == 0)) {
         const uint32_t low = r & 1 ? step_bytes.y : step_bytes.x, high = r & 1 ? step_bytes.w : step_bytes.z;
         const int chunk = sm90::swizzled_chunk<D>(half, 4 * pair + r);
-        *reinterpret_cast<uint32_t*>(k_fraction + half * D + chunk * 16 + 4 * i) = (r & 2 ? high : low) >> 5 & kFractionMask;
+        *reinterpret_cast<uint32_t*>(tiles.k_fraction + half * D + chunk * 16 + 4 * i) =
+            (r & 2 ? high : low) >> 5 & kFractionMask;
     }
 }
 
 template <int D, int kBits>
-TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, int half, uint8_t* v,
-                        uint8_t* v_fraction, int stage, int part, int lane) {
+TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_t* zeros, const StageTiles& tiles,
+                        const PageShare& at) {
+    const int half = at.half, part = at.part, lane = at.lane;
     constexpr int kPerByte = 8 / kBits, kWords = kVTiles<D> / 2;
     constexpr int kTilesOfLoad = kVTiles<D> < kPerByte ? kVTiles<D> : kPerByte;
     constexpr uint32_t kMask = kBits == 4 ? 0x0f0f0f0f : 0x03030303;
@@ -216,12 +229,12 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
         const uint32_t mine = (kWords > 1 && i >= 2 ? step_bytes[kWords - 1] : step_bytes[0]) >> (16 * (i & 1));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            store_v_fraction(v_fraction, 16 * (first_tile + i) + 8 * h + r, stage, half,
+            store_v_fraction(tiles.v_fraction, 16 * (first_tile + i) + 8 * h + r, tiles.stage, half,
                              fraction_eighths_of(uint8_t(mine >> (8 * h)), kBits));
         }
     }
     const uint8_t* from = codes + first_tile / kPerByte * 1024 + lane * 16;
-    const uint32_t first_to = sm90::base_address(v_place(v, half, 0, lane) + first_tile * 16 * kBlockTokens);
+    const uint32_t first_to = sm90::base_address(v_place(tiles.v, half, 0, lane) + first_tile * 16 * kBlockTokens);
     const uint32_t to[2] = {first_to, first_to ^ kNextStepOfV};
 #pragma unroll
     for (int n = 0; n < kVTiles<D>; n += kTilesOfLoad) {
@@ -245,20 +258,19 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
 }
 
 template <int D>
-TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, int half, uint8_t* k, uint8_t* v,
-                                   uint8_t* k_fraction, uint8_t* v_fraction, int stage, int part, int lane) {
+TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, const StageTiles& to, const PageShare& at) {
     const ChannelLayout layout(D, k_bits, v_bits);
     const uint8_t *k_step = raw + layout.k_step(), *k_zero = raw + layout.k_zero();
     const uint8_t *v_step = raw + layout.v_step(), *v_zero = raw + layout.v_zero();
     if (k_bits == 4) {
-        expand_k<D, 4>(raw, k_step, k_zero, half, k, k_fraction, part, lane);
+        expand_k<D, 4>(raw, k_step, k_zero, to, at);
     } else {
-        expand_k<D, 2>(raw, k_step, k_zero, half, k, k_fraction, part, lane);
+        expand_k<D, 2>(raw, k_step, k_zero, to, at);
     }
     if (v_bits == 4) {
-        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, stage, part, lane);
+        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, to, at);
     } else {
-        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, half, v, v_fraction, stage, part, lane);
+        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, to, at);
     }
 }
 
@@ -305,11 +317,11 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
             if (exists) {
                 uint8_t *k = shared.k[stage], *v = shared.v[stage];
                 if constexpr (kChannels) {
-                    uint8_t *k_fraction = k + kBlockTokens * D, *v_fraction = shared.v_fraction;
+                    const StageTiles to{int(stage), k, v, k + kBlockTokens * D, shared.v_fraction};
                     if (is_channel) {
-                        expand_channel_page<D>(from, k_bits, v_bits, half, k, v, k_fraction, v_fraction, stage, part, lane);
+                        expand_channel_page<D>(from, k_bits, v_bits, to, {half, part, lane});
                     } else if (shared.raw_bits[raw][half ^ 1]) {
-                        clear_fractions<D>(half, k_fraction, v_fraction, stage, part, lane);
+                        clear_fractions<D>(to, {half, part, lane});
                     }
                 }
                 if (!is_channel) {

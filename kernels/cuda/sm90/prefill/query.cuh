@@ -308,6 +308,38 @@ TA_DEVICE void finish_rotation(float (&x)[N][8]) {
     }
 }
 
+// A lane's codes of row `at` to Q's tile: channels 32 n + 8 i + 4 h .. + 3.
+template <int D>
+TA_DEVICE void store_row(uint8_t* q, int at, int i, const uint32_t (&w)[2][D / 32]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        uint8_t* const chunk = q + at * D + sm90::swizzled_chunk<D>(at, channel_chunk<D>(8 * i + 4 * h)) * 16;
+        if constexpr (D == 128) {
+            *reinterpret_cast<uint4*>(chunk) = make_uint4(w[h][0], w[h][1], w[h][2], w[h][3]);
+        } else {
+#pragma unroll
+            for (int n = 0; n < D / 32; ++n) *reinterpret_cast<uint32_t*>(chunk + channel_byte<D>(32 * n + 8 * i)) = w[h][n];
+        }
+    }
+}
+
+// Of rows that are not rotated.
+template <int D>
+TA_DEVICE void divide_by_scales(float (&x)[2][D / 32][8], const float (&scale)[2], float (&inverse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        // Plain 16-bit values often lie half way between two codes (half of the largest does). The quotient is rounded as a
+        // division's is, so that the code is the CPU's.
+#pragma unroll
+        for (int n = 0; n < D / 4; ++n) {
+            float& value = x[r][n / 8][n % 8];
+            const float quotient = value * inverse[r];
+            value = fmaf(fmaf(-quotient, scale[r], value), inverse[r], quotient);
+        }
+        inverse[r] = scale[r] > 0.0f ? 1.0f : 0.0f;
+    }
+}
+
 // Rows row_in_tile and row_in_tile + 8 of the tile. `info` is that of the first.
 template <int D>
 TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int lane, const uint4* masks, uint8_t* q,
@@ -340,20 +372,7 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
         scale[r] = largest < kMinAmax ? 0.0f : divide(largest, levels, per_level);
         inverse[r] = scale[r] > 0.0f ? norm * inverse_of(scale[r]) : 0.0f;
     }
-    if (!args.signs) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            // Plain 16-bit values often lie half way between two codes (half of the largest does). The quotient is rounded as a
-            // division's is, so that the code is the CPU's.
-#pragma unroll
-            for (int n = 0; n < D / 4; ++n) {
-                float& value = x[r][n / 8][n % 8];
-                const float quotient = value * inverse[r];
-                value = fmaf(fmaf(-quotient, scale[r], value), inverse[r], quotient);
-            }
-            inverse[r] = scale[r] > 0.0f ? 1.0f : 0.0f;
-        }
-    }
+    if (!args.signs) divide_by_scales<D>(x, scale, inverse);
     int squares[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -369,18 +388,7 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
                 squares[r] = __dp4a(int(w[h][n]), int(w[h][n]), squares[r]);
             }
         }
-        const int at = row_in_tile + 8 * r;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            uint8_t* const chunk = q + at * D + sm90::swizzled_chunk<D>(at, channel_chunk<D>(8 * i + 4 * h)) * 16;
-            if constexpr (D == 128) {
-                *reinterpret_cast<uint4*>(chunk) = make_uint4(w[h][0], w[h][1], w[h][2], w[h][3]);
-            } else {
-#pragma unroll
-                for (int n = 0; n < D / 32; ++n)
-                    *reinterpret_cast<uint32_t*>(chunk + channel_byte<D>(32 * n + 8 * i)) = w[h][n];
-            }
-        }
+        store_row<D>(q, row_in_tile + 8 * r, i, w);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -299,6 +299,13 @@ struct PageMaxima {
 // A block whose pages lie apart is taken twice, a page at a time.
 enum class Pass { kBothPages, kFirstPage, kSecondPage };
 
+// Which keys of the block from `key` on are to be looked at: some are `masked`, for rows that do not see them or by the pass.
+struct BlockMask {
+    bool masked;
+    int key;
+    Pass pass;
+};
+
 // Which keys of a block rows g and g + 8 see, counted from the lane's first column.
 struct Seen {
     uint32_t begin[2], end[2];  // twice: less the first token, the last
@@ -458,17 +465,19 @@ TA_DEVICE void shifted_scores(const int32_t (&s)[64], const Factors& factors, co
     find_maxima<SHRT_MIN, true>(0, false, out, shifts);
 }
 
-// The 16-bit path over the block of scores from `key` on. kLooks: whether the factors' rounding shows in the scores, which is
+// The 16-bit path. kLooks: whether the factors' rounding shows in the scores, which is
 // returned, and mended. (Always to look takes 6% longer.) kSas: options come here only under SAS.
 template <bool kLooks, bool kSas>
 TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowInfo* info, const LaneRows& rows,
-                           const BlockScales& scales, bool masked, int key, Pass pass, int i, Scores& out) {
+                           const BlockScales& scales, const BlockMask& mask, int i, Scores& out) {
+    const bool masked = mask.masked;
+    const Pass pass = mask.pass;
     if (masked) {
-        pack_scores<true, true>(s, factors, scales, info, key, pass, i, out);
+        pack_scores<true, true>(s, factors, scales, info, mask.key, pass, i, out);
     } else if (factors.equal()) {
-        pack_scores<false, false>(s, factors, scales, info, key, pass, i, out);
+        pack_scores<false, false>(s, factors, scales, info, mask.key, pass, i, out);
     } else {
-        pack_scores<true, false>(s, factors, scales, info, key, pass, i, out);
+        pack_scores<true, false>(s, factors, scales, info, mask.key, pass, i, out);
     }
     if constexpr (kSas) {
         const float natural[2] = {info[0].natural, info[8].natural};  // before other lanes write it
@@ -523,14 +532,14 @@ TA_DEVICE void pack_token_scores(const int32_t (&s)[64], const RowInfo* info, co
 }
 
 // Tokens with scales of their own, and factors too coarse to be mended. `unit`: of s.
-TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, float unit, bool masked,
-                            int key, Pass pass, int i, Scores& out) {
-    if (masked) {
-        pack_token_scores<true>(s, info, scales, unit, key, pass, i, out);
+TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const BlockScales& scales, float unit,
+                            const BlockMask& mask, int i, Scores& out) {
+    if (mask.masked) {
+        pack_token_scores<true>(s, info, scales, unit, mask.key, mask.pass, i, out);
     } else {
-        pack_token_scores<false>(s, info, scales, unit, key, pass, i, out);
+        pack_token_scores<false>(s, info, scales, unit, mask.key, mask.pass, i, out);
     }
-    find_maxima<0>(kTokenBias, masked, out);
+    find_maxima<0>(kTokenBias, mask.masked, out);
 }
 
 TA_DEVICE float exp2_approx(float x) {

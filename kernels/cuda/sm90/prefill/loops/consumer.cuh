@@ -103,6 +103,8 @@ struct Consumer {
     TA_DEVICE void take_long_blocks(bool may);
     TA_DEVICE void take_channel_blocks(const AttendArgs& args);
     TA_DEVICE void take_other_block(const AttendArgs& args, const Tile& tile);
+    TA_DEVICE void make_general_p(const AttendArgs& args, const Tile& tile, const BlockScales& scales, float unit,
+                                  const BlockMask& mask, int32_t (&s)[64], Scores& scores, uint32_t (&p)[4][4]);
 
     // The next block's pages are there: what is needed before its scores can be packed.
     TA_DEVICE void await_block() {

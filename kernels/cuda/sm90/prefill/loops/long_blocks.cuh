@@ -20,7 +20,7 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_long_blocks(bool ma
         if constexpr (!kLooksAhead) factors = find_factors(rows, scales);
         await_scores(s, k_fractions);
         free_keys();
-        fast_scores<false, kOptions>(s, factors, info, rows, scales, false, key, Pass::kBothPages, i, scores);
+        fast_scores<false, kOptions>(s, factors, info, rows, scales, {false, key, Pass::kBothPages}, i, scores);
         make_p<Ex2::kQuarter, kOptions, 0, kQuarters ? 1 : 4>(scores, p);
         add_block<true>(p, scores.m, false, Sums::kOfP, [&](auto n) { make_p<Ex2::kQuarter, kOptions, n, n + 1>(scores, p); });
     }

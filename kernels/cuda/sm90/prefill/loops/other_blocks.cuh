@@ -23,6 +23,25 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
                      : "memory");
 }
 
+// Of scores in `unit`.
+template <int D, bool kChannels, bool kOptions, bool kLong>
+TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::make_general_p(const AttendArgs& args, const Tile& tile,
+                                                                       const BlockScales& scales, float unit,
+                                                                       const BlockMask& mask, int32_t (&s)[64], Scores& scores,
+                                                                       uint32_t (&p)[4][4]) {
+    // The compiler would rather keep parts of O in memory over the whole loop.
+    alignas(16) float saved[D / 2];
+    save_registers(saved, o);
+    const ScoreOptions options = score_options(args);
+    const LaneBlock at(info, unit, mask.key, i);
+    scale_scores(s, at, scales);
+    if (__any_sync(~0u, has_turning(scales))) add_turning(args, tile, row_in_tile, scales, i, s);
+    if (kOptions) apply_options(s, at, options);
+    general_scores<kOptions>(s, at, scales, options, mask, scores, rows.exact);
+    make_p(scores, p);
+    restore_registers(o, saved);
+}
+
 template <int D, bool kChannels, bool kOptions, bool kLong>
 TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const AttendArgs& args, const Tile& tile) {
     const BlockScales& scales = shared.scales[stage.slot];
@@ -30,12 +49,9 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const A
     bool& stays = kOptions ? in_register : rows.stays;
     int32_t s[64], k_fractions[8];
     multiply_keys(s, k_fractions);
-    bool channel = false;
     if constexpr (!kLooksAhead) bound = fast_bound(limits, scales);
     if constexpr (!kLooksAhead && !kChannels) factors = find_factors(rows, scales);
-    if constexpr (kChannels) {
-        channel = __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
-    }
+    const bool channel = kChannels && __shfl_sync(~0u, scales.channel[0] | scales.channel[1], 0) != 0;
     const bool cut = key < limits.begin || key + kBlockTokens > limits.end;
     const bool sas = kOptions && args.exp == ExpMode::kSas;
     const bool fits = bound < kHighest * 65536.0f, fits_bare = bound < 2147000000.0f && !cut && !sas;
@@ -55,7 +71,7 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const A
         free_keys();
         if (kChannels && channel) add_fractions<false>(eighths, s);
         if (kChannels) factors = find_factors(rows, scales);  // only now, for registers
-        fast_scores<false, kOptions>(s, factors, info, rows, scales, cut, key, Pass::kBothPages, i, scores);
+        fast_scores<false, kOptions>(s, factors, info, rows, scales, {cut, key, Pass::kBothPages}, i, scores);
         if (kOptions && args.lse) cut_off(scores);
         if (args.lse) find_exact_sums(scales, i, scores, rows.exact);
         if (!fits) raise_lowest(scores);
@@ -65,7 +81,7 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const A
         free_keys();
         const bool exact = __any_sync(~0u, args.lse || are_wide(scales));
         how = exact ? Sums::kExact : Sums::kOfP;
-        token_scores(s, info, scales, 1.0f, cut, key, Pass::kBothPages, i, scores);
+        token_scores(s, info, scales, 1.0f, {cut, key, Pass::kBothPages}, i, scores);
         if (exact) find_exact_sums(scales, i, scores, rows.exact);
         make_p(scores, p);
     } else {
@@ -76,13 +92,14 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const A
         const Pass pass = !apart ? Pass::kBothPages : again ? Pass::kFirstPage : Pass::kSecondPage;
         if (wide) how = again ? Sums::kExactAndStay : Sums::kExact;
         if (!again) free_keys();
-        const bool exact = how != Sums::kOfP, masked = cut || pass != Pass::kBothPages;
+        const bool exact = how != Sums::kOfP;
+        const BlockMask mask{cut || pass != Pass::kBothPages, key, pass};
         const float v_size = size_of_v(scales);
         const bool can = can_be_mended(rows, scales);
         if (bound_of(limits.largest, scales, v_size) < kHighest * 65536.0f && may_be_fast && can) {
             if (kChannels && channel) add_fractions<false>(eighths, s);
             factors = find_factors(rows, scales);
-            const bool shows = fast_scores<true, kOptions>(s, factors, info, rows, scales, masked, key, pass, i, scores);
+            const bool shows = fast_scores<true, kOptions>(s, factors, info, rows, scales, mask, i, scores);
             if (shows || !again) decide(limits, shows, lane);
             if (kOptions && exact) cut_off(scores);
             if (exact) find_exact_sums(scales, i, scores, rows.exact);
@@ -93,17 +110,11 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const A
             if (!again && can && limits.trusted == INFINITY && !__any_sync(~0u, has_turning(scales)))
                 decide(limits, false, lane);
             if (!kTokenPath && !sas && takes_tokens(limits, scales)) {
-                token_scores(s, info, scales, unit, masked, key, pass, i, scores);
+                token_scores(s, info, scales, unit, mask, i, scores);
                 if (exact) find_exact_sums(scales, i, scores, rows.exact);
                 make_p(scores, p);
             } else {
-                // The compiler would rather keep parts of O in memory over the whole loop.
-                alignas(16) float saved[D / 2];
-                save_registers(saved, o);
-                general_scores<kOptions>(s, info, scales, score_options(args), unit, masked, key, pass, i, args, tile,
-                                         row_in_tile, scores, rows.exact);
-                make_p(scores, p);
-                restore_registers(o, saved);
+                make_general_p(args, tile, scales, unit, mask, s, scores, p);
                 how = again ? Sums::kExactAndStay : Sums::kExact;
             }
         }
