@@ -17,12 +17,8 @@ if(TA_BUILD_SHARED)
 endif()
 install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(FILES LICENSE NOTICE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
-# What users need and the headers name, with what these link to.
-install(FILES docs/README.md docs/FORMAT.md docs/benchmarks.md docs/errors.md docs/gpu.md docs/kernels.md docs/numerics.md
-    docs/threading.md docs/tiers.md
-    DESTINATION "${CMAKE_INSTALL_DOCDIR}/docs"
-)
-install(DIRECTORY docs/internals DESTINATION "${CMAKE_INSTALL_DOCDIR}/docs")
+# The headers name documents, and these link to each other and to results of benchmarks.
+install(DIRECTORY docs DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" FILES_MATCHING PATTERN "*.md")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
