@@ -48,7 +48,7 @@
  *    order, children keep their parents alive; destroy(NULL) does nothing. Strings and arrays passed in are copied.
  *  - Release, destroy and close do not fail because something is in use: the id or handle is stale at once, memory goes with
  *    its last user.
- *  - Threads. Calls on different handles, and calls on the same ta_context or ta_kv_pool, may overlap. A ta_plan or a
+ *  - Threads. Calls on different handles, and calls on the same ta_context, ta_kv_pool or ta_group, may overlap. A ta_plan or a
  *    ta_calibrator is used by one thread at a time: a call on it while another runs gives TA_E_BUSY. No handle may be
  *    destroyed while a call on it runs.
  *  - No call is a cancellation point of pthread_cancel (docs/threading.md).
@@ -363,7 +363,7 @@ typedef struct ta_context_info {
  * Errors: TA_E_INVALID (a value outside its range, no such GPU), TA_E_UNSUPPORTED (no CUDA in the build, no driver, too old a
  * GPU, instructions that this CPU lacks), TA_E_LIMIT (threads could not be started). */
 TA_API ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err);
-/* Gives up the caller's handle. The context ends with its last pool, plan and calibrator. */
+/* Gives up the caller's handle. The context ends with its last pool, plan, calibrator and group. */
 TA_API void ta_context_destroy(ta_context* context);
 /* Fills in `info`. */
 TA_API ta_status ta_context_get_info(const ta_context* context, ta_context_info* info, ta_error* err);
@@ -927,8 +927,8 @@ typedef struct ta_transfer_info {
 } ta_transfer_info;
 
 /* How far a ticket is. FAILED: TA_E_MISMATCH (the pools cannot exchange blocks), TA_E_TIER_FULL and the other errors of
- * ta_seq_load (at the destination), TA_E_CORRUPT, TA_E_IO (a block at the source), TA_E_CLOSED (a pool), TA_E_TIMEOUT,
- * TA_E_PEER_LOST. A move whose end the source cannot learn of (TA_E_PEER_LOST, TA_E_TIMEOUT) may leave the sequence at both
+ * ta_seq_load (at the destination), TA_E_CORRUPT, TA_E_IO (a block at the source), TA_E_BUSY (under falling_precision: a block
+ * lost bits meanwhile), TA_E_CLOSED (a pool), TA_E_TIMEOUT, TA_E_PEER_LOST. A move whose end the source cannot learn of (TA_E_PEER_LOST, TA_E_TIMEOUT) may leave the sequence at both
  * ranks, never at none. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago). */
 TA_API ta_status ta_transfer_query(const ta_group* group, ta_ticket ticket, ta_transfer_info* info, ta_error* err);
 /* The same when it is finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). Errors: as

@@ -76,14 +76,15 @@ enum ta_x_fault_code {
     TA_X_FAULT_DELAY = 2,     /* it comes `detail` milliseconds later, and those behind it, too */
     TA_X_FAULT_DUPLICATE = 3, /* the message comes twice */
     TA_X_FAULT_REORDER = 4,   /* the message comes 50 ms later, those behind it before */
-    TA_X_FAULT_CORRUPT = 5,   /* bit `detail`, modulo the length, is flipped */
-    TA_X_FAULT_CUT = 6,       /* the message ends before byte `detail`, modulo its length; a write before that byte * 8 */
+    TA_X_FAULT_CORRUPT = 5,   /* bit `detail` of the message or of what is written, modulo its length, is flipped */
+    TA_X_FAULT_CUT = 6,       /* the message, or what is written, ends before byte `detail`, modulo its length */
     TA_X_FAULT_KILL = 7       /* from the action on the rank sends, writes and receives nothing, as if it had been killed */
 };
 typedef struct ta_x_group_fault {
     uint32_t struct_size;
     ta_x_fault kind;
-    uint64_t action; /* which one, from 1: messages of this rank but for heartbeats, and its writes of blocks */
+    uint64_t
+        action; /* the action that goes wrong, from 1: messages of this rank but for heartbeats, and its writes of blocks */
     uint64_t detail;
 } ta_x_group_fault;
 

@@ -9,19 +9,18 @@ using namespace ta;
 using namespace ta::api;
 using namespace ta::share;
 
-// Members end in the opposite order: the service after the thread that calls it.
 struct ta_group {
     std::unique_ptr<Group> group;
     std::unique_ptr<Transfers> transfers;
 
+    // The thread that calls `transfers` ends first, and what `transfers` uses last. A creation that failed may lack either.
     ~ta_group() {
-        group->stop();
-        transfers.reset();
+        if (group) group->stop();
     }
 };
 
 static_assert(int(GroupState::kConnecting) == TA_GROUP_CONNECTING && int(GroupState::kReady) == TA_GROUP_READY &&
-              int(GroupState::kBroken) == TA_GROUP_ENDED);
+              int(GroupState::kEnded) == TA_GROUP_ENDED);
 static_assert(int(Fault::Kind::kDrop) == TA_X_FAULT_DROP && int(Fault::Kind::kDelay) == TA_X_FAULT_DELAY &&
               int(Fault::Kind::kDuplicate) == TA_X_FAULT_DUPLICATE && int(Fault::Kind::kReorder) == TA_X_FAULT_REORDER &&
               int(Fault::Kind::kCorrupt) == TA_X_FAULT_CORRUPT && int(Fault::Kind::kCut) == TA_X_FAULT_CUT &&

@@ -26,12 +26,6 @@ Status check_lse(const MergeArgs& args, int part) {
     return {};
 }
 
-}  // namespace
-
-MergeState merge_state(const TensorView& o, const float* lse) {
-    return {o.data, o.stride_token, o.stride_head, o.dtype, const_cast<float*>(lse), o.heads, 1};
-}
-
 Status merge_states_on_cpu(Context& context, const MergeArgs& args) {
     for (int i = 0; i < args.n; ++i) TA_RETURN_IF_ERROR(check_lse(args, i));
     const int64_t rows = args.tokens * args.heads,
@@ -40,6 +34,12 @@ Status merge_states_on_cpu(Context& context, const MergeArgs& args) {
         context.kernels().merge(args, i * at_once, std::min(rows, (i + 1) * at_once));
     });
     return {};
+}
+
+}  // namespace
+
+MergeState merge_state(const TensorView& o, const float* lse) {
+    return {o.data, o.stride_token, o.stride_head, o.dtype, const_cast<float*>(lse), o.heads, 1};
 }
 
 Status merge_states(Context& context, const MergeArgs& args, ta_stream stream) {

@@ -17,10 +17,7 @@ MergeState merge_state(const TensorView& o, const float* lse);
 // and returns; the call may be captured.
 Status merge_states(Context& context, const MergeArgs& args, ta_stream stream);
 
-// The same on one kind of device.
-Status merge_states_on_cpu(Context& context, const MergeArgs& args);
+// The same on a GPU.
 Status merge_states_on_gpu(const CudaDevice& device, const MergeArgs& args, ta_stream stream);
-// The launch alone, of memory that is known to be the GPU's. The caller is in a CudaScope.
-Status enqueue_merge(const CudaDevice& device, const MergeArgs& args, ta_stream stream);
 
 }  // namespace ta

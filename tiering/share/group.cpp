@@ -24,11 +24,9 @@ Status lost(uint32_t rank, const char* how) {
 }  // namespace
 
 Group::Group(std::shared_ptr<Context> context, const GroupSettings& settings, std::unique_ptr<Transport> transport)
-    : context_(std::move(context)),
-      settings_(settings),
-      transport_(std::move(transport)),
-      descriptor_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      peers_(settings.ranks) {}
+    : context_(std::move(context)), settings_(settings), transport_(std::move(transport)), peers_(settings.ranks) {
+    descriptor_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // last: a constructor that throws closes nothing
+}
 
 Group::~Group() {
     stop();
@@ -68,12 +66,7 @@ void Group::stop() {
 
 GroupState Group::wait_connected(int64_t nanoseconds) const {
     std::unique_lock lock(state_mutex_);
-    const auto over = [this] { return state() != GroupState::kConnecting; };
-    if (nanoseconds < 0) {
-        state_changed_.wait(lock, over);
-    } else {
-        state_changed_.wait_until(lock, Clock::now() + std::chrono::nanoseconds(std::min(nanoseconds, int64_t{1} << 60)), over);
-    }
+    state_changed_.wait_until(lock, time_after(nanoseconds), [this] { return state() != GroupState::kConnecting; });
     return state();
 }
 
@@ -85,9 +78,9 @@ Status Group::health() const {
 void Group::end(const Status& why) {
     {
         const std::lock_guard lock(state_mutex_);
-        if (state() == GroupState::kBroken) return;
+        if (state() == GroupState::kEnded) return;
         why_ = why.clone();
-        state_.store(GroupState::kBroken, std::memory_order_release);
+        state_.store(GroupState::kEnded, std::memory_order_release);
         state_changed_.notify_all();
         signal();
     }
@@ -95,17 +88,17 @@ void Group::end(const Status& why) {
     try {
         const std::lock_guard lock(sending_);
         for (uint32_t r = 0; r < settings_.ranks; ++r) {
-            if (r != settings_.rank) send_locked(r, MessageType::kBroken, 0, PayloadWriter().put(ending).bytes());
+            if (r != settings_.rank) send_locked(r, MessageType::kEnded, 0, PayloadWriter().put(ending).bytes());
         }
     } catch (const std::bad_alloc&) {
         // Peers that were not told hear nothing any more.
     }
-    service_->on_broken(why);
+    service_->on_end(why);
 }
 
 void Group::send(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload) {
     const std::lock_guard lock(sending_);
-    if (state() != GroupState::kBroken) send_locked(to, type, channel, payload);
+    if (state() != GroupState::kEnded) send_locked(to, type, channel, payload);
 }
 
 void Group::send_locked(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload) {
@@ -126,15 +119,13 @@ void Group::signal() {
     if (descriptor_ >= 0) (void)!write(descriptor_, &one, sizeof one);
 }
 
-void Group::expect_finished() {
+void Group::expect_finished(size_t tickets) {
     const std::lock_guard lock(state_mutex_);
-    finished_.reserve(finished_.size() + expected_ + 1);
-    ++expected_;
+    finished_.reserve(finished_.size() + tickets);
 }
 
 void Group::add_finished(uint64_t ticket) noexcept {
     const std::lock_guard lock(state_mutex_);
-    --expected_;
     finished_.push_back(ticket);
     signal();
 }
@@ -154,7 +145,7 @@ std::vector<uint64_t> Group::take_finished(size_t most) {
 void Group::run() {
     while (!stopping_) {
         try {
-            if (state() == GroupState::kBroken) {
+            if (state() == GroupState::kEnded) {
                 (void)transport_->receive(Time::max());
                 continue;
             }
@@ -206,7 +197,7 @@ Status Group::take_in(const Transport::Received& received) {
         const auto node = peer.early.extract(peer.early.begin());
         ++peer.received;
         TA_RETURN_IF_ERROR(dispatch(from, node.mapped()));
-        if (state() == GroupState::kBroken) return {};
+        if (state() == GroupState::kEnded) return {};
     }
     const bool missing = peer.received < peer.announced;
     if (missing && !peer.missing) peer.missing_since = peer.heard;
@@ -238,7 +229,7 @@ Status Group::dispatch(uint32_t from, const Message& m) {
             break;
         case MessageType::kLeave:
             return lost(from, "left the group");
-        case MessageType::kBroken: {
+        case MessageType::kEnded: {
             Ending ending{};
             if (!payload.get(ending) || !payload.at_end()) return is_none();
             const Status s = ending.to_status(from);

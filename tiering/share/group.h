@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,7 +15,7 @@
 
 namespace ta::share {
 
-enum class GroupState : int32_t { kConnecting = 1, kReady = 2, kBroken = 3 };
+enum class GroupState : int32_t { kConnecting = 1, kReady = 2, kEnded = 3 };
 
 struct GroupSettings {
     uint32_t rank = 0, ranks = 1;
@@ -38,7 +37,7 @@ class Group {
         // Ends what is over its time; when it wants to be called next.
         virtual Time on_time(Time now) = 0;
         // The group has ended. No message comes any more; called once, from any thread.
-        virtual void on_broken(const Status& why) = 0;
+        virtual void on_end(const Status& why) = 0;
     };
 
     Group(std::shared_ptr<Context> context, const GroupSettings& settings, std::unique_ptr<Transport> transport);
@@ -72,8 +71,8 @@ class Group {
 
     // Readable while tickets are finished that nobody has taken, or since the state changed; -1: the system had none.
     int descriptor() const { return descriptor_; }
-    // Takes the memory that add_finished() of one more ticket needs.
-    void expect_finished();
+    // Takes the memory for so many tickets that are not finished yet.
+    void expect_finished(size_t tickets);
     void add_finished(uint64_t ticket) noexcept;
     // The oldest ones, at most so many. With the last one descriptor() is not readable any more.
     std::vector<uint64_t> take_finished(size_t most);
@@ -93,7 +92,6 @@ class Group {
     void run();
     void send_locked(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload);
     Status take_in(const Transport::Received& received);
-    Status take_in(Peer& peer, uint32_t from, Message&& message);
     Status dispatch(uint32_t from, const Message& message);
     Status check_peers(Time now);
     Time next_time() const;
@@ -111,9 +109,7 @@ class Group {
     mutable std::mutex state_mutex_;
     mutable std::condition_variable state_changed_;
     Status why_;
-    // Guarded by state_mutex_, too.
-    std::vector<uint64_t> finished_;  // oldest first
-    size_t expected_ = 0;             // tickets that will be added
+    std::vector<uint64_t> finished_;  // oldest first; guarded by state_mutex_, too
 
     std::mutex sending_;       // numbers go out in their order
     std::vector<Peer> peers_;  // `sent` guarded by sending_, the rest the communication thread's

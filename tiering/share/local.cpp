@@ -60,8 +60,6 @@ class LocalTransport final : public Transport {
         mine.packets.clear();
     }
 
-    const char* name() const override { return "local"; }
-
     void send(uint32_t to, Packet packet, bool heartbeat) override {
         const std::lock_guard order(sending_);
         if (killed_) return;
@@ -158,7 +156,8 @@ class LocalTransport final : public Transport {
             all += c.bytes;
         }
         // Where a write stops, and the byte that is damaged.
-        const size_t special = all > 0 ? size_t(fault_.detail / 8 % all) : 0;
+        const uint64_t at = fault == Fault::Kind::kCorrupt ? fault_.detail / 8 : fault_.detail;
+        const size_t special = all > 0 ? size_t(at % all) : 0;
         size_t done = 0;
         for (const RemoteCopy& c : copies) {
             auto* const there = reinterpret_cast<uint8_t*>(uintptr_t(c.to));

@@ -19,9 +19,9 @@ struct Fault {
         kDrop,       // the message is lost; of a write nothing is written
         kDelay,      // it comes `detail` milliseconds later, and those behind it, too
         kDuplicate,  // it comes twice
-        kReorder,    // it comes after the next one to the same rank, or after 50 ms
-        kCorrupt,    // bit `detail` of the message, modulo its length, is flipped; of a write, of what is written
-        kCut,        // the message ends after `detail` bytes, modulo its length; a write stops there
+        kReorder,    // it comes 50 ms later, those behind it before
+        kCorrupt,    // bit `detail` of the message or of what is written, modulo its length, is flipped
+        kCut,        // the message, or what is written, ends before byte `detail`, modulo its length
         kKill,       // the rank does nothing any more, as if its process had been killed before the action
     };
     Kind kind = Kind::kNone;

@@ -18,7 +18,7 @@ enum class MessageType : uint16_t {
     kWelcome,    // answers it
     kAlive,      // heartbeat; repeats the number of the last numbered message
     kLeave,      // the sender destroys its group
-    kBroken,     // the sender's group broke: Ending
+    kEnded,      // the sender's group has ended: Ending
     // Transfers of sequences. The channel is the transfer's.
     kOffer,      // source -> destination: what the sequence has
     kReady,      // destination -> source: where blocks are to be written

@@ -1,6 +1,7 @@
 // What connects the ranks of a group. A further way is one more file and a case in src/api/group.cpp.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <optional>
@@ -14,6 +15,12 @@ namespace ta::share {
 using Clock = std::chrono::steady_clock;
 using Time = Clock::time_point;
 
+// Until when a caller waits that gives so many nanoseconds; < 0: for ever.
+inline Time time_after(int64_t nanoseconds) {
+    constexpr int64_t kYears = int64_t{1} << 60;
+    return nanoseconds < 0 ? Time::max() : Clock::now() + std::chrono::nanoseconds(std::min(nanoseconds, kYears));
+}
+
 // Bytes for memory that the peer named.
 struct RemoteCopy {
     uint64_t to;  // address there
@@ -25,7 +32,6 @@ struct RemoteCopy {
 class Transport {
   public:
     virtual ~Transport() = default;
-    virtual const char* name() const = 0;
     // Enqueues a packet for a peer; never waits. Packets of one rank for one other arrive once and in order, or the transport
     // is at fault: the group finds that and ends. `heartbeat`: of no weight, comes again.
     virtual void send(uint32_t to, Packet packet, bool heartbeat) = 0;

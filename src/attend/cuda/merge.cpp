@@ -24,10 +24,6 @@ Status merge_states_on_gpu(const CudaDevice& device, const MergeArgs& args, ta_s
     if (Status s = check_device_memory(device, args.out.lse, "lse"); !s.ok()) return std::move(s).argument(5);
     bool captured = false;
     if (Status s = is_captured(device, stream, &captured); !s.ok()) return std::move(s).argument(6);
-    return enqueue_merge(device, args, stream);
-}
-
-Status enqueue_merge(const CudaDevice& device, const MergeArgs& args, ta_stream stream) {
     return device.check(cudaError_t(cuda::launch_merge_states(args, stream)), "merging partial results");
 }
 

@@ -54,7 +54,11 @@ struct Transfers::Outgoing {
 };
 
 struct Transfers::Incoming {
-    Incoming(Pool& pool) : hold(pool.residency()), spaces(pool.prefixes()), others_see(pool.residency(), mine) {}
+    Incoming(Pool& pool)
+        : hold(pool.residency()),
+          spaces(pool.prefixes()),
+          others_see(pool.residency(), mine),
+          staging(pool.context().allocator()) {}
     Residency::BlockHold hold;
     std::vector<uint8_t> offer_bytes;
     OfferHeader offer{};
@@ -65,7 +69,7 @@ struct Transfers::Incoming {
     Residency::Loading mine;
     Residency::LoadHold others_see;
     size_t next = 0;  // in the list: those before are there or in the window
-    std::vector<uint8_t> staging;
+    Buffer staging;
     std::vector<uint64_t> positions;  // in the list, of the blocks in the window
     uint64_t open_window = 0;         // 0: none
     // Guarded by mutex_: the window for which kSent has to come, 0: none; what it brought.
@@ -89,18 +93,7 @@ struct Transfers::Transfer {
 };
 
 TransferProgress TransferProgress::clone() const {
-    TransferProgress copy;
-    copy.state = state;
-    copy.peer = peer;
-    copy.tag = tag;
-    copy.blocks = blocks;
-    copy.blocks_moved = blocks_moved;
-    copy.blocks_shared = blocks_shared;
-    copy.bytes_moved = bytes_moved;
-    copy.seq = seq;
-    copy.length = length;
-    copy.status = status.clone();
-    return copy;
+    return {state, peer, tag, blocks, blocks_moved, blocks_shared, bytes_moved, seq, length, status.clone()};
 }
 
 Transfers::Transfers(Group& group) : group_(group) {
@@ -110,12 +103,13 @@ Transfers::Transfers(Group& group) : group_(group) {
 }
 
 Status Transfers::start() {
-    for (Lane& lane : lanes_) TA_RETURN_IF_ERROR(lane.start());
-    return {};
+    TA_RETURN_IF_ERROR(coming_.start());
+    return leaving_.start();
 }
 
 void Transfers::stop() {
-    for (Lane& lane : lanes_) lane.stop();
+    coming_.stop();
+    leaving_.stop();
     std::vector<Ptr> left;
     {
         const std::lock_guard lock(mutex_);
@@ -124,8 +118,8 @@ void Transfers::stop() {
     for (const Ptr& t : left) let_go(*t, false);
 }
 
-bool Transfers::t_is_outgoing(const Transfer& t) {
-    return t.outgoing;
+Lane& Transfers::lane_of(const Transfer& t) {
+    return t.outgoing ? leaving_ : coming_;
 }
 
 // ------------------------------------------------------------------------------------------------------------------- calls
@@ -136,7 +130,7 @@ Status Transfers::check_ready() const {
     return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
 }
 
-// Under mutex_.
+// Under mutex_. Who fails after that calls forget().
 Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag) {
     auto t = std::make_shared<Transfer>();
     t->ticket = ++tickets_;
@@ -154,10 +148,15 @@ Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_
         publish(*kept);
     });
     live_.reserve(live_.size() + 1);
-    group_.expect_finished();
+    group_.expect_finished(live_.size() + 1);
     known_.emplace(t->ticket, t);
     live_.push_back(t);
     return t;
+}
+
+void Transfers::forget(const Ptr& t) {
+    known_.erase(t->ticket);
+    std::erase(live_, t);
 }
 
 Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_t to, uint64_t tag, bool move) {
@@ -208,14 +207,19 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
     const std::vector<uint8_t> payload = PayloadWriter().put(offer).put_all(std::span<const StoredBlock>(out->list)).bytes();
 
     const std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(broken_.clone());
+    TA_RETURN_IF_ERROR(ended_.clone());
     const Ptr t = add(std::move(pool), true, to, tag);
     t->channel = uint64_t(group_.settings().rank) << 40 | ++channels_;
     t->progress.blocks = offer.blocks;
     t->progress.length = offer.length;
+    try {
+        group_.send(to, MessageType::kOffer, t->channel, payload);
+    } catch (...) {
+        forget(t);
+        throw;
+    }
     t->out = std::move(out);
     unlock.out = nullptr;
-    group_.send(to, MessageType::kOffer, t->channel, payload);
     group_.wake();
     return t->ticket;
 }
@@ -224,24 +228,25 @@ Result<uint64_t> Transfers::receive(std::shared_ptr<Pool> pool, uint32_t from, u
     TA_RETURN_IF_ERROR(check_ready());
     TA_RETURN_IF_ERROR(pool->check_open());
     const std::lock_guard lock(mutex_);
-    TA_RETURN_IF_ERROR(broken_.clone());
+    TA_RETURN_IF_ERROR(ended_.clone());
     const Ptr t = add(std::move(pool), false, from, tag);
     const auto offer = std::find_if(offers_.begin(), offers_.end(), [&](const Offer& o) {
         OfferHeader h{};
         return o.from == from && PayloadReader(o.payload).get(h) && h.tag == tag;
     });
     if (offer != offers_.end()) {
-        Offer taken = std::move(*offer);
+        const size_t bytes = offer->payload.size();
+        try {
+            match(t, *offer);
+        } catch (...) {
+            forget(t);
+            throw;
+        }
         offers_.erase(offer);
-        offered_bytes_ -= taken.payload.size();
-        match(t, std::move(taken));
+        offered_bytes_ -= bytes;
     }
     group_.wake();
     return t->ticket;
-}
-
-Result<TransferProgress> Transfers::query(uint64_t ticket) const {
-    return wait(ticket, 0);
 }
 
 Result<TransferProgress> Transfers::wait(uint64_t ticket, int64_t nanoseconds) const {
@@ -251,12 +256,7 @@ Result<TransferProgress> Transfers::wait(uint64_t ticket, int64_t nanoseconds) c
         return fail(TA_E_STALE, "0x%llx is no ticket of this group, or finished long ago", (unsigned long long)ticket);
     }
     const Ptr t = found->second;
-    const auto over = [&t] { return t->progress.state >= TA_MOVE_DONE; };
-    if (nanoseconds < 0) {
-        finished_.wait(lock, over);
-    } else if (nanoseconds > 0) {
-        finished_.wait_until(lock, Clock::now() + std::chrono::nanoseconds(std::min(nanoseconds, int64_t{1} << 60)), over);
-    }
+    finished_.wait_until(lock, time_after(nanoseconds), [&t] { return t->progress.state >= TA_MOVE_DONE; });
     return t->progress.clone();
 }
 
@@ -277,18 +277,24 @@ Status Transfers::cancel(uint64_t ticket) {
 
 // ------------------------------------------------------------------------------------------------------ ends (under mutex_)
 
+// Where there is no memory for the message, the peer's own deadline ends the transfer there.
+void Transfers::tell(uint32_t to, MessageType type, uint64_t channel, const Ending* ending) noexcept {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(ending);
+    try {
+        group_.send(to, type, channel, {bytes, ending ? sizeof *ending : 0});
+    } catch (const std::bad_alloc&) {
+    }
+}
+
 // Stops a transfer. It is over when the peer has answered, or cannot.
 void Transfers::begin_cancel(Transfer& t, Status why) {
     if (t.phase == Phase::kCancelling || t.phase == Phase::kOver) return;
-    const bool peer_knows = t.channel != 0 && broken_.ok();
+    const bool peer_knows = t.channel != 0 && ended_.ok();
     if (peer_knows) {
         t.phase = Phase::kCancelling;
         touch(t);
-        try {
-            group_.send(t.progress.peer, MessageType::kCancel, t.channel, PayloadWriter().put(Ending::of(why)).bytes());
-        } catch (const std::bad_alloc&) {
-            // The peer's own deadline ends it there.
-        }
+        const Ending ending = Ending::of(why);
+        tell(t.progress.peer, MessageType::kCancel, t.channel, &ending);
         t.ending = std::move(why);
         return;
     }
@@ -342,9 +348,9 @@ Time Transfers::on_time(Time now) {
     return next;
 }
 
-void Transfers::on_broken(const Status& why) {
+void Transfers::on_end(const Status& why) {
     const std::lock_guard lock(mutex_);
-    broken_ = why.clone();
+    ended_ = why.clone();
     offers_.clear();
     offered_bytes_ = 0;
     for (const Ptr& t : live_) {
@@ -362,8 +368,9 @@ Transfers::Ptr Transfers::find(uint64_t channel, uint32_t peer, bool outgoing) c
     return nullptr;
 }
 
-void Transfers::post(const Ptr& t, Status (Transfers::*task)(Transfer&)) {
-    lane_of(*t).post([this, t, task] {
+// A task of the transfer's lane. A failure cancels the transfer.
+std::function<void()> Transfers::guarded(const Ptr& t, Task task) {
+    return [this, t, task] {
         if (t->phase != Phase::kMoving) return;
         Status s;
         try {
@@ -376,12 +383,12 @@ void Transfers::post(const Ptr& t, Status (Transfers::*task)(Transfer&)) {
         if (t->phase == Phase::kLanding) t->phase = Phase::kMoving;
         begin_cancel(*t, std::move(s));
         group_.wake();
-    });
+    };
 }
 
 Status Transfers::on_message(const Message& m) {
     const std::lock_guard lock(mutex_);
-    if (!broken_.ok()) return {};
+    if (!ended_.ok()) return {};
     const uint32_t from = m.header.from;
     const auto type = MessageType(m.header.type);
     if (type == MessageType::kOffer) return on_offer(m);
@@ -412,14 +419,15 @@ Status Transfers::on_offer(const Message& m) {
     for (const Ptr& t : live_) {
         const bool waits = !t->outgoing && t->channel == 0 && t->phase == Phase::kWaiting;
         if (!waits || t->progress.peer != from || t->progress.tag != offer.tag) continue;
-        match(t, {from, m.header.channel, m.payload});
+        Offer taken{from, m.header.channel, m.payload};
+        match(t, taken);
         return {};
     }
     if (offered_bytes_ + m.payload.size() > kMostOfferedBytes) {
-        const Status full =
+        const Ending full = Ending::of(
             fail(TA_E_LIMIT, "too many sequences are offered to rank %u that it has not asked for", group_.settings().rank)
-                .rank(int32_t(group_.settings().rank));
-        group_.send(from, MessageType::kCancel, m.header.channel, PayloadWriter().put(Ending::of(full)).bytes());
+                .rank(int32_t(group_.settings().rank)));
+        tell(from, MessageType::kCancel, m.header.channel, &full);
         return {};
     }
     offered_bytes_ += m.payload.size();
@@ -427,15 +435,17 @@ Status Transfers::on_offer(const Message& m) {
     return {};
 }
 
-// The transfer takes what was offered.
-void Transfers::match(const Ptr& t, Offer&& offer) {
+// The transfer takes what was offered. Where there is no memory for that, neither has changed.
+void Transfers::match(const Ptr& t, Offer& offer) {
+    auto in = std::make_unique<Incoming>(*t->pool);
+    Lane::Tasks prepare{guarded(t, &Transfers::prepare)};
+    in->offer_bytes = std::move(offer.payload);
+    t->in = std::move(in);
     t->channel = offer.channel;
-    t->in = std::make_unique<Incoming>(*t->pool);
-    t->in->offer_bytes = std::move(offer.payload);
     t->phase = Phase::kMoving;
     t->progress.state = TA_MOVE_RUNNING;
     touch(*t);
-    post(t, &Transfers::prepare);
+    coming_.post(std::move(prepare));
 }
 
 Status Transfers::on_ready(const Message& m) {
@@ -456,7 +466,7 @@ Status Transfers::on_ready(const Message& m) {
     t->phase = Phase::kMoving;
     t->progress.state = TA_MOVE_RUNNING;
     touch(*t);
-    post(t, &Transfers::write_window);
+    leaving_.post(guarded(t, &Transfers::write_window));
     return {};
 }
 
@@ -472,7 +482,7 @@ Status Transfers::on_sent(const Message& m) {
     }
     t->in->hashes = std::move(hashes);
     touch(*t);
-    post(t, &Transfers::take_in_window);
+    coming_.post(guarded(t, &Transfers::take_in_window));
     return {};
 }
 
@@ -485,10 +495,10 @@ void Transfers::on_cancel(const Message& m, const Ptr& t, const Ending& ending) 
         if (same) offered_bytes_ -= o.payload.size();
         return same;
     });
-    const auto answer = [this, from, channel] { group_.send(from, MessageType::kCancelled, channel, {}); };
-    if (!t || t->phase == Phase::kOver || t->phase == Phase::kLanding) return answer();
+    const auto answer = [this, from, channel] { tell(from, MessageType::kCancelled, channel); };
+    if (!t) return answer();
     lane_of(*t).post(answer);
-    if (t->phase != Phase::kCancelling) conclude(*t, ending.to_status(from));
+    if (t->phase == Phase::kWaiting || t->phase == Phase::kMoving) conclude(*t, ending.to_status(from));
 }
 
 // ------------------------------------------------------------------------------------------------------ tasks of the source
@@ -614,11 +624,15 @@ Status Transfers::ask_for_window(Transfer& t) {
         in.positions.push_back(in.next);
     }
     if (in.positions.empty()) return land(t);
-    if (in.staging.size() < bytes) in.staging.resize(bytes);
+    if (!in.staging.reserve(bytes)) {
+        return fail(TA_E_MEMORY, "no %zu bytes of host memory for blocks that arrive", bytes)
+            .bytes(bytes)
+            .rank(int32_t(group_.settings().rank));
+    }
     const std::lock_guard lock(mutex_);
     if (t.phase != Phase::kMoving) return {};
     in.awaited = in.open_window = uint64_t(group_.settings().rank + 1) << 40 | ++windows_;
-    group_.transport().open_window(in.open_window, t.progress.peer, in.staging);
+    group_.transport().open_window(in.open_window, t.progress.peer, {in.staging.data(), bytes});
     const ReadyHeader ready{in.open_window, reinterpret_cast<uintptr_t>(in.staging.data()), in.positions.size()};
     touch(t);
     group_.send(t.progress.peer, MessageType::kReady, t.channel,
@@ -684,7 +698,7 @@ Status Transfers::land(Transfer& t) {
     in.spaces.keep();
     const std::lock_guard lock(mutex_);
     t.progress.seq = seq.value();
-    group_.send(t.progress.peer, MessageType::kArrived, t.channel, {});
+    tell(t.progress.peer, MessageType::kArrived, t.channel);
     conclude(t, {});
     return {};
 }

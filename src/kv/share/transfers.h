@@ -4,10 +4,10 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -43,14 +43,13 @@ class Transfers final : public Group::Service {
     // Tickets, never 0.
     Result<uint64_t> send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_t to, uint64_t tag, bool move);
     Result<uint64_t> receive(std::shared_ptr<Pool> pool, uint32_t from, uint64_t tag);
-    // TA_E_STALE.
-    Result<TransferProgress> query(uint64_t ticket) const;
+    // When it is finished, or after so many nanoseconds, < 0: no limit. TA_E_STALE.
     Result<TransferProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
     Status cancel(uint64_t ticket);
 
     Status on_message(const Message& message) override;
     Time on_time(Time now) override;
-    void on_broken(const Status& why) override;
+    void on_end(const Status& why) override;
 
   private:
     enum class Phase : uint8_t {
@@ -74,9 +73,11 @@ class Transfers final : public Group::Service {
     Ptr add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag);
     Ptr find(uint64_t channel, uint32_t peer, bool outgoing) const;
     void touch(Transfer& t);
-    Lane& lane_of(const Transfer& t) { return lanes_[t_is_outgoing(t)]; }
-    static bool t_is_outgoing(const Transfer& t);
-    void post(const Ptr& t, Status (Transfers::*task)(Transfer&));
+    void forget(const Ptr& t);
+    Lane& lane_of(const Transfer& t);
+    using Task = Status (Transfers::*)(Transfer&);
+    std::function<void()> guarded(const Ptr& t, Task task);
+    void tell(uint32_t to, MessageType type, uint64_t channel, const Ending* ending = nullptr) noexcept;
     void begin_cancel(Transfer& t, Status why);
     void conclude(Transfer& t, Status status) noexcept;
     void publish(Transfer& t) noexcept;
@@ -85,7 +86,7 @@ class Transfers final : public Group::Service {
     Status on_ready(const Message& m);
     Status on_sent(const Message& m);
     void on_cancel(const Message& m, const Ptr& t, const Ending& ending);
-    void match(const Ptr& t, Offer&& offer);
+    void match(const Ptr& t, Offer& offer);
 
     // Tasks of the lanes. A failure cancels the transfer.
     Status write_window(Transfer& t);
@@ -98,19 +99,19 @@ class Transfers final : public Group::Service {
     void let_go(Transfer& t, bool done);
 
     Group& group_;
-    Lane lanes_[2];  // of what comes, of what leaves
+    Lane coming_, leaving_;
 
     mutable std::mutex mutex_;
     mutable std::condition_variable finished_;
     uint64_t tickets_, channels_ = 0, windows_ = 0;
-    Status broken_;                            // why the group has ended
+    Status ended_;                             // why the group has ended
     std::vector<Ptr> live_;                    // that are not finished
     std::unordered_map<uint64_t, Ptr> known_;  // by ticket
     std::vector<uint64_t> done_;               // of known_, those finished, oldest first
     std::deque<Offer> offers_;                 // that nobody has asked for yet
     uint64_t offered_bytes_ = 0;
 
-    // Blocks that came from other ranks, for those that come again. Of the lane of what comes.
+    // Blocks that came from other ranks, for those that come again. The lane's of what comes.
     struct Origin {
         uint32_t rank;
         uint64_t pool, content_id, index;
