@@ -1,0 +1,126 @@
+// Calls of groups with wrong values: the status, the argument it names, the text, and that nothing changes.
+#include "abi/wrong_calls.h"
+#include "support/groups.h"
+
+namespace ta::testing {
+namespace {
+
+class BadGroups : public WrongCalls {};
+
+TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
+    static const ta_group_id id = make_group_id();
+    static const ta_group_id zeros{};
+    static ta_x_group_fault unknown = sized<ta_x_group_fault>(), no_size{};
+    unknown.kind = 8;
+    auto* out = untouched<ta_group>();
+    const auto create = [&](auto change) {
+        return [&, change](ta_error* err) {
+            auto options = group_options(id, 0, 2);
+            change(options);
+            return ta_group_create(context.get(), &options, &out, err);
+        };
+    };
+    using O = ta_group_options;
+    const auto good = group_options(id, 0, 2);
+    expect_failures({
+        {"no context", [&](ta_error* err) { return ta_group_create(nullptr, &good, &out, err); }, TA_E_INVALID, 0,
+         "context is"},
+        {"no options", [&](ta_error* err) { return ta_group_create(context.get(), nullptr, &out, err); }, TA_E_INVALID, 1,
+         "options is null"},
+        {"no out", [&](ta_error* err) { return ta_group_create(context.get(), &good, nullptr, err); }, TA_E_INVALID, 2,
+         "out is null"},
+        {"no ranks", create([](O& o) { o.ranks = 0; }), TA_E_INVALID, 1, "ranks is 0"},
+        {"ranks", create([](O& o) { o.ranks = 1025; }), TA_E_INVALID, 1, "ranks is 1025"},
+        {"rank", create([](O& o) { o.rank = 2; }), TA_E_INVALID, 1, "rank is 2 of 2"},
+        {"no kind", create([](O& o) { o.kind = 0; }), TA_E_INVALID, 1, "kind is 0"},
+        {"kind", create([](O& o) { o.kind = -5; }), TA_E_INVALID, 1, "kind is -5"},
+        {"no id", create([](O& o) { o.id = nullptr; }), TA_E_INVALID, 1, "options.id is null"},
+        {"an id of zeros", create([](O& o) { o.id = &zeros; }), TA_E_INVALID, 1, "options.id is not of"},
+        {"connect_ms", create([](O& o) { o.connect_ms = -1; }), TA_E_INVALID, 1, "connect_ms is -1"},
+        {"operation_ms", create([](O& o) { o.operation_ms = 86400001; }), TA_E_INVALID, 1, "operation_ms is 86400001"},
+        {"silence_ms", create([](O& o) { o.silence_ms = INT32_MIN; }), TA_E_INVALID, 1, "silence_ms is -2147483648"},
+        {"fault", create([](O& o) { o.fault = &unknown; }), TA_E_INVALID, 1, "fault.kind is 8"},
+        {"fault without size", create([](O& o) { o.fault = &no_size; }), TA_E_STRUCT, 1, "fault.struct_size is 0"},
+        {"id of no kind", [](ta_error* err) { return ta_group_make_id(2, untouched<ta_group_id>(), err); }, TA_E_INVALID, 0,
+         "kind is 2"},
+        {"no place for an id", [](ta_error* err) { return ta_group_make_id(TA_GROUP_LOCAL, nullptr, err); }, TA_E_INVALID, 1,
+         "out is null"},
+    });
+    EXPECT_EQ(out, untouched<ta_group>());
+    const GroupHandle first = make_group(context, good), second = make_group(context, group_options(id, 1, 2));
+    EXPECT_EQ(poll(first), TA_GROUP_READY);
+}
+
+TEST_F(BadGroups, CallsRefuse) {
+    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
+    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
+                      second = make_group(context, group_options(id, 1, 2)),
+                      lonely = make_group(context, group_options(lonely_id, 0, 2));
+    ASSERT_EQ(poll(first), TA_GROUP_READY);
+    const Context elsewhere = make_context(1);
+    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
+    ta_group* const g = first.get();
+    auto* ticket = untouched<ta_ticket>();
+    auto* state = untouched<ta_group_state>();
+    auto* info = untouched<ta_transfer_info>();
+    const auto send = [&](ta_group* group, ta_kv_pool* p, ta_seq seq, uint32_t to, ta_send_mode mode, ta_ticket* out) {
+        return [=](ta_error* err) { return ta_seq_send(group, p, seq, to, 1, mode, out, err); };
+    };
+    const auto receive = [&](ta_group* group, ta_kv_pool* p, uint32_t from, ta_ticket* out) {
+        return [=](ta_error* err) { return ta_seq_receive(group, p, from, 1, out, err); };
+    };
+    expect_failures({
+        {"send of no group", send(nullptr, pool.get(), long_seq, 1, 0, ticket), TA_E_INVALID, 0, "group is null"},
+        {"send of no pool", send(g, nullptr, long_seq, 1, 0, ticket), TA_E_INVALID, 1, "pool is null"},
+        {"send of no sequence", send(g, pool.get(), 0, 1, 0, ticket), TA_E_STALE, 2, "no living sequence"},
+        {"move of no sequence", send(g, pool.get(), 0, 1, 1, ticket), TA_E_STALE, 2, "no living sequence"},
+        {"send to oneself", send(g, pool.get(), long_seq, 0, 0, ticket), TA_E_INVALID, 3, "this is rank 0 of 2"},
+        {"send to nobody", send(g, pool.get(), long_seq, 2, 0, ticket), TA_E_INVALID, 3, "rank 2 is asked for"},
+        {"send mode", send(g, pool.get(), long_seq, 1, 2, ticket), TA_E_INVALID, 5, "mode is 2"},
+        {"send without out", send(g, pool.get(), long_seq, 1, 0, nullptr), TA_E_INVALID, 6, "out is null"},
+        {"send from elsewhere", send(g, foreign.get(), long_seq, 1, 0, ticket), TA_E_STATE, 1, "another context"},
+        {"send too early", send(lonely.get(), pool.get(), long_seq, 1, 0, ticket), TA_E_STATE, 0, "not ready"},
+        {"receive of no group", receive(nullptr, pool.get(), 1, ticket), TA_E_INVALID, 0, "group is null"},
+        {"receive of no pool", receive(g, nullptr, 1, ticket), TA_E_INVALID, 1, "pool is null"},
+        {"receive from oneself", receive(g, pool.get(), 0, ticket), TA_E_INVALID, 2, "this is rank 0 of 2"},
+        {"receive without out", receive(g, pool.get(), 1, nullptr), TA_E_INVALID, 4, "out is null"},
+        {"receive too early", receive(lonely.get(), pool.get(), 1, ticket), TA_E_STATE, 0, "not ready"},
+        {"query of no group", [&](ta_error* e) { return ta_transfer_query(nullptr, 1, info, e); }, TA_E_INVALID, 0, "group is"},
+        {"query of no ticket",
+         [&](ta_error* e) {
+             auto i = sized<ta_transfer_info>();
+             return ta_transfer_query(g, 1, &i, e);
+         },
+         TA_E_STALE, 1, "0x1 is no ticket"},
+        {"query without info", [&](ta_error* e) { return ta_transfer_query(g, 1, nullptr, e); }, TA_E_INVALID, 2,
+         "info is null"},
+        {"wait of no group", [&](ta_error* e) { return ta_transfer_wait(nullptr, 1, -1, info, e); }, TA_E_INVALID, 0,
+         "group is"},
+        {"wait without info", [&](ta_error* e) { return ta_transfer_wait(g, 1, -1, nullptr, e); }, TA_E_INVALID, 3, "info is"},
+        {"cancel of no group", [&](ta_error* e) { return ta_transfer_cancel(nullptr, 1, e); }, TA_E_INVALID, 0,
+         "group is null"},
+        {"cancel of no ticket", [&](ta_error* e) { return ta_transfer_cancel(g, 1, e); }, TA_E_STALE, 1, "0x1 is no ticket"},
+        {"poll of no group", [&](ta_error* e) { return ta_group_poll(nullptr, 0, state, e); }, TA_E_INVALID, 0,
+         "group is null"},
+        {"poll without state", [&](ta_error* e) { return ta_group_poll(g, 0, nullptr, e); }, TA_E_INVALID, 2, "state is null"},
+        {"info of no group", [&](ta_error* e) { return ta_group_get_info(nullptr, untouched<ta_group_info>(), e); },
+         TA_E_INVALID, 0, "group is null"},
+        {"no info", [&](ta_error* e) { return ta_group_get_info(g, nullptr, e); }, TA_E_INVALID, 1, "info is null"},
+        {"health of no group", [&](ta_error* e) { return ta_group_health(nullptr, e); }, TA_E_INVALID, 0, "group is null"},
+        {"abort of no group", [&](ta_error* e) { return ta_group_abort(nullptr, e); }, TA_E_INVALID, 0, "group is null"},
+        {"descriptor of no group", [&](ta_error* e) { return ta_group_descriptor(nullptr, untouched<int32_t>(), e); },
+         TA_E_INVALID, 0, "group is null"},
+        {"no place for a descriptor", [&](ta_error* e) { return ta_group_descriptor(g, nullptr, e); }, TA_E_INVALID, 1,
+         "out is"},
+        {"finished of no group", [&](ta_error* e) { return ta_group_take_finished(nullptr, ticket, 1, ticket, e); },
+         TA_E_INVALID, 0, "group is null"},
+        {"no place for tickets", [&](ta_error* e) { return ta_group_take_finished(g, nullptr, 1, ticket, e); }, TA_E_INVALID, 1,
+         "tickets is null"},
+        {"no place for n", [&](ta_error* e) { return ta_group_take_finished(g, nullptr, 0, nullptr, e); }, TA_E_INVALID, 3,
+         "n is null"},
+    });
+    EXPECT_EQ(ta_group_health(g, nullptr), TA_OK);
+}
+
+}  // namespace
+}  // namespace ta::testing
