@@ -939,6 +939,36 @@ TA_API ta_status ta_transfer_wait(const ta_group* group, ta_ticket ticket, int64
  * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED. Errors: as ta_transfer_query. */
 TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err);
 
+/* Which ranks get the results of attention over a partitioned sequence. */
+typedef int32_t ta_partition_output;
+enum ta_partition_output_code {
+    TA_OUTPUT_ALL = 0,   /* each rank gets all of them, the same bits */
+    TA_OUTPUT_HEADS = 1, /* rank r of n gets query heads q_heads * r / n up to q_heads * (r + 1) / n */
+    TA_OUTPUT_ONE = 2    /* output_rank gets all of them */
+};
+
+typedef struct ta_partition_options {
+    uint32_t struct_size;
+    ta_partition_output output;
+    uint32_t first_rank;  /* has block 0; block i is at rank (first_rank + i) mod ranks */
+    uint32_t output_rank; /* of TA_OUTPUT_ONE; else 0 */
+    uint64_t tag;         /* of the sequence in the group; no other partitioned sequence of this rank has it */
+} ta_partition_options;
+
+/* Spreads a sequence over the ranks of a group, which all make this call on a sequence of the same length with the same options:
+ * from then on each rank has the blocks of 64 tokens that are its own, and for a moment the last one. What others have is freed.
+ * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
+ * tokens, ta_attend with the same queries. ta_attend computes over the blocks of this rank and exchanges the results, so it waits for the other ranks, up to operation_ms. Outputs that a rank does not get are
+ * not written. The sequences of a step are partitioned alike, or none is.
+ * The sequence cannot be forked, published, saved or sent, and is truncated to multiples of 64 or within its last block.
+ * Later errors of ta_plan_begin and ta_attend: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another rank's step or
+ * call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort the step at all
+ * ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY, TA_E_STATE (the
+ * group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (a GPU context; more than 64 ranks), and what
+ * ta_group_health says. */
+TA_API ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options,
+                                  ta_error* err);
+
 /* ------------------------------------------------------------------------------------------------ plan */
 
 /* One batch step over all layers. Keeps its pool alive. Exclusive: one thread at a time. */

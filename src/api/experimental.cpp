@@ -123,7 +123,7 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
                     .argument(2);
             }
             const BlockPtr& b = s.blocks[size_t(block)];
-            if (b->dropped()) return fail(TA_E_STATE, "the block was dropped").block(int64_t(block));
+            if (b->dropped()) return p.lacks_block(b).block(int64_t(block));
             r.tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(block) * kPageTokens));
             r.owners = uint32_t(b.use_count());
             r.content_id = b->content_id();
@@ -198,7 +198,7 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             if (v) rows_v.resize(size_t(tokens * stride));
             for (int64_t b = first / kPageTokens; b * kPageTokens < first + tokens; ++b) {
                 const BlockPtr& block = s.blocks[size_t(b)];
-                if (block->dropped()) return fail(TA_E_STATE, "the block was dropped").block(b);
+                if (block->dropped()) return p.lacks_block(block).block(b);
                 full.push_back(block->sealed() ? block : nullptr);
                 if (!block->sealed()) TA_RETURN_IF_ERROR(read(*block, b));  // a step may go on writing it
             }

@@ -1,7 +1,9 @@
 #include <cstdio>
 
 #include "kernels/format/hash.h"
+#include "kernels/format/merge_states.h"
 #include "src/api/api.h"
+#include "src/kv/partition.h"
 #include "src/kv/share/transfers.h"
 #include "tiering/share/local.h"
 
@@ -12,10 +14,12 @@ using namespace ta::share;
 struct ta_group {
     std::unique_ptr<Group> group;
     std::unique_ptr<Transfers> transfers;
+    std::shared_ptr<Exchange> exchange;  // partitioned sequences have it, too
 
     // The thread that calls `transfers` ends first, and what `transfers` uses last. A creation that failed may lack either.
     ~ta_group() {
         if (group) group->stop();
+        if (exchange) exchange->stop();
     }
 };
 
@@ -89,14 +93,35 @@ Status check_peer(const ta_group& group, uint32_t rank, int argument) {
     return fail(TA_E_INVALID, "rank %u is asked for; this is rank %u of %u", rank, s.rank, s.ranks).argument(argument);
 }
 
-// The pool that a transfer of the group is from or for.
-Status check_transfer(const ta_group* group, const ta_kv_pool* pool) {
+// The pool that a call of the group is about.
+Status check_pool_of(const ta_group* group, const ta_kv_pool* pool) {
     TA_RETURN_IF_ERROR(check_group(group));
     TA_RETURN_IF_ERROR(check_pointer(pool, "pool", 1));
     TA_RETURN_IF_ERROR(check_process(pool->impl->context()));
     TA_RETURN_IF_ERROR(pool->impl->check_open());
     if (&pool->impl->context() == &group->group->context()) return {};
     return fail(TA_E_STATE, "the pool is of another context than the group's rank").argument(1);
+}
+
+Status check_ready(const Group& group) {
+    TA_RETURN_IF_ERROR(group.health());
+    if (group.state() == GroupState::kReady) return {};
+    return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
+}
+
+Result<ta_partition_options> read_partition(const ta_partition_options* options, const GroupSettings& group) {
+    TA_RETURN_IF_ERROR(check_pointer(options, "options", 3));
+    Result<ta_partition_options> read = read_struct(options, "options", 3);
+    if (!read.ok()) return std::move(read).status();
+    const ta_partition_options& o = read.value();
+    if (o.output < TA_OUTPUT_ALL || o.output > TA_OUTPUT_ONE)
+        return fail(TA_E_INVALID, "options.output is %d, no value of ta_partition_output", int(o.output)).argument(3);
+    if (o.first_rank >= group.ranks)
+        return fail(TA_E_INVALID, "options.first_rank is %u of %u", o.first_rank, group.ranks).argument(3);
+    if (o.output_rank >= (o.output == TA_OUTPUT_ONE ? group.ranks : 1))
+        return fail(TA_E_INVALID, "options.output_rank is %u; it is a rank under TA_OUTPUT_ONE, else 0", o.output_rank)
+            .argument(3);
+    return o;
 }
 
 Status write_info(const TransferProgress& p, ta_transfer_info* info, int argument) {
@@ -167,8 +192,9 @@ ta_status ta_group_create(ta_context* context, const ta_group_options* options, 
         auto group = std::make_unique<ta_group>();
         group->group = std::make_unique<Group>(context->impl, settings.value(), transport.take());
         group->transfers = std::make_unique<Transfers>(*group->group);
+        group->exchange = std::make_shared<Exchange>(*group->group);
         TA_RETURN_IF_ERROR(group->transfers->start());
-        TA_RETURN_IF_ERROR(group->group->start(*group->transfers));
+        TA_RETURN_IF_ERROR(group->group->start({group->transfers.get(), group->exchange.get()}));
         *out = group.release();
         return {};
     });
@@ -246,7 +272,7 @@ ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t m
 ta_status ta_seq_send(ta_group* group, ta_kv_pool* pool, ta_seq seq, uint32_t to, uint64_t tag, ta_send_mode mode,
                       ta_ticket* out, ta_error* err) {
     return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_transfer(group, pool));
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
         TA_RETURN_IF_ERROR(check_peer(*group, to, 3));
         if (mode != TA_SEND_COPY && mode != TA_SEND_MOVE)
             return fail(TA_E_INVALID, "mode is %d, no value of ta_send_mode", int(mode)).argument(5);
@@ -260,13 +286,40 @@ ta_status ta_seq_send(ta_group* group, ta_kv_pool* pool, ta_seq seq, uint32_t to
 
 ta_status ta_seq_receive(ta_group* group, ta_kv_pool* pool, uint32_t from, uint64_t tag, ta_ticket* out, ta_error* err) {
     return guard(err, [&]() -> Status {
-        TA_RETURN_IF_ERROR(check_transfer(group, pool));
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
         TA_RETURN_IF_ERROR(check_peer(*group, from, 2));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
         Result<uint64_t> ticket = group->transfers->receive(pool->impl, from, tag);
         if (!ticket.ok()) return std::move(ticket).status();
         *out = ticket.value();
         return {};
+    });
+}
+
+ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
+        const Group& g = *group->group;
+        Result<ta_partition_options> read = read_partition(options, g.settings());
+        if (!read.ok()) return std::move(read).status();
+        TA_RETURN_IF_ERROR(check_ready(g));
+        if (g.settings().ranks > uint32_t(kMaxMergeParts)) {
+            return fail(TA_E_UNSUPPORTED, "the group has %u ranks; a sequence is spread over at most %d", g.settings().ranks,
+                        kMaxMergeParts)
+                .argument(0);
+        }
+        if (g.context().device())
+            return fail(TA_E_UNSUPPORTED, "the pool is a GPU's; CPU contexts have partitioned sequences").argument(1);
+        const ta_partition_options& o = read.value();
+        const auto partition = std::make_shared<Partition>();
+        partition->tag = o.tag;
+        partition->first_rank = o.first_rank;
+        partition->output = o.output;
+        partition->output_rank = o.output_rank;
+        if (Status s = group->exchange->add_tag(o.tag); !s.ok()) return std::move(s).argument(3);
+        partition->exchange = group->exchange;
+        Status s = pool->impl->partition(seq, partition);
+        return s.ok() ? std::move(s) : std::move(s).argument(2);
     });
 }
 

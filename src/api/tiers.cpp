@@ -216,9 +216,10 @@ ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out
         TA_RETURN_IF_ERROR(pool->impl->inspect(seq, [&](const Sequence& s) {
             uint64_t* const blocks[] = {&r.device_blocks, &r.host_blocks, &r.disk_blocks};
             uint64_t* const bytes[] = {&r.device_bytes, &r.host_bytes, &r.disk_bytes};
+            const BlockPtr& absent = pool->impl->blocks().absent();
             for (const BlockPtr& b : s.blocks) {
                 if (b->dropped()) {
-                    ++r.dropped_blocks;
+                    r.dropped_blocks += b != absent;
                     continue;
                 }
                 const auto tier = size_t(b->tier());

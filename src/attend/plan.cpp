@@ -52,7 +52,10 @@ Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_qu
 }  // namespace
 
 Plan::Plan(std::shared_ptr<Pool> pool)
-    : pool_(std::move(pool)), backend_(make_step_backend(*pool_)), appended_(pool_->geometry().layers, 0) {}
+    : pool_(std::move(pool)),
+      backend_(make_step_backend(*pool_)),
+      partitioned_(*pool_),
+      appended_(pool_->geometry().layers, 0) {}
 
 Plan::~Plan() {
     if (open_) clear();
@@ -91,6 +94,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     step_.turn = turn_;
     TA_RETURN_IF_ERROR(backend_->begin(step_));
     TA_RETURN_IF_ERROR(pool_->check_open());  // closed while this waited
+    TA_RETURN_IF_ERROR(partitioned_.begin(step_));
     pool_->residency().count_step(lookups);
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
     last_layer_ = -1;
@@ -107,6 +111,7 @@ Status Plan::take_in_members() {
         m.length = m.sequence->length;
         TA_RETURN_IF_ERROR(check_member(i));
     }
+    TA_RETURN_IF_ERROR(PartitionedStep::check(step_));
     TA_RETURN_IF_ERROR(check_room());
     for (StepMember& m : step_.members) list_touched(m);
     return {};
@@ -247,7 +252,10 @@ Status Plan::find_room() {
 Status Plan::reserve_blocks(const Wanted& wanted) {
     // So that end cannot fail. A larger capacity may stay behind after a failure. Others look at the blocks under the lock.
     pool_->commit_plan([this] {
-        for (StepMember& m : step_.members) m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
+        for (StepMember& m : step_.members) {
+            m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
+            if (m.sequence->partition) m.left.reserve(m.touched.size() + 1);
+        }
     });
     size_t failed = wanted.kinds.size();
     Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted.kinds, &failed, wanted.tenants);
@@ -351,11 +359,22 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
     call.k_turning = n.k_turning;
     call.saturate = n.saturate;
-    if (Status s = backend_->attend(layer, call); !s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
+    Status s = partitioned_.open() ? partitioned_.attend(layer, call, *backend_) : backend_->attend(layer, call);
+    if (!s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};
 }
 
 // --------------------------------------------------------------------------------------------------------------------- end
+
+// Blocks of other ranks that have one behind them now, under the pool's lock. They go with the step.
+void Plan::leave_to_other_ranks(StepMember& m) {
+    std::vector<BlockPtr>& blocks = m.sequence->blocks;
+    for (size_t b = size_t(std::max<int64_t>(0, Step::untouched_blocks(m) - 1)); b + 1 < blocks.size(); ++b) {
+        if (m.sequence->partition->owns(int64_t(b))) continue;
+        m.left.push_back(pool_->blocks().absent());
+        blocks[b].swap(m.left.back());
+    }
+}
 
 Status Plan::end() {
     const ProfileRange range("ta_plan_end");
@@ -393,12 +412,14 @@ Status Plan::end() {
                 }
             }
             s.length = m.length + m.n_new;
+            if (s.partition) leave_to_other_ranks(m);
             if (m.touched.empty()) continue;
             s.largest_scales.swap(m.largest_scales);
             s.scales_side = m.scales_side == 0 ? 1 : 0;
             s.scales_known = true;
         }
     });
+    partitioned_.end(false);
     clear();
     try {
         pool_->residency().keep_room(filled);
@@ -418,6 +439,7 @@ Status Plan::abort() {
 
 // Gives back whatever is still reserved, then the sequences.
 void Plan::clear() {
+    partitioned_.end(true);
     backend_->finish();
     step_ = Step{};
     if (reading_) pool_->blocks().stop_reading(*reading_);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "src/attend/backend.h"
+#include "src/attend/partition.h"
 
 namespace ta {
 
@@ -32,6 +33,7 @@ class Plan {
     Status check_member(size_t i) const;
     Status check_room() const;
     void list_touched(StepMember& member);
+    void leave_to_other_ranks(StepMember& member);
     // The new blocks of a step.
     struct Wanted {
         std::vector<PageKind> kinds;
@@ -48,6 +50,7 @@ class Plan {
 
     std::shared_ptr<Pool> pool_;
     std::unique_ptr<StepBackend> backend_;
+    PartitionedStep partitioned_;
     bool open_ = false;
     Step step_;
     std::vector<Sequence*> sequences_;

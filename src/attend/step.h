@@ -34,6 +34,7 @@ struct StepMember {
     int64_t n_new = 0, n_query = 0;
     int64_t new_row = 0, query_row = 0;
     std::vector<StepBlock> touched;
+    std::vector<BlockPtr> left;  // of a partitioned sequence: to other ranks, at the commit
     // Universal open scales. The sequence's largest ones, updated by this step's tokens; on a device, the side with those before
     // the step. `recalls`: the sequence does not know them, begin() finds them from its blocks, and the step's first block is the
     // step's own.

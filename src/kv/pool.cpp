@@ -8,6 +8,7 @@
 #include "kernels/format/hash.h"
 #include "kernels/format/rotation.h"
 #include "kernels/format/slot.h"
+#include "src/kv/partition.h"
 
 namespace ta {
 namespace {
@@ -226,7 +227,9 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     Result<Sequence*> from = find_idle(source);
     if (!from.ok()) return std::move(from).status();
     // Copies first, and whatever else takes memory: a slot that was taken is given back by hand.
-    Snapshot copy = copy_locked(*from.value());
+    Result<Snapshot> copied = copy_locked(*from.value());
+    if (!copied.ok()) return std::move(copied).status();
+    Snapshot copy = copied.take();
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
@@ -245,12 +248,43 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
 }
 
 Result<Pool::Snapshot> Pool::snapshot(ta_seq seq) const {
-    Snapshot copy;
-    TA_RETURN_IF_ERROR(inspect(seq, [&](const Sequence& s) {
-        copy = copy_locked(s);
-        return Status();
-    }));
-    return copy;
+    std::lock_guard lock(mutex_);
+    Result<Sequence*> found = find_idle(seq);
+    if (!found.ok()) return std::move(found).status();
+    return copy_locked(*found.value());
+}
+
+Result<Pool::Snapshot> Pool::snapshot_in_plan(const Sequence& seq) const {
+    std::lock_guard lock(mutex_);
+    return copy_locked(seq);
+}
+
+Result<Pool::Snapshot> Pool::copy_locked(const Sequence& s) const {
+    if (s.partition) {
+        return fail(TA_E_STATE, "sequence 0x%llx is partitioned: this rank has only some of its blocks",
+                    (unsigned long long)id_of(s.slot));
+    }
+    return Snapshot{s.length, s.blocks, s.tenant.load()};
+}
+
+// Blocks of other ranks go at once, but for the last one: it says how the next begins.
+Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
+    const RoomSignal::AtEnd signal(blocks().room_signal());
+    std::vector<BlockPtr> left;  // freed after the lock
+    std::lock_guard lock(mutex_);
+    Result<Sequence*> found = find_idle(seq);
+    if (!found.ok()) return std::move(found).status();
+    Sequence& s = *found.value();
+    if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
+    left.reserve(s.blocks.size());
+    for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
+        if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
+        left.push_back(blocks().absent());
+        s.blocks[b].swap(left.back());
+    }
+    if (!left.empty()) ++s.version;
+    s.partition = std::move(partition);
+    return {};
 }
 
 Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() const {
@@ -260,7 +294,9 @@ Result<std::vector<std::pair<ta_seq, Pool::Snapshot>>> Pool::snapshot_all() cons
     for (const auto& s : sequences_) {
         if (!s->alive || s->released) continue;
         if (s->in_plan) return busy(id_of(s->slot));
-        all.emplace_back(id_of(s->slot), copy_locked(*s));
+        Result<Snapshot> copy = copy_locked(*s);
+        if (!copy.ok()) return std::move(copy).status();
+        all.emplace_back(id_of(s->slot), copy.take());
     }
     return all;
 }
@@ -326,6 +362,12 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
                     kPageTokens)
             .block(int64_t(last));
     }
+    if (s.partition && length % kPageTokens != 0 && length / kPageTokens + 1 < int64_t(s.blocks.size())) {
+        return fail(TA_E_STATE,
+                    "token %lld of the partitioned sequence lies before its last block; truncate to a multiple of %d",
+                    (long long)length, kPageTokens)
+            .block(length / kPageTokens);
+    }
     const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
     try {
         dropped.assign(std::make_move_iterator(first_dropped), std::make_move_iterator(s.blocks.end()));
@@ -363,6 +405,7 @@ void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
     s.alive = s.released = false;
     s.length = 0;
     s.blocks.swap(dropped);
+    s.partition.reset();
     give_slot(s);
 }
 
@@ -552,16 +595,18 @@ Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierK
     return ticket;
 }
 
+Status Pool::lacks_block(const BlockPtr& block) const {
+    return fail(TA_E_STATE, "the block %s", block == blocks().absent() ? "is another rank's" : "was dropped");
+}
+
 Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
     return inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
         for (uint64_t b = first; b < first + n; ++b) {
             // A pin can be taken back from a block that was cut since.
             const bool full = s.blocks[size_t(b)]->sealed() && (!pinned || b < uint64_t(s.length) / kPageTokens);
-            if (!full) {
-                return fail(TA_E_STATE, "the block %s", s.blocks[size_t(b)]->dropped() ? "was dropped" : "is not full yet")
-                    .block(int64_t(b));
-            }
+            if (s.blocks[size_t(b)]->dropped()) return lacks_block(s.blocks[size_t(b)]).block(int64_t(b));
+            if (!full) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(b));
             if (!pinned && s.blocks[size_t(b)]->pins() == 0)
                 return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
         }

@@ -22,6 +22,8 @@
 
 namespace ta {
 
+struct Partition;
+
 inline constexpr uint8_t kNothingSeen = 2;
 
 struct Sequence : Resident {
@@ -39,6 +41,7 @@ struct Sequence : Resident {
     bool scales_known = true;
     uint32_t nonfinite_seen = 0;    // of the device's counter
     std::atomic<Tenant> tenant{0};  // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
+    std::shared_ptr<const Partition> partition;  // nullptr: this rank has all its blocks
 };
 
 // Steps that say later what attention blocks got.
@@ -101,6 +104,8 @@ class Pool final : private Residents {
     Status truncate(ta_seq seq, int64_t length);
     Status release(ta_seq seq);
     Status set_priority(ta_seq seq, int32_t priority);
+    // From now on other ranks have some of its blocks. TA_E_STATE: they have already.
+    Status partition(ta_seq seq, std::shared_ptr<const Partition> partition);
     Result<int64_t> length(ta_seq seq) const;
     Status verify(ta_seq seq);
 
@@ -131,6 +136,8 @@ class Pool final : private Residents {
     Mover* mover() const { return residency_.mover(); }
     // Moves of full blocks [first, first + n) of a sequence that is in no plan.
     Result<uint64_t> move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason);
+    // Of one without bytes, which was dropped or is another rank's.
+    Status lacks_block(const BlockPtr& block) const;
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
     // Records of a persistent file that were damaged when it was opened.
     uint64_t refused_records() const { return refused_records_; }
@@ -154,7 +161,10 @@ class Pool final : private Residents {
         std::vector<BlockPtr> blocks;
         Tenant tenant = 0;
     };
+    // TA_E_STATE: it is partitioned.
     Result<Snapshot> snapshot(ta_seq seq) const;
+    // The same of one that the caller has locked for a plan.
+    Result<Snapshot> snapshot_in_plan(const Sequence& seq) const;
     // The namespace that it belongs to, by itself or by blocks that it shares, as files name it.
     SpaceTag tag_of(const Snapshot& s) const;
     // A sequence with these blocks, full ones but for the last.
@@ -190,7 +200,7 @@ class Pool final : private Residents {
     void give_slot(const Sequence& s);
     static Status busy(ta_seq seq);
     size_t append_progress_offset() const { return round_up(size_t(max_sequences_) * 2 * scales_record() * sizeof(float), 16); }
-    static Snapshot copy_locked(const Sequence& s) { return {s.length, s.blocks, s.tenant.load()}; }
+    Result<Snapshot> copy_locked(const Sequence& s) const;
     Result<ta_seq> adopt_locked(Snapshot&& s);
     void release_locked(Sequence& s, std::vector<BlockPtr>& dropped);
     void end_locked(Sequence& s, std::vector<BlockPtr>& dropped);

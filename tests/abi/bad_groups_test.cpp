@@ -122,5 +122,51 @@ TEST_F(BadGroups, CallsRefuse) {
     EXPECT_EQ(ta_group_health(g, nullptr), TA_OK);
 }
 
+TEST_F(BadGroups, PartitionRefuses) {
+    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
+    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
+                      second = make_group(context, group_options(id, 1, 2)),
+                      lonely = make_group(context, group_options(lonely_id, 0, 2));
+    ASSERT_EQ(poll(first), TA_GROUP_READY);
+    const Context elsewhere = make_context(1);
+    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
+    const auto good = sized<ta_partition_options>();
+    const auto partition = [&](ta_group* group, ta_kv_pool* p, ta_seq seq, const ta_partition_options* o) {
+        return [=](ta_error* err) { return ta_seq_partition(group, p, seq, o, err); };
+    };
+    const auto with = [&](auto change) {
+        return [&, change](ta_error* err) {
+            auto options = good;
+            change(options);
+            return ta_seq_partition(first.get(), pool.get(), long_seq, &options, err);
+        };
+    };
+    using O = ta_partition_options;
+    expect_failures({
+        {"no group", partition(nullptr, pool.get(), long_seq, &good), TA_E_INVALID, 0, "group is null"},
+        {"no pool", partition(first.get(), nullptr, long_seq, &good), TA_E_INVALID, 1, "pool is null"},
+        {"no sequence", partition(first.get(), pool.get(), 0, &good), TA_E_STALE, 2, "no living sequence"},
+        {"no options", partition(first.get(), pool.get(), long_seq, nullptr), TA_E_INVALID, 3, "options is null"},
+        {"from elsewhere", partition(first.get(), foreign.get(), long_seq, &good), TA_E_STATE, 1, "another context"},
+        {"too early", partition(lonely.get(), pool.get(), long_seq, &good), TA_E_STATE, 0, "not ready"},
+        {"output", with([](O& o) { o.output = 3; }), TA_E_INVALID, 3, "output is 3"},
+        {"negative output", with([](O& o) { o.output = -1; }), TA_E_INVALID, 3, "output is -1"},
+        {"first_rank", with([](O& o) { o.first_rank = 2; }), TA_E_INVALID, 3, "first_rank is 2 of 2"},
+        {"output_rank of none", with([](O& o) { o.output_rank = 1; }), TA_E_INVALID, 3, "output_rank is 1"},
+        {"output_rank", with([](O& o) {
+             o.output = TA_OUTPUT_ONE;
+             o.output_rank = 2;
+         }),
+         TA_E_INVALID, 3, "output_rank is 2"},
+    });
+    // A call that failed took no tag.
+    const ta_seq spread = make_sequence(pool);
+    ta_error err;
+    require(ta_seq_partition(first.get(), pool.get(), spread, &good, &err), err);
+    expect_failures(
+        {{"tag", partition(first.get(), pool.get(), long_seq, &good), TA_E_INVALID, 3, "tag 0 is that of another"}});
+    EXPECT_EQ(ta_seq_release(pool.get(), spread, nullptr), TA_OK);
+}
+
 }  // namespace
 }  // namespace ta::testing

@@ -272,6 +272,12 @@ TEST_F(BadStructs, Groups) {
     const GroupHandle first = make_group(context, group_options(pair, 0, 2)),
                       second = make_group(context, group_options(pair, 1, 2));
     ASSERT_EQ(poll(first), TA_GROUP_READY);
+    check_input(sized<ta_partition_options>(), 8, 3, [&](const ta_partition_options* o, ta_error* err) {
+        const ta_seq spread = make_sequence(pool);
+        const ta_status status = ta_seq_partition(first.get(), pool.get(), spread, o, err);
+        EXPECT_EQ(ta_seq_release(pool.get(), spread, nullptr), TA_OK);
+        return status;
+    });
     check_output<ta_group_info>(1, [&](ta_group_info* i, ta_error* err) { return ta_group_get_info(first.get(), i, err); });
     ta_ticket ticket = 0;
     ASSERT_EQ(ta_seq_send(first.get(), pool.get(), long_seq, 1, 1, TA_SEND_COPY, &ticket, nullptr), TA_OK);

@@ -127,6 +127,15 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         uint64_t n = 0;
         return ta_group_take_finished(groups[1], finished, 4, &n, e);
     });
+    run("ta_seq_partition", [&](ta_error* e) {
+        auto o = sized<ta_partition_options>();
+        ta_seq spread = 0;
+        const ta_status created = ta_seq_create(pool, &spread, e);
+        if (created != TA_OK) return created;
+        const ta_status status = ta_seq_partition(groups[0], pool, spread, &o, e);
+        ta_seq_release(pool, spread, nullptr);
+        return status;
+    });
     run("ta_group_abort", [&](ta_error* e) { return ta_group_abort(groups[0], e); });
     for (ta_group* group : groups) run("ta_group_destroy", [&](ta_error*) { return ta_group_destroy(group), TA_OK; });
     run("ta_x_seq_dequantize", [&](ta_error* e) {

@@ -249,6 +249,8 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_group_take_finished(group.get(), &ticket, 1, &taken, &err));
         forked(ta_seq_send(group.get(), f.pool.get(), f.seq, 0, 0, 0, &ticket, &err));
         forked(ta_seq_receive(group.get(), f.pool.get(), 0, 0, &ticket, &err));
+        auto partition = sized<ta_partition_options>();
+        forked(ta_seq_partition(group.get(), f.pool.get(), f.seq, &partition, &err));
         forked(ta_transfer_query(group.get(), 1, &ti, &err));
         forked(ta_transfer_wait(group.get(), 1, -1, &ti, &err));
         forked(ta_transfer_cancel(group.get(), 1, &err));

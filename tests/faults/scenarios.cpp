@@ -115,6 +115,13 @@ void send_and_receive(World& w) {
     w.step({0, copy}, {64, 1});
 }
 
+void partitioned_steps(World& w) {
+    w.partition(0);
+    w.step({0}, {130});
+    w.truncate(0, 640);
+    w.step({0}, {1});
+}
+
 void no_space_and_recovery(World& w) {
     // The host tier is full and the disk takes nothing: steps that need room fail until it does.
     if (FaultyFiles* files = w.files(); files && !w.has_file_fault() && !w.on_device()) {
@@ -286,6 +293,7 @@ constexpr Scenario kScenarios[] = {
     {"PinUnderPressure", {.device_blocks = 14, .host_blocks = 24, .disk_blocks = 30}, grown, pin_under_pressure},
     {"SaveAndLoad", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, save_and_load},
     {"SendAndReceive", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, send_and_receive},
+    {"PartitionedSteps", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, partitioned_steps},
     {"NoSpaceAndRecovery", {.device_blocks = 10, .host_blocks = 6, .disk_blocks = 30}, grown, no_space_and_recovery},
     {"CloseWithMovesInFlight", {.device_blocks = 14, .host_blocks = 14, .disk_blocks = 24}, grown, close_with_moves_in_flight},
     {"BothWaysAtOnce", {.device_blocks = 20, .host_blocks = 24, .disk_blocks = 40}, in_three_tiers, both_ways_at_once},

@@ -548,9 +548,9 @@ size_t World::send_and_receive(size_t s) {
             options.silence_ms = 2000;
             options.operation_ms = options.connect_ms = 4000;
             options.staging_bytes = 3 * stats(pool).channel_block_bytes;
-            ta_group* group = nullptr;
-            status = ta_group_create(context.get(), &options, &group, err);
-            ranks[r].reset(group);
+            ta_group* made = nullptr;
+            status = ta_group_create(context.get(), &options, &made, err);
+            ranks[r].reset(made);
         }
         ta_group_state group_state = 0;
         if (status == TA_OK) status = ta_group_poll(ranks[0].get(), -1, &group_state, err);
@@ -566,6 +566,22 @@ size_t World::send_and_receive(size_t s) {
         return err->code = info.status;
     });
     return seqs.size() - 1;
+}
+
+void World::partition(size_t s) {
+    call("ta_seq_partition", Kind::kCommon, [&](ta_error* err) {
+        if (on_device_) return ta_status(TA_OK);  // only CPU contexts have it
+        ta_group_id id;
+        ta_status status = ta_group_make_id(TA_GROUP_LOCAL, &id, err);
+        if (status != TA_OK) return status;
+        auto options = group_options(id, 0, 1);
+        ta_group* made = nullptr;
+        status = ta_group_create(context.get(), &options, &made, err);
+        if (status != TA_OK) return status;
+        group.reset(made);
+        const auto how = sized<ta_partition_options>();
+        return ta_seq_partition(made, pool.get(), seqs[s], &how, err);
+    });
 }
 
 void World::damage(size_t s, size_t b) {
@@ -664,7 +680,8 @@ void World::finish() {
             }
             expect_slots("at the end");
             for (size_t i = 0; !damaged && i < seqs.size(); ++i) {
-                for (size_t b = 0; seqs[i] && b < pool->impl->snapshot(seqs[i]).value().blocks.size(); ++b)
+                const auto blocks = seqs[i] ? size_t(length(pool, seqs[i]) + 63) / 64 : 0;
+                for (size_t b = 0; b < blocks; ++b)
                     EXPECT_FALSE(block(i, b)->stuck()) << "a good block is taken for a damaged one";
             }
             for (ta_seq seq : seqs) {
@@ -686,6 +703,7 @@ void World::finish() {
     }
     if (!is_copy(fault_.kind) && !is_copy(fault_.counts)) arm();
     plan.reset();
+    group.reset();
     pool.reset();
     device_ = nullptr;
     context.reset();

@@ -124,6 +124,8 @@ class World {
     size_t save_and_load(size_t s);
     // The same through a group whose two ranks are this context.
     size_t send_and_receive(size_t s);
+    // Spreads it over a group of one rank.
+    void partition(size_t s);
     void close_pool();
 
     // Prefix reuse: world_prefix.cpp. Namespaces go by their salts, keys of a text by its number.
@@ -165,6 +167,7 @@ class World {
     Context context;
     KvPool pool;
     Plan plan;
+    GroupHandle group;         // of partition()
     std::vector<ta_seq> seqs;  // 0: released
     FaultyFiles* files() { return files_.get(); }
     bool on_device() const { return on_device_; }

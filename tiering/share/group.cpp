@@ -33,8 +33,8 @@ Group::~Group() {
     if (descriptor_ >= 0) close(descriptor_);
 }
 
-Status Group::start(Service& service) {
-    service_ = &service;
+Status Group::start(std::vector<Service*> services) {
+    services_ = std::move(services);
     for (Peer& p : peers_) p.heard = created_;
     next_heartbeat_ = created_;
     const GroupShape shape{settings_.ranks, 0};
@@ -93,7 +93,7 @@ void Group::end(const Status& why) {
     } catch (const std::bad_alloc&) {
         // Peers that were not told hear nothing any more.
     }
-    service_->on_end(why);
+    for (Service* s : services_) s->on_end(why);
 }
 
 void Group::send(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload) {
@@ -174,7 +174,8 @@ Time Group::next_time() const {
         if (p.greeted) next = std::min(next, p.heard + settings_.silence);
     }
     if (state() == GroupState::kConnecting) next = std::min(next, created_ + settings_.connect);
-    return std::min(next, service_->on_time(Clock::now()));
+    for (Service* s : services_) next = std::min(next, s->on_time(Clock::now()));
+    return next;
 }
 
 Status Group::take_in(const Transport::Received& received) {
@@ -236,8 +237,11 @@ Status Group::dispatch(uint32_t from, const Message& m) {
             return fail(TA_E_PEER_LOST, "the group ended at %s", s.detail() ? s.detail()->message : "another rank")
                 .rank(s.detail() ? s.detail()->rank : int32_t(from));
         }
-        default:
-            return service_->on_message(m);
+        default: {
+            const auto type = MessageType(m.header.type);
+            const auto s = std::find_if(services_.begin(), services_.end(), [type](Service* x) { return x->takes(type); });
+            return s == services_.end() ? is_none() : (*s)->on_message(m);
+        }
     }
     const bool all = std::all_of(peers_.begin(), peers_.end(),
                                  [this](const Peer& p) { return &p == &peers_[settings_.rank] || (p.greeted && p.welcomed); });

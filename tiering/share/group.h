@@ -32,6 +32,8 @@ class Group {
     class Service {
       public:
         virtual ~Service() = default;
+        // Whether messages of this type are its own.
+        virtual bool takes(MessageType type) const = 0;
         // TA_OK, or why the message cannot be one of a healthy peer: then the group ends.
         virtual Status on_message(const Message& message) = 0;
         // Ends what is over its time; when it wants to be called next.
@@ -44,8 +46,8 @@ class Group {
     ~Group();
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
-    // Says hello to all peers. `service` outlives stop(). TA_E_LIMIT.
-    Status start(Service& service);
+    // Says hello to all peers. The services outlive stop(). TA_E_LIMIT.
+    Status start(std::vector<Service*> services);
     // Says goodbye and ends the thread.
     void stop();
 
@@ -62,9 +64,9 @@ class Group {
     // Ends the group here and at all peers.
     void end(const Status& why);
 
-    // Enqueues a message. Where the group has ended nothing is sent: the service knows.
+    // Enqueues a message. Where the group has ended nothing is sent: the services know.
     void send(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload);
-    // The communication thread looks at the service's times again.
+    // The communication thread looks at the services' times again.
     void wake() { transport_->wake(); }
 
     // ---- what callers wait for
@@ -101,7 +103,7 @@ class Group {
     const std::shared_ptr<Context> context_;
     const GroupSettings settings_;
     const std::unique_ptr<Transport> transport_;
-    Service* service_ = nullptr;
+    std::vector<Service*> services_;
     const Time created_ = Clock::now();
     int descriptor_ = -1;
 

@@ -26,6 +26,11 @@ enum class MessageType : uint16_t {
     kArrived,    // destination -> source: the sequence exists there
     kCancel,     // either: Ending; the peer stops and answers
     kCancelled,  // the answer: the sender touches nothing of the transfer any more
+    // Steps over partitioned sequences. The channel is the step's.
+    kStep,         // the sender begins one
+    kStepRefused,  // the answer of a rank that is in a step with other arguments
+    kStepOver,     // the sender gave its step up, or has no such sequence any more
+    kPart,         // the sender's part of a result
 };
 
 struct MessageHeader {

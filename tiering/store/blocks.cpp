@@ -38,7 +38,10 @@ BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geo
       slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
       memory_{{allocator, slab_.get(), 0, geometry.token_slot_bytes, budget},
               {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget},
-              {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget}} {}
+              {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget}},
+      absent_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)) {
+    absent_->dropped_ = true;
+}
 
 Status BlockStore::take_slab() {
     size_t strides[kPageKinds], slots[kPageKinds];

@@ -218,6 +218,8 @@ class BlockStore {
     bool keep_kind(Block& block);
     // Not for good after all.
     void free_kind(Block& block);
+    // A block without bytes, as those are that were dropped: it stands where another rank of a group has a block.
+    const BlockPtr& absent() const { return absent_; }
     // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every
@@ -335,6 +337,7 @@ class BlockStore {
     std::vector<Reading> reading_;  // now
     std::vector<Vacated> vacated_;  // oldest first
     RoomSignal room_signal_;
+    BlockPtr absent_;
 };
 
 // A reader of blocks for a scope.

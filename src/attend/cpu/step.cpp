@@ -8,6 +8,7 @@
 #include "src/attend/cpu/executor.h"
 #include "src/attend/cpu/stage1.h"
 #include "src/attend/cpu/turning.h"
+#include "src/kv/partition.h"
 
 namespace ta {
 namespace {
@@ -419,10 +420,13 @@ void CpuStep::list_pages(uint32_t layer, bool observed) {
     const StoredPage* slot = slots_.data();
     for (const StepMember& m : step_->members) {
         const StoredPage* first = pages_.data() + pages_.size();
+        const Partition* partition = m.sequence->partition.get();
+        const auto is_here = [partition](int64_t b) { return !partition || partition->owns(b); };
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
-            pages_.push_back({slot->page ? slot->page + g.page_offset(slot->kind, layer) : nullptr, slot->kind});
+            pages_.push_back({slot->page && is_here(b) ? slot->page + g.page_offset(slot->kind, layer) : nullptr, slot->kind});
         }
-        for (const StepBlock& t : m.touched) pages_.push_back({token_page(t, layer), PageKind::kToken});
+        for (const StepBlock& t : m.touched)
+            pages_.push_back({is_here(t.index) ? token_page(t, layer) : nullptr, PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
         if (observed) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
     }

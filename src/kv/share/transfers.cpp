@@ -173,15 +173,10 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
         Result<std::vector<Sequence*>> locked = pool->lock_for_plan({&seq, 1});
         if (!locked.ok()) return std::move(locked).status().argument(2).sequence(-1);
         out->locked = locked.take();
-        pool->commit_plan([&] {
-            const Sequence& s = *out->locked[0];
-            out->snapshot = {s.length, s.blocks, s.tenant.load()};
-        });
-    } else {
-        Result<Pool::Snapshot> snapshot = pool->snapshot(seq);
-        if (!snapshot.ok()) return std::move(snapshot).status().argument(2);
-        out->snapshot = snapshot.take();
     }
+    Result<Pool::Snapshot> snapshot = move ? pool->snapshot_in_plan(*out->locked[0]) : pool->snapshot(seq);
+    if (!snapshot.ok()) return std::move(snapshot).status().argument(2);
+    out->snapshot = snapshot.take();
     out->seq = seq;
     const Pool::Snapshot& s = out->snapshot;
     for (size_t i = 0; i < s.blocks.size(); ++i) {

@@ -47,6 +47,7 @@ class Transfers final : public Group::Service {
     Result<TransferProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
     Status cancel(uint64_t ticket);
 
+    bool takes(MessageType type) const override { return type >= MessageType::kOffer && type <= MessageType::kCancelled; }
     Status on_message(const Message& message) override;
     Time on_time(Time now) override;
     void on_end(const Status& why) override;

@@ -1,0 +1,283 @@
+#include "src/kv/share/exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kernels/format/hash.h"
+
+namespace ta::share {
+namespace {
+
+struct StepHeader {
+    uint64_t nonce;      // of the sender's step
+    uint64_t arguments;  // of that step
+};
+
+// Of kStepRefused and kStepOver.
+struct StepEnd {
+    uint64_t nonce;  // of the step that the addressee is in, as the sender knows it
+};
+
+struct PartHeader {
+    uint64_t identity, number, arguments, values;
+};  // then the values
+
+Status no_message(uint32_t from) {
+    return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
+}
+
+}  // namespace
+
+void Exchange::stop() {
+    on_end(fail(TA_E_STATE, "the sequence's group was destroyed"));
+}
+
+void Exchange::on_end(const Status& why) {
+    const std::lock_guard lock(mutex_);
+    ended_ = why.clone();
+    changed_.notify_all();
+}
+
+// -------------------------------------------------------------------------------------------------------- under mutex_
+
+Exchange::Channel& Exchange::channel(uint64_t name) {
+    Channel& c = channels_[name];
+    if (c.peers.empty()) c.peers.resize(ranks_);
+    return c;
+}
+
+void Exchange::erase_if_unknown(uint64_t name) {
+    const auto found = channels_.find(name);
+    if (found == channels_.end() || tags_.contains(name)) return;
+    for (const Peer& p : found->second.peers) {
+        if (p.nonce != 0) return;
+    }
+    channels_.erase(found);
+}
+
+// The same at all ranks that know of each other's steps, and at no other time. 0: a rank is not known to be in it.
+uint64_t Exchange::identity_of(const Channel& c) const {
+    std::vector<uint64_t> nonces;
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        const Peer& p = c.peers[r];
+        if (r != rank_ && (p.nonce == p.used || p.arguments != c.arguments)) return 0;
+        nonces.push_back(r == rank_ ? c.nonce : p.nonce);
+    }
+    return hash_bytes(nonces.data(), nonces.size() * sizeof(uint64_t)) | 1;
+}
+
+// A call that failed elsewhere is made again there: its parts come twice.
+bool Exchange::has_parts(Channel& c, uint64_t identity, const Call& call) const {
+    for (uint32_t r = 0; r < ranks_ && call.wanted > 0; ++r) {
+        if (r == rank_) continue;
+        std::deque<Part>& parts = c.peers[r].parts;
+        std::erase_if(parts, [&](const Part& p) { return p.identity == identity && p.number < call.number; });
+        if (parts.empty() || parts.front().identity != identity) return false;
+    }
+    return true;
+}
+
+Exchange::Parts Exchange::take_parts(Channel& c, const Call& call) {
+    Parts parts(ranks_);
+    for (uint32_t r = 0; r < ranks_ && call.wanted > 0; ++r) {
+        if (r == rank_) continue;
+        std::deque<Part>& from = c.peers[r].parts;
+        const Part& p = from.front();
+        if (p.number != call.number || p.arguments != call.arguments || p.values.size() != call.wanted) {
+            fail_step(c, fail(TA_E_MISMATCH, "rank %u attends to another layer, or with other heads, options or outputs", r)
+                             .rank(int32_t(r)));
+            return {};
+        }
+        parts[r] = std::move(from.front().values);
+        from.pop_front();
+    }
+    return parts;
+}
+
+void Exchange::give(uint64_t name, uint64_t identity, const Call& call) {
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        if (r == rank_ || call.given[r].empty()) continue;
+        const PartHeader header{identity, call.number, call.arguments, call.given[r].size()};
+        group_.send(r, MessageType::kPart, name,
+                    PayloadWriter().put(header).put_all(std::span<const float>(call.given[r])).bytes());
+    }
+}
+
+// A peer in a step of the same channel with other arguments is told. If it is not in that step any more, it knows better.
+void Exchange::compare(uint64_t name, Channel& c, uint32_t peer) {
+    const Peer& p = c.peers[peer];
+    if (c.nonce == 0 || c.bound != 0 || p.nonce == p.used || p.arguments == c.arguments) return;
+    group_.send(peer, MessageType::kStepRefused, name, PayloadWriter().put(StepEnd{p.nonce}).bytes());
+}
+
+void Exchange::fail_step(Channel& c, Status why) {
+    if (c.failed.ok()) c.failed = std::move(why);
+    changed_.notify_all();
+}
+
+void Exchange::bind(Channel& c, uint64_t identity) {
+    c.bound = identity;
+    for (Peer& p : c.peers) p.used = p.nonce;
+}
+
+// A rank that is in another step by now gives no part of this one any more.
+void Exchange::check_peers(Channel& c) {
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        const Peer& p = c.peers[r];
+        const bool gave = !p.parts.empty() && p.parts.front().identity == c.bound;
+        if (r == rank_ || gave || p.nonce == p.used) continue;
+        fail_step(c, fail(TA_E_MISMATCH, "rank %u has begun another step", r).rank(int32_t(r)));
+    }
+}
+
+// The first rank that keeps a call waiting.
+Status Exchange::lacks(const Channel& c, uint64_t identity, const Call& call) const {
+    const auto ms = (long long)group_.settings().operation.count();
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        const Peer& p = c.peers[r];
+        if (r == rank_) continue;
+        if (identity == 0 && (p.nonce == p.used || p.arguments != c.arguments))
+            return fail(TA_E_TIMEOUT, "rank %u did not begin the step in %lld ms", r, ms).rank(int32_t(r));
+        if (identity != 0 && call.wanted > 0 && (p.parts.empty() || p.parts.front().identity != identity))
+            return fail(TA_E_TIMEOUT, "rank %u did not attend in %lld ms", r, ms).rank(int32_t(r));
+    }
+    return fail(TA_E_TIMEOUT, "the step did not go on in %lld ms", ms);
+}
+
+// ------------------------------------------------------------------------------------------------------------- calls
+
+Status Exchange::add_tag(uint64_t tag) {
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    if (tags_.contains(tag)) {
+        return fail(TA_E_INVALID, "tag %llu is that of another partitioned sequence", (unsigned long long)tag);
+    }
+    channel(tag);
+    tags_.insert(tag);
+    return {};
+}
+
+void Exchange::remove_tag(uint64_t tag) noexcept {
+    const std::lock_guard lock(mutex_);
+    tags_.erase(tag);
+    erase_if_unknown(tag);
+    if (!ended_.ok()) return;
+    try {
+        for (uint32_t r = 0; r < ranks_; ++r) {
+            if (r != rank_) group_.send(r, MessageType::kStepOver, tag, PayloadWriter().put(StepEnd{0}).bytes());
+        }
+    } catch (const std::bad_alloc&) {
+        // A peer that is in a step with it waits until its time is over.
+    }
+}
+
+Status Exchange::begin(uint64_t name, uint64_t arguments) {
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    Channel& c = channel(name);
+    c.nonce = ++nonces_;
+    c.arguments = arguments;
+    c.bound = 0;
+    c.failed = {};
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        c.peers[r].parts.clear();
+        if (r != rank_) group_.send(r, MessageType::kStep, name, PayloadWriter().put(StepHeader{c.nonce, arguments}).bytes());
+    }
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        if (r != rank_) compare(name, c, r);
+    }
+    return {};
+}
+
+Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
+    std::unique_lock lock(mutex_);
+    Channel& c = channels_.at(name);
+    const Time until = Clock::now() + group_.settings().operation;
+    uint64_t given = 0;  // under which identity
+    for (;;) {
+        TA_RETURN_IF_ERROR(ended_.clone());
+        const uint64_t identity = c.bound != 0 ? c.bound : identity_of(c);
+        if (identity != 0) {
+            if (identity != given && c.failed.ok()) give(name, given = identity, call);
+            if (has_parts(c, identity, call) && c.failed.ok()) {
+                Parts parts = take_parts(c, call);
+                if (c.failed.ok()) {
+                    if (c.bound == 0) bind(c, identity);
+                    return parts;
+                }
+            }
+            if (c.bound != 0) check_peers(c);
+        }
+        TA_RETURN_IF_ERROR(c.failed.clone());
+        if (Clock::now() >= until) return lacks(c, identity, call);
+        changed_.wait_until(lock, until);
+    }
+}
+
+void Exchange::end(uint64_t name, bool gave_up) noexcept {
+    const std::lock_guard lock(mutex_);
+    Channel& c = channels_.at(name);
+    try {
+        // Who fails for what another rank said or did has nothing to tell: the others hear it from there, or see it themselves.
+        const bool tells = gave_up && c.failed.ok() && ended_.ok();
+        for (uint32_t r = 0; r < ranks_ && tells; ++r) {
+            if (r != rank_ && c.peers[r].nonce != 0)
+                group_.send(r, MessageType::kStepOver, name, PayloadWriter().put(StepEnd{c.peers[r].nonce}).bytes());
+        }
+    } catch (const std::bad_alloc&) {
+        // A peer that is in the step waits until its time is over.
+    }
+    c.nonce = 0;
+    for (Peer& p : c.peers) p.parts.clear();
+    erase_if_unknown(name);
+}
+
+// ---------------------------------------------------------------------------------------------------------- messages
+
+Status Exchange::on_message(const Message& m) {
+    const std::lock_guard lock(mutex_);
+    if (!ended_.ok()) return {};
+    const uint32_t from = m.header.from;
+    const uint64_t name = m.header.channel;
+    const auto type = MessageType(m.header.type);
+    PayloadReader payload(m.payload);
+    Channel& c = channel(name);
+    Peer& peer = c.peers[from];
+    if (type == MessageType::kStep) {
+        StepHeader step{};
+        if (!payload.get(step) || !payload.at_end() || step.nonce <= peer.nonce) return no_message(from);
+        // Who has given its part of the step here may be done with it already.
+        const uint64_t identity = c.nonce != 0 && c.bound == 0 ? identity_of(c) : 0;
+        if (identity != 0 && !peer.parts.empty() && peer.parts.front().identity == identity) bind(c, identity);
+        peer.nonce = step.nonce;
+        peer.arguments = step.arguments;
+        compare(name, c, from);
+    } else if (type == MessageType::kPart) {
+        PartHeader header{};
+        Part part{};
+        if (!payload.get(header) || !payload.get_rest(header.values, part.values)) return no_message(from);
+        part.identity = header.identity;
+        part.number = header.number;
+        part.arguments = header.arguments;
+        // Of one identity: a step that the sender has left is of no use.
+        if (!peer.parts.empty() && peer.parts.back().identity != part.identity) peer.parts.clear();
+        if (c.nonce != 0) peer.parts.push_back(std::move(part));
+    } else {
+        StepEnd end{};
+        if (!payload.get(end) || !payload.at_end()) return no_message(from);
+        if (end.nonce == 0) {  // it has no such sequence any more
+            peer = {};
+        } else if (c.nonce == end.nonce && type == MessageType::kStepRefused) {
+            fail_step(c, fail(TA_E_MISMATCH, "rank %u is in a step with other sequences, lengths or numbers of tokens", from)
+                             .rank(int32_t(from)));
+        } else if (c.nonce == end.nonce) {
+            fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
+        }
+    }
+    changed_.notify_all();
+    erase_if_unknown(name);
+    return {};
+}
+
+}  // namespace ta::share

@@ -1,0 +1,100 @@
+// Steps over partitioned sequences: ranks find out that they are in the same one, and give each other their parts of its results.
+// docs/internals/sharing.md has the protocol.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "tiering/share/group.h"
+
+namespace ta::share {
+
+class Exchange final : public Group::Service {
+  public:
+    // What one call of a step gives and wants.
+    struct Call {
+        uint64_t number;     // of the call in its step, from 1
+        uint64_t arguments;  // hash of those that must be the same at all ranks
+        // [ranks] for each of them, in order; that of this rank is not looked at. They may be empty.
+        std::vector<std::vector<float>> given;
+        size_t wanted;  // values from each other rank; 0: nothing comes
+    };
+    // [ranks] what came from each; the own is empty.
+    using Parts = std::vector<std::vector<float>>;
+
+    explicit Exchange(Group& group) : group_(group), ranks_(group.settings().ranks), rank_(group.settings().rank) {}
+    // The group may be gone then. After its stop().
+    void stop();
+
+    uint32_t ranks() const { return ranks_; }
+    uint32_t rank() const { return rank_; }
+    const Context& context() const { return context_; }
+
+    // A sequence of this rank gets the tag; TA_E_INVALID: another one has it.
+    Status add_tag(uint64_t tag);
+    void remove_tag(uint64_t tag) noexcept;
+
+    // A step of this rank, one at a time for each channel. `arguments`: hash of those that must be the same at all ranks.
+    Status begin(uint64_t channel, uint64_t arguments);
+    // Waits for the other ranks' parts, at most the group's operation time. TA_E_MISMATCH: another rank's step or call has other
+    // arguments, or it has begun another one. TA_E_CANCELLED: it gave the step up. TA_E_TIMEOUT, and what ended the group.
+    Result<Parts> exchange(uint64_t channel, const Call& call);
+    // `gave_up`: peers that are in the step are told.
+    void end(uint64_t channel, bool gave_up) noexcept;
+
+    bool takes(MessageType type) const override { return type >= MessageType::kStep && type <= MessageType::kPart; }
+    Status on_message(const Message& message) override;
+    Time on_time(Time) override { return Time::max(); }
+    void on_end(const Status& why) override;
+
+  private:
+    struct Part {
+        uint64_t identity, number, arguments;
+        std::vector<float> values;
+    };
+    // What is known of another rank in this channel.
+    struct Peer {
+        uint64_t nonce = 0;      // of the step that it began last; 0: none
+        uint64_t arguments = 0;  // of that step
+        uint64_t used = 0;       // nonce of the last one that a step here exchanged with
+        std::deque<Part> parts;
+    };
+    // A channel is named by a tag.
+    struct Channel {
+        std::vector<Peer> peers;  // [ranks]
+        uint64_t nonce = 0;       // of the own step; 0: none
+        uint64_t arguments = 0;
+        uint64_t bound = 0;  // identity of the step, once a call has exchanged; 0: not yet
+        Status failed;       // why the step cannot go on
+    };
+
+    Channel& channel(uint64_t name);
+    void erase_if_unknown(uint64_t name);
+    uint64_t identity_of(const Channel& c) const;
+    bool has_parts(Channel& c, uint64_t identity, const Call& call) const;
+    Parts take_parts(Channel& c, const Call& call);
+    void give(uint64_t name, uint64_t identity, const Call& call);
+    void compare(uint64_t name, Channel& c, uint32_t peer);
+    void fail_step(Channel& c, Status why);
+    void bind(Channel& c, uint64_t identity);
+    void check_peers(Channel& c);
+    Status lacks(const Channel& c, uint64_t identity, const Call& call) const;
+
+    Group& group_;  // not used once ended_ says so
+    const uint32_t ranks_, rank_;
+    const Context& context_ = group_.context();
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    Status ended_;
+    uint64_t nonces_ = 0;
+    std::set<uint64_t> tags_;  // of living sequences
+    std::map<uint64_t, Channel> channels_;
+};
+
+}  // namespace ta::share

@@ -1,0 +1,448 @@
+// Sequences whose blocks are spread over the ranks of a local group, beside one rank that has all of them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "support/groups.h"
+#include "support/tiers.h"
+
+namespace ta::testing {
+namespace {
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
+constexpr int64_t kRow = kHeads * kDim;
+
+ta_kv_pool_options pool_shape(uint32_t bits = 4) {
+    auto options = pool_options(kLayers, kHeads, kDim, bits);
+    options.budget_bytes = 64 << 20;
+    return options;
+}
+
+// P at 16 bits: P of 8 bits is rounded by the largest score of each rank's keys, as it is by that of each split on one device.
+ta_attend_options fine_options() {
+    auto o = sized<ta_attend_options>();
+    o.p = TA_P_U16;
+    return o;
+}
+
+// What one step asks of all ranks alike.
+struct Asked {
+    int32_t n_new = 1, n_query = 1;
+    uint64_t seed = 1;
+    int32_t group = 2;  // query heads for each kv head
+    ta_attend_options options = fine_options();
+};
+
+struct Given {
+    ta_status status = TA_OK;
+    int32_t rank = -1;
+    std::string text;
+    std::vector<float> out, lse;  // of all layers; NaN where nothing was written
+};
+
+// A call that fails ends the step.
+Given try_step(const Plan& plan, const std::vector<ta_seq>& seqs, const Asked& asked) {
+    Given given;
+    ta_error err;
+    const auto ok = [&](ta_status s) {
+        given.status = s;
+        if (s == TA_OK) return true;
+        given.rank = err.rank;
+        given.text = err.message;
+        (void)ta_plan_abort(plan.get(), nullptr);
+        return false;
+    };
+    const auto n = int64_t(seqs.size());
+    const std::vector<int32_t> n_new(seqs.size(), asked.n_new), n_query(seqs.size(), asked.n_query);
+    if (!ok(ta_plan_begin(plan.get(), uint32_t(n), seqs.data(), n_new.data(), n_query.data(), &err))) return given;
+    Random random(asked.seed);
+    const int64_t q_heads = kHeads * asked.group;
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        Tensor k(random.normals(n * asked.n_new * kRow), n * asked.n_new, kHeads, kDim),
+            v(random.normals(n * asked.n_new * kRow), n * asked.n_new, kHeads, kDim);
+        Tensor q(random.normals(n * asked.n_query * q_heads * kDim), n * asked.n_query, q_heads, kDim),
+            out(std::vector<float>(size_t(n * asked.n_query * q_heads * kDim), NAN), n * asked.n_query, q_heads, kDim);
+        std::vector<float> lse(size_t(n * asked.n_query * q_heads), NAN);
+        if (!ok(ta_append(plan.get(), layer, k.view(), v.view(), &err))) return given;
+        if (!ok(ta_attend(plan.get(), layer, q.view(), out.view(), lse.data(), &asked.options, &err))) return given;
+        const std::vector<float> x = out.values();
+        given.out.insert(given.out.end(), x.begin(), x.end());
+        given.lse.insert(given.lse.end(), lse.begin(), lse.end());
+    }
+    ok(ta_plan_end(plan.get(), &err));
+    return given;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
+    double most = a.size() == b.size() ? 0.0 : INFINITY;
+    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+        if (a[i] != b[i]) most = std::max(most, std::fabs(double(a[i]) - double(b[i])));
+        if (std::isnan(a[i]) != std::isnan(b[i])) return INFINITY;
+    }
+    return most;
+}
+
+ta_partition_options partition_options(uint64_t tag, uint32_t first_rank = 0) {
+    auto o = sized<ta_partition_options>();
+    o.tag = tag;
+    o.first_rank = first_rank;
+    return o;
+}
+
+// A group whose ranks have the same sequences, partitioned, and one pool apart that has them whole.
+class Spread {
+  public:
+    explicit Spread(
+        uint32_t n, uint32_t bits = 4, const std::function<void(ta_group_options&)>& change = [](auto&) {})
+        : ranks(make_ranks(n, pool_shape(bits), change)), context_(make_context(1)) {
+        whole = make_pool(context_, pool_shape(bits));
+        whole_plan = make_plan(whole);
+    }
+
+    // The sequence of each rank, and the whole one.
+    size_t add(ta_partition_options options) {
+        std::vector<ta_seq> at;
+        ta_error err;
+        for (const Rank& r : ranks) {
+            at.push_back(make_sequence(r.pool));
+            require(ta_seq_partition(r.group.get(), r.pool.get(), at.back(), &options, &err), err);
+        }
+        seqs.push_back(at);
+        whole_seqs.push_back(make_sequence(whole));
+        return seqs.size() - 1;
+    }
+
+    // The same step, or a step of its own, at each rank at once.
+    std::vector<Given> steps(const std::vector<size_t>& members, const std::function<Asked(uint32_t)>& asked) {
+        std::vector<Given> given(ranks.size());
+        std::vector<std::thread> threads;
+        for (uint32_t r = 0; r < ranks.size(); ++r) {
+            threads.emplace_back([&, r] { given[r] = try_step(ranks[r].plan, at(members, r), asked(r)); });
+        }
+        for (std::thread& t : threads) t.join();
+        return given;
+    }
+    std::vector<Given> steps(const std::vector<size_t>& members, const Asked& asked) {
+        return steps(members, [&](uint32_t) { return asked; });
+    }
+    Given whole_step(const std::vector<size_t>& members, const Asked& asked) const {
+        std::vector<ta_seq> all;
+        for (const size_t m : members) all.push_back(whole_seqs[m]);
+        return try_step(whole_plan, all, asked);
+    }
+
+    // Every rank has the whole's results to rounding, and all have the same bits.
+    void expect_step(const std::vector<size_t>& members, const Asked& asked) {
+        const Given expected = whole_step(members, asked);
+        const std::vector<Given> given = steps(members, asked);
+        ASSERT_EQ(expected.status, TA_OK) << expected.text;
+        for (const Given& g : given) {
+            ASSERT_EQ(g.status, TA_OK) << g.text;
+            EXPECT_LT(largest_difference(g.out, expected.out), 1e-4);
+            EXPECT_LT(largest_difference(g.lse, expected.lse), 1e-4);
+            EXPECT_TRUE(same_bits(g.out, given[0].out) && same_bits(g.lse, given[0].lse));
+        }
+    }
+
+    std::vector<ta_seq> at(const std::vector<size_t>& members, uint32_t rank) const {
+        std::vector<ta_seq> all;
+        for (const size_t m : members) all.push_back(seqs[m][rank]);
+        return all;
+    }
+
+    std::vector<Rank> ranks;
+    KvPool whole;
+    Plan whole_plan;
+    std::vector<std::vector<ta_seq>> seqs;  // [sequence][rank]
+    std::vector<ta_seq> whole_seqs;
+
+  private:
+    Context context_;
+};
+
+TEST(Partition, EveryRankHasTheResultsOfOne) {
+    for (const uint32_t n : {1u, 2u, 3u, 8u}) {
+        for (const uint32_t bits : {4u, 8u, 2u}) {
+            SCOPED_TRACE(std::to_string(n) + " ranks, " + std::to_string(bits) + " bits");
+            Spread s(n, bits);
+            const size_t a = s.add(partition_options(7)), b = s.add(partition_options(3, n - 1));
+            s.expect_step({a}, {300, 300, 1});
+            s.expect_step({a, b}, {1, 1, 2});
+            for (const int32_t tokens : {62, 1, 1, 64, 65, 127, 129, 1})
+                s.expect_step({a, b}, {tokens, std::min(tokens, 3), 3});
+            s.expect_step({b}, {0, 5, 4, 5});
+        }
+    }
+}
+
+TEST(Partition, OptionsOfAttentionHoldOverAllRanks) {
+    Spread s(3);
+    const size_t a = s.add(partition_options(1));
+    s.expect_step({a}, {500, 10});
+    const std::vector<float> sinks = {0.5f, -1.0f, 6.0f, 2.0f}, slopes = {0.01f, 0.02f, 0.0f, 0.5f};
+    Asked asked{1, 1, 9};
+    asked.options.sinks = sinks.data();
+    s.expect_step({a}, asked);
+    asked.options.alibi_slopes = slopes.data();
+    s.expect_step({a}, asked);
+    asked.options.window = 70;  // some ranks have none of these keys
+    s.expect_step({a}, asked);
+    asked.options.softcap = 20.0f;
+    asked.n_new = asked.n_query = 200;
+    s.expect_step({a}, asked);
+}
+
+TEST(Partition, ARankHasItsBlocksAndTheLastOne) {
+    constexpr uint32_t kRanks = 4;
+    Spread s(kRanks);
+    const size_t a = s.add(partition_options(1, 2));
+    for (const int32_t tokens : {640, 1, 30, 40, 200}) s.expect_step({a}, {tokens, 1});
+    const int64_t tokens = length(s.whole, s.whole_seqs[a]), blocks = (tokens + 63) / 64;
+    for (uint32_t r = 0; r < kRanks; ++r) {
+        const ta_seq seq = s.seqs[a][r];
+        verify(s.ranks[r].pool, seq);
+        int64_t here = 0;
+        for (int64_t b = 0; b < blocks; ++b) {
+            const bool is_own = (2 + b) % kRanks == r, is_last = b + 1 == blocks;
+            here += is_own || is_last;
+            if (!is_own) continue;
+            const int64_t n = std::min<int64_t>(64, tokens - b * 64);
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                EXPECT_TRUE(dequantize(s.ranks[r].pool, seq, layer, b * 64, n, kRow) ==
+                            dequantize(s.whole, s.whole_seqs[a], layer, b * 64, n, kRow))
+                    << "rank " << r << " block " << b;
+            }
+        }
+        const ta_residency at = residency(s.ranks[r].pool, seq);
+        EXPECT_EQ(int64_t(at.device_blocks), here);
+        EXPECT_EQ(at.dropped_blocks, 0u);
+    }
+}
+
+TEST(Partition, ASequenceThatAllHaveIsSpread) {
+    Spread s(2);
+    ta_error err;
+    std::vector<ta_seq> at;
+    for (const Rank& r : s.ranks) {
+        at.push_back(make_sequence(r.pool));
+        ASSERT_EQ(try_step(r.plan, {at.back()}, {1000, 1}).status, TA_OK);
+    }
+    s.whole_seqs.push_back(make_sequence(s.whole));
+    ASSERT_EQ(s.whole_step({0}, {1000, 1}).status, TA_OK);
+    const uint64_t before = stats(s.ranks[0].pool).bytes_used;
+    const auto options = partition_options(1);
+    for (uint32_t r = 0; r < 2; ++r)
+        require(ta_seq_partition(s.ranks[r].group.get(), s.ranks[r].pool.get(), at[r], &options, &err), err);
+    EXPECT_LT(stats(s.ranks[0].pool).bytes_used, before * 65 / 100);
+    s.seqs.push_back(at);
+    for (const int32_t tokens : {1, 30, 1, 1}) s.expect_step({0}, {tokens, 1});
+}
+
+TEST(Partition, OutputsGoWhereTheyAreWanted) {
+    constexpr uint32_t kRanks = 3;
+    for (const ta_partition_output output : {TA_OUTPUT_HEADS, TA_OUTPUT_ONE}) {
+        Spread s(kRanks);
+        auto options = partition_options(1);
+        options.output = output;
+        options.output_rank = output == TA_OUTPUT_ONE ? 2 : 0;
+        const size_t a = s.add(options);
+        for (const int32_t tokens : {200, 1, 3, 70}) {
+            const Asked asked{tokens, std::min(tokens, 2), 1, 5};
+            const int64_t heads = kHeads * asked.group;
+            const Given expected = s.whole_step({a}, asked);
+            const std::vector<Given> given = s.steps({a}, asked);
+            for (uint32_t r = 0; r < kRanks; ++r) {
+                ASSERT_EQ(given[r].status, TA_OK) << given[r].text;
+                for (size_t i = 0; i < expected.lse.size(); ++i) {
+                    const auto head = int64_t(i) % heads;
+                    const bool is_mine =
+                        output == TA_OUTPUT_ONE ? r == 2 : head >= heads * r / kRanks && head < heads * (r + 1) / kRanks;
+                    ASSERT_EQ(std::isnan(given[r].lse[i]), !is_mine) << "rank " << r << " head " << head;
+                    for (size_t c = i * kDim; c < (i + 1) * kDim; ++c) {
+                        ASSERT_EQ(std::isnan(given[r].out[c]), !is_mine);
+                        if (is_mine) {
+                            ASSERT_NEAR(given[r].out[c], expected.out[c], 1e-4);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Steps in one step's place: what a rank says of it, and that the next one is as if nothing had been.
+TEST(Partition, RanksThatDisagreeFindOut) {
+    constexpr uint32_t kRanks = 3;
+    Spread s(kRanks, 4, [](ta_group_options& o) { o.operation_ms = 1000; });
+    const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2));
+    s.expect_step({a, b}, {100, 1});
+    const auto other = [](auto change) {
+        return [change](uint32_t r) {
+            Asked asked{5, 2, 3};
+            if (r == 1) change(asked);
+            return asked;
+        };
+    };
+    for (const auto& differs : std::initializer_list<std::function<Asked(uint32_t)>>{
+             other([](Asked& x) { x.n_new = 6; }), other([](Asked& x) { x.n_query = 3; }), other([](Asked& x) { x.group = 3; }),
+             other([](Asked& x) { x.options.window = 9; })}) {
+        bool told = false;
+        for (const Given& g : s.steps({a, b}, differs)) {
+            // Who begins after the others have found out waits for them.
+            EXPECT_TRUE(g.status == TA_E_MISMATCH || g.status == TA_E_TIMEOUT) << ta_status_name(g.status) << g.text;
+            EXPECT_GE(g.rank, 0);
+            told |= g.status == TA_E_MISMATCH;
+        }
+        EXPECT_TRUE(told);
+        for (uint32_t r = 0; r < kRanks; ++r)
+            EXPECT_EQ(length(s.ranks[r].pool, s.seqs[a][r]), length(s.whole, s.whole_seqs[a]));
+        s.expect_step({a, b}, {1, 1, 4});
+    }
+}
+
+TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {
+    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 60000; });
+    const size_t a = s.add(partition_options(1));
+    s.expect_step({a}, {100, 1});
+    for (int i = 0; i < 20; ++i) {
+        std::vector<float> bad(kRow, INFINITY);
+        Given waits;
+        std::thread other([&] { waits = try_step(s.ranks[0].plan, s.at({a}, 0), {1, 1}); });
+        begin(s.ranks[1].plan, s.at({a}, 1), {1});
+        Tensor k(bad, 1, kHeads, kDim), v(bad, 1, kHeads, kDim);
+        EXPECT_EQ(ta_append(s.ranks[1].plan.get(), 0, k.view(), v.view(), nullptr), TA_E_NONFINITE);
+        std::this_thread::sleep_for(std::chrono::milliseconds(i));
+        EXPECT_EQ(ta_plan_abort(s.ranks[1].plan.get(), nullptr), TA_OK);
+        // One that had not begun then is told by the step that follows.
+        Given next;
+        std::thread follows([&] { next = try_step(s.ranks[1].plan, s.at({a}, 1), {1, 1}); });
+        other.join();
+        if (waits.status != TA_OK) {
+            EXPECT_EQ(waits.status, TA_E_CANCELLED) << waits.text;
+            EXPECT_EQ(waits.rank, 1);
+            waits = try_step(s.ranks[0].plan, s.at({a}, 0), {1, 1});
+        }
+        follows.join();
+        ASSERT_EQ(waits.status, TA_OK) << waits.text;
+        ASSERT_EQ(next.status, TA_OK) << next.text;
+        ASSERT_EQ(s.whole_step({a}, {1, 1}).status, TA_OK);
+    }
+    s.expect_step({a}, {1, 1, 8});
+}
+
+TEST(Partition, WaitsEndInTime) {
+    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 100; });
+    const size_t a = s.add(partition_options(1));
+    const Given alone = try_step(s.ranks[0].plan, s.at({a}, 0), {1, 1});
+    EXPECT_EQ(alone.status, TA_E_TIMEOUT) << alone.text;
+    EXPECT_EQ(alone.rank, 1);
+    EXPECT_EQ(length(s.ranks[0].pool, s.seqs[a][0]), 0);
+    s.expect_step({a}, {70, 2});
+    Given waits;
+    std::thread other([&] { waits = try_step(s.ranks[0].plan, s.at({a}, 0), {1, 1}); });
+    s.ranks[1].group.reset();
+    other.join();
+    EXPECT_TRUE(waits.status == TA_E_PEER_LOST || waits.status == TA_E_TIMEOUT) << waits.text;
+    EXPECT_EQ(try_step(s.ranks[0].plan, s.at({a}, 0), {1, 1}).status, TA_E_PEER_LOST);
+    const Given without = try_step(s.ranks[1].plan, s.at({a}, 1), {1, 1});
+    EXPECT_EQ(without.status, TA_E_STATE) << without.text;
+    EXPECT_EQ(ta_seq_release(s.ranks[1].pool.get(), s.seqs[a][1], nullptr), TA_OK);
+}
+
+TEST(Partition, OtherCallsRefuseOrKeepItWhole) {
+    Spread s(2);
+    const size_t a = s.add(partition_options(1));
+    s.expect_step({a}, {330, 2});
+    const Rank& r = s.ranks[0];
+    const ta_seq seq = s.seqs[a][0], plain = make_sequence(r.pool);
+    ta_seq out = 0;
+    ta_ticket ticket = 0;
+    ta_error err;
+    EXPECT_EQ(ta_seq_fork(r.pool.get(), seq, &out, nullptr), TA_E_STATE);
+    EXPECT_EQ(ta_seq_save(r.pool.get(), seq, "/nonexistent/x", nullptr, nullptr), TA_E_STATE);
+    EXPECT_EQ(ta_kv_pool_save(r.pool.get(), "/nonexistent/x", 0, nullptr, nullptr), TA_E_STATE);
+    for (const ta_send_mode mode : {TA_SEND_COPY, TA_SEND_MOVE}) {
+        EXPECT_EQ(ta_seq_send(r.group.get(), r.pool.get(), seq, 1, 1, mode, &ticket, &err), TA_E_STATE) << err.message;
+    }
+    const auto options = partition_options(2), same = partition_options(1);
+    EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), seq, &options, nullptr), TA_E_STATE);
+    EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), plain, &same, nullptr), TA_E_INVALID);
+    const std::array both = {seq, plain};
+    EXPECT_EQ(ta_plan_begin(r.plan.get(), 2, both.data(), nullptr, nullptr, &err), TA_E_INVALID);
+    EXPECT_EQ(err.sequence, 1);
+    for (const int64_t n : {100, 319}) EXPECT_EQ(ta_seq_truncate(r.pool.get(), seq, n, nullptr), TA_E_STATE);
+    for (const int64_t n : {325, 192}) {
+        for (uint32_t i = 0; i < 2; ++i) require(ta_seq_truncate(s.ranks[i].pool.get(), s.seqs[a][i], n, &err), err);
+        require(ta_seq_truncate(s.whole.get(), s.whole_seqs[a], n, &err), err);
+        s.expect_step({a}, {64, 2});
+    }
+    for (uint32_t i = 0; i < 2; ++i) {
+        require(ta_seq_release(s.ranks[i].pool.get(), s.seqs[a][i], &err), err);
+        require(ta_seq_partition(s.ranks[i].group.get(), s.ranks[i].pool.get(), make_sequence(s.ranks[i].pool), &same, &err),
+                err);
+        EXPECT_EQ(stats(s.ranks[i].pool).bytes_used, 0u);
+    }
+}
+
+// One rank does one thing wrong, at each of its actions in turn. Each rank gets the right results or a documented status.
+TEST(Partition, FaultsGiveNoWrongResult) {
+    int failed = 0, whole = 0;
+    for (const ta_x_fault kind : {TA_X_FAULT_DROP, TA_X_FAULT_DELAY, TA_X_FAULT_DUPLICATE, TA_X_FAULT_REORDER,
+                                  TA_X_FAULT_CORRUPT, TA_X_FAULT_CUT, TA_X_FAULT_KILL}) {
+        const bool harmless = kind == TA_X_FAULT_DELAY || kind == TA_X_FAULT_DUPLICATE || kind == TA_X_FAULT_REORDER;
+        for (uint64_t action = 3; action < 12; ++action) {
+            SCOPED_TRACE("fault " + std::to_string(kind) + " at action " + std::to_string(action));
+            auto fault = sized<ta_x_group_fault>();
+            fault.kind = kind;
+            fault.action = action;
+            fault.detail = kind == TA_X_FAULT_DELAY ? 20 : 8 * 60 + action;
+            Spread s(2, 4, [&](ta_group_options& o) {
+                o.silence_ms = harmless ? 60000 : 300;
+                o.operation_ms = 4 * o.silence_ms;
+                if (o.rank == 1) o.fault = &fault;
+            });
+            if (poll(s.ranks[0].group, 0) != TA_GROUP_READY || poll(s.ranks[1].group, 0) != TA_GROUP_READY) continue;
+            const auto options = partition_options(1);
+            std::vector<ta_seq> at;
+            ta_status status = TA_OK;
+            for (const Rank& r : s.ranks) {
+                at.push_back(make_sequence(r.pool));
+                const ta_status here = ta_seq_partition(r.group.get(), r.pool.get(), at.back(), &options, nullptr);
+                if (here != TA_OK) status = here;
+            }
+            if (status != TA_OK) continue;  // the group has ended
+            s.seqs.push_back(at);
+            s.whole_seqs.push_back(make_sequence(s.whole));
+            for (const int32_t tokens : {70, 1}) {
+                const Given expected = s.whole_step({0}, {tokens, 1});
+                for (const Given& g : s.steps({0}, {tokens, 1})) {
+                    if (g.status == TA_OK) {
+                        ++whole;
+                        EXPECT_LT(largest_difference(g.out, expected.out), 1e-4);
+                        continue;
+                    }
+                    ++failed;
+                    EXPECT_FALSE(harmless) << g.text;
+                    EXPECT_TRUE(g.status == TA_E_PEER_LOST || g.status == TA_E_TIMEOUT || g.status == TA_E_CANCELLED ||
+                                g.status == TA_E_MISMATCH)
+                        << ta_status_name(g.status) << g.text;
+                }
+            }
+        }
+    }
+    EXPECT_GT(failed, 20);
+    EXPECT_GT(whole, 100);
+}
+
+}  // namespace
+}  // namespace ta::testing
