@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "support/handles.h"
@@ -50,21 +51,28 @@ struct Rank {
     Plan plan;
 };
 
-// `change` may alter the options of each rank. The group is ready where it becomes so.
+// A rank in each context; `change` may alter its options. The group is ready where it becomes so.
 template <class Change>
-std::vector<Rank> make_ranks(uint32_t n, const ta_kv_pool_options& pool, Change&& change) {
+std::vector<Rank> make_ranks(std::vector<Context> contexts, const ta_kv_pool_options& pool, Change&& change) {
     const ta_group_id id = make_group_id();
-    std::vector<Rank> ranks(n);
-    for (uint32_t r = 0; r < n; ++r) {
-        ranks[r].context = make_context(1);
+    std::vector<Rank> ranks(contexts.size());
+    for (uint32_t r = 0; r < ranks.size(); ++r) {
+        ranks[r].context = std::move(contexts[r]);
         ranks[r].pool = make_pool(ranks[r].context, pool);
         ranks[r].plan = make_plan(ranks[r].pool);
-        ta_group_options o = group_options(id, r, n);
+        ta_group_options o = group_options(id, r, uint32_t(ranks.size()));
         change(o);
         ranks[r].group = make_group(ranks[r].context, o);
     }
     for (Rank& r : ranks) poll(r.group);
     return ranks;
+}
+// On CPUs.
+template <class Change>
+std::vector<Rank> make_ranks(uint32_t n, const ta_kv_pool_options& pool, Change&& change) {
+    std::vector<Context> contexts;
+    for (uint32_t r = 0; r < n; ++r) contexts.push_back(make_context(1));
+    return make_ranks(std::move(contexts), pool, change);
 }
 inline std::vector<Rank> make_ranks(uint32_t n, const ta_kv_pool_options& pool) {
     return make_ranks(n, pool, [](ta_group_options&) {});
