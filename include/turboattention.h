@@ -956,7 +956,7 @@ typedef struct ta_partition_options {
 } ta_partition_options;
 
 /* Spreads a sequence over the ranks of a group, which all make this call on a sequence of the same length with the same options:
- * from then on each rank has the blocks of 64 tokens that are its own, and for a moment the last one. What others have is freed.
+ * from then on each rank has the blocks of 64 tokens that are its own, and the last one in any case. The others are freed.
  * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
  * tokens, ta_attend with the same queries. ta_attend computes over the blocks of this rank and exchanges the results, so it waits for the other ranks, up to operation_ms. Outputs that a rank does not get are
  * not written. The sequences of a step are partitioned alike, or none is.

@@ -103,12 +103,6 @@ Status check_pool_of(const ta_group* group, const ta_kv_pool* pool) {
     return fail(TA_E_STATE, "the pool is of another context than the group's rank").argument(1);
 }
 
-Status check_ready(const Group& group) {
-    TA_RETURN_IF_ERROR(group.health());
-    if (group.state() == GroupState::kReady) return {};
-    return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
-}
-
 Result<ta_partition_options> read_partition(const ta_partition_options* options, const GroupSettings& group) {
     TA_RETURN_IF_ERROR(check_pointer(options, "options", 3));
     Result<ta_partition_options> read = read_struct(options, "options", 3);
@@ -302,7 +296,7 @@ ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const 
         const Group& g = *group->group;
         Result<ta_partition_options> read = read_partition(options, g.settings());
         if (!read.ok()) return std::move(read).status();
-        TA_RETURN_IF_ERROR(check_ready(g));
+        TA_RETURN_IF_ERROR(g.check_ready());
         if (g.settings().ranks > uint32_t(kMaxMergeParts)) {
             return fail(TA_E_UNSUPPORTED, "the group has %u ranks; a sequence is spread over at most %d", g.settings().ranks,
                         kMaxMergeParts)

@@ -75,6 +75,12 @@ Status Group::health() const {
     return why_.clone();
 }
 
+Status Group::check_ready() const {
+    TA_RETURN_IF_ERROR(health());
+    if (state() == GroupState::kReady) return {};
+    return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
+}
+
 void Group::end(const Status& why) {
     {
         const std::lock_guard lock(state_mutex_);

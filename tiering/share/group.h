@@ -61,6 +61,8 @@ class Group {
     GroupState wait_connected(int64_t nanoseconds) const;
     // OK while it connects and when it is ready; else why it has ended.
     Status health() const;
+    // TA_E_STATE while it connects; else as health().
+    Status check_ready() const;
     // Ends the group here and at all peers.
     void end(const Status& why);
 

@@ -124,12 +124,6 @@ Lane& Transfers::lane_of(const Transfer& t) {
 
 // ------------------------------------------------------------------------------------------------------------------- calls
 
-Status Transfers::check_ready() const {
-    TA_RETURN_IF_ERROR(group_.health());
-    if (group_.state() == GroupState::kReady) return {};
-    return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
-}
-
 // Under mutex_. Who fails after that calls forget().
 Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag) {
     auto t = std::make_shared<Transfer>();
@@ -160,7 +154,7 @@ void Transfers::forget(const Ptr& t) {
 }
 
 Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_t to, uint64_t tag, bool move) {
-    TA_RETURN_IF_ERROR(check_ready());
+    TA_RETURN_IF_ERROR(group_.check_ready());
     auto out = std::make_unique<Outgoing>(pool->residency());
     struct Unlock {
         Pool* pool;
@@ -220,7 +214,7 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
 }
 
 Result<uint64_t> Transfers::receive(std::shared_ptr<Pool> pool, uint32_t from, uint64_t tag) {
-    TA_RETURN_IF_ERROR(check_ready());
+    TA_RETURN_IF_ERROR(group_.check_ready());
     TA_RETURN_IF_ERROR(pool->check_open());
     const std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());

@@ -70,7 +70,6 @@ class Transfers final : public Group::Service {
         std::vector<uint8_t> payload;
     };
 
-    Status check_ready() const;
     Ptr add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag);
     Ptr find(uint64_t channel, uint32_t peer, bool outgoing) const;
     void touch(Transfer& t);
