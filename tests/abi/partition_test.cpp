@@ -283,7 +283,7 @@ TEST(Partition, OutputsGoWhereTheyAreWanted) {
 // Steps in one step's place: what a rank says of it, and that the next one is as if nothing had been.
 TEST(Partition, RanksThatDisagreeFindOut) {
     constexpr uint32_t kRanks = 3;
-    Spread s(kRanks, 4, [](ta_group_options& o) { o.operation_ms = 1000; });
+    Spread s(kRanks, 4, [](ta_group_options& o) { o.operation_ms = 3000; });
     const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2));
     s.expect_step({a, b}, {100, 1});
     const auto other = [](auto change) {
@@ -341,7 +341,7 @@ TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {
 }
 
 TEST(Partition, WaitsEndInTime) {
-    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 100; });
+    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 1000; });
     const size_t a = s.add(partition_options(1));
     const Given alone = try_step(s.ranks[0].plan, s.at({a}, 0), {1, 1});
     EXPECT_EQ(alone.status, TA_E_TIMEOUT) << alone.text;
