@@ -134,27 +134,27 @@ Status PartitionedStep::attend(uint32_t layer, const AttendCall& call, StepBacke
 
 // In the order of the ranks: the same bits everywhere.
 Status PartitionedStep::merge(const AttendCall& call, const AttendCall& own, share::Exchange::Parts& parts) {
-    const auto [first, end] = heads_of(exchange_->rank(), call.q.heads);
-    const int64_t n = end - first, d = call.head_dim;
+    const Heads heads = heads_of(exchange_->rank(), call.q.heads);
+    const int64_t n = heads.end - heads.first, d = call.head_dim;
     MergeArgs args{};
     args.n = int32_t(exchange_->ranks());
     args.head_dim = call.head_dim;
     args.tokens = call.q.tokens;
     args.heads = n;
-    const auto heads_from = [&](const AttendCall& c) {
-        return MergeState{c.out.at(0, first),
+    const auto states_of = [&](const AttendCall& c) {
+        return MergeState{c.out.at(0, heads.first),
                           c.out.stride_token,
                           c.out.stride_head,
                           c.out.dtype,
-                          c.lse ? c.lse + first : nullptr,
+                          c.lse ? c.lse + heads.first : nullptr,
                           c.q.heads,
                           1};
     };
-    args.out = heads_from(call);
+    args.out = states_of(call);
     for (size_t r = 0; r < parts.size(); ++r) {
         float* const o = parts[r].data();
         args.parts[r] =
-            r == exchange_->rank() ? heads_from(own) : MergeState{o, n * d, d, DType::kF32, o + args.tokens * n * d, n, 1};
+            r == exchange_->rank() ? states_of(own) : MergeState{o, n * d, d, DType::kF32, o + args.tokens * n * d, n, 1};
     }
     return merge_states(pool_.context(), args, nullptr);
 }

@@ -26,7 +26,9 @@ class PartitionedStep {
     void end(bool gave_up) noexcept;
 
   private:
-    using Heads = std::pair<int64_t, int64_t>;  // first, end
+    struct Heads {
+        int64_t first, end;
+    };
     Heads heads_of(uint32_t rank, int64_t q_heads) const;
     std::vector<float> part_for(uint32_t rank, const AttendCall& own) const;
     Status merge(const AttendCall& call, const AttendCall& own, share::Exchange::Parts& parts);
