@@ -928,8 +928,9 @@ typedef struct ta_transfer_info {
 
 /* How far a ticket is. FAILED: TA_E_MISMATCH (the pools cannot exchange blocks), TA_E_TIER_FULL and the other errors of
  * ta_seq_load (at the destination), TA_E_CORRUPT, TA_E_IO (a block at the source), TA_E_BUSY (under falling_precision: a block
- * lost bits meanwhile), TA_E_CLOSED (a pool), TA_E_TIMEOUT, TA_E_PEER_LOST. A move whose end the source cannot learn of (TA_E_PEER_LOST, TA_E_TIMEOUT) may leave the sequence at both
- * ranks, never at none. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago). */
+ * lost bits meanwhile), TA_E_CLOSED (a pool), TA_E_TIMEOUT, TA_E_PEER_LOST. A move whose end the source cannot learn of
+ * (TA_E_PEER_LOST, TA_E_TIMEOUT) may leave the sequence at both ranks, never at none. Errors: TA_E_STALE (never
+ * given out, or finished more than 4096 tickets ago). */
 TA_API ta_status ta_transfer_query(const ta_group* group, ta_ticket ticket, ta_transfer_info* info, ta_error* err);
 /* The same when it is finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). Errors: as
  * ta_transfer_query. */
@@ -958,13 +959,17 @@ typedef struct ta_partition_options {
 /* Spreads a sequence over the ranks of a group, which all make this call on a sequence of the same length with the same options:
  * from then on each rank has the blocks of 64 tokens that are its own, and the last one in any case. The others are freed.
  * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
- * tokens, ta_attend with the same queries. ta_attend computes over the blocks of this rank and exchanges the results, so it waits for the other ranks, up to operation_ms. Outputs that a rank does not get are
- * not written. The sequences of a step are partitioned alike, or none is.
+ * tokens, ta_attend with the same queries. ta_attend merges the results of all ranks. Outputs that a rank does not get are not
+ * written. The sequences of a step are partitioned alike, or none is.
+ * Which call waits for the other ranks, up to operation_ms:
+ *   - Every rank is a GPU of its own, and each reaches the memory of each other: ta_plan_begin, and ta_plan_end of a step with
+ *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
+ *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).
  * The sequence cannot be forked, published, saved or sent, and is truncated to multiples of 64 or within its last block.
- * Later errors of ta_plan_begin and ta_attend: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another rank's step or
- * call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort the step at all
- * ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY, TA_E_STATE (the
- * group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (a GPU context; more than 64 ranks), and what
+ * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
+ * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
+ * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,
+ * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks), and what
  * ta_group_health says. */
 TA_API ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options,
                                   ta_error* err);

@@ -181,7 +181,9 @@ ta_status ta_group_create(ta_context* context, const ta_group_options* options, 
         GroupId id;
         std::memcpy(id.data(), o.id->bytes, id.size());
         if (!is_local_id(id)) return fail(TA_E_INVALID, "options.id is not of ta_group_make_id(TA_GROUP_LOCAL)").argument(1);
-        Result<std::unique_ptr<Transport>> transport = join_local_group(id, o.rank, o.ranks, fault.value());
+        const Device* device = context->impl->device();
+        Result<std::unique_ptr<Transport>> transport =
+            join_local_group(id, o.rank, o.ranks, device ? device->ordinal() : -1, fault.value());
         if (!transport.ok()) return at_argument(std::move(transport).status(), 1);
         auto group = std::make_unique<ta_group>();
         group->group = std::make_unique<Group>(context->impl, settings.value(), transport.take());
@@ -302,8 +304,6 @@ ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const 
                         kMaxMergeParts)
                 .argument(0);
         }
-        if (g.context().device())
-            return fail(TA_E_UNSUPPORTED, "the pool is a GPU's; CPU contexts have partitioned sequences").argument(1);
         const ta_partition_options& o = read.value();
         const auto partition = std::make_shared<Partition>();
         partition->tag = o.tag;

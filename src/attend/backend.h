@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "src/attend/call.h"
+#include "src/attend/partition.h"
 #include "src/attend/step.h"
 
 namespace ta {
@@ -31,6 +32,8 @@ class StepBackend {
     virtual Status seal() = 0;
     // The step is over, committed or not; also called where begin() never was.
     virtual void finish() = 0;
+    // Of steps over partitioned sequences.
+    virtual PartPath& parts() = 0;
 };
 
 // For the plans of a pool: by what its context's device is.

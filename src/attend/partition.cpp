@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "kernels/format/hash.h"
-#include "src/attend/merge.h"
+#include "src/attend/backend.h"
 
 namespace ta {
 namespace {
+
+static_assert(int(OutputHeads::Kind::kAll) == TA_OUTPUT_ALL && int(OutputHeads::Kind::kHeads) == TA_OUTPUT_HEADS &&
+              int(OutputHeads::Kind::kOne) == TA_OUTPUT_ONE);
 
 const Partition* partition_of(const StepMember& m) {
     return m.sequence->partition.get();
@@ -31,7 +35,8 @@ uint64_t hash_of(const Step& step, uint64_t fingerprint) {
     return hash.value();
 }
 
-uint64_t hash_of(uint32_t layer, const AttendCall& call) {
+// `readable`: all ranks are CPUs. The arrays of a GPU's options cannot be looked at.
+uint64_t hash_of(uint32_t layer, const AttendCall& call, bool readable) {
     const AttendSettings& s = call.settings;
     const struct {
         int64_t q_heads, window;
@@ -44,7 +49,7 @@ uint64_t hash_of(uint32_t layer, const AttendCall& call) {
           s.sinks != nullptr};
     PiecewiseHash hash;
     hash.add(&all, sizeof all);
-    const size_t bytes = size_t(call.q.heads) * sizeof(float);
+    const size_t bytes = readable ? size_t(call.q.heads) * sizeof(float) : 0;
     if (s.alibi_slopes) hash.add(s.alibi_slopes, bytes);
     if (s.sinks) hash.add(s.sinks, bytes);
     return hash.value();
@@ -67,96 +72,89 @@ Status PartitionedStep::check(const Step& step) {
 
 Status PartitionedStep::begin(const Step& step) {
     const Partition* first = step.members.empty() ? nullptr : partition_of(step.members[0]);
-    if (!first) return {};
+    // Without queries there is nothing to exchange: ranks may be in different such steps.
+    if (!first || step.total_query == 0) return {};
     uint64_t channel = first->tag;
     for (const StepMember& m : step.members) channel = std::min(channel, partition_of(m)->tag);
-    channel_ = channel;
-    calls_ = 0;
-    output_ = first->output;
-    output_rank_ = first->output_rank;
-    exchange_ = first->exchange;
-    Status s = exchange_->begin(channel_, hash_of(step, pool_.fingerprint()));
-    if (!s.ok()) exchange_ = nullptr;
-    return s;
+    step_ = {first->exchange, channel, {}, 0};
+    step_.outputs.kind = OutputHeads::Kind(first->output);
+    step_.outputs.ranks = first->exchange->ranks();
+    step_.outputs.one = first->output_rank;
+    const std::vector<int> devices = first->exchange->devices();
+    all_cpus_ = std::all_of(devices.begin(), devices.end(), [](int d) { return d < 0; });
+    return backend_.parts().begin(step_, hash_of(step, pool_.fingerprint()));
+}
+
+Status PartitionedStep::attend(uint32_t layer, const AttendCall& call) {
+    AttendCall own = call;
+    if (call.q.tokens == 0) return backend_.attend(layer, own);
+    TA_RETURN_IF_ERROR(backend_.parts().reserve(own));
+    if (step_.exchange->rank() != 0) own.settings.sinks = nullptr;  // they join the denominator once
+    TA_RETURN_IF_ERROR(backend_.attend(layer, own));
+    step_.outputs.heads = call.q.heads;
+    return backend_.parts().exchange(step_, call, own, hash_of(layer, call, all_cpus_));
+}
+
+Status PartitionedStep::settle() {
+    return open() ? backend_.parts().settle(step_) : Status();
 }
 
 void PartitionedStep::end(bool gave_up) noexcept {
-    if (!exchange_) return;
-    exchange_->end(channel_, gave_up);
-    exchange_ = nullptr;
-    own_.trim();
+    if (!open()) return;
+    step_.exchange->end(step_.channel, gave_up);
+    backend_.parts().end(gave_up);
+    step_.exchange = nullptr;
 }
 
-// The query heads whose results a rank gets.
-PartitionedStep::Heads PartitionedStep::heads_of(uint32_t rank, int64_t q_heads) const {
-    const int64_t n = exchange_->ranks();
-    if (output_ == TA_OUTPUT_HEADS) return {q_heads * rank / n, q_heads * (rank + 1) / n};
-    return {0, output_ == TA_OUTPUT_ALL || rank == output_rank_ ? q_heads : 0};
-}
-
-// [tokens, heads, d] of O, then [tokens, heads] of LSE.
-std::vector<float> PartitionedStep::part_for(uint32_t rank, const AttendCall& own) const {
-    const auto [first, end] = heads_of(rank, own.q.heads);
-    const int64_t n = end - first, d = own.head_dim, tokens = own.q.tokens;
-    std::vector<float> part(size_t(tokens * n * (d + 1)));
-    if (n == 0) return part;
-    float* lse = part.data() + tokens * n * d;
-    for (int64_t t = 0; t < tokens; ++t) {
-        std::memcpy(part.data() + t * n * d, own.out.at(t, first), size_t(n * d) * sizeof(float));
-        std::memcpy(lse + t * n, own.lse + t * own.q.heads + first, size_t(n) * sizeof(float));
+Result<share::Exchange::Parts> exchange_by_messages(PartitionedCalls& step, const AttendCall& call, const float* o,
+                                                    const float* lse, uint64_t arguments) {
+    const int64_t d = call.head_dim, tokens = call.q.tokens, heads = call.q.heads;
+    const uint32_t rank = step.exchange->rank();
+    share::Exchange::Call exchanged{step.exchanged + 1, arguments, {}, 0};
+    for (uint32_t r = 0; r < step.outputs.ranks; ++r) {
+        const OutputHeads::Range range = step.outputs.of(r);
+        const int64_t first = range.first, n = range.end - first;
+        const auto values = size_t(tokens * n * (d + 1));
+        if (r == rank) exchanged.wanted = values;
+        std::vector<float>& part = exchanged.given.emplace_back();
+        if (r == rank || n == 0) continue;
+        part.resize(values);
+        for (int64_t t = 0; t < tokens; ++t) {
+            std::memcpy(part.data() + t * n * d, o + (t * heads + first) * d, size_t(n * d) * sizeof(float));
+            std::memcpy(part.data() + tokens * n * d + t * n, lse + t * heads + first, size_t(n) * sizeof(float));
+        }
     }
-    return part;
+    Result<share::Exchange::Parts> parts = step.exchange->exchange(step.channel, exchanged);
+    if (parts.ok()) ++step.exchanged;
+    return parts;
 }
 
-Status PartitionedStep::attend(uint32_t layer, const AttendCall& call, StepBackend& backend) {
-    AttendCall own = call;
-    if (call.q.tokens == 0) return backend.attend(layer, own);
-    const uint32_t ranks = exchange_->ranks(), rank = exchange_->rank();
-    const int64_t rows = call.q.tokens * call.q.heads, d = call.head_dim;
-    const size_t bytes = size_t(rows) * size_t(d + 1) * sizeof(float);
-    if (!own_.reserve(bytes)) {
-        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the results of this rank's blocks", bytes).bytes(bytes);
-    }
-    own.out = {own_.data(), DType::kF32, call.q.tokens, call.q.heads, d, call.q.heads * d, d};
-    own.lse = reinterpret_cast<float*>(own_.data()) + rows * d;
-    if (rank != 0) own.settings.sinks = nullptr;  // they join the denominator once
-    TA_RETURN_IF_ERROR(backend.attend(layer, own));
-    share::Exchange::Call exchanged{calls_ + 1, hash_of(layer, call), {}, 0};
-    for (uint32_t r = 0; r < ranks; ++r) exchanged.given.push_back(r == rank ? std::vector<float>() : part_for(r, own));
-    const auto [first, end] = heads_of(rank, call.q.heads);
-    exchanged.wanted = size_t(call.q.tokens * (end - first) * (d + 1));
-    Result<share::Exchange::Parts> parts = exchange_->exchange(channel_, exchanged);
-    if (!parts.ok()) return std::move(parts).status();
-    ++calls_;
-    share::Exchange::Parts all = parts.take();
-    return first < end ? merge(call, own, all) : Status();
-}
-
-// In the order of the ranks: the same bits everywhere.
-Status PartitionedStep::merge(const AttendCall& call, const AttendCall& own, share::Exchange::Parts& parts) {
-    const Heads heads = heads_of(exchange_->rank(), call.q.heads);
-    const int64_t n = heads.end - heads.first, d = call.head_dim;
-    MergeArgs args{};
-    args.n = int32_t(exchange_->ranks());
-    args.head_dim = call.head_dim;
-    args.tokens = call.q.tokens;
-    args.heads = n;
-    const auto states_of = [&](const AttendCall& c) {
-        return MergeState{c.out.at(0, heads.first),
+MergeArgs merge_args(const PartitionedCalls& step, const AttendCall& call, const AttendCall& own) {
+    const uint32_t rank = step.exchange->rank();
+    const OutputHeads::Range range = step.outputs.of(rank);
+    const auto state_of = [&range](const AttendCall& c) {
+        return MergeState{c.out.at(0, range.first),
                           c.out.stride_token,
                           c.out.stride_head,
                           c.out.dtype,
-                          c.lse ? c.lse + heads.first : nullptr,
+                          c.lse ? c.lse + range.first : nullptr,
                           c.q.heads,
                           1};
     };
-    args.out = states_of(call);
-    for (size_t r = 0; r < parts.size(); ++r) {
-        float* const o = parts[r].data();
-        args.parts[r] =
-            r == exchange_->rank() ? states_of(own) : MergeState{o, n * d, d, DType::kF32, o + args.tokens * n * d, n, 1};
-    }
-    return merge_states(pool_.context(), args, nullptr);
+    MergeArgs args{};
+    args.n = int32_t(step.outputs.ranks);
+    args.head_dim = call.head_dim;
+    args.tokens = call.q.tokens;
+    args.heads = range.end - range.first;
+    if (args.heads == 0) return args;
+    args.out = state_of(call);
+    args.parts[rank] = state_of(own);
+    return args;
+}
+
+MergeState packed_part(float* data, const MergeArgs& args) {
+    const int64_t n = args.heads, d = args.head_dim;
+    return {data, n * d, d, DType::kF32, data + args.tokens * n * d, n, 1};
 }
 
 }  // namespace ta

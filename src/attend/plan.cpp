@@ -54,7 +54,7 @@ Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_qu
 Plan::Plan(std::shared_ptr<Pool> pool)
     : pool_(std::move(pool)),
       backend_(make_step_backend(*pool_)),
-      partitioned_(*pool_),
+      partitioned_(*pool_, *backend_),
       appended_(pool_->geometry().layers, 0) {}
 
 Plan::~Plan() {
@@ -359,7 +359,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
     call.k_turning = n.k_turning;
     call.saturate = n.saturate;
-    Status s = partitioned_.open() ? partitioned_.attend(layer, call, *backend_) : backend_->attend(layer, call);
+    Status s = partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call);
     if (!s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};
 }
@@ -387,6 +387,7 @@ Status Plan::end() {
         }
     }
     TA_RETURN_IF_ERROR(backend_->may_end());
+    TA_RETURN_IF_ERROR(partitioned_.settle());
     TA_RETURN_IF_ERROR(backend_->seal());
     // Steps without queries in between, and steps that are done again, must not make some layers miss their turns.
     if (step_.total_query > 0) ++turn_;

@@ -67,6 +67,7 @@ class Pool final : private Residents {
     ~Pool();
 
     Context& context() const { return *context_; }
+    const std::shared_ptr<Context>& shared_context() const { return context_; }
     const Pages& pages() const { return pages_; }
     const Geometry& geometry() const { return geometry_; }
     const Numerics& numerics() const { return numerics_; }

@@ -1,174 +1,19 @@
 // Sequences whose blocks are spread over the ranks of a local group, beside one rank that has all of them.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <thread>
 
-#include "support/groups.h"
+#include "support/spread.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
 namespace {
 
-constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
-constexpr int64_t kRow = kHeads * kDim;
-
-ta_kv_pool_options pool_shape(uint32_t bits = 4) {
-    auto options = pool_options(kLayers, kHeads, kDim, bits);
-    options.budget_bytes = 64 << 20;
-    return options;
-}
-
-// P at 16 bits: P of 8 bits is rounded by the largest score of each rank's keys, as it is by that of each split on one device.
-ta_attend_options fine_options() {
-    auto o = sized<ta_attend_options>();
-    o.p = TA_P_U16;
-    return o;
-}
-
-// What one step asks of all ranks alike.
-struct Asked {
-    int32_t n_new = 1, n_query = 1;
-    uint64_t seed = 1;
-    int32_t group = 2;  // query heads for each kv head
-    ta_attend_options options = fine_options();
-};
-
-struct Given {
-    ta_status status = TA_OK;
-    int32_t rank = -1;
-    std::string text;
-    std::vector<float> out, lse;  // of all layers; NaN where nothing was written
-};
-
-// A call that fails ends the step.
-Given try_step(const Plan& plan, const std::vector<ta_seq>& seqs, const Asked& asked) {
-    Given given;
-    ta_error err;
-    const auto ok = [&](ta_status s) {
-        given.status = s;
-        if (s == TA_OK) return true;
-        given.rank = err.rank;
-        given.text = err.message;
-        (void)ta_plan_abort(plan.get(), nullptr);
-        return false;
-    };
-    const auto n = int64_t(seqs.size());
-    const std::vector<int32_t> n_new(seqs.size(), asked.n_new), n_query(seqs.size(), asked.n_query);
-    if (!ok(ta_plan_begin(plan.get(), uint32_t(n), seqs.data(), n_new.data(), n_query.data(), &err))) return given;
-    Random random(asked.seed);
-    const int64_t q_heads = kHeads * asked.group;
-    for (uint32_t layer = 0; layer < kLayers; ++layer) {
-        Tensor k(random.normals(n * asked.n_new * kRow), n * asked.n_new, kHeads, kDim),
-            v(random.normals(n * asked.n_new * kRow), n * asked.n_new, kHeads, kDim);
-        Tensor q(random.normals(n * asked.n_query * q_heads * kDim), n * asked.n_query, q_heads, kDim),
-            out(std::vector<float>(size_t(n * asked.n_query * q_heads * kDim), NAN), n * asked.n_query, q_heads, kDim);
-        std::vector<float> lse(size_t(n * asked.n_query * q_heads), NAN);
-        if (!ok(ta_append(plan.get(), layer, k.view(), v.view(), &err))) return given;
-        if (!ok(ta_attend(plan.get(), layer, q.view(), out.view(), lse.data(), &asked.options, &err))) return given;
-        const std::vector<float> x = out.values();
-        given.out.insert(given.out.end(), x.begin(), x.end());
-        given.lse.insert(given.lse.end(), lse.begin(), lse.end());
-    }
-    ok(ta_plan_end(plan.get(), &err));
-    return given;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-    double most = a.size() == b.size() ? 0.0 : INFINITY;
-    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-        if (a[i] != b[i]) most = std::max(most, std::fabs(double(a[i]) - double(b[i])));
-        if (std::isnan(a[i]) != std::isnan(b[i])) return INFINITY;
-    }
-    return most;
-}
-
-ta_partition_options partition_options(uint64_t tag, uint32_t first_rank = 0) {
-    auto o = sized<ta_partition_options>();
-    o.tag = tag;
-    o.first_rank = first_rank;
-    return o;
-}
-
-// A group whose ranks have the same sequences, partitioned, and one pool apart that has them whole.
-class Spread {
-  public:
-    explicit Spread(
-        uint32_t n, uint32_t bits = 4, const std::function<void(ta_group_options&)>& change = [](auto&) {})
-        : ranks(make_ranks(n, pool_shape(bits), change)), context_(make_context(1)) {
-        whole = make_pool(context_, pool_shape(bits));
-        whole_plan = make_plan(whole);
-    }
-
-    // The sequence of each rank, and the whole one.
-    size_t add(ta_partition_options options) {
-        std::vector<ta_seq> at;
-        ta_error err;
-        for (const Rank& r : ranks) {
-            at.push_back(make_sequence(r.pool));
-            require(ta_seq_partition(r.group.get(), r.pool.get(), at.back(), &options, &err), err);
-        }
-        seqs.push_back(at);
-        whole_seqs.push_back(make_sequence(whole));
-        return seqs.size() - 1;
-    }
-
-    // The same step, or a step of its own, at each rank at once.
-    std::vector<Given> steps(const std::vector<size_t>& members, const std::function<Asked(uint32_t)>& asked) {
-        std::vector<Given> given(ranks.size());
-        std::vector<std::thread> threads;
-        for (uint32_t r = 0; r < ranks.size(); ++r) {
-            threads.emplace_back([&, r] { given[r] = try_step(ranks[r].plan, at(members, r), asked(r)); });
-        }
-        for (std::thread& t : threads) t.join();
-        return given;
-    }
-    std::vector<Given> steps(const std::vector<size_t>& members, const Asked& asked) {
-        return steps(members, [&](uint32_t) { return asked; });
-    }
-    Given whole_step(const std::vector<size_t>& members, const Asked& asked) const {
-        std::vector<ta_seq> all;
-        for (const size_t m : members) all.push_back(whole_seqs[m]);
-        return try_step(whole_plan, all, asked);
-    }
-
-    // Every rank has the whole's results to rounding, and all have the same bits.
-    void expect_step(const std::vector<size_t>& members, const Asked& asked) {
-        const Given expected = whole_step(members, asked);
-        const std::vector<Given> given = steps(members, asked);
-        ASSERT_EQ(expected.status, TA_OK) << expected.text;
-        for (const Given& g : given) {
-            ASSERT_EQ(g.status, TA_OK) << g.text;
-            EXPECT_LT(largest_difference(g.out, expected.out), 1e-4);
-            EXPECT_LT(largest_difference(g.lse, expected.lse), 1e-4);
-            EXPECT_TRUE(same_bits(g.out, given[0].out) && same_bits(g.lse, given[0].lse));
-        }
-    }
-
-    std::vector<ta_seq> at(const std::vector<size_t>& members, uint32_t rank) const {
-        std::vector<ta_seq> all;
-        for (const size_t m : members) all.push_back(seqs[m][rank]);
-        return all;
-    }
-
-    std::vector<Rank> ranks;
-    KvPool whole;
-    Plan whole_plan;
-    std::vector<std::vector<ta_seq>> seqs;  // [sequence][rank]
-    std::vector<ta_seq> whole_seqs;
-
-  private:
-    Context context_;
-};
+using namespace spread;
 
 TEST(Partition, EveryRankHasTheResultsOfOne) {
     for (const uint32_t n : {1u, 2u, 3u, 8u}) {
@@ -182,6 +27,23 @@ TEST(Partition, EveryRankHasTheResultsOfOne) {
                 s.expect_step({a, b}, {tokens, std::min(tokens, 3), 3});
             s.expect_step({b}, {0, 5, 4, 5});
         }
+    }
+}
+
+TEST(Partition, ARankMayBeAheadInStepsWithoutQueries) {
+    Spread s(2);
+    const size_t a = s.add(partition_options(1));
+    for (int i = 0; i < 3; ++i) {
+        std::thread late([&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            for (int k = 0; k < 3; ++k) EXPECT_EQ(s.step(1, {a}, {100, 0}).status, TA_OK);
+        });
+        for (int k = 0; k < 3; ++k) EXPECT_EQ(s.step(0, {a}, {100, 0}).status, TA_OK);
+        begin(s.ranks[0].plan, s.at({a}, 0), {0}, {1});  // while the other one is behind
+        late.join();
+        EXPECT_EQ(ta_plan_abort(s.ranks[0].plan.get(), nullptr), TA_OK);
+        for (int k = 0; k < 3; ++k) ASSERT_EQ(s.whole_step({a}, {100, 0}).status, TA_OK);
+        s.expect_step({a}, {1, 1});
     }
 }
 

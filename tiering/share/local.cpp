@@ -30,6 +30,7 @@ struct Mailbox {
     std::multimap<Time, Transport::Received> packets;
     bool woken = false;
     bool joined = false, left = false;
+    int device = -1;
 
     std::shared_mutex writing;  // shared by those who write into windows
     std::unordered_map<uint64_t, Window> windows;
@@ -38,6 +39,10 @@ struct Mailbox {
 struct Hub {
     explicit Hub(uint32_t ranks) : boxes(ranks) {}
     std::vector<Mailbox> boxes;
+
+    std::mutex sharing;
+    uint64_t shared = 0;
+    std::unordered_map<uint64_t, std::weak_ptr<uint8_t>> memories;
 };
 
 struct Registry {
@@ -173,6 +178,25 @@ class LocalTransport final : public Transport {
         return {};
     }
 
+    std::vector<int> devices() const override {
+        std::vector<int> all;
+        for (const Mailbox& box : hub_->boxes) all.push_back(box.device);
+        return all;
+    }
+
+    uint64_t share_memory(const std::shared_ptr<uint8_t>& memory) override {
+        const std::lock_guard lock(hub_->sharing);
+        std::erase_if(hub_->memories, [](const auto& entry) { return entry.second.expired(); });
+        hub_->memories.emplace(hub_->shared + 1, memory);
+        return ++hub_->shared;
+    }
+
+    std::shared_ptr<uint8_t> find_memory(uint64_t number) override {
+        const std::lock_guard lock(hub_->sharing);
+        const auto found = hub_->memories.find(number);
+        return found == hub_->memories.end() ? nullptr : found->second.lock();
+    }
+
   private:
     struct Outbound {
         uint32_t to;
@@ -223,7 +247,8 @@ bool is_local_id(const GroupId& id) {
     return std::memcmp(id.data(), kLocalMark, sizeof kLocalMark) == 0;
 }
 
-Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, const Fault& fault) {
+Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, int device,
+                                                    const Fault& fault) {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
     std::erase_if(all.hubs, [](const auto& entry) { return entry.second.expired(); });
@@ -239,6 +264,7 @@ Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t 
     if (mine.joined) return fail(TA_E_INVALID, "rank %u has joined the group already", rank);
     auto transport = std::make_unique<LocalTransport>(hub, rank, fault);
     mine.joined = true;
+    mine.device = device;
     return std::unique_ptr<Transport>(std::move(transport));
 }
 

@@ -33,8 +33,9 @@ struct Fault {
 GroupId make_local_id();
 bool is_local_id(const GroupId& id);
 
-// Joins the group of that id. TA_E_INVALID: the rank has joined already; TA_E_MISMATCH: others said another number of ranks;
+// Joins the group of that id. `device`: ordinal of the rank's GPU, -1: it has none. TA_E_INVALID: the rank has joined already; TA_E_MISMATCH: others said another number of ranks;
 // TA_E_STALE: the group has ended.
-Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, const Fault& fault);
+Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, int device,
+                                                    const Fault& fault);
 
 }  // namespace ta::share

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "src/core/status.h"
 #include "tiering/share/message.h"
@@ -49,6 +51,13 @@ class Transport {
     virtual void close_window(uint64_t window) = 0;
     // Writes into a window of a peer, and waits until it is done. TA_E_STALE: it is closed, or was never open.
     virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) = 0;
+
+    // [ranks] ordinal of each rank's GPU in this process, -1 for a CPU, once all ranks have said hello.
+    virtual std::vector<int> devices() const = 0;
+    // A number for memory of this rank's GPU, by which a peer finds it.
+    virtual uint64_t share_memory(const std::shared_ptr<uint8_t>& memory) = 0;
+    // Memory that a peer shared, kept for as long as the pointer lives; nullptr: nobody has it any more.
+    virtual std::shared_ptr<uint8_t> find_memory(uint64_t number) = 0;
 };
 
 }  // namespace ta::share

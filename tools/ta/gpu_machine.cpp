@@ -14,7 +14,7 @@ void cuda_check(cudaError_t e, const char* what) {
 
 class GpuMachine final : public Machine {
   public:
-    explicit GpuMachine(int ordinal) {
+    explicit GpuMachine(int ordinal) : ordinal_(ordinal) {
         cuda_check(cudaSetDevice(ordinal), "choosing the GPU");
         cuda_check(cudaGetDeviceProperties(&properties_, ordinal), "asking the GPU for its name");
         if (cudaDeviceGetAttribute(&numa_node_, cudaDevAttrHostNumaId, ordinal) != cudaSuccess) numa_node_ = -1;
@@ -26,9 +26,11 @@ class GpuMachine final : public Machine {
     }
     ta_device_kind kind() const override { return TA_DEVICE_CUDA; }
     std::string name() const override { return properties_.name; }
+    int ordinal() const override { return ordinal_; }
     int numa_node() const override { return numa_node_; }
     void* allocate(size_t bytes) override {
         void* p = nullptr;
+        cuda_check(cudaSetDevice(ordinal_), "choosing the GPU");
         cuda_check(cudaMalloc(&p, bytes), "GPU memory for tensors");
         return p;
     }
@@ -37,8 +39,65 @@ class GpuMachine final : public Machine {
         cuda_check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "copying to the GPU");
         cuda_check(cudaStreamSynchronize(nullptr), "copying to the GPU");  // cudaMemcpy from pageable memory returns earlier
     }
+    void read(void* to, const void* from, size_t bytes) override {
+        cuda_check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "copying from the GPU");
+    }
     ta_stream stream() const override { return stream_; }
     void wait() override { cuda_check(cudaStreamSynchronize(stream_), "waiting for the GPU"); }
+
+    std::function<void()> capture(const std::function<void()>& calls) override {
+        cuda_check(cudaSetDevice(ordinal_), "choosing the GPU");
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t exec = nullptr;
+        cuda_check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing a graph");
+        calls();
+        cuda_check(cudaStreamEndCapture(stream_, &graph), "capturing a graph");
+        cuda_check(cudaGraphInstantiate(&exec, graph, 0), "making a graph");
+        cudaGraphDestroy(graph);
+        const std::shared_ptr<CUgraphExec_st> kept(exec, cudaGraphExecDestroy);
+        return [kept, stream = stream_] { cuda_check(cudaGraphLaunch(kept.get(), stream), "launching a graph"); };
+    }
+
+    // 64 MiB pieces by the copy engines.
+    double peer_bytes_per_s(Machine& other, bool both) override {
+        constexpr size_t kBytes = size_t{64} << 20;
+        constexpr int kCopies = 32;
+        auto& peer = dynamic_cast<GpuMachine&>(other);
+        GpuMachine* const ends[2] = {this, &peer};
+        void* memory[2][2];  // [end][from, to]
+        for (int e = 0; e < 2; ++e) {
+            for (void*& m : memory[e]) m = ends[e]->allocate(kBytes);
+        }
+        cudaEvent_t start[2], done[2];
+        for (int e = 0; e < 2; ++e) {
+            cuda_check(cudaSetDevice(ends[e]->ordinal_), "choosing the GPU");
+            cuda_check(cudaEventCreate(&start[e]), "creating an event");
+            cuda_check(cudaEventCreate(&done[e]), "creating an event");
+        }
+        for (const int round : {0, 1}) {  // the first one opens the way
+            for (int e = 0; e < (both ? 2 : 1); ++e) {
+                cuda_check(cudaSetDevice(ends[e]->ordinal_), "choosing the GPU");
+                cuda_check(cudaEventRecord(start[e], ends[e]->up_), "recording an event");
+                for (int i = 0; i < (round == 0 ? 1 : kCopies); ++i)
+                    cudaMemcpyPeerAsync(memory[1 - e][1], ends[1 - e]->ordinal_, memory[e][0], ends[e]->ordinal_, kBytes,
+                                        ends[e]->up_);
+                cuda_check(cudaEventRecord(done[e], ends[e]->up_), "recording an event");
+            }
+            for (int e = 0; e < (both ? 2 : 1); ++e) cuda_check(cudaStreamSynchronize(ends[e]->up_), "copying to another GPU");
+        }
+        float longest = 0;
+        for (int e = 0; e < (both ? 2 : 1); ++e) {
+            float ms = 0;
+            cuda_check(cudaEventElapsedTime(&ms, start[e], done[e]), "reading a time");
+            longest = std::max(longest, ms);
+        }
+        for (int e = 0; e < 2; ++e) {
+            cudaEventDestroy(start[e]);
+            cudaEventDestroy(done[e]);
+            for (void* m : memory[e]) cudaFree(m);
+        }
+        return double(kBytes) * kCopies * (both ? 2 : 1) / (1e-3 * longest);
+    }
 
     // 16 MiB pieces, as fast as the copy engines go.
     double copy_bytes_per_s(bool to_host, bool both) override {
@@ -73,6 +132,7 @@ class GpuMachine final : public Machine {
     }
 
   private:
+    const int ordinal_;
     cudaDeviceProp properties_{};
     int numa_node_ = -1;
     cudaStream_t stream_ = nullptr, up_ = nullptr, down_ = nullptr;

@@ -20,8 +20,11 @@ class CpuMachine final : public Machine {
     }
     void release(void* p) override { std::free(p); }
     void write(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
+    void read(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
     ta_stream stream() const override { return nullptr; }
     void wait() override {}
+    std::function<void()> capture(const std::function<void()>& calls) override { return calls; }
+    double peer_bytes_per_s(Machine&, bool both) override { return copy_bytes_per_s(false, both); }
     // memcpy by as many threads as the directions.
     double copy_bytes_per_s(bool, bool both) override {
         constexpr size_t kBytes = size_t{64} << 20;

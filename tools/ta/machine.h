@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -38,15 +39,21 @@ class Machine {
     virtual ~Machine() = default;
     virtual ta_device_kind kind() const = 0;
     virtual std::string name() const = 0;
+    virtual int ordinal() const { return 0; }
     // NUMA node that the device is nearest to, -1: unknown.
     virtual int numa_node() const { return -1; }
     // Memory for tensors.
     virtual void* allocate(size_t bytes) = 0;
     virtual void release(void* p) = 0;
     virtual void write(void* to, const void* from, size_t bytes) = 0;
+    virtual void read(void* to, const void* from, size_t bytes) = 0;
     // What plans work on; all of it is done when wait() returns.
     virtual ta_stream stream() const = 0;
     virtual void wait() = 0;
+    // What enqueues again, by one call, what `calls` enqueues on stream(); on a CPU `calls` itself.
+    virtual std::function<void()> capture(const std::function<void()>& calls) = 0;
+    // Bytes/s of large copies to the memory of another machine of the same kind, `both`: and back beside them (the sum).
+    virtual double peer_bytes_per_s(Machine& other, bool both) = 0;
     // Bytes/s of large copies between the device tier and host memory, one direction alone and both together (the sum): the
     // ceiling of moves. `to_host` counts for one direction only.
     virtual double copy_bytes_per_s(bool to_host, bool both) = 0;

@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
+#include "tools/ta/bench_share.h"
 #include "tools/ta/bench_tiers.h"
 #include "tools/ta/machine.h"
 
@@ -64,21 +67,36 @@ class Tables {
     std::string part_;
 };
 
-int run_bench_tiers(const std::string& device, const BenchTiersOptions& options, bool as_json) {
-    const std::unique_ptr<Machine> machine = machine_for(device);
+// Prints what run(row) reports.
+int report(const std::string& device, bool as_json,
+           const std::function<void(const std::function<void(const json&)>& row)>& run) {
     json rows = json::array();
     Tables tables;
     const bool progress = as_json && isatty(STDERR_FILENO);
-    if (!as_json) std::printf("%s, %s\n", ta_build_info(), machine->name().c_str());
-    bench_tiers(*machine, options, [&](const json& row) {
+    if (!as_json) std::printf("%s, %s\n", ta_build_info(), device.c_str());
+    run([&](const json& row) {
         if (!as_json) tables.add(row);
         if (progress) std::fprintf(stderr, "\r%zu results, %s          ", rows.size() + 1, text_of(row["part"]).c_str());
         rows.push_back(row);
     });
     if (progress) std::fprintf(stderr, "\n");
-    if (as_json)
-        std::printf("%s\n", json{{"library", ta_build_info()}, {"device", machine->name()}, {"rows", rows}}.dump(1).c_str());
+    if (as_json) std::printf("%s\n", json{{"library", ta_build_info()}, {"device", device}, {"rows", rows}}.dump(1).c_str());
     return 0;
+}
+
+int run_bench_tiers(const std::string& device, const BenchTiersOptions& options, bool as_json) {
+    const std::unique_ptr<Machine> machine = machine_for(device);
+    return report(machine->name(), as_json, [&](const auto& row) { bench_tiers(*machine, options, row); });
+}
+
+int run_bench_share(const std::vector<std::string>& devices, const BenchShareOptions& options, bool as_json) {
+    std::vector<std::unique_ptr<Machine>> machines;
+    std::string names;
+    for (const std::string& d : devices) {
+        machines.push_back(machine_for(d));
+        names += (names.empty() ? "" : " + ") + machines.back()->name();
+    }
+    return report(names, as_json, [&](const auto& row) { bench_share(machines, options, row); });
 }
 
 }  // namespace
@@ -106,12 +124,24 @@ int main(int argc, char** argv) {
     bool quick = false;
     tiers->add_flag("--quick", quick, "a quarter of the memory, the disk and the repeats");
     tiers->add_flag("--json", as_json, "JSON instead of markdown");
+    CLI::App* share = bench->add_subcommand("share", "Sequences between the ranks of a group, and spread over them");
+    std::vector<std::string> devices = {"0", "1"};
+    BenchShareOptions share_options;
+    share->add_option("--devices", devices, "of the ranks: cpu or a GPU's number for each")
+        ->delimiter(',')
+        ->capture_default_str();
+    share->add_option("--parts", share_options.parts, bench_share_parts())->delimiter(',');
+    share->add_option("--memory", share_options.memory_bytes, "bytes that a case may take on each rank")
+        ->transform(CLI::AsSizeValue(false));
+    share->add_option("--repeats", share_options.repeats, "of each case")->check(CLI::Range(3, 10000));
+    share->add_flag("--json", as_json, "JSON instead of markdown");
     CLI11_PARSE(app, argc, argv);
     try {
         if (info->parsed()) {
             std::printf("%s\n%s\n", ta_build_info(), machine_for("auto")->name().c_str());
             return 0;
         }
+        if (share->parsed()) return run_bench_share(devices, share_options, as_json);
         if (quick) {
             options.memory_bytes /= 4;
             options.disk_bytes /= 4;

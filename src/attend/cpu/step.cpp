@@ -6,6 +6,7 @@
 
 #include "src/attend/backend.h"
 #include "src/attend/cpu/executor.h"
+#include "src/attend/cpu/parts.h"
 #include "src/attend/cpu/stage1.h"
 #include "src/attend/cpu/turning.h"
 #include "src/kv/partition.h"
@@ -37,7 +38,8 @@ class CpuStep final : public StepBackend {
           workspace_(pool.context().allocator()),
           append_scratch_(pool.context().allocator()),
           kept_(pool.context().allocator()),
-          executor_(pool.context()) {}
+          executor_(pool.context()),
+          parts_(pool.context()) {}
 
     Status set_stream(ta_stream) override {
         return fail(TA_E_UNSUPPORTED, "a CPU has no streams: calls return when their work is done");
@@ -49,6 +51,7 @@ class CpuStep final : public StepBackend {
     bool replays() const override { return false; }
     Status seal() override;
     void finish() override;
+    PartPath& parts() override { return parts_; }
 
   private:
     struct AppendTask {
@@ -96,6 +99,7 @@ class CpuStep final : public StepBackend {
     std::vector<const StepBlock*> anew_;  // whose tokens the step changes, until it is sealed
     Buffer kept_;                         // and what they were
     AttendExecutor executor_;
+    CpuParts parts_;
 };
 
 Status CpuStep::begin(Step& step) {

@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/any/decode/decode.h"
 #include "src/device/cuda/moves.h"
+#include "src/kv/partition.h"
 
 namespace ta {
 
@@ -74,10 +75,11 @@ CudaStaging::PageSizes CudaStaging::largest_pages() const {
 template <class Fn>
 void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const PageSizes& largest, Fn fn) const {
     const size_t most = pool_.geometry().slot_bytes(ring_kind());
+    const Partition* partition = m.sequence->partition.get();
     const int64_t seen = window > 0 ? m.length + m.n_new - m.n_query - window + 1 : 0;
     for (int64_t b = std::max<int64_t>(seen, 0) / kPageTokens; b < Step::untouched_blocks(m); ++b) {
         const Block& block = *m.sequence->blocks[size_t(b)];
-        if (block.tier() != TierKind::kHost) continue;
+        if (block.tier() != TierKind::kHost || (partition && !partition->owns(b))) continue;
         const Block::Stored at = block.stored();
         const size_t bytes = largest[size_t(at.kind)];
         if (bytes <= most) fn(at, b, bytes);

@@ -9,6 +9,7 @@
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
 #include "src/attend/cuda/mass.h"
+#include "src/attend/cuda/parts.h"
 #include "src/attend/cuda/schedules.h"
 #include "src/attend/cuda/staging.h"
 #include "src/attend/cuda/tables.h"
@@ -34,6 +35,7 @@ class CudaStep final : public StepBackend {
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
           kept_(device),
+          parts_(pool, device, stream_),
           hasher_(pool.pages(), device) {}
     ~CudaStep() override;
 
@@ -46,6 +48,7 @@ class CudaStep final : public StepBackend {
     Status may_end() const override;
     Status seal() override;
     void finish() override;
+    PartPath& parts() override { return parts_; }
 
   private:
     // Those of a call, in this order; behind them come those of observed_.
@@ -92,6 +95,7 @@ class CudaStep final : public StepBackend {
     DeviceBuffer prefill_parts_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
     DeviceBuffer kept_;                   // and what they were
+    CudaParts parts_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
     std::vector<AttendWork> observed_;  // of a call: prepare_observed()
@@ -402,7 +406,7 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool observed, La
 
 Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, AttendWork& work) {
     set_p(p, max_rows, kDecodeRangePages, a);
-    a.may_lack_pages = pool_.residency().may_drop();
+    a.may_lack_pages = tables_.may_lack_blocks();
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
     if (mass_.on()) TA_RETURN_IF_ERROR(mass_.reserve(tables_, 4 * work.plan.tiles));
     return reserve_workspace(work);
@@ -411,7 +415,7 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, AttendWork& 
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
-    if (!key.kernel && CaptureScope::captured()) a.may_lack_pages = pool_.residency().may_drop();  // when it is replayed
+    if (!key.kernel && CaptureScope::captured()) a.may_lack_pages = tables_.may_lack_blocks();  // when it is replayed
     // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
     // with other steps: what it captures takes the one for all of them, which is loaded by then.
     if (key.kernel && !CaptureScope::captured()) {
@@ -429,7 +433,7 @@ Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, AttendWork& work) {
 Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p) {
     AttendArgs a = args;
     set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
-    a.may_lack_pages = pool_.residency().may_drop();
+    a.may_lack_pages = tables_.may_lack_blocks();
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();
@@ -517,6 +521,7 @@ KindOfStep CudaStep::kind_of_step() const {
     KindOfStep kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
                     mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
     tables_.addresses(kind);
+    parts_.add_kind(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     return kind;
 }

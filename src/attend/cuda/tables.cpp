@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/cuda/any/decode/decode.h"
+#include "src/kv/partition.h"
 
 namespace ta {
 
@@ -208,7 +209,10 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     auto* const first = static_cast<TablePatch*>(pinned.part(0));
     TablePatch* patch = first;
     lacks_blocks_ = channel_blocks_ = false;
+    may_lack_blocks_ = pool_.residency().may_drop();
     for (const StepMember& m : step.members) {
+        const Partition* partition = m.sequence->partition.get();
+        const auto is_here = [partition](int64_t b) { return !partition || partition->owns(b); };
         Row& row = rows_[m.sequence->slot];
         uint64_t entry = row.first;
         const int64_t clean = clean_entries(m), untouched = Step::untouched_blocks(m);
@@ -218,11 +222,14 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
         for (int64_t b = clean; b < untouched; ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
             const Block::Stored at = block.stored();
-            *patch++ = {entry++, at.slot ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : cuda::kEntryDropped};
-            row.lacks_blocks |= !at.slot;
+            const bool here = at.slot && is_here(b);
+            *patch++ = {entry++, here ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : cuda::kEntryDropped};
+            row.lacks_blocks |= !here;
         }
-        lacks_blocks_ |= row.lacks_blocks;
-        for (const StepBlock& t : m.touched) *patch++ = {entry++, page_of(t)};
+        // A graph of the step serves others, in which the ranks have other blocks.
+        may_lack_blocks_ |= partition != nullptr;
+        lacks_blocks_ |= row.lacks_blocks || partition;
+        for (const StepBlock& t : m.touched) *patch++ = {entry++, is_here(t.index) ? page_of(t) : cuda::kEntryDropped};
     }
     args.patches = first;
     args.n_patches = size_t(patch - first);

@@ -48,7 +48,8 @@ class CudaTables {
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
     bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
-    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
+    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped, or are other ranks'
+    bool may_lack_blocks() const { return may_lack_blocks_; }         // in another step of its kind, too
     bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
     // What captured launches point at. The workspace's pages are in the tables.
@@ -62,7 +63,7 @@ class CudaTables {
         uint64_t version = 0;  // of the sequence when `clean` entries were right
         uint64_t moves = 0;    // of the pool's blocks until then
         int64_t clean = 0;
-        bool lacks_blocks = false;  // some of the clean entries are of dropped ones
+        bool lacks_blocks = false;  // some of the clean entries are of those
         bool committed = false;     // the sequence has changed once since, by the step that these entries were made for
     };
     struct Upload;
@@ -96,7 +97,7 @@ class CudaTables {
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     bool has_graphs_ = false;
     int group_ = 0, max_rows_ = 0;
-    bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, channel_blocks_ = false;
+    bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, may_lack_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;
     PinnedBuffer pinned_[4];
     uint64_t uploads_ = 0;

@@ -10,8 +10,9 @@ namespace ta::share {
 namespace {
 
 struct StepHeader {
-    uint64_t nonce;      // of the sender's step
-    uint64_t arguments;  // of that step
+    uint64_t nonce;            // of the sender's step
+    uint64_t arguments, area;  // of that step
+    uint64_t given_up;         // the sender's last one that was given up; 0: none
 };
 
 // Of kStepRefused and kStepOver.
@@ -29,6 +30,11 @@ Status no_message(uint32_t from) {
 
 }  // namespace
 
+Status other_arguments(uint32_t rank) {
+    return fail(TA_E_MISMATCH, "rank %u attends to another layer, or with other heads, options or outputs", rank)
+        .rank(int32_t(rank));
+}
+
 void Exchange::stop() {
     on_end(fail(TA_E_STATE, "the sequence's group was destroyed"));
 }
@@ -36,6 +42,7 @@ void Exchange::stop() {
 void Exchange::on_end(const Status& why) {
     const std::lock_guard lock(mutex_);
     ended_ = why.clone();
+    for (auto& [name, c] : channels_) tell(c);
     changed_.notify_all();
 }
 
@@ -85,8 +92,7 @@ Exchange::Parts Exchange::take_parts(Channel& c, const Call& call) {
         std::deque<Part>& from = c.peers[r].parts;
         const Part& p = from.front();
         if (p.number != call.number || p.arguments != call.arguments || p.values.size() != call.wanted) {
-            fail_step(c, fail(TA_E_MISMATCH, "rank %u attends to another layer, or with other heads, options or outputs", r)
-                             .rank(int32_t(r)));
+            fail_step(c, other_arguments(r));
             return {};
         }
         parts[r] = std::move(from.front().values);
@@ -113,7 +119,12 @@ void Exchange::compare(uint64_t name, Channel& c, uint32_t peer) {
 
 void Exchange::fail_step(Channel& c, Status why) {
     if (c.failed.ok()) c.failed = std::move(why);
+    tell(c);
     changed_.notify_all();
+}
+
+void Exchange::tell(Channel& c) {
+    if (c.tells) c.tells->store(c.bound, std::memory_order_release);
 }
 
 void Exchange::bind(Channel& c, uint64_t identity) {
@@ -133,7 +144,7 @@ void Exchange::check_peers(Channel& c) {
 
 // The first rank that keeps a call waiting.
 Status Exchange::lacks(const Channel& c, uint64_t identity, const Call& call) const {
-    const auto ms = (long long)group_.settings().operation.count();
+    const auto ms = (long long)patience_.count();
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
         if (r == rank_) continue;
@@ -172,7 +183,18 @@ void Exchange::remove_tag(uint64_t tag) noexcept {
     }
 }
 
-Status Exchange::begin(uint64_t name, uint64_t arguments) {
+std::vector<int> Exchange::devices() {
+    const std::lock_guard lock(mutex_);
+    return ended_.ok() ? group_.transport().devices() : std::vector<int>();
+}
+
+Result<uint64_t> Exchange::share_memory(const std::shared_ptr<uint8_t>& memory) {
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    return group_.transport().share_memory(memory);
+}
+
+Status Exchange::begin(uint64_t name, uint64_t arguments, uint64_t area) {
     const std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
     Channel& c = channel(name);
@@ -182,7 +204,8 @@ Status Exchange::begin(uint64_t name, uint64_t arguments) {
     c.failed = {};
     for (uint32_t r = 0; r < ranks_; ++r) {
         c.peers[r].parts.clear();
-        if (r != rank_) group_.send(r, MessageType::kStep, name, PayloadWriter().put(StepHeader{c.nonce, arguments}).bytes());
+        const StepHeader step{c.nonce, arguments, area, c.given_up};
+        if (r != rank_) group_.send(r, MessageType::kStep, name, PayloadWriter().put(step).bytes());
     }
     for (uint32_t r = 0; r < ranks_; ++r) {
         if (r != rank_) compare(name, c, r);
@@ -193,7 +216,7 @@ Status Exchange::begin(uint64_t name, uint64_t arguments) {
 Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
     std::unique_lock lock(mutex_);
     Channel& c = channels_.at(name);
-    const Time until = Clock::now() + group_.settings().operation;
+    const Time until = Clock::now() + patience_;
     uint64_t given = 0;  // under which identity
     for (;;) {
         TA_RETURN_IF_ERROR(ended_.clone());
@@ -215,9 +238,41 @@ Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
     }
 }
 
+Result<Exchange::Agreement> Exchange::agree(uint64_t name, std::atomic<uint64_t>* given_up) {
+    std::unique_lock lock(mutex_);
+    Channel& c = channels_.at(name);
+    const Time until = Clock::now() + patience_;
+    for (;;) {
+        TA_RETURN_IF_ERROR(ended_.clone());
+        TA_RETURN_IF_ERROR(c.failed.clone());
+        const uint64_t identity = identity_of(c);
+        if (identity != 0) {
+            Agreement all{identity, {}};
+            for (uint32_t r = 0; r < ranks_; ++r) {
+                all.areas.push_back(r == rank_ ? nullptr : group_.transport().find_memory(c.peers[r].area));
+                if (r != rank_ && !all.areas[r])
+                    return fail(TA_E_CANCELLED, "rank %u has destroyed the plan of its step", r).rank(int32_t(r));
+            }
+            bind(c, identity);
+            c.tells = given_up;
+            return all;
+        }
+        if (Clock::now() >= until) return lacks(c, identity, {});
+        changed_.wait_until(lock, until);
+    }
+}
+
+Status Exchange::check(uint64_t name) {
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    return channels_.at(name).failed.clone();
+}
+
 void Exchange::end(uint64_t name, bool gave_up) noexcept {
     const std::lock_guard lock(mutex_);
-    Channel& c = channels_.at(name);
+    const auto found = channels_.find(name);
+    if (found == channels_.end()) return;
+    Channel& c = found->second;
     try {
         // Who fails for what another rank said or did has nothing to tell: the others hear it from there, or see it themselves.
         const bool tells = gave_up && c.failed.ok() && ended_.ok();
@@ -228,7 +283,9 @@ void Exchange::end(uint64_t name, bool gave_up) noexcept {
     } catch (const std::bad_alloc&) {
         // A peer that is in the step waits until its time is over.
     }
+    if (gave_up && c.nonce != 0) c.given_up = c.nonce;
     c.nonce = 0;
+    c.tells = nullptr;
     for (Peer& p : c.peers) p.parts.clear();
     erase_if_unknown(name);
 }
@@ -250,8 +307,12 @@ Status Exchange::on_message(const Message& m) {
         // Who has given its part of the step here may be done with it already.
         const uint64_t identity = c.nonce != 0 && c.bound == 0 ? identity_of(c) : 0;
         if (identity != 0 && !peer.parts.empty() && peer.parts.front().identity == identity) bind(c, identity);
+        // It gave up the step that all agreed upon, and may not have known then whom to tell.
+        if (c.tells && step.given_up == peer.used)
+            fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
         peer.nonce = step.nonce;
         peer.arguments = step.arguments;
+        peer.area = step.area;
         compare(name, c, from);
     } else if (type == MessageType::kPart) {
         PartHeader header{};

@@ -2,9 +2,11 @@
 // docs/internals/sharing.md has the protocol.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <span>
@@ -34,13 +36,29 @@ class Exchange final : public Group::Service {
     uint32_t ranks() const { return ranks_; }
     uint32_t rank() const { return rank_; }
     const Context& context() const { return context_; }
+    std::chrono::milliseconds patience() const { return patience_; }  // with other ranks
 
     // A sequence of this rank gets the tag; TA_E_INVALID: another one has it.
     Status add_tag(uint64_t tag);
     void remove_tag(uint64_t tag) noexcept;
 
-    // A step of this rank, one at a time for each channel. `arguments`: hash of those that must be the same at all ranks.
-    Status begin(uint64_t channel, uint64_t arguments);
+    // [ranks] ordinals of their GPUs, -1: a CPU. Empty once the group has ended.
+    std::vector<int> devices();
+    // A number for memory that the GPUs of other ranks may write to; TA_E_...: the group has ended.
+    Result<uint64_t> share_memory(const std::shared_ptr<uint8_t>& memory);
+
+    // A step of this rank, one at a time for each channel. `arguments`: hash of those that must be the same at all ranks. `area`:
+    // number of shared memory for its parts, 0: none.
+    Status begin(uint64_t channel, uint64_t arguments, uint64_t area);
+    // For steps that exchange their parts without messages: all ranks have begun the step.
+    struct Agreement {
+        uint64_t identity;                            // of the step, at all ranks
+        std::vector<std::shared_ptr<uint8_t>> areas;  // [ranks], the own one is nullptr
+    };
+    // Waits for that as exchange() does. Until end(), `*given_up` becomes the identity when the step cannot go on.
+    Result<Agreement> agree(uint64_t channel, std::atomic<uint64_t>* given_up);
+    // Why a step that was agreed upon cannot go on; TA_OK: no reason is known.
+    Status check(uint64_t channel);
     // Waits for the other ranks' parts, at most the group's operation time. TA_E_MISMATCH: another rank's step or call has other
     // arguments, or it has begun another one. TA_E_CANCELLED: it gave the step up. TA_E_TIMEOUT, and what ended the group.
     Result<Parts> exchange(uint64_t channel, const Call& call);
@@ -59,9 +77,9 @@ class Exchange final : public Group::Service {
     };
     // What is known of another rank in this channel.
     struct Peer {
-        uint64_t nonce = 0;      // of the step that it began last; 0: none
-        uint64_t arguments = 0;  // of that step
-        uint64_t used = 0;       // nonce of the last one that a step here exchanged with
+        uint64_t nonce = 0;                // of the step that it began last; 0: none
+        uint64_t arguments = 0, area = 0;  // of that step
+        uint64_t used = 0;                 // nonce of the last one that a step here exchanged with
         std::deque<Part> parts;
     };
     // A channel is named by a tag.
@@ -69,8 +87,10 @@ class Exchange final : public Group::Service {
         std::vector<Peer> peers;  // [ranks]
         uint64_t nonce = 0;       // of the own step; 0: none
         uint64_t arguments = 0;
-        uint64_t bound = 0;  // identity of the step, once a call has exchanged; 0: not yet
-        Status failed;       // why the step cannot go on
+        uint64_t given_up = 0;                   // nonce of the own step that was given up last
+        uint64_t bound = 0;                      // identity of the step, once ranks agreed or a call has exchanged; 0: not yet
+        Status failed;                           // why the step cannot go on
+        std::atomic<uint64_t>* tells = nullptr;  // of a step that was agreed upon
     };
 
     Channel& channel(uint64_t name);
@@ -81,6 +101,7 @@ class Exchange final : public Group::Service {
     void give(uint64_t name, uint64_t identity, const Call& call);
     void compare(uint64_t name, Channel& c, uint32_t peer);
     void fail_step(Channel& c, Status why);
+    static void tell(Channel& c);
     void bind(Channel& c, uint64_t identity);
     void check_peers(Channel& c);
     Status lacks(const Channel& c, uint64_t identity, const Call& call) const;
@@ -88,6 +109,7 @@ class Exchange final : public Group::Service {
     Group& group_;  // not used once ended_ says so
     const uint32_t ranks_, rank_;
     const Context& context_ = group_.context();
+    const std::chrono::milliseconds patience_ = group_.settings().operation;
 
     std::mutex mutex_;
     std::condition_variable changed_;
@@ -96,5 +118,8 @@ class Exchange final : public Group::Service {
     std::set<uint64_t> tags_;  // of living sequences
     std::map<uint64_t, Channel> channels_;
 };
+
+// Of a call of this rank and one of that, which are each other's counterparts.
+Status other_arguments(uint32_t rank);
 
 }  // namespace ta::share

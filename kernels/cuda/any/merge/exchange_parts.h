@@ -1,0 +1,70 @@
+// Ranks of a group give each other their parts of a result and merge them, in one launch of each rank, where every GPU reaches the
+// memory of every other. The host side; nothing here needs the CUDA language.
+//
+// Each rank has an area, which the others write to: slots [2, ranks] of kExchangeSlotBytes, then signals [2, ranks,
+// kMaxExchangeCtas]. Exchange n of a step uses slots and signals n % 2. A rank that has begun exchange n + 2 has had all signals of
+// n + 1, and who gave one of those had read its slots of n.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/format/merge_states.h"
+#include "kernels/format/output_heads.h"
+
+struct CUstream_st;
+
+namespace ta::cuda {
+
+inline constexpr size_t kExchangeSlotBytes = size_t{2} << 20;  // O [rows, head_dim], then LSE [rows], F32
+inline constexpr int kExchangeRows = 8;                        // that a CTA takes at a time
+inline constexpr int kMaxExchangeCtas = 128;
+
+struct ExchangeSignal {
+    uint64_t arguments;  // of the call that the part is of
+    uint64_t value;      // written last: of this exchange and no other
+};
+
+constexpr size_t exchange_area_bytes(int ranks) {
+    return 2 * size_t(ranks) * (kExchangeSlotBytes + kMaxExchangeCtas * sizeof(ExchangeSignal));
+}
+constexpr int64_t rows_per_exchange(int head_dim) {
+    return int64_t(kExchangeSlotBytes / (size_t(head_dim + 1) * sizeof(float)));
+}
+
+// In mapped host memory: what the host tells the exchanges of a step, and they it.
+struct ExchangeNotes {
+    uint64_t given_up;  // by the host: identity of the step that is given up
+    uint64_t failed;    // by the first exchange that fails: identity of its step, written last
+    enum Cause : uint32_t { kNone, kSilent, kOtherArguments, kGivenUp };
+    uint32_t cause, rank;
+};
+
+// In device memory, written before the first exchange of a step.
+struct ExchangeState {
+    uint64_t identity;  // of the step, the same at all ranks; 0: there is none
+    uint64_t patience;  // nanoseconds that an exchange waits
+    ExchangeNotes* notes;
+    uint8_t* areas[kMaxMergeParts];  // of each rank
+    uint32_t failed;                 // an exchange of this step did
+};
+
+struct ExchangeArgs {
+    ExchangeState* state;
+    uint64_t number;     // of the exchange in its step, from 1
+    uint64_t arguments;  // hash of what must be the same at all ranks
+    int32_t rank, head_dim;
+    OutputHeads outputs;
+    int64_t first_row, rows;  // of [tokens, heads]; at most rows_per_exchange
+    const float *o, *lse;     // this rank's part, of all rows
+    MergeState out;           // of all rows; lse may be nullptr
+};
+
+// What a first launch would load while peers wait for it. Returns a cudaError_t.
+int load_exchange_parts();
+
+// Head_dim is a multiple of 8, `o` 16-byte aligned. Where the exchange fails it writes NaN to `out` and notes why. It needs no more
+// than its arguments say, so it can be captured. Returns a cudaError_t.
+int launch_exchange_parts(const ExchangeArgs& args, CUstream_st* stream);
+
+}  // namespace ta::cuda

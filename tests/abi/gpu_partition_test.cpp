@@ -1,0 +1,309 @@
+// Sequences that are spread over GPUs, or over a GPU and a CPU, beside one GPU that has them whole. Two GPUs where there are two:
+// then parts go from GPU to GPU, and graphs capture that. Skipped where there is no GPU.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "support/gpu.h"
+#include "support/spread.h"
+
+namespace ta::testing {
+namespace {
+
+using namespace spread;
+
+constexpr int kCpu = -1;
+
+// Where the ranks are: GPUs' numbers, or kCpu.
+struct Places {
+    const char* name;
+    std::vector<int> devices;
+};
+void PrintTo(const Places& p, std::ostream* out) {
+    *out << p.name;
+}
+
+class GpuPartition : public ::testing::TestWithParam<Places> {
+  protected:
+    void SetUp() override {
+        int gpus = 0;
+        if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
+            GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
+        devices_ = GetParam().devices;
+        if (*std::max_element(devices_.begin(), devices_.end()) >= gpus) GTEST_SKIP() << "needs two GPUs";
+        for (const int d : devices_)
+            by_kernel_ = by_kernel_ && d != kCpu && std::count(devices_.begin(), devices_.end(), d) == 1;
+        for (size_t r = 0; r <= devices_.size(); ++r) {  // the last one is the whole's
+            EXPECT_EQ(cudaSetDevice(std::max(device(uint32_t(r)), 0)), cudaSuccess);
+            EXPECT_EQ(cudaStreamCreateWithFlags(&streams_.emplace_back(), cudaStreamNonBlocking), cudaSuccess);
+        }
+    }
+    void TearDown() override {
+        if (IsSkipped()) return;
+        for (const cudaStream_t s : streams_) EXPECT_EQ(cudaStreamDestroy(s), cudaSuccess);
+        EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    }
+
+    int device(uint32_t rank) const { return rank < devices_.size() ? devices_[rank] : 0; }
+    cudaStream_t stream(uint32_t rank) const { return streams_[std::min<size_t>(rank, devices_.size())]; }
+
+    static Context context_on(int device) {
+        auto options = sized<ta_context_options>();
+        options.threads = 2;
+        options.device = device == kCpu ? TA_DEVICE_CPU : TA_DEVICE_CUDA;
+        options.device_ordinal = std::max(device, 0);
+        return make_context(options);
+    }
+    void set_stream(const Plan& plan, uint32_t rank) const {
+        ta_error err;
+        if (device(rank) != kCpu) require(ta_plan_set_stream(plan.get(), stream(rank), &err), err);
+    }
+    Given run(uint32_t rank, const Calls& calls) const {
+        if (device(rank) == kCpu) return try_step(calls);
+        EXPECT_EQ(cudaSetDevice(device(rank)), cudaSuccess);
+        return try_step<DeviceCopy>(calls, [&] { EXPECT_EQ(cudaStreamSynchronize(stream(rank)), cudaSuccess); });
+    }
+    Spread make(
+        uint32_t bits = 4, const Spread::Change& change = [](auto&) {}) const {
+        std::vector<Context> contexts;
+        for (const int d : devices_) contexts.push_back(context_on(d));
+        Spread s(std::move(contexts), context_on(0), bits, change,
+                 [this](uint32_t rank, const Calls& calls) { return run(rank, calls); });
+        for (uint32_t r = 0; r < s.ranks.size(); ++r) set_stream(s.ranks[r].plan, r);
+        set_stream(s.whole_plan, Spread::kWhole);
+        // 2^x of POLY is the hardware's on a GPU.
+        if (std::count(devices_.begin(), devices_.end(), kCpu)) s.tolerance = 4e-4;
+        return s;
+    }
+
+    std::vector<int> devices_;
+    bool by_kernel_ = true;  // parts go from GPU to GPU
+
+  private:
+    std::vector<cudaStream_t> streams_;
+};
+
+ta_attend_options explicit_options() {
+    ta_attend_options o = fine_options();
+    o.exp = TA_EXP_POLY;
+    return o;
+}
+
+Asked asking(int32_t n_new, int32_t n_query, int32_t group = 2) {
+    Asked asked{n_new, n_query, uint64_t(n_new + n_query), group};
+    asked.options = explicit_options();
+    return asked;
+}
+
+TEST_P(GpuPartition, EveryRankHasTheResultsOfOne) {
+    for (const uint32_t bits : {4u, 8u, 2u}) {
+        SCOPED_TRACE(std::to_string(bits) + " bits");
+        Spread s = make(bits);
+        const size_t a = s.add(partition_options(7)), b = s.add(partition_options(3, 1));
+        s.expect_step({a}, asking(300, 300));
+        for (const int32_t tokens : {1, 62, 1, 1, 64, 65, 127, 129, 1})
+            s.expect_step({a, b}, asking(tokens, std::min(tokens, 3), 3));
+        s.expect_step({b}, asking(0, 5, 5));
+        s.expect_step({a}, asking(2500, 2500, 4));  // more rows than one exchange takes
+        s.expect_step({a, b}, asking(1, 1, 8));
+    }
+}
+
+TEST_P(GpuPartition, OutputsGoWhereTheyAreWanted) {
+    const auto ranks = uint32_t(devices_.size());
+    for (const ta_partition_output output : {TA_OUTPUT_HEADS, TA_OUTPUT_ONE}) {
+        Spread s = make();
+        auto options = partition_options(1);
+        options.output = output;
+        options.output_rank = output == TA_OUTPUT_ONE ? 1 : 0;
+        const size_t a = s.add(options);
+        for (const int32_t tokens : {200, 1, 3, 70}) {
+            const Asked asked = asking(tokens, std::min(tokens, 2), 5);
+            const int64_t heads = kHeads * asked.group;
+            const Given expected = s.whole_step({a}, asked);
+            const std::vector<Given> given = s.steps({a}, asked);
+            for (uint32_t r = 0; r < ranks; ++r) {
+                ASSERT_EQ(given[r].status, TA_OK) << given[r].text;
+                for (size_t i = 0; i < expected.lse.size(); ++i) {
+                    const auto head = int64_t(i) % heads;
+                    const bool is_mine =
+                        output == TA_OUTPUT_ONE ? r == 1 : head >= heads * r / ranks && head < heads * (r + 1) / ranks;
+                    ASSERT_EQ(std::isnan(given[r].lse[i]), !is_mine) << "rank " << r << " head " << head;
+                    for (size_t c = i * kDim; is_mine && c < (i + 1) * kDim; ++c)
+                        ASSERT_NEAR(given[r].out[c], expected.out[c], s.tolerance);
+                }
+            }
+        }
+    }
+}
+
+TEST_P(GpuPartition, RanksThatDisagreeFindOut) {
+    Spread s = make(4, [](ta_group_options& o) { o.operation_ms = 3000; });
+    const size_t a = s.add(partition_options(1));
+    s.expect_step({a}, asking(100, 1));
+    const auto other = [](auto change) {
+        return [change](uint32_t r) {
+            Asked asked = asking(5, 2);
+            if (r == 1) change(asked);
+            return asked;
+        };
+    };
+    for (const auto& differs : std::initializer_list<std::function<Asked(uint32_t)>>{
+             other([](Asked& x) { x.n_new = 6; }), other([](Asked& x) { x.n_query = 3; }), other([](Asked& x) { x.group = 3; }),
+             other([](Asked& x) { x.options.window = 9; })}) {
+        bool told = false;
+        for (const Given& g : s.steps({a}, differs)) {
+            EXPECT_TRUE(g.status == TA_E_MISMATCH || g.status == TA_E_TIMEOUT || g.status == TA_E_CANCELLED)
+                << ta_status_name(g.status) << g.text;
+            EXPECT_GE(g.rank, 0);
+            told |= g.status == TA_E_MISMATCH;
+        }
+        EXPECT_TRUE(told);
+        for (uint32_t r = 0; r < s.ranks.size(); ++r)
+            EXPECT_EQ(length(s.ranks[r].pool, s.seqs[a][r]), length(s.whole, s.whole_seqs[a]));
+        s.expect_step({a}, asking(1, 1));
+    }
+}
+
+// Rank 1 begins a step and does not attend: it gives the step up, is late, or leaves.
+TEST_P(GpuPartition, ARankThatDoesNotAttend) {
+    struct Case {
+        ta_status status;
+        int32_t operation_ms;
+        std::function<void(Rank&)> then;
+    };
+    const Case cases[] = {{TA_E_CANCELLED, 60000, [](Rank& r) { (void)ta_plan_abort(r.plan.get(), nullptr); }},
+                          {TA_E_TIMEOUT, 1000, [](Rank&) {}},
+                          {TA_E_PEER_LOST, 60000, [](Rank& r) { r.group.reset(); }}};
+    for (const Case& c : cases) {
+        SCOPED_TRACE(ta_status_name(c.status));
+        Spread s = make(4, [&](ta_group_options& o) { o.operation_ms = c.operation_ms; });
+        const size_t a = s.add(partition_options(1));
+        s.expect_step({a}, asking(100, 2));
+        const auto begun = std::chrono::steady_clock::now();
+        Given waits;
+        std::vector<std::thread> others;
+        for (uint32_t r = 0; r < s.ranks.size(); ++r) {
+            if (r == 1) continue;
+            others.emplace_back([&, r] {
+                const Given g = s.step(r, {a}, asking(1, 1));
+                if (r == 0) waits = g;
+            });
+        }
+        begin(s.ranks[1].plan, s.at({a}, 1), {1}, {1});
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        c.then(s.ranks[1]);
+        for (std::thread& t : others) t.join();
+        EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
+        EXPECT_EQ(waits.status, c.status) << waits.text;
+        EXPECT_EQ(waits.rank, 1);
+        for (const float x : waits.out) EXPECT_TRUE(std::isnan(x));
+        EXPECT_EQ(length(s.ranks[0].pool, s.seqs[a][0]), 100);
+        (void)ta_plan_abort(s.ranks[1].plan.get(), nullptr);
+        if (c.status == TA_E_PEER_LOST) continue;
+        for (const int32_t tokens : {1, 70, 1}) s.expect_step({a}, asking(tokens, 1));
+    }
+}
+
+TEST_P(GpuPartition, PlansComeAndGo) {
+    Spread s = make();
+    const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2));
+    for (int i = 0; i < 6; ++i) {
+        s.expect_step({i % 2 ? a : b}, asking(i == 0 ? 200 : 3, 2));
+        Rank& r = s.ranks[size_t(i % 2)];
+        r.plan = make_plan(r.pool);
+        set_stream(r.plan, uint32_t(i % 2));
+    }
+}
+
+// What ranks capture in their first step is replayed in later ones, whatever blocks they have by then.
+TEST_P(GpuPartition, GraphsHaveTheExchange) {
+    if (std::count(devices_.begin(), devices_.end(), kCpu)) GTEST_SKIP() << "a rank has no graphs";
+    constexpr int64_t kQHeads = kHeads * 4;
+    Spread s = make();
+    const size_t a = s.add(partition_options(1));
+    s.expect_step({a}, asking(500, 2, 4));
+    Asked asked = asking(1, 1, 4);
+    s.expect_step({a}, asked);  // what captured calls need is there
+    std::vector<std::string> failures(s.ranks.size());
+    std::vector<std::vector<std::vector<float>>> out(s.ranks.size());
+    constexpr int kSteps = 150;
+    const auto rank_steps = [&](uint32_t r) {
+        ta_error err;
+        EXPECT_EQ(cudaSetDevice(device(r)), cudaSuccess);
+        Tensor kv(std::vector<float>(size_t(kRow)), 1, kHeads, kDim),
+            q(std::vector<float>(size_t(kQHeads * kDim)), 1, kQHeads, kDim),
+            o(std::vector<float>(size_t(kQHeads * kDim)), 1, kQHeads, kDim);
+        const DeviceCopy k_copy(kv), q_copy(q), o_copy(o);
+        const Plan& plan = s.ranks[r].plan;
+        CapturedGraph graph;
+        ta_status status = TA_OK;
+        for (int i = 0; i < kSteps; ++i) {
+            Random random{uint64_t(i)};
+            const std::vector<float> kv_now = random.normals(kRow), q_now = random.normals(kQHeads * kDim);
+            cudaMemcpy(k_copy.view()->data, kv_now.data(), kv_now.size() * 4, cudaMemcpyHostToDevice);
+            cudaMemcpy(q_copy.view()->data, q_now.data(), q_now.size() * 4, cudaMemcpyHostToDevice);
+            begin(plan, s.at({a}, r), {1}, {1});
+            if (!graph) {
+                graph.capture(stream(r), [&] {
+                    for (uint32_t layer = 0; layer < kLayers && status == TA_OK; ++layer) {
+                        status = ta_append(plan.get(), layer, k_copy.view(), k_copy.view(), &err);
+                        if (status == TA_OK)
+                            status = ta_attend(plan.get(), layer, q_copy.view(), o_copy.view(), nullptr, &asked.options, &err);
+                    }
+                });
+            }
+            if (status != TA_OK) {
+                failures[r] = std::string(ta_status_name(status)) + err.message;
+                (void)ta_plan_abort(plan.get(), nullptr);
+                return;
+            }
+            EXPECT_EQ(graph.launch(stream(r)), cudaSuccess);
+            end(plan);
+            o_copy.fetch();
+            out[r].push_back(o.values());
+        }
+    };
+    std::vector<std::thread> threads;
+    for (uint32_t r = 0; r < s.ranks.size(); ++r) threads.emplace_back(rank_steps, r);
+    for (std::thread& t : threads) t.join();
+    if (!by_kernel_) {
+        for (const std::string& f : failures) EXPECT_EQ(f.rfind("TA_E_UNSUPPORTED", 0), 0u) << f;
+        s.expect_step({a}, asked);
+        return;
+    }
+    // The whole's, one by one.
+    EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+    for (int i = 0; i < kSteps; ++i) {
+        Random random{uint64_t(i)};
+        Tensor kv(random.normals(kRow), 1, kHeads, kDim), q(random.normals(kQHeads * kDim), 1, kQHeads, kDim),
+            o(std::vector<float>(size_t(kQHeads * kDim)), 1, kQHeads, kDim);
+        const DeviceCopy k_copy(kv), q_copy(q), o_copy(o);
+        begin(s.whole_plan, {s.whole_seqs[a]}, {1}, {1});
+        ta_error err;
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            require(ta_append(s.whole_plan.get(), layer, k_copy.view(), k_copy.view(), &err), err);
+            require(ta_attend(s.whole_plan.get(), layer, q_copy.view(), o_copy.view(), nullptr, &asked.options, &err), err);
+        }
+        end(s.whole_plan);
+        EXPECT_EQ(cudaStreamSynchronize(stream(Spread::kWhole)), cudaSuccess);
+        o_copy.fetch();
+        for (size_t r = 0; r < s.ranks.size(); ++r) {
+            ASSERT_EQ(out[r].size(), size_t(kSteps)) << failures[r];
+            EXPECT_TRUE(same_bits(out[r][size_t(i)], out[0][size_t(i)])) << "step " << i;
+            EXPECT_LT(largest_difference(out[r][size_t(i)], o.values()), 1e-4) << "step " << i;
+        }
+    }
+    s.expect_step({a}, asked);  // eager again
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, GpuPartition,
+                         ::testing::Values(Places{"OneGpu", {0, 0}}, Places{"GpuAndCpu", {0, kCpu}},
+                                           Places{"GpuAndTwoCpus", {kCpu, 0, kCpu}}, Places{"TwoGpus", {0, 1}}),
+                         [](const auto& i) { return i.param.name; });
+
+}  // namespace
+}  // namespace ta::testing

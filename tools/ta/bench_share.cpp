@@ -1,0 +1,356 @@
+#include "tools/ta/bench_share.h"
+
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <iterator>
+#include <mutex>
+#include <thread>
+
+namespace ta::tools {
+namespace {
+
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+using Machines = std::vector<std::unique_ptr<Machine>>;
+using Row = std::function<void(const json&)>;
+
+constexpr uint32_t kKvHeads = 8, kGroup = 4, kHeadDim = 128, kBits = 4;
+constexpr int64_t kQHeads = kKvHeads * kGroup, kChunk = 4096;
+
+double median(std::vector<double> x) {
+    std::sort(x.begin(), x.end());
+    return x[x.size() / 2];
+}
+
+// A pool on one machine with a plan, and rows to fill sequences with.
+class Site {
+  public:
+    Site(Machine& machine, uint32_t layers, uint64_t pool_bytes)
+        : machine_(machine), layers_(layers), k_(machine, kChunk, kKvHeads, kHeadDim), v_(machine, kChunk, kKvHeads, kHeadDim) {
+        auto co = sized<ta_context_options>();
+        co.device = machine.kind();
+        co.device_ordinal = machine.ordinal();
+        TA_CHECK(ta_context_create(&co, &context_, &error));
+        auto po = sized<ta_kv_pool_options>();
+        po.layers = layers;
+        po.kv_heads = kKvHeads;
+        po.head_dim = kHeadDim;
+        po.bits = kBits;
+        po.budget_bytes = pool_bytes;
+        TA_CHECK(ta_kv_pool_create(context_, &po, &pool_, &error));
+        TA_CHECK(ta_plan_create(pool_, nullptr, &plan_, &error));
+        if (machine.kind() == TA_DEVICE_CUDA) TA_CHECK(ta_plan_set_stream(plan_, machine.stream(), &error));
+    }
+    ~Site() {
+        ta_group_destroy(group_);
+        ta_plan_destroy(plan_);
+        ta_kv_pool_destroy(pool_);
+        ta_context_destroy(context_);
+    }
+    Site(const Site&) = delete;
+    Site& operator=(const Site&) = delete;
+
+    void join(const ta_group_id& id, uint32_t rank, uint32_t ranks) {
+        auto o = sized<ta_group_options>();
+        o.kind = TA_GROUP_LOCAL;
+        o.id = &id;
+        o.rank = rank;
+        o.ranks = ranks;
+        TA_CHECK(ta_group_create(context_, &o, &group_, &error));
+    }
+    void wait_connected() {
+        ta_group_state state = 0;
+        TA_CHECK(ta_group_poll(group_, -1, &state, &error));
+        TA_CHECK(ta_group_health(group_, &error));
+    }
+
+    ta_seq create() {
+        ta_seq seq = 0;
+        TA_CHECK(ta_seq_create(pool_, &seq, &error));
+        return seq;
+    }
+    ta_seq create_partitioned(uint64_t tag) {
+        const ta_seq seq = create();
+        auto o = sized<ta_partition_options>();
+        o.tag = tag;
+        TA_CHECK(ta_seq_partition(group_, pool_, seq, &o, &error));
+        return seq;
+    }
+    void fill(ta_seq seq, int64_t tokens) {
+        for (int64_t left = tokens; left > 0; left -= kChunk) {
+            const auto n = int32_t(std::min(left, kChunk)), none = 0;
+            const ta_tensor k = k_.first(n), v = v_.first(n);
+            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, &error));
+            for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
+            TA_CHECK(ta_plan_end(plan_, &error));
+        }
+        machine_.wait();
+    }
+    void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
+
+    // A step of one query token for each sequence, in all layers; `calls` makes its calls.
+    double step(const std::vector<ta_seq>& seqs, const std::function<void()>& calls, const std::function<void()>& together) {
+        const std::vector<int32_t> none(seqs.size()), one(seqs.size(), 1);
+        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs.size()), seqs.data(), none.data(), one.data(), &error));
+        machine_.wait();
+        together();
+        const auto start = Clock::now();
+        calls();
+        machine_.wait();
+        const double s = std::chrono::duration<double>(Clock::now() - start).count();
+        TA_CHECK(ta_plan_end(plan_, &error));
+        return s;
+    }
+    void attend_all(const ta_tensor& q, const ta_tensor& out) {
+        auto o = sized<ta_attend_options>();
+        o.p = TA_P_U16;
+        for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_attend(plan_, layer, &q, &out, nullptr, &o, &error));
+    }
+
+    Machine& machine() const { return machine_; }
+    uint32_t layers() const { return layers_; }
+    ta_kv_pool* pool() const { return pool_; }
+    ta_group* group() const { return group_; }
+    uint64_t block_bytes() const {
+        auto s = sized<ta_kv_pool_stats>();
+        TA_CHECK(ta_kv_pool_get_stats(pool_, &s, &error));
+        return s.channel_block_bytes;
+    }
+
+  private:
+    Machine& machine_;
+    const uint32_t layers_;
+    Rows k_, v_;
+    ta_context* context_ = nullptr;
+    ta_kv_pool* pool_ = nullptr;
+    ta_plan* plan_ = nullptr;
+    ta_group* group_ = nullptr;
+};
+
+// A site for each rank, joined to one group.
+class Ranks {
+  public:
+    Ranks(const Machines& machines, uint32_t layers, uint64_t pool_bytes) : together_(ptrdiff_t(machines.size())) {
+        for (const auto& m : machines) sites_.push_back(std::make_unique<Site>(*m, layers, pool_bytes));
+        ta_group_id id;
+        TA_CHECK(ta_group_make_id(TA_GROUP_LOCAL, &id, &error));
+        for (uint32_t r = 0; r < sites_.size(); ++r) sites_[r]->join(id, r, uint32_t(sites_.size()));
+        for (const auto& s : sites_) s->wait_connected();
+    }
+    Site& operator[](size_t rank) const { return *sites_[rank]; }
+    size_t size() const { return sites_.size(); }
+
+    // fn(rank) at all ranks at once. Where one fails the group ends, so that the others do, too.
+    void each(const std::function<void(size_t rank)>& fn) {
+        std::exception_ptr first;
+        std::mutex mutex;
+        std::vector<std::jthread> threads;
+        for (size_t r = 0; r < size(); ++r) {
+            threads.emplace_back([&, r] {
+                try {
+                    fn(r);
+                } catch (...) {
+                    const std::lock_guard lock(mutex);
+                    if (!first) first = std::current_exception();
+                    ta_group_abort(sites_[r]->group(), nullptr);
+                    together_.arrive_and_drop();
+                }
+            });
+        }
+        threads.clear();
+        if (first) std::rethrow_exception(first);
+    }
+    // Within each(): returns when all ranks have called it.
+    void together() { together_.arrive_and_wait(); }
+
+  private:
+    std::vector<std::unique_ptr<Site>> sites_;
+    std::barrier<> together_;
+};
+
+// --------------------------------------------------------------------------------------------------------- partitioned
+
+struct Decode {
+    std::vector<double> seconds;  // of a layer
+    std::vector<float> out;
+};
+
+// Captured where that is possible. `together` returns when all ranks have called it.
+Decode measure_decode(Site& site, const std::vector<ta_seq>& seqs, int repeats, const std::function<void()>& together) {
+    const auto batch = int64_t(seqs.size());
+    const Rows q(site.machine(), batch, kQHeads, kHeadDim), out(site.machine(), batch, kQHeads, kHeadDim);
+    const ta_tensor qt = q.first(batch), ot = out.first(batch);
+    const auto calls = [&] { site.attend_all(qt, ot); };
+    std::function<void()> replay;
+    site.step(seqs, calls, together);
+    site.step(
+        seqs,
+        [&] {
+            replay = site.machine().capture(calls);
+            replay();
+        },
+        together);
+    Decode d;
+    for (int i = 0; i < repeats; ++i) d.seconds.push_back(site.step(seqs, replay, together) / site.layers());
+    d.out.resize(size_t(batch * kQHeads * kHeadDim));
+    site.machine().read(d.out.data(), ot.data, d.out.size() * sizeof(float));
+    return d;
+}
+
+// A layer's decode over sequences that one rank has, and that all have together.
+void compare_decode(const Machines& machines, const BenchShareOptions& options, size_t batch, int64_t tokens, uint32_t layers,
+                    const char* what, const Row& row) {
+    const uint64_t block = Site(*machines[0], layers, uint64_t{64} << 20).block_bytes();
+    const uint64_t blocks = uint64_t(tokens / 64) * batch, chunk_bytes = (kChunk / 64 + 4 * batch) * 3 * block;
+    const auto nobody = [] {};
+    Decode one;
+    {
+        Site whole(*machines[0], layers, blocks * block + chunk_bytes);
+        std::vector<ta_seq> seqs;
+        for (size_t i = 0; i < batch; ++i) whole.fill(seqs.emplace_back(whole.create()), tokens);
+        one = measure_decode(whole, seqs, options.repeats, nobody);
+    }
+    Ranks ranks(machines, layers, blocks * block / machines.size() + chunk_bytes);
+    std::vector<Decode> spread(ranks.size());
+    ranks.each([&](size_t r) {
+        std::vector<ta_seq> seqs;
+        for (size_t i = 0; i < batch; ++i) ranks[r].fill(seqs.emplace_back(ranks[r].create_partitioned(i)), tokens);
+        spread[r] = measure_decode(ranks[r], seqs, options.repeats, [&] { ranks.together(); });
+    });
+    double difference = 0, seconds = 0;
+    for (const Decode& d : spread) {
+        if (d.out != spread[0].out) throw Failure("ranks have other results");
+        for (size_t i = 0; i < d.out.size(); ++i) difference = std::max(difference, double(std::fabs(d.out[i] - one.out[i])));
+        seconds = std::max(seconds, median(d.seconds));
+    }
+    if (!(difference < 1e-4)) throw Failure("the ranks' result differs from that of one by " + std::to_string(difference));
+    const double alone = median(one.seconds);
+    row({{"part", "partitioned"},
+         {"what", what},
+         {"ranks", ranks.size()},
+         {"batch", batch},
+         {"tokens", uint64_t(tokens)},
+         {"layers", layers},
+         {"one_rank_us", 1e6 * alone},
+         {"ranks_us", 1e6 * seconds},
+         {"times_faster", alone / seconds},
+         {"exchanged_bytes", uint64_t(batch) * kQHeads * (kHeadDim + 1) * sizeof(float)},
+         {"difference", difference}});
+}
+
+void bench_partitioned(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    const uint64_t block = Site(*machines[0], 1, uint64_t{64} << 20).block_bytes();
+    const auto tokens_for = [&](size_t batch, int64_t wanted) {
+        return std::clamp<int64_t>(int64_t(options.memory_bytes / block / batch) * 64, 64, wanted);
+    };
+    const auto layers_for = [&](size_t batch, int64_t tokens) {
+        return uint32_t(std::clamp<uint64_t>(options.memory_bytes / (block * batch * uint64_t(tokens / 64)), 1, 32));
+    };
+    for (const auto& [what, batch, wanted] :
+         {std::tuple("short: the exchange", size_t{16}, int64_t{128}), std::tuple("batch", size_t{16}, int64_t{32768}),
+          std::tuple("one long sequence", size_t{1}, int64_t{1} << 20)}) {
+        const int64_t tokens = tokens_for(batch, wanted);
+        compare_decode(machines, options, batch, tokens, layers_for(batch, tokens), what, row);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- transfers
+
+// Seconds from the calls to the last ticket's end. The arrived sequences are verified and released.
+double transfer(const Ranks& ranks, const std::vector<std::pair<size_t, ta_seq>>& sent, uint64_t& tags) {
+    struct Way {
+        size_t from, to;
+        ta_ticket out, in;
+    };
+    std::vector<Way> ways;
+    const auto start = Clock::now();
+    for (const auto& [from, seq] : sent) {
+        Way w{from, 1 - from, 0, 0};
+        const uint64_t tag = ++tags;
+        TA_CHECK(
+            ta_seq_send(ranks[w.from].group(), ranks[w.from].pool(), seq, uint32_t(w.to), tag, TA_SEND_COPY, &w.out, &error));
+        TA_CHECK(ta_seq_receive(ranks[w.to].group(), ranks[w.to].pool(), uint32_t(w.from), tag, &w.in, &error));
+        ways.push_back(w);
+    }
+    std::vector<ta_seq> arrived;
+    for (const Way& w : ways) {
+        for (const auto& [rank, ticket] : {std::pair(w.to, w.in), std::pair(w.from, w.out)}) {
+            auto info = sized<ta_transfer_info>();
+            TA_CHECK(ta_transfer_wait(ranks[rank].group(), ticket, -1, &info, &error));
+            if (info.state != TA_MOVE_DONE) throw Failure(std::string("a transfer ended: ") + info.reason);
+            if (rank == w.to) arrived.push_back(info.seq);
+        }
+    }
+    const double s = std::chrono::duration<double>(Clock::now() - start).count();
+    for (size_t i = 0; i < ways.size(); ++i) {
+        TA_CHECK(ta_seq_verify(ranks[ways[i].to].pool(), arrived[i], &error));
+        ranks[ways[i].to].release(arrived[i]);
+    }
+    return s;
+}
+
+void bench_transfers(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    if (machines.size() != 2) throw Failure("transfers are measured between two ranks");
+    const double link = machines[0]->peer_bytes_per_s(*machines[1], false),
+                 link_both = machines[0]->peer_bytes_per_s(*machines[1], true);
+    uint64_t tags = 0;
+    for (const uint32_t layers : {1u, 32u, 113u}) {  // 70 KB, 2.26 MB, 8 MB
+        const uint64_t block = Site(*machines[0], layers, uint64_t{256} << 20).block_bytes();
+        const auto most = std::clamp<uint64_t>(options.memory_bytes / 4 / block, 1, 16384);
+        for (uint64_t n = 16; n <= most || n == 16; n *= 4) {
+            const uint64_t blocks = std::min(n, most);
+            Ranks ranks(machines, layers, (2 * blocks + 3 * kChunk / 64 + 16) * block * 9 / 8);
+            std::vector<ta_seq> seqs(2);
+            ranks.each([&](size_t r) { ranks[r].fill(seqs[r] = ranks[r].create(), int64_t(blocks) * 64); });
+            for (const bool both : {false, true}) {
+                std::vector<double> seconds;
+                std::vector<std::pair<size_t, ta_seq>> sent = {{0, seqs[0]}};
+                if (both) sent.emplace_back(1, seqs[1]);
+                for (int i = 0; i < options.repeats + 1; ++i) {
+                    const double s = transfer(ranks, sent, tags);
+                    if (i > 0) seconds.push_back(s);
+                }
+                const uint64_t bytes = blocks * block * sent.size();
+                const double rate = double(bytes) / median(seconds), ceiling = both ? link_both : link;
+                row({{"part", "transfers"},
+                     {"what", both ? "both ways" : "one way"},
+                     {"block_bytes", block},
+                     {"blocks", blocks * sent.size()},
+                     {"p50_us", 1e6 * median(seconds)},
+                     {"gb_s", 1e-9 * rate},
+                     {"link_gb_s", 1e-9 * ceiling},
+                     {"percent", 100 * rate / ceiling}});
+            }
+        }
+    }
+}
+
+struct Part {
+    const char* name;
+    void (*run)(const Machines& machines, const BenchShareOptions& options, const Row& row);
+};
+constexpr Part kParts[] = {{"partitioned", bench_partitioned}, {"transfers", bench_transfers}};
+
+}  // namespace
+
+std::string bench_share_parts() {
+    std::string names;
+    for (const Part& part : kParts) names += (names.empty() ? "" : ", ") + std::string(part.name);
+    return names;
+}
+
+void bench_share(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    for (const std::string& name : options.parts) {
+        if (std::none_of(std::begin(kParts), std::end(kParts), [&](const Part& p) { return name == p.name; }))
+            throw Failure("no part of the benchmark is called '" + name + "': " + bench_share_parts());
+    }
+    for (const Part& part : kParts) {
+        if (options.parts.empty() || std::count(options.parts.begin(), options.parts.end(), part.name))
+            part.run(machines, options, row);
+    }
+}
+
+}  // namespace ta::tools
