@@ -26,6 +26,11 @@ struct Partition {
     }
 
     uint32_t rank_of(int64_t block) const { return uint32_t((uint64_t(first_rank) + uint64_t(block)) % exchange->ranks()); }
+    // The first block that is this rank's.
+    int32_t first_own() const {
+        const uint32_t n = exchange->ranks();
+        return int32_t((exchange->rank() + n - first_rank) % n);
+    }
     bool owns(int64_t block) const { return rank_of(block) == exchange->rank(); }
 };
 

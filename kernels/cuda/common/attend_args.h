@@ -51,6 +51,10 @@ struct AttendArgs {
     // tokens. With it the pages before a window are left out already. The decode kernel's alone.
     const int32_t* first_position;
     const uint64_t* table;
+    // [batch] the first block of each sequence that is read, and every block_stride-th after it: those of one rank of several.
+    // pages_before counts these. nullptr: all blocks. The decode kernel's alone, and not beside first_position.
+    const int32_t* first_block;
+    int32_t block_stride = 1;
     const HeadArgs* heads;  // [kv_heads]; nullptr when no page is a channel page
     uint64_t token_layer_offset, channel_layer_offset;
     uint64_t low_layer_offset;  // a low page's pieces all have the same size

@@ -63,7 +63,7 @@ class CudaStep final : public StepBackend {
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, ta_p p, bool observed, Launches& launches);
-    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, AttendWork& work);
+    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool observed, AttendWork& work);
     Status prepare_prefill(AttendArgs args, ta_p p, AttendWork& work);
     Status prepare_observed(const AttendArgs& args, ta_p p);
     Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, AttendWork& work);
@@ -388,7 +388,7 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool observed, La
     const int rows = tables_.max_decode_rows();
     l.any_decode = rows > 0;
     l.any_prefill = tables_.any_prefill();
-    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, l.decode));
+    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, observed, l.decode));
     observed_.clear();
     if (l.any_prefill) {
         TA_RETURN_IF_ERROR(prepare_prefill(a, p, l.prefill));
@@ -404,9 +404,15 @@ Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool observed, La
     return {};
 }
 
-Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, AttendWork& work) {
+Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool observed, AttendWork& work) {
     set_p(p, max_rows, kDecodeRangePages, a);
     a.may_lack_pages = tables_.may_lack_blocks();
+    // What pages get is left by entry of the table: there other ranks' blocks are passed over one by one.
+    if (tables_.block_stride() > 1 && !observed) {
+        a.first_block = tables_.first_block();
+        a.block_stride = tables_.block_stride();
+        a.pages_before = tables_.own_pages_before();
+    }
     TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
     if (mass_.on()) TA_RETURN_IF_ERROR(mass_.reserve(tables_, 4 * work.plan.tiles));
     return reserve_workspace(work);

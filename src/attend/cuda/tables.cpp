@@ -45,7 +45,7 @@ Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStrea
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
         const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
         if (has_graphs_) TA_RETURN_IF_ERROR(empty_sequences(stream));
-        TA_RETURN_IF_ERROR(sequences_.reserve(capacity * (sizeof(SequenceArgs) + sizeof(int32_t)) + 16, "a step's sequences"));
+        TA_RETURN_IF_ERROR(sequences_.reserve(sequence_bytes(capacity), "a step's sequences"));
         sequence_capacity_ = capacity;
     }
     TA_RETURN_IF_ERROR(place_rows(step, stream));
@@ -237,14 +237,14 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     pinned.part(args.n_patches * sizeof(TablePatch));
 }
 
-size_t CudaTables::sequence_bytes(size_t batch) {
-    return batch * sizeof(SequenceArgs) + round_up((batch + 1) * sizeof(int32_t), 16);
-}
-
 void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
     const size_t batch = step.members.size();
     std::span decode(static_cast<SequenceArgs*>(pinned.part(batch * sizeof(SequenceArgs))), batch);
-    auto* pages_before = static_cast<int32_t*>(pinned.part((batch + 1) * sizeof(int32_t)));
+    int32_t* numbers[kNumbers];
+    for (int32_t*& n : numbers) n = static_cast<int32_t*>(pinned.part(bytes_of_numbers(batch)));
+    const auto [pages_before, own_pages_before, first_block] = numbers;
+    const Partition* const partition = batch > 0 ? step.members[0].sequence->partition.get() : nullptr;
+    block_stride_ = partition ? int32_t(partition->exchange->ranks()) : 1;
     members_.clear();
     max_rows_ = 0;
     any_prefill_ = false;
@@ -258,13 +258,14 @@ void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinn
         members_.push_back(s);
         if (!to_decode) s.n_query = 0;
         decode[i] = s;
+        first_block[i] = partition ? m.sequence->partition->first_own() : 0;
     }
     cuda::count_pages(decode, pages_before);
+    cuda::count_pages(decode, own_pages_before, first_block, block_stride_);
     group_ = group;
     args.copies[1] = {sequences_.data(), decode.data(), decode.size_bytes()};
-    // The last number's 16 bytes may reach beyond the array: reserved there, rounded up here.
-    args.copies[2] = {sequences_.data() + sequence_capacity_ * sizeof(SequenceArgs), pages_before,
-                      round_up((batch + 1) * sizeof(int32_t), 16)};
+    for (size_t n = 0; n < (block_stride_ > 1 ? kNumbers : 1); ++n)
+        args.copies[2 + n] = {numbers_at(n), numbers[n], bytes_of_numbers(batch)};
 }
 
 void CudaTables::addresses(std::vector<uint64_t>& out) const {

@@ -32,9 +32,12 @@ class CudaTables {
     size_t entries_bytes() const { return used_entries_ * sizeof(uint64_t); }  // with other sequences', all that are in use
     // Sequences for the decode kernel: those of more query rows per kv head than it takes have n_query = 0 here.
     const cuda::SequenceArgs* sequences() const { return reinterpret_cast<const cuda::SequenceArgs*>(sequences_.data()); }
-    const int32_t* pages_before() const {
-        return reinterpret_cast<const int32_t*>(sequences_.data() + sequence_capacity_ * sizeof(cuda::SequenceArgs));
-    }
+    const int32_t* pages_before() const { return numbers_at(0); }
+
+    // Where the sequences are spread over ranks: their blocks here are first_block()[i] and every block_stride()-th after it.
+    int32_t block_stride() const { return block_stride_; }  // 1: they are not
+    const int32_t* first_block() const { return numbers_at(2); }
+    const int32_t* own_pages_before() const { return numbers_at(1); }  // of these alone
 
     int group() const { return group_; }               // of the sequences that were sent last; 0: none yet
     int max_decode_rows() const { return max_rows_; }  // of the sequences that decode takes, query tokens x group
@@ -74,7 +77,16 @@ class CudaTables {
     Status grow_entries(size_t entries, cudaStream_t stream);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
-    static size_t sequence_bytes(size_t batch);
+    // Arrays of a number for each sequence and one more.
+    static constexpr size_t kNumbers = 3;
+    static size_t bytes_of_numbers(size_t batch) { return round_up((batch + 1) * sizeof(int32_t), 16); }
+    static size_t sequence_bytes(size_t batch) {
+        return batch * sizeof(cuda::SequenceArgs) + kNumbers * bytes_of_numbers(batch);
+    }
+    int32_t* numbers_at(size_t array) const {
+        return reinterpret_cast<int32_t*>(sequences_.data() + sequence_capacity_ * sizeof(cuda::SequenceArgs) +
+                                          array * bytes_of_numbers(sequence_capacity_));
+    }
     void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     uint64_t page_of(const StepBlock& t) const;
@@ -87,7 +99,7 @@ class CudaTables {
     CudaDevice& device_;
     DeviceBuffer tasks_;           // int32 count, at 16: AppendTask
     uint8_t* tasks_at_ = nullptr;  // this step's
-    DeviceBuffer sequences_;       // SequenceArgs [capacity], then int32 pages_before [capacity + 1]
+    DeviceBuffer sequences_;       // SequenceArgs [capacity], then arrays of numbers
     DeviceBuffer entries_;         // uint64, in rows
     DeviceBuffer workspace_;       // INT8 pages of blocks that close in the step that opens them
     size_t sequence_capacity_ = 0;
@@ -97,6 +109,7 @@ class CudaTables {
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     bool has_graphs_ = false;
     int group_ = 0, max_rows_ = 0;
+    int32_t block_stride_ = 1;
     bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, may_lack_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;
     PinnedBuffer pinned_[4];

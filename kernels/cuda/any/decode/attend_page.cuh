@@ -404,10 +404,10 @@ __device__ __forceinline__ void attend_page(const DecodeWarp<D, kTiles>& warp, c
 
 // The same for whatever kind of page a piece is of.
 template <DecodeKind kKind, int D, int kTiles, class Piece>
-__device__ __forceinline__ void attend_piece(const DecodeWarp<D, kTiles>& warp, const Piece& piece, int32_t page,
+__device__ __forceinline__ void attend_piece(const DecodeWarp<D, kTiles>& warp, const Piece& piece, int32_t block,
                                              const HalfQueries<D, 4>& q, bool only_maxima) {
     const auto attend = [&]<int kKBits, int kVBits>() {
-        attend_page<kKind, kKBits, kVBits>(warp, piece.data, page * kPageTokens, q, only_maxima);
+        attend_page<kKind, kKBits, kVBits>(warp, piece.data, block * kPageTokens, q, only_maxima);
     };
     const int32_t k_bits = piece.low ? 2 : warp.seg.k_bits, v_bits = piece.low ? 2 : warp.seg.v_bits;
     if (!piece.channel) {

@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(32) count_window_pages(const __grid_constant__
         int32_t upto = 0;
         if (seq < a.batch) {
             const SequenceArgs s = a.sequences[seq];
-            if (s.n_query > 0) upto = (s.n_keys + kPageTokens - 1) / kPageTokens - first_page(a, s);
+            const BlockWalk walk = BlockWalk::of<true>(a, seq);
+            if (s.n_query > 0) upto = walk.pages((s.n_keys + kPageTokens - 1) / kPageTokens) - first_page(a, s, walk);
         }
 #pragma unroll
         for (int h = 1; h < 32; h *= 2) {
@@ -194,7 +195,9 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     }
     const bool general =
         args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
-    const DecodeKind kind = general ? kGeneral : mass || args.may_lack_pages || args.has_low ? kTiered : kPlain;
+    const DecodeKind kind = general                                                           ? kGeneral
+                            : mass || args.may_lack_pages || args.first_block || args.has_low ? kTiered
+                                                                                              : kPlain;
     const void* attend = kernels.attend[kind][tiles_index(plan.tiles)];
     return launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
 }

@@ -45,10 +45,14 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
                           const DecodeMass* mass = nullptr);
 
 // Fills pages_before [sequences + 1]: what a call without a window attends to. Sequences without queries have no pages.
-inline void count_pages(std::span<const SequenceArgs> sequences, int32_t* pages_before) {
+// `first_block`, `block_stride`: as in AttendArgs.
+inline void count_pages(std::span<const SequenceArgs> sequences, int32_t* pages_before, const int32_t* first_block = nullptr,
+                        int32_t block_stride = 1) {
     pages_before[0] = 0;
     for (size_t s = 0; s < sequences.size(); ++s) {
-        const int32_t pages = sequences[s].n_query > 0 ? (sequences[s].n_keys + kPageTokens - 1) / kPageTokens : 0;
+        const int32_t blocks = sequences[s].n_query > 0 ? (sequences[s].n_keys + kPageTokens - 1) / kPageTokens : 0;
+        const int32_t first = first_block ? first_block[s] : 0;
+        const int32_t pages = blocks > first ? (blocks - first + block_stride - 1) / block_stride : 0;
         pages_before[s + 1] = pages_before[s] + pages;
     }
 }

@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.queries[0].scale[4 * n + lane % 4];
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
-        const int32_t first = first_page(p.a, seg.s) + at.page;
+        const BlockWalk walk = BlockWalk::of<kTiered>(p.a, at.seq);
+        const int32_t first = first_page(p.a, seg.s, walk) + at.page;
         const uint32_t place = mass_place(p, seg.s, seg.head);
         for (int32_t page = first; page < first + pages; ++page) {
             loader.fill();
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
                 loader.release();
                 continue;
             }
-            attend_piece<kKind>(work, piece, page, q, page < first + others);
+            attend_piece<kKind>(work, piece, walk.block(page), q, page < first + others);
             loader.release();
         }
         leave_page_lse<kKind>(p, place + first + pages - 1, rows.m, rows.page, lane);

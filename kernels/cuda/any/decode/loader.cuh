@@ -64,10 +64,25 @@ struct DecodeCursor {
     }
 };
 
-// The first page of a sequence's entries that its queries see.
-__device__ __forceinline__ int32_t first_page(const AttendArgs& a, const SequenceArgs& s) {
+// The blocks of a sequence that a call reads, its pages.
+struct BlockWalk {
+    int32_t first = 0, stride = 1;
+
+    // kTiered: they may not be all.
+    template <bool kTiered>
+    static __device__ __forceinline__ BlockWalk of(const AttendArgs& a, int32_t seq) {
+        if (kTiered && a.first_block) return {a.first_block[seq], a.block_stride};
+        return {};
+    }
+    __device__ __forceinline__ int32_t block(int32_t page) const { return first + page * stride; }
+    // Pages before a block.
+    __device__ __forceinline__ int32_t pages(int32_t blocks) const { return max(0, (blocks - first + stride - 1) / stride); }
+};
+
+// The first page that a sequence's queries see.
+__device__ __forceinline__ int32_t first_page(const AttendArgs& a, const SequenceArgs& s, const BlockWalk& walk) {
     if (a.window == 0 || a.first_position) return 0;
-    return visible_keys(a.causal, a.window, s.n_keys, s.n_keys - s.n_query).begin / kPageTokens;
+    return walk.pages(visible_keys(a.causal, a.window, s.n_keys, s.n_keys - s.n_query).begin / kPageTokens);
 }
 
 // Pieces of a warp's range, in order, in a ring of slots, up to kDecodeMaxInFlight on their way or held. All slots are of one
@@ -93,7 +108,8 @@ class PieceLoader {
     __device__ __forceinline__ void touch_next_segment() const {
         DecodeCursor next = at_;
         next.next_segment(p_);
-        const uint64_t* entry = p_.a.table + next.s.first_entry + first_page(p_.a, next.s) + lane_;
+        const BlockWalk walk = BlockWalk::of<kTiered>(p_.a, next.seq);
+        const uint64_t* entry = p_.a.table + next.s.first_entry + walk.block(first_page(p_.a, next.s, walk) + lane_);
         uint64_t unused;
         if (lane_ < next.pages) asm volatile("ld.global.ca.u64 %0, [%1];" : "=l"(unused) : "l"(entry));
     }
@@ -184,7 +200,8 @@ class PieceLoader {
         channel_offset_ = h.channel_offset;
         segment_left_ = min(at_.pages - at_.page, left_);
         left_ -= segment_left_;
-        next_entry_ = p_.a.table + at_.s.first_entry + first_page(p_.a, at_.s) + at_.page + lane_;
+        const BlockWalk walk = BlockWalk::of<kTiered>(p_.a, at_.seq);
+        next_entry_ = p_.a.table + at_.s.first_entry + walk.block(first_page(p_.a, at_.s, walk) + at_.page + lane_);
         following_ = load_entry(0);
     }
 
@@ -204,7 +221,10 @@ class PieceLoader {
 
     // This lane's entry, `ahead` after the batch at hand.
     __device__ uint64_t load_entry(int ahead) const {
-        return lane_ + ahead < segment_left_ ? next_entry_[ahead] : 0;
+        return lane_ + ahead < segment_left_ ? next_entry_[ahead * stride()] : 0;
+    }
+    __device__ __forceinline__ int32_t stride() const {
+        return kTiered ? p_.a.block_stride : 1;
     }
 
     __device__ __forceinline__ const uint8_t* source_of(uint64_t entry, bool channel) const {
@@ -243,7 +263,7 @@ class PieceLoader {
     __device__ void next_batch() {
         if (segment_left_ > 32) {
             segment_left_ -= 32;
-            next_entry_ += 32;
+            next_entry_ += 32 * stride();
         } else {
             if (left_ == 0) return;
             at_.next_segment(p_);

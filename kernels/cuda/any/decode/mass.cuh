@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_shares(const DecodeParams& p, const Sequence
     float of_row[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_row[i] = __shfl_sync(kAllLanes, lse, i);
-    const uint32_t skipped = uint32_t(first_page(p.a, s));
+    const uint32_t skipped = uint32_t(first_page(p.a, s, {}));
     const auto* from =
         reinterpret_cast<const float4*>(p.mass.page_lse) + uint64_t(mass_place(p, s, head) + skipped) * kTiles + tile;
     uint64_t* const weight = p.mass.weight + s.first_entry + skipped;

@@ -1,16 +1,16 @@
-#include "kernels/cuda/any/merge/exchange_parts.h"
-
 #include <algorithm>
 
+#include "kernels/cuda/any/merge/exchange_parts.h"
 #include "kernels/cuda/any/merge/merge_rows.cuh"
-#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/generation.h"
+#include "kernels/cuda/ptx/mma.cuh"
 
 namespace ta::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWidth = 8;                       // elements of a word
-constexpr uint64_t kLookEvery = 20000;          // nanoseconds between looks at the host's notes
+constexpr int kWidth = 8;               // elements of a word
+constexpr uint64_t kLookEvery = 20000;  // nanoseconds between looks at the host's notes
 static_assert(kMaxMergeParts <= kThreads, "a thread waits for a rank");
 static_assert(kExchangeRows <= kMaxMergeRows);
 
@@ -81,6 +81,9 @@ __device__ __forceinline__ void store_word(const MergeState& out, uint8_t* to, c
 // on no other: they need not all be on the GPU at once.
 __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constant__ ExchangeArgs a) {
     __shared__ MergeWeights weight;
+    // The grid before wrote `o` and, through `out` and its readers, may be what the last exchange waited for.
+    grid_dependency_wait();
+    grid_launch_dependents();
     ExchangeState& s = *a.state;
     const int thread = int(threadIdx.x), ranks = int(a.outputs.ranks), d = a.head_dim, words = d / kWidth;
     const auto heads = uint32_t(a.outputs.heads);
@@ -122,7 +125,6 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constan
             const uint64_t value = signal_value(s.identity, a.number);
             ExchangeSignal* const theirs = area_of(thread).signal(a.rank);
             theirs->arguments = a.arguments;
-            __threadfence_system();
             store_release(&theirs->value, value);
             const uint32_t cause = wait_for(area_of(a.rank).signal(thread), value, a.arguments, s);
             failed = cause != ExchangeNotes::kNone;
@@ -131,9 +133,7 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constan
         failed = __syncthreads_or(failed);
     }
     const Area mine = area_of(a.rank);
-    const auto row_of = [&](int64_t row) {
-        return a.out.row(int64_t(uint64_t(a.first_row + row) / heads), head_of(row));
-    };
+    const auto row_of = [&](int64_t row) { return a.out.row(int64_t(uint64_t(a.first_row + row) / heads), head_of(row)); };
     const auto lse_of = [&](int64_t row) {
         return a.out.lse ? a.out.lse_at(int64_t(uint64_t(a.first_row + row) / heads), head_of(row)) : nullptr;
     };
@@ -180,7 +180,18 @@ int launch_exchange_parts(const ExchangeArgs& args, CUstream_st* stream) {
     if (args.head_dim % kWidth != 0 || args.rows > rows_per_exchange(args.head_dim)) return cudaErrorInvalidValue;
     if (args.rows == 0) return cudaSuccess;
     const int64_t tiles = (args.rows + kExchangeRows - 1) / kExchangeRows;
-    return launch_kernel(exchange_kernel, unsigned(std::min<int64_t>(tiles, kMaxExchangeCtas)), kThreads, 0, stream, args);
+    int generation = 0;
+    if (const cudaError_t e = kernel_generation(&generation); e != cudaSuccess) return e;
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = unsigned(std::min<int64_t>(tiles, kMaxExchangeCtas));
+    config.blockDim = kThreads;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = generation >= 9 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, exchange_kernel, args);
 }
 
 }  // namespace ta::cuda

@@ -1,8 +1,7 @@
-#include "kernels/cuda/any/merge/merge_states.h"
-
 #include <algorithm>
 
 #include "kernels/cuda/any/merge/merge_rows.cuh"
+#include "kernels/cuda/any/merge/merge_states.h"
 #include "kernels/cuda/common/launch.cuh"
 
 namespace ta::cuda {
