@@ -57,6 +57,9 @@ class Device {
     // Of such memory: a CPU may read it now.
     virtual Status may_read() { return {}; }
     virtual int ordinal() const = 0;
+    // Whether each of these GPUs of the process, this one among them, reaches the memory of each other; from then on this one does.
+    // Two that are the same do not. Any of them asks and gets the same answer.
+    virtual Result<bool> reach(std::span<const int> ordinals);
     virtual const char* name() const = 0;
     virtual int compute_capability() const = 0;  // 90: sm_90
     // Device memory, 4096-byte aligned, unspecified bytes; nullptr when there is none.

@@ -28,7 +28,7 @@ inline const char* name_of(DeviceFault f) {
     return kNames[int(f)];
 }
 
-class SimulatedDevice final : public Device {
+class SimulatedDevice : public Device {
   public:
     explicit SimulatedDevice(uint64_t seed) : random_(seed * 2 + 1), engine_([this] { run(); }) {}
     ~SimulatedDevice() override {

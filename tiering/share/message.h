@@ -23,6 +23,8 @@ enum class MessageType : uint16_t {
     kOffer,      // source -> destination: what the sequence has
     kReady,      // destination -> source: where blocks are to be written
     kSent,       // source -> destination: they are written, with their hashes
+    kAskLease,   // destination -> source: which blocks it would read itself
+    kLeased,     // source -> destination: where they lie, and stay until the transfer ends
     kArrived,    // destination -> source: the sequence exists there
     kCancel,     // either: Ending; the peer stops and answers
     kCancelled,  // the answer: the sender touches nothing of the transfer any more

@@ -164,6 +164,7 @@ struct PlacedBlock {
     uint64_t index;
     uint8_t* slot;
     PageKind kind;
+    uint64_t content_id = 0;  // of what lies there, where that is not the block's own; 0: it is
 };
 
 // What keeps moves from overtaking those who use blocks. Only tests switch some of it off, to see that they would notice.

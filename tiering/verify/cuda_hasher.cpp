@@ -19,7 +19,8 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     auto* tasks = static_cast<cuda::HashTask*>(pinned.part(blocks.size() * sizeof(cuda::HashTask)));
     for (size_t i = 0; i < blocks.size(); ++i) {
         const Block& b = *blocks[i].block;
-        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), b.content_id(), blocks[i].index, blocks[i].kind, {}};
+        const uint64_t content_id = blocks[i].content_id ? blocks[i].content_id : b.content_id();
+        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), content_id, blocks[i].index, blocks[i].kind, {}};
     }
     args.tasks = tasks;
     args.n_tasks = uint32_t(blocks.size());
@@ -62,7 +63,9 @@ class Checks {
     Checks(const Pages& pages, CudaDevice& gpu) : device(gpu), layers(pages.geometry.layers), hasher_(pages, gpu) {}
     ~Checks() {
         const CudaScope scope(device.ordinal());
-        if (stream_) cudaStreamDestroy(stream_);
+        for (cudaStream_t s : {stream_, seals_}) {
+            if (s) cudaStreamDestroy(s);
+        }
     }
 
     Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<PinnedBuffer>& pinned,
@@ -82,6 +85,22 @@ class Checks {
         if (arrival) TA_RETURN_IF_ERROR(device.check(cudaStreamWaitEvent(stream_, arrival, 0), "waiting for a move"));
         return hasher_.start_verify(blocks, *pinned, stream_, mismatch);
     }
+    Status seal(std::span<const PlacedBlock> blocks) {
+        const CudaScope scope(device.ordinal());
+        const std::unique_ptr<PinnedBuffer> over = std::make_unique<PinnedBuffer>();
+        {
+            std::lock_guard lock(mutex_);
+            // Not behind checks, which wait for copies.
+            if (!seals_) {
+                TA_RETURN_IF_ERROR(
+                    device.check(cudaStreamCreateWithFlags(&seals_, cudaStreamNonBlocking), "creating a stream"));
+            }
+            TA_RETURN_IF_ERROR(over->take(device, 0));
+            TA_RETURN_IF_ERROR(hasher_.seal(blocks, seals_));
+            TA_RETURN_IF_ERROR(over->record(device, seals_));
+        }
+        return over->wait(device);
+    }
     void give(std::unique_ptr<PinnedBuffer> pinned) {
         std::lock_guard lock(mutex_);
         try {
@@ -96,7 +115,7 @@ class Checks {
   private:
     std::mutex mutex_;
     CudaHasher hasher_;
-    cudaStream_t stream_ = nullptr;
+    cudaStream_t stream_ = nullptr, seals_ = nullptr;
     std::vector<std::unique_ptr<PinnedBuffer>> idle_;
 };
 
@@ -148,6 +167,12 @@ class CudaVerifier final : public BlockVerifier {
         // All transfers of this device are CUDA's.
         TA_RETURN_IF_ERROR(check->start(blocks, static_cast<const CudaTransfer&>(arrival).done()));
         return std::unique_ptr<ArrivalCheck>(std::move(check));
+    }
+
+    Status seal(std::span<const PlacedBlock> blocks) override {
+        std::vector<PlacedBlock> own(blocks.begin(), blocks.end());
+        for (PlacedBlock& b : own) b.content_id = 0;
+        return checks_->seal(own);
     }
 
   private:

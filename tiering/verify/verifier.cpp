@@ -23,8 +23,15 @@ class HostVerifier final : public BlockVerifier {
         TA_RETURN_IF_ERROR(device_.may_read());
         for (size_t i = 0; i < blocks.size(); ++i) {
             const PlacedBlock& b = blocks[i];
-            statuses[i] = b.block->verify(pages_.geometry, pages_.fingerprint, b.index, b.slot, b.kind);
+            statuses[i] = verify_slot(pages_.geometry, b.kind, b.slot, pages_.fingerprint, b.index,
+                                      b.content_id ? b.content_id : b.block->content_id(), uint32_t(kPageTokens));
         }
+        return {};
+    }
+    Status seal(std::span<const PlacedBlock> blocks) override {
+        TA_RETURN_IF_ERROR(device_.may_read());
+        for (const PlacedBlock& b : blocks)
+            b.block->write_trailer(pages_.geometry, pages_.fingerprint, b.index, uint32_t(kPageTokens), b.slot);
         return {};
     }
 

@@ -73,6 +73,8 @@ class GpuMachine final : public Machine {
             cuda_check(cudaSetDevice(ends[e]->ordinal_), "choosing the GPU");
             cuda_check(cudaEventCreate(&start[e]), "creating an event");
             cuda_check(cudaEventCreate(&done[e]), "creating an event");
+            const cudaError_t reached = cudaDeviceEnablePeerAccess(ends[1 - e]->ordinal_, 0);
+            if (reached == cudaErrorPeerAccessAlreadyEnabled) (void)cudaGetLastError();
         }
         for (const int round : {0, 1}) {  // the first one opens the way
             for (int e = 0; e < (both ? 2 : 1); ++e) {

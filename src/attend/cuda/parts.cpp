@@ -49,23 +49,8 @@ Status CudaParts::begin(const PartitionedCalls& step, uint64_t arguments) {
 // Whether the parts can go by kernel: the same answer at all ranks. Two ranks of one GPU go through the host. Their kernels would
 // wait for each other, and may be in one stream.
 Result<bool> CudaParts::reaches_all(const std::vector<int>& devices) {
-    for (size_t i = 0; i < devices.size(); ++i) {
-        if (devices[i] < 0) return false;
-        for (size_t j = 0; j < i; ++j) {
-            int there = 0, back = 0;
-            if (devices[i] == devices[j]) return false;
-            TA_RETURN_IF_ERROR(
-                device_.check(cudaDeviceCanAccessPeer(&there, devices[i], devices[j]), "asking for peer access"));
-            TA_RETURN_IF_ERROR(device_.check(cudaDeviceCanAccessPeer(&back, devices[j], devices[i]), "asking for peer access"));
-            if (!there || !back) return false;
-        }
-    }
-    for (const int peer : devices) {
-        if (peer == device_.ordinal()) continue;
-        const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
-        if (enabled != cudaErrorPeerAccessAlreadyEnabled) TA_RETURN_IF_ERROR(device_.check(enabled, "reaching another GPU"));
-    }
-    return !devices.empty();
+    if (devices.empty() || std::count_if(devices.begin(), devices.end(), [](int d) { return d < 0; }) > 0) return false;
+    return device_.reach(devices);
 }
 
 Status CudaParts::open() {
@@ -148,13 +133,15 @@ Status CudaParts::exchange_by_kernel(PartitionedCalls& step, const AttendCall& c
     args.rank = int32_t(rank_);
     args.head_dim = call.head_dim;
     args.outputs = step.outputs;
-    args.o = reinterpret_cast<const float*>(own.out.data);
-    args.lse = own.lse;
     args.out = merge_state(call.out, call.lse);
-    const int64_t rows = call.q.tokens * call.q.heads, most = cuda::rows_per_exchange(call.head_dim);
-    for (; args.first_row < rows; args.first_row += args.rows) {
-        args.rows = std::min(most, rows - args.first_row);
+    const int64_t heads = call.q.heads, rows = call.q.tokens * heads;
+    for (int64_t first = 0; first < rows; first += args.rows) {
+        args.rows = int32_t(std::min<int64_t>(cuda::rows_per_exchange(call.head_dim), rows - first));
         args.number = step.exchanged + 1;
+        args.first_token = first / heads;
+        args.first_head = int32_t(first % heads);
+        args.o = reinterpret_cast<const float*>(own.out.data) + first * call.head_dim;
+        args.lse = own.lse + first;
         TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_exchange_parts(args, stream_)), "exchanging parts"));
         ++step.exchanged;
     }

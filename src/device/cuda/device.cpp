@@ -142,6 +142,25 @@ CudaDevice::~CudaDevice() {
     if (zeroed_) cudaEventDestroy(zeroed_);
 }
 
+Result<bool> CudaDevice::reach(std::span<const int> ordinals) {
+    const CudaScope scope(ordinal_);
+    for (size_t i = 0; i < ordinals.size(); ++i) {
+        for (size_t j = 0; j < i; ++j) {
+            int there = 0, back = 0;
+            if (ordinals[i] == ordinals[j]) return false;
+            TA_RETURN_IF_ERROR(check(cudaDeviceCanAccessPeer(&there, ordinals[i], ordinals[j]), "asking for peer access"));
+            TA_RETURN_IF_ERROR(check(cudaDeviceCanAccessPeer(&back, ordinals[j], ordinals[i]), "asking for peer access"));
+            if (!there || !back) return false;
+        }
+    }
+    for (const int peer : ordinals) {
+        if (peer == ordinal_) continue;
+        const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
+        if (enabled != cudaErrorPeerAccessAlreadyEnabled) TA_RETURN_IF_ERROR(check(enabled, "reaching another GPU"));
+    }
+    return true;
+}
+
 uint8_t* CudaDevice::allocate(size_t bytes) {
     const CudaScope scope(ordinal_);
     void* ptr = nullptr;

@@ -53,6 +53,7 @@ class CudaDevice final : public Device {
 
     CudaDevice* cuda() override { return this; }
     int ordinal() const override { return ordinal_; }
+    Result<bool> reach(std::span<const int> ordinals) override;
     const char* name() const override { return properties_.name; }
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
     const cudaDeviceProp& properties() const { return properties_; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <optional>
 #include <utility>
 
 #include "kernels/format/hash.h"
@@ -34,6 +35,19 @@ struct SentHeader {
     uint64_t blocks;
 };  // then the XXH3 of each slot
 
+struct AskLeaseHeader {
+    uint64_t blocks;
+};  // then their positions in the offer
+
+struct LeasedHeader {
+    uint64_t memory;  // shared for as long as the lease lasts
+    uint64_t blocks;
+};  // then the address of each, 0: it lies where no other GPU reads it
+
+constexpr uint64_t kPullBytes = uint64_t{64} << 20;  // that are copied at once, while those before are checked
+constexpr size_t kPullsUnderWay = 3;
+constexpr size_t kEngineBytes = size_t{1} << 20;  // from this size on blocks go by copy engine
+
 Time after(std::chrono::milliseconds from_now) {
     return Clock::now() + from_now;
 }
@@ -51,6 +65,11 @@ struct Transfers::Outgoing {
     bool writing = false;
     ReadyHeader ready{};
     std::vector<uint64_t> positions;
+    // What the destination reads itself, until the transfer ends: where blocks lie they stay.
+    bool leased = false;  // guarded by mutex_, as its positions until the lane has them
+    std::vector<uint64_t> leased_positions;
+    std::optional<ReadingBlocks> reading;
+    std::shared_ptr<uint8_t> memory;
 };
 
 struct Transfers::Incoming {
@@ -75,6 +94,19 @@ struct Transfers::Incoming {
     // Guarded by mutex_: the window for which kSent has to come, 0: none; what it brought.
     uint64_t awaited = 0;
     std::vector<uint64_t> hashes;
+    bool asked_lease = false;
+    LeasedHeader leased{};
+    std::vector<uint64_t> addresses;  // of `positions`
+};
+
+// Blocks that are on their way from another GPU.
+struct Transfers::Pull {
+    std::vector<uint64_t> positions;  // in the list
+    std::vector<BlockPtr> blocks;
+    std::vector<PlacedBlock> placed;
+    uint64_t bytes = 0;
+    std::unique_ptr<DeviceTransfer> transfer;
+    std::unique_ptr<ArrivalCheck> check;  // goes before what it checks
 };
 
 struct Transfers::Transfer {
@@ -383,6 +415,8 @@ Status Transfers::on_message(const Message& m) {
     if (type == MessageType::kOffer) return on_offer(m);
     if (type == MessageType::kReady) return on_ready(m);
     if (type == MessageType::kSent) return on_sent(m);
+    if (type == MessageType::kAskLease) return on_ask_lease(m);
+    if (type == MessageType::kLeased) return on_leased(m);
     // Whose channel it is, says who began it.
     const bool mine = m.header.channel >> 40 == group_.settings().rank;
     const Ptr t = find(m.header.channel, from, mine);
@@ -475,6 +509,44 @@ Status Transfers::on_sent(const Message& m) {
     return {};
 }
 
+Status Transfers::on_ask_lease(const Message& m) {
+    const Ptr t = find(m.header.channel, m.header.from, true);
+    if (!t || (t->phase != Phase::kWaiting && t->phase != Phase::kMoving)) return {};
+    PayloadReader payload(m.payload);
+    AskLeaseHeader asked{};
+    std::vector<uint64_t> positions;
+    Outgoing& out = *t->out;
+    const bool good = payload.get(asked) && payload.get_rest(asked.blocks, positions) && !std::exchange(out.leased, true) &&
+                      std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < out.list.size(); });
+    if (!good) {
+        return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
+            .rank(int32_t(m.header.from));
+    }
+    out.leased_positions = std::move(positions);
+    t->phase = Phase::kMoving;
+    t->progress.state = TA_MOVE_RUNNING;
+    touch(*t);
+    leaving_.post(guarded(t, &Transfers::lease));
+    return {};
+}
+
+Status Transfers::on_leased(const Message& m) {
+    const Ptr t = find(m.header.channel, m.header.from, false);
+    if (!t || t->phase != Phase::kMoving) return {};
+    PayloadReader payload(m.payload);
+    LeasedHeader leased{};
+    std::vector<uint64_t> addresses;
+    if (!payload.get(leased) || !payload.get_rest(leased.blocks, addresses) || !std::exchange(t->in->asked_lease, false) ||
+        addresses.size() != t->in->positions.size()) {
+        return fail(TA_E_PEER_LOST, "rank %u leases blocks that nobody asked for", m.header.from).rank(int32_t(m.header.from));
+    }
+    t->in->leased = leased;
+    t->in->addresses = std::move(addresses);
+    touch(*t);
+    coming_.post(guarded(t, &Transfers::pull));
+    return {};
+}
+
 // The peer stops. Its answer comes from the lane: then nothing of this rank's writes any more.
 void Transfers::on_cancel(const Message& m, const Ptr& t, const Ending& ending) {
     const uint32_t from = m.header.from;
@@ -525,6 +597,40 @@ Status Transfers::write_window(Transfer& t) {
     return {};
 }
 
+// What lies in the device's memory is read there by the destination. The blocks stay where they are until the lease ends.
+Status Transfers::lease(Transfer& t) {
+    Outgoing& out = *t.out;
+    Pool& pool = *t.pool;
+    TA_RETURN_IF_ERROR(pool.check_open());
+    Device* const device = pool.context().device();
+    std::vector<uint64_t> addresses;
+    uint64_t moved = 0, bytes = 0;
+    out.reading.emplace(pool.blocks());
+    if (device) TA_RETURN_IF_ERROR(device->wait_for_steps());  // which write them
+    for (const uint64_t position : out.leased_positions) {
+        const StoredBlock& b = out.list[size_t(position)];
+        const Block& block = *out.snapshot.blocks[size_t(position)];
+        const Place at = pool.blocks().place_of(block);
+        if (at.kind != PageKind(b.kind)) {
+            return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
+        }
+        const bool there = device && at.tier == TierKind::kDevice && block.sealed();
+        addresses.push_back(there ? reinterpret_cast<uintptr_t>(at.address) : 0);
+        moved += there;
+        bytes += there ? pool.geometry().slot_bytes(at.kind) : 0;
+    }
+    out.memory = std::shared_ptr<uint8_t>(t.pool, reinterpret_cast<uint8_t*>(t.pool.get()));
+    const LeasedHeader leased{group_.transport().share_memory(out.memory), addresses.size()};
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    t.progress.blocks_moved += moved;
+    t.progress.bytes_moved += bytes;
+    touch(t);
+    group_.send(t.progress.peer, MessageType::kLeased, t.channel,
+                PayloadWriter().put(leased).put_all(std::span<const uint64_t>(addresses)).bytes());
+    return {};
+}
+
 // ------------------------------------------------------------------------------------------------- tasks of the destination
 
 Status Transfers::prepare(Transfer& t) {
@@ -543,7 +649,135 @@ Status Transfers::prepare(Transfer& t) {
         if (!in.blocks[i]) bytes += pool.geometry().slot_bytes(PageKind(in.list[i].kind));
     }
     TA_RETURN_IF_ERROR(pool.residency().check_may_take_in(bytes));
+    return ask_for_blocks(t);
+}
+
+// Whether this rank's GPU may read blocks where the peer's has them.
+bool Transfers::may_pull(const Transfer& t) {
+    Device* const device = t.pool->context().device();
+    const int peer = group_.transport().devices()[t.progress.peer];
+    if (!device || peer < 0) return false;
+    const int both[] = {device->ordinal(), peer};
+    Result<bool> reaches = device->reach(both);
+    return reaches.ok() && reaches.value();
+}
+
+// Full blocks first, where this rank can read them itself; the rest by windows.
+Status Transfers::ask_for_blocks(Transfer& t) {
+    Incoming& in = *t.in;
+    in.positions.clear();
+    if (may_pull(t)) {
+        for (size_t i = 0; i < in.list.size(); ++i) {
+            if (!in.blocks[i] && in.list[i].tokens == uint32_t(kPageTokens)) in.positions.push_back(i);
+        }
+    }
+    if (in.positions.empty()) return ask_for_window(t);
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    in.asked_lease = true;
+    touch(t);
+    group_.send(
+        t.progress.peer, MessageType::kAskLease, t.channel,
+        PayloadWriter().put(AskLeaseHeader{in.positions.size()}).put_all(std::span<const uint64_t>(in.positions)).bytes());
+    return {};
+}
+
+// Copies, checks and takes in what is leased, a part of it while the parts before are checked.
+Status Transfers::pull(Transfer& t) {
+    Incoming& in = *t.in;
+    const std::shared_ptr<uint8_t> memory = group_.transport().find_memory(in.leased.memory);
+    if (!memory) {
+        return fail(TA_E_CANCELLED, "rank %u has let go of the blocks", t.progress.peer).rank(int32_t(t.progress.peer));
+    }
+    std::vector<uint64_t> positions, from;
+    for (size_t i = 0; i < in.positions.size(); ++i) {
+        if (in.addresses[i] == 0) continue;
+        positions.push_back(in.positions[i]);
+        from.push_back(in.addresses[i]);
+    }
+    const Geometry& g = t.pool->geometry();
+    std::deque<Pull> under_way;
+    const auto finish_oldest = [&]() -> Status {
+        Pull oldest = std::move(under_way.front());
+        under_way.pop_front();
+        return finish_pull(t, oldest);
+    };
+    for (size_t first = 0; first < positions.size();) {
+        if (t.phase != Phase::kMoving) return {};
+        TA_RETURN_IF_ERROR(t.pool->check_open());
+        size_t end = first;
+        for (uint64_t bytes = 0; end < positions.size() && (end == first || bytes < kPullBytes); ++end)
+            bytes += g.slot_bytes(PageKind(in.list[size_t(positions[end])].kind));
+        Result<Pull> started = start_pull(t, std::span(positions).subspan(first, end - first), std::span(from).subspan(first));
+        if (!started.ok()) return std::move(started).status();
+        under_way.push_back(started.take());
+        if (under_way.size() == kPullsUnderWay) TA_RETURN_IF_ERROR(finish_oldest());
+        first = end;
+    }
+    while (!under_way.empty()) TA_RETURN_IF_ERROR(finish_oldest());
     return ask_for_window(t);
+}
+
+Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint64_t> positions,
+                                              std::span<const uint64_t> from) {
+    Incoming& in = *t.in;
+    Pool& pool = *t.pool;
+    Pull p;
+    std::vector<PageKind> kinds;
+    for (const uint64_t i : positions) kinds.push_back(PageKind(in.list[size_t(i)].kind));
+    Result<std::vector<BlockPtr>> taken = pool.blocks().acquire(kinds);
+    if (taken.ok()) {
+        p.blocks = taken.take();
+    } else if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) {
+        return s;
+    }
+    std::vector<DeviceCopy> copies;
+    for (size_t n = 0; n < positions.size(); ++n) {
+        const StoredBlock& b = in.list[size_t(positions[n])];
+        if (n >= p.blocks.size()) {  // one by one, while others leave
+            Result<BlockPtr> block = pool.residency().new_block(kinds[n], in.mine);
+            if (!block.ok()) return std::move(block).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
+            p.blocks.push_back(block.take());
+        }
+        Block& block = *p.blocks[n];
+        if (in.tenant != 0) block.set_tenant(in.tenant);
+        p.positions.push_back(positions[n]);
+        p.placed.push_back({&block, b.index, block.slot(), kinds[n], b.content_id});
+        copies.push_back(
+            {block.slot(), reinterpret_cast<const uint8_t*>(uintptr_t(from[n])), pool.geometry().slot_bytes(kinds[n])});
+        p.bytes += copies.back().bytes;
+    }
+    CopyOptions options;
+    options.route = p.bytes >= kEngineBytes * copies.size() ? MoveRoute::kCopyEngine : MoveRoute::kKernel;
+    Result<std::unique_ptr<DeviceTransfer>> transfer = pool.context().device()->start_copy(copies, options);
+    if (!transfer.ok()) return std::move(transfer).status();
+    p.transfer = transfer.take();
+    Result<std::unique_ptr<ArrivalCheck>> check = pool.residency().verifier()->start(p.placed, *p.transfer);
+    if (!check.ok()) return std::move(check).status();
+    p.check = check.take();
+    return p;
+}
+
+// The hash of each page says that it is what the source sealed; what attention can compute with, the source's kernels wrote.
+Status Transfers::finish_pull(Transfer& t, Pull& p) {
+    Incoming& in = *t.in;
+    TA_RETURN_IF_ERROR(p.transfer->wait());
+    std::vector<Status> statuses(p.placed.size());
+    TA_RETURN_IF_ERROR(p.check->wait(statuses));
+    for (Status& s : statuses) {
+        if (!s.ok()) return std::move(s).rank(int32_t(t.progress.peer));
+    }
+    TA_RETURN_IF_ERROR(t.pool->residency().verifier()->seal(p.placed));
+    for (size_t n = 0; n < p.blocks.size(); ++n) {
+        p.blocks[n]->mark_sealed();
+        in.blocks[size_t(p.positions[n])] = p.blocks[n];
+        in.others_see.add({std::move(p.blocks[n]), p.placed[n].index});
+    }
+    const std::lock_guard lock(mutex_);
+    t.progress.blocks_moved += p.placed.size();
+    t.progress.bytes_moved += p.bytes;
+    touch(t);
+    return {};
 }
 
 // The offer is of a pool like this one, and may be that of a sequence.

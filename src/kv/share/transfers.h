@@ -63,6 +63,7 @@ class Transfers final : public Group::Service {
     struct Transfer;
     struct Outgoing;
     struct Incoming;
+    struct Pull;
     using Ptr = std::shared_ptr<Transfer>;
     struct Offer {
         uint32_t from;
@@ -85,15 +86,23 @@ class Transfers final : public Group::Service {
     Status on_offer(const Message& m);
     Status on_ready(const Message& m);
     Status on_sent(const Message& m);
+    Status on_ask_lease(const Message& m);
+    Status on_leased(const Message& m);
     void on_cancel(const Message& m, const Ptr& t, const Ending& ending);
     void match(const Ptr& t, Offer& offer);
 
     // Tasks of the lanes. A failure cancels the transfer.
     Status write_window(Transfer& t);
+    Status lease(Transfer& t);
     Status prepare(Transfer& t);
     Status take_in_window(Transfer& t);
     Status read_offer(Transfer& t);
     void share_present(Transfer& t);
+    bool may_pull(const Transfer& t);
+    Status ask_for_blocks(Transfer& t);
+    Status pull(Transfer& t);
+    Result<Pull> start_pull(Transfer& t, std::span<const uint64_t> positions, std::span<const uint64_t> from);
+    Status finish_pull(Transfer& t, Pull& pull);
     Status ask_for_window(Transfer& t);
     Status land(Transfer& t);
     void let_go(Transfer& t, bool done);

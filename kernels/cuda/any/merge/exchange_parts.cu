@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "kernels/cuda/any/merge/exchange_parts.h"
 #include "kernels/cuda/any/merge/merge_rows.cuh"
 #include "kernels/cuda/common/generation.h"
@@ -8,11 +6,10 @@
 namespace ta::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWidth = 8;               // elements of a word
-constexpr uint64_t kLookEvery = 20000;  // nanoseconds between looks at the host's notes
+constexpr int kThreads = 256;
 static_assert(kMaxMergeParts <= kThreads, "a thread waits for a rank");
-static_assert(kExchangeRows <= kMaxMergeRows);
+constexpr int kExchangeWidth = 8;       // elements of a word
+constexpr uint64_t kLookEvery = 20000;  // nanoseconds between looks at the host's notes
 
 __device__ __forceinline__ uint64_t nanoseconds() {
     uint64_t t;
@@ -20,7 +17,7 @@ __device__ __forceinline__ uint64_t nanoseconds() {
     return t;
 }
 
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* p) {
     uint64_t v;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
@@ -36,23 +33,23 @@ __device__ __forceinline__ uint64_t signal_value(uint64_t identity, uint64_t num
     return (x ^ x >> 32) | 1;
 }
 
-struct Area {
+struct ExchangeArea {
     uint8_t* data;
     int ranks, parity;
 
     __device__ float* o(int rank) const {
         return reinterpret_cast<float*>(data + size_t(parity * ranks + rank) * kExchangeSlotBytes);
     }
-    __device__ ExchangeSignal* signal(int rank) const {
+    __device__ ExchangeSignal* signals(int rank) const {
         auto* const signals = reinterpret_cast<ExchangeSignal*>(data + 2 * size_t(ranks) * kExchangeSlotBytes);
-        return signals + (parity * ranks + rank) * kMaxExchangeCtas + blockIdx.x;
+        return signals + (parity * ranks + rank) * kMaxExchangeCtas;
     }
 };
 
-__device__ uint32_t wait_for(const ExchangeSignal* signal, uint64_t value, uint64_t arguments, const ExchangeState& s) {
+__device__ uint32_t wait_for_signal(const ExchangeSignal* signal, uint64_t value, uint64_t arguments, const ExchangeState& s) {
     const uint64_t begun = nanoseconds();
     uint64_t look = begun + kLookEvery;
-    while (load_acquire(&signal->value) != value) {
+    while (load_acquire_system(&signal->value) != value) {
         const uint64_t now = nanoseconds();
         if (now < look) continue;
         if (*static_cast<volatile uint64_t*>(&s.notes->given_up) == s.identity) return ExchangeNotes::kGivenUp;
@@ -71,101 +68,121 @@ __device__ void note_failure(ExchangeState& s, uint32_t cause, uint32_t rank) {
 }
 
 // The word of a row, wherever it begins.
-__device__ __forceinline__ void store_word(const MergeState& out, uint8_t* to, const float (&x)[kWidth]) {
-    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) return Word<kWidth>::store(to, out.dtype, x);
+__device__ __forceinline__ void store_merged(const MergeState& out, uint8_t* to, const float (&x)[kExchangeWidth]) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) return Word<kExchangeWidth>::store(to, out.dtype, x);
 #pragma unroll
-    for (int c = 0; c < kWidth; ++c) Word<1>::store(to + c * int64_t(dtype_bytes(out.dtype)), out.dtype, {x[c]});
+    for (int c = 0; c < kExchangeWidth; ++c) Word<1>::store(to + c * int64_t(dtype_bytes(out.dtype)), out.dtype, {x[c]});
 }
 
-// CTA c takes the rows [kExchangeRows * c, ...) and every gridDim.x-th such tile. It depends on the same CTA of each other rank and
-// on no other: they need not all be on the GPU at once.
-__global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constant__ ExchangeArgs a) {
-    __shared__ MergeWeights weight;
-    // The grid before wrote `o` and, through `out` and its readers, may be what the last exchange waited for.
-    grid_dependency_wait();
-    grid_launch_dependents();
+using ExchangeWeights = float[kMaxMergeParts][kMaxExchangeRows];
+
+// A row of an exchange, and whose it is.
+struct ExchangeRow {
+    int64_t token;
+    int32_t row, head;  // row within the exchange
+
+    __device__ ExchangeRow(const ExchangeArgs& a, int32_t row) : row(row) {
+        const uint32_t at = uint32_t(a.first_head) + uint32_t(row), heads = uint32_t(a.outputs.heads);
+        token = a.first_token + at / heads;
+        head = int32_t(at % heads);
+    }
+    __device__ bool is_for(const ExchangeArgs& a, int rank) const {
+        const OutputHeads::Range range = a.outputs.of(uint32_t(rank));
+        return head >= range.first && head < range.end;
+    }
+};
+
+// What CTA `cta` of exchange_ctas(a.rows) has to do: tiles cta, cta + ctas, ... of rows. It depends on the same CTA of each other
+// rank and on no other. All threads call it, kMaxMergeParts or more. `weight` is shared.
+__device__ __forceinline__ void exchange(const ExchangeArgs& a, int cta, int ctas, ExchangeWeights& weight) {
+    constexpr int kAtOnce = 2;  // words of a thread whose loads are under way together
     ExchangeState& s = *a.state;
-    const int thread = int(threadIdx.x), ranks = int(a.outputs.ranks), d = a.head_dim, words = d / kWidth;
-    const auto heads = uint32_t(a.outputs.heads);
+    const int thread = int(threadIdx.x), threads = int(blockDim.x), ranks = int(a.outputs.ranks);
+    const int d = a.head_dim, words = d / kExchangeWidth, rows = a.rows, tile = exchange_tile_rows(rows);
     const auto for_each_tile = [&](auto fn) {
-        for (int64_t first = int64_t(blockIdx.x) * kExchangeRows; first < a.rows; first += int64_t(gridDim.x) * kExchangeRows)
-            fn(first, int(min(int64_t(kExchangeRows), a.rows - first)));
+        for (int first = cta * tile; first < rows; first += ctas * tile) fn(first, min(tile, rows - first));
     };
-    const auto head_of = [&](int64_t row) { return int64_t(uint64_t(a.first_row + row) % heads); };
-    const auto gets = [&](int rank, int64_t row) {
-        const OutputHeads::Range r = a.outputs.of(uint32_t(rank));
-        return head_of(row) >= r.first && head_of(row) < r.end;
-    };
-    const auto area_of = [&](int rank) { return Area{s.areas[rank], ranks, int(a.number & 1)}; };
-    const float *const own_o = a.o + a.first_row * d, *const own_lse = a.lse + a.first_row;
+    const auto area_of = [&](int rank) { return ExchangeArea{s.areas[rank], ranks, int(a.number & 1)}; };
+    const ExchangeArea mine = area_of(a.rank);
 
     bool failed = s.identity == 0 || *static_cast<volatile uint32_t*>(&s.failed) != 0;
     failed = __syncthreads_or(failed);
     if (!failed) {
-        for_each_tile([&](int64_t first, int n) {
-            for (int k = thread; k < n * words; k += kThreads) {
-                const int64_t row = first + k / words, at = row * d + k % words * kWidth;
-                const auto* from = reinterpret_cast<const float4*>(own_o + at);
-                const float4 low = from[0], high = from[1];
-                for (int r = 0; r < ranks; ++r) {
-                    if (r == a.rank || !gets(r, row)) continue;
-                    auto* const to = reinterpret_cast<float4*>(area_of(r).o(a.rank) + at);
-                    to[0] = low;
-                    to[1] = high;
+        for_each_tile([&](int first, int n) {
+            for (int k = thread; k < n * words; k += kAtOnce * threads) {
+                float4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j) {
+                    const int word = min(k + j * threads, n * words - 1);
+                    const auto* from = reinterpret_cast<const float4*>(a.o + int64_t(first) * d) + 2 * word;
+                    low[j] = from[0], high[j] = from[1];
+                }
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j) {
+                    const int word = k + j * threads;
+                    if (word >= n * words) break;
+                    const ExchangeRow at(a, first + word / words);
+                    for (int r = 0; r < ranks; ++r) {
+                        if (r == a.rank || !at.is_for(a, r)) continue;
+                        auto* const to = reinterpret_cast<float4*>(area_of(r).o(a.rank) + int64_t(first) * d) + 2 * word;
+                        to[0] = low[j], to[1] = high[j];
+                    }
                 }
             }
-            for (int k = thread; k < n * ranks; k += kThreads) {
-                const int r = k / n;
-                const int64_t row = first + k % n;
-                if (r != a.rank && gets(r, row)) area_of(r).o(a.rank)[a.rows * d + row] = own_lse[row];
+            for (int k = thread; k < n * ranks; k += threads) {
+                const int r = k / n, row = first + k % n;
+                if (r != a.rank && ExchangeRow(a, row).is_for(a, r)) area_of(r).o(a.rank)[int64_t(rows) * d + row] = a.lse[row];
             }
         });
         __syncthreads();
         if (thread < ranks && thread != a.rank) {
             const uint64_t value = signal_value(s.identity, a.number);
-            ExchangeSignal* const theirs = area_of(thread).signal(a.rank);
+            ExchangeSignal* const theirs = area_of(thread).signals(a.rank) + cta;
             theirs->arguments = a.arguments;
             store_release(&theirs->value, value);
-            const uint32_t cause = wait_for(area_of(a.rank).signal(thread), value, a.arguments, s);
+            const uint32_t cause = wait_for_signal(mine.signals(thread) + cta, value, a.arguments, s);
             failed = cause != ExchangeNotes::kNone;
             if (failed) note_failure(s, cause, uint32_t(thread));
         }
         failed = __syncthreads_or(failed);
     }
-    const Area mine = area_of(a.rank);
-    const auto row_of = [&](int64_t row) { return a.out.row(int64_t(uint64_t(a.first_row + row) / heads), head_of(row)); };
-    const auto lse_of = [&](int64_t row) {
-        return a.out.lse ? a.out.lse_at(int64_t(uint64_t(a.first_row + row) / heads), head_of(row)) : nullptr;
-    };
-    for_each_tile([&](int64_t first, int n) {
-        if (thread < n && gets(a.rank, first + thread)) {
-            const int64_t row = first + thread;
-            if (failed) {
-                if (float* const lse = lse_of(row)) *lse = std::numeric_limits<float>::quiet_NaN();
-            } else {
-                const auto lse_at = [&](int i) { return i == a.rank ? own_lse + row : mine.o(i) + a.rows * d + row; };
-                weigh_row(ranks, lse_at, thread, weight, lse_of(row));
+    for_each_tile([&](int first, int n) {
+        if (thread < n) {
+            const ExchangeRow at(a, first + thread);
+            float* const lse = a.out.lse && at.is_for(a, a.rank) ? a.out.lse_at(at.token, at.head) : nullptr;
+            const auto lse_at = [&](int i) { return i == a.rank ? a.lse + at.row : mine.o(i) + int64_t(rows) * d + at.row; };
+            if (!failed && at.is_for(a, a.rank)) {
+                weigh_row(ranks, lse_at, thread, weight, lse);
+            } else if (lse) {
+                *lse = std::numeric_limits<float>::quiet_NaN();
             }
         }
         __syncthreads();
-        for (int k = thread; k < n * words; k += kThreads) {
-            const int tile_row = k / words, c = k % words * kWidth;
-            const int64_t row = first + tile_row, at = row * d + c;
-            if (!gets(a.rank, row)) continue;
-            float sum[kWidth] = {};
+        for (int k = thread; k < n * words; k += threads) {
+            const int tile_row = k / words, c = k % words * kExchangeWidth;
+            const ExchangeRow at(a, first + tile_row);
+            if (!at.is_for(a, a.rank)) continue;
+            float sum[kExchangeWidth] = {};
             if (failed) {
                 for (float& x : sum) x = std::numeric_limits<float>::quiet_NaN();
             } else {
                 const auto word_at = [&](int i) {
-                    const float* const from = i == a.rank ? own_o + at : mine.o(i) + at;
+                    const float* const from = (i == a.rank ? a.o : mine.o(i)) + int64_t(at.row) * d + c;
                     return MergeWordAt{reinterpret_cast<const uint8_t*>(from), DType::kF32};
                 };
                 merge_word(ranks, word_at, tile_row, weight, sum);
             }
-            store_word(a.out, row_of(row) + c * int64_t(dtype_bytes(a.out.dtype)), sum);
+            store_merged(a.out, a.out.row(at.token, at.head) + c * int64_t(dtype_bytes(a.out.dtype)), sum);
         }
         __syncthreads();  // the weights are the next tile's
     });
+}
+
+__global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constant__ ExchangeArgs a) {
+    __shared__ ExchangeWeights weight;
+    grid_launch_dependents();
+    grid_dependency_wait();
+    exchange(a, int(blockIdx.x), int(gridDim.x), weight);
 }
 
 }  // namespace
@@ -177,16 +194,15 @@ int load_exchange_parts() {
 
 int launch_exchange_parts(const ExchangeArgs& args, CUstream_st* stream) {
     static_assert(sizeof(ExchangeArgs) <= 4096, "arguments of a launch");
-    if (args.head_dim % kWidth != 0 || args.rows > rows_per_exchange(args.head_dim)) return cudaErrorInvalidValue;
+    if (args.head_dim % kExchangeWidth != 0 || args.rows > rows_per_exchange(args.head_dim)) return cudaErrorInvalidValue;
     if (args.rows == 0) return cudaSuccess;
-    const int64_t tiles = (args.rows + kExchangeRows - 1) / kExchangeRows;
     int generation = 0;
     if (const cudaError_t e = kernel_generation(&generation); e != cudaSuccess) return e;
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = unsigned(std::min<int64_t>(tiles, kMaxExchangeCtas));
+    config.gridDim = unsigned(exchange_ctas(args.rows));
     config.blockDim = kThreads;
     config.stream = stream;
     config.attrs = &overlap;

@@ -17,8 +17,20 @@ struct CUstream_st;
 namespace ta::cuda {
 
 inline constexpr size_t kExchangeSlotBytes = size_t{2} << 20;  // O [rows, head_dim], then LSE [rows], F32
-inline constexpr int kExchangeRows = 8;                        // that a CTA takes at a time
+inline constexpr int kMaxExchangeRows = 32;                    // of a tile
 inline constexpr int kMaxExchangeCtas = 128;
+// Rows of a tile, and CTAs, of an exchange of so many rows, at all ranks. Few rows take few CTAs: the next attention kernel may start
+// on the other multiprocessors meanwhile.
+inline constexpr int kFewExchangeCtas = 32;
+TA_HD constexpr int exchange_tile_rows(int rows) {
+    const int even = (rows + kFewExchangeCtas - 1) / kFewExchangeCtas;
+    return even < kMaxExchangeRows ? even : kMaxExchangeRows;
+}
+TA_HD constexpr int exchange_ctas(int rows) {
+    const int tiles = (rows + exchange_tile_rows(rows) - 1) / exchange_tile_rows(rows);
+    const int most = rows <= 1024 ? kFewExchangeCtas : kMaxExchangeCtas;
+    return tiles < most ? tiles : most;
+}
 
 struct ExchangeSignal {
     uint64_t arguments;  // of the call that the part is of
@@ -28,8 +40,8 @@ struct ExchangeSignal {
 constexpr size_t exchange_area_bytes(int ranks) {
     return 2 * size_t(ranks) * (kExchangeSlotBytes + kMaxExchangeCtas * sizeof(ExchangeSignal));
 }
-constexpr int64_t rows_per_exchange(int head_dim) {
-    return int64_t(kExchangeSlotBytes / (size_t(head_dim + 1) * sizeof(float)));
+constexpr int rows_per_exchange(int head_dim) {
+    return int(kExchangeSlotBytes / (size_t(head_dim + 1) * sizeof(float)));
 }
 
 // In mapped host memory: what the host tells the exchanges of a step, and they it.
@@ -55,9 +67,11 @@ struct ExchangeArgs {
     uint64_t arguments;  // hash of what must be the same at all ranks
     int32_t rank, head_dim;
     OutputHeads outputs;
-    int64_t first_row, rows;  // of [tokens, heads]; at most rows_per_exchange
-    const float *o, *lse;     // this rank's part, of all rows
-    MergeState out;           // of all rows; lse may be nullptr
+    int64_t first_token;  // of the first row
+    int32_t first_head;
+    int32_t rows;          // of [tokens, heads]; at most rows_per_exchange
+    const float *o, *lse;  // this rank's part of them
+    MergeState out;        // [tokens, heads]; lse may be nullptr
 };
 
 // What a first launch would load while peers wait for it. Returns a cudaError_t.

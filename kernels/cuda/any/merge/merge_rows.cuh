@@ -8,8 +8,7 @@
 
 namespace ta::cuda {
 
-inline constexpr int kMaxMergeRows = 32;  // of a tile: one warp finds their weights
-inline constexpr int kPartsAtOnce = 4;    // whose loads are under way together
+inline constexpr int kPartsAtOnce = 4;  // whose loads are under way together
 
 // kWidth elements as they lie in memory, and as floats.
 template <int kWidth>
@@ -75,12 +74,10 @@ struct Word<1> {
     }
 };
 
-using MergeWeights = float[kMaxMergeParts][kMaxMergeRows];
-
 // The weights of row `lane` of a tile, and its LSE, where `to` is not nullptr. lse_at(i): of part i. All LSEs are read by one thread
 // before it writes: `to` may be one of them.
-template <class LseAt>
-__device__ __forceinline__ void weigh_row(int n, LseAt lse_at, int lane, MergeWeights& weight, float* to) {
+template <int kRows, class LseAt>
+__device__ __forceinline__ void weigh_row(int n, LseAt lse_at, int lane, float (&weight)[kMaxMergeParts][kRows], float* to) {
     float m = -std::numeric_limits<float>::infinity(), sum = 0.0f;
 #pragma unroll 8
     for (int i = 0; i < n; ++i) {
@@ -104,8 +101,9 @@ struct MergeWordAt {
     const uint8_t* data;
     DType dtype;
 };
-template <int kWidth, class WordAt>
-__device__ __forceinline__ void merge_word(int n, WordAt word_at, int lane, const MergeWeights& weight, float (&sum)[kWidth]) {
+template <int kWidth, int kRows, class WordAt>
+__device__ __forceinline__ void merge_word(int n, WordAt word_at, int lane, const float (&weight)[kMaxMergeParts][kRows],
+                                           float (&sum)[kWidth]) {
     for (int i = 0; i < n; i += kPartsAtOnce) {
         Word<kWidth> x[kPartsAtOnce];
         DType dtype[kPartsAtOnce];

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxCtas = 1 << 15;
+constexpr int kMaxMergeRows = 32;  // of a tile: one warp finds their weights
 
 struct RowPlace {
     int64_t token, head;
@@ -18,7 +19,7 @@ struct RowPlace {
 // of them.
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs a, int tile) {
-    __shared__ MergeWeights weight;
+    __shared__ float weight[kMaxMergeParts][kMaxMergeRows];
     __shared__ RowPlace place[kMaxMergeRows];
     const int words = a.head_dim / kWidth;
     const int64_t rows = a.tokens * a.heads;

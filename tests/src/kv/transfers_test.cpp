@@ -1,0 +1,203 @@
+// Transfers between ranks whose devices reach each other's memory: the destination reads the blocks itself. Devices are simulated.
+#include "src/kv/share/transfers.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "src/attend/plan.h"
+#include "tests/tiering/simulated_device.h"
+#include "tiering/share/local.h"
+
+namespace ta::share {
+namespace {
+
+using ta::testing::DeviceFault;
+using ta::testing::SimulatedDevice;
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
+
+class ReachingDevice final : public SimulatedDevice {
+  public:
+    explicit ReachingDevice(int ordinal) : SimulatedDevice(uint64_t(ordinal)), ordinal_(ordinal) {}
+    int ordinal() const override { return ordinal_; }
+    Result<bool> reach(std::span<const int>) override { return true; }
+
+  private:
+    const int ordinal_;
+};
+
+// One rank, with its own context and pool.
+struct Site {
+    Site(const GroupId& id, uint32_t rank, uint64_t blocks, const Fault& fault) {
+        Seams seams;
+        auto made_device = std::make_unique<ReachingDevice>(int(rank));
+        device = made_device.get();
+        seams.device = std::move(made_device);
+        Context::Options options;
+        options.threads = 1;
+        context = Context::create(std::move(options), std::move(seams)).take();
+        Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr, false);
+        ta_numerics settings{};
+        Result<Numerics> n = resolve_numerics(&settings, kLayers, kHeads, kDim);
+        const uint64_t bytes = blocks * g.value().token_slot_bytes;
+        pool = Pool::create(context, g.take(), n.take(), bytes, 16, TierSettings{}).take();
+        GroupSettings s;
+        s.rank = rank;
+        s.ranks = 2;
+        s.generation = 1;
+        s.silence = s.operation = std::chrono::milliseconds(20000);
+        group = std::make_unique<Group>(context, s, join_local_group(id, rank, 2, int(rank), fault).take());
+        transfers = std::make_unique<Transfers>(*group);
+        EXPECT_TRUE(transfers->start().ok());
+        EXPECT_TRUE(group->start({transfers.get()}).ok());
+    }
+    ~Site() { group->stop(); }
+
+    ta_seq add(int32_t tokens) const {
+        const ta_seq seq = pool->create_sequence().value();
+        Plan plan(pool);
+        const int32_t none = 0;
+        EXPECT_TRUE(plan.begin({&seq, 1}, &tokens, &none).ok());
+        std::vector<float> x(size_t(tokens) * kHeads * kDim);
+        for (size_t i = 0; i < x.size(); ++i) x[i] = float(i * 2654435761u % 1000) * 0.002f - 1.0f;
+        ta_tensor t{};
+        t.struct_size = sizeof t;
+        t.dtype = TA_DTYPE_F32;
+        t.data = x.data();
+        t.tokens = tokens;
+        t.heads = kHeads;
+        t.head_dim = kDim;
+        Result<TensorView> view = view_tensor(t, "x");
+        for (uint32_t layer = 0; layer < kLayers; ++layer) EXPECT_TRUE(plan.append(layer, view.value(), view.value()).ok());
+        EXPECT_TRUE(plan.end().ok());
+        return seq;
+    }
+
+    ReachingDevice* device;  // the context's
+    std::shared_ptr<Context> context;
+    std::shared_ptr<Pool> pool;
+    std::unique_ptr<Group> group;
+    std::unique_ptr<Transfers> transfers;
+};
+
+struct Pair {
+    explicit Pair(const Fault& fault = {}, uint64_t room = 64)
+        : id(make_local_id()), source(id, 0, 64, fault), destination(id, 1, room, {}) {
+        source.group->wait_connected(-1);
+        destination.group->wait_connected(-1);
+    }
+    // What both ranks say of a transfer of the sequence.
+    std::pair<TransferProgress, TransferProgress> transfer(ta_seq seq, bool move) const {
+        Result<uint64_t> sent = source.transfers->send(source.pool, seq, 1, 1, move),
+                         got = destination.transfers->receive(destination.pool, 0, 1);
+        if (!sent.ok() || !got.ok()) {  // the group has ended
+            TransferProgress lost;
+            lost.state = TA_MOVE_FAILED;
+            lost.status = sent.ok() ? std::move(got).status() : std::move(sent).status();
+            return {lost.clone(), std::move(lost)};
+        }
+        TransferProgress there = destination.transfers->wait(got.value(), -1).take();
+        return {source.transfers->wait(sent.value(), -1).take(), std::move(there)};
+    }
+    // Pages of all blocks, which begin their slots; the trailers differ.
+    static std::vector<uint8_t> pages(const Site& site, ta_seq seq) {
+        std::vector<uint8_t> all;
+        const Geometry& g = site.pool->geometry();
+        const Pool::Snapshot snapshot = site.pool->snapshot(seq).take();
+        for (const BlockPtr& b : snapshot.blocks) {
+            const size_t bytes = g.page_offset(b->kind(), kLayers - 1) + g.page_bytes(b->kind(), kLayers - 1);
+            all.insert(all.end(), b->slot(), b->slot() + bytes);
+        }
+        return all;
+    }
+
+    GroupId id;
+    Site source, destination;
+};
+
+TEST(LeasedTransfers, ArriveAsTheyAre) {
+    const Pair p;
+    for (const bool move : {false, true}) {
+        for (const int32_t tokens : {1, 64, 65, 640, 1000}) {
+            SCOPED_TRACE(std::to_string(tokens) + " tokens, move " + std::to_string(move));
+            const ta_seq seq = p.source.add(tokens);
+            const std::vector<uint8_t> before = Pair::pages(p.source, seq);
+            const uint64_t operations = p.destination.device->operations();
+            const auto [here, there] = p.transfer(seq, move);
+            ASSERT_EQ(there.state, TA_MOVE_DONE) << there.status.detail()->message;
+            ASSERT_EQ(here.state, TA_MOVE_DONE);
+            EXPECT_EQ(here.bytes_moved, there.bytes_moved);
+            EXPECT_EQ(there.blocks_moved, uint64_t(tokens + 63) / 64);
+            EXPECT_TRUE(p.destination.pool->verify(there.seq).ok());
+            EXPECT_TRUE(Pair::pages(p.destination, there.seq) == before || tokens % 64 != 0);
+            EXPECT_GT(p.destination.device->operations() - operations, uint64_t(tokens / 64));  // its own copies
+            EXPECT_TRUE(p.destination.pool->release(there.seq).ok());
+        }
+    }
+}
+
+// The destination's device fails at one of its operations after the other, or a copy arrives with one bit wrong.
+TEST(LeasedTransfers, NoWrongBlockIsTakenIn) {
+    int failed = 0;
+    for (const DeviceFault fault : {DeviceFault::kFails, DeviceFault::kWrong}) {
+        for (uint64_t k = 0; k < 40; ++k) {
+            SCOPED_TRACE(std::string(name_of(fault)) + " at " + std::to_string(k));
+            const Pair p;
+            const ta_seq seq = p.source.add(700);
+            const std::vector<uint8_t> before = Pair::pages(p.source, seq);
+            p.destination.device->break_now(fault, false, k);
+            const auto [here, there] = p.transfer(seq, false);
+            p.destination.device->heal();
+            if (there.state == TA_MOVE_DONE) {
+                EXPECT_TRUE(p.destination.pool->verify(there.seq).ok());
+                continue;
+            }
+            ++failed;
+            EXPECT_EQ(there.state, TA_MOVE_FAILED);
+            EXPECT_EQ(there.status.code(), fault == DeviceFault::kFails ? TA_E_DEVICE : TA_E_CORRUPT);
+            EXPECT_EQ(there.status.detail()->rank, fault == DeviceFault::kFails ? there.status.detail()->rank : 0);
+            EXPECT_EQ(p.destination.pool->snapshot_all().value().size(), 0u);
+            const auto [again_here, again] = p.transfer(seq, true);
+            EXPECT_EQ(again.state, TA_MOVE_DONE);
+        }
+    }
+    EXPECT_GT(failed, 20);
+}
+
+TEST(LeasedTransfers, ThePoolFillsUp) {
+    const Pair p({}, 8);
+    const ta_seq seq = p.source.add(64 * 12);
+    const ta_seq there_already = p.destination.add(64 * 4);
+    const auto [here, there] = p.transfer(seq, true);
+    EXPECT_EQ(there.state, TA_MOVE_FAILED);
+    EXPECT_EQ(there.status.code(), TA_E_TIER_FULL);
+    EXPECT_EQ(p.source.pool->snapshot(seq).value().length, 64 * 12);
+    EXPECT_TRUE(p.destination.pool->release(there_already).ok());
+    EXPECT_EQ(p.transfer(seq, true).second.state, TA_MOVE_DONE);
+}
+
+// The source does one thing wrong, at each of its actions in turn.
+TEST(LeasedTransfers, FaultsOfMessages) {
+    int failed = 0;
+    for (const Fault::Kind kind : {Fault::Kind::kCorrupt, Fault::Kind::kCut, Fault::Kind::kDuplicate, Fault::Kind::kReorder}) {
+        for (uint64_t action = 3; action < 9; ++action) {
+            SCOPED_TRACE("fault " + std::to_string(int(kind)) + " at " + std::to_string(action));
+            const Pair p(Fault{kind, action, 8 * 61 + action});
+            const ta_seq seq = p.source.add(500);
+            const auto [here, there] = p.transfer(seq, false);
+            if (there.state == TA_MOVE_DONE) {
+                EXPECT_TRUE(p.destination.pool->verify(there.seq).ok());
+                continue;
+            }
+            ++failed;
+            EXPECT_TRUE(kind == Fault::Kind::kCorrupt || kind == Fault::Kind::kCut);
+            EXPECT_TRUE(there.status.code() == TA_E_PEER_LOST || there.status.code() == TA_E_CORRUPT);
+        }
+    }
+    EXPECT_GT(failed, 4);
+}
+
+}  // namespace
+}  // namespace ta::share
