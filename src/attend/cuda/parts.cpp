@@ -50,7 +50,10 @@ Status CudaParts::begin(const PartitionedCalls& step, uint64_t arguments) {
 // wait for each other, and may be in one stream.
 Result<bool> CudaParts::reaches_all(const std::vector<int>& devices) {
     if (devices.empty() || std::count_if(devices.begin(), devices.end(), [](int d) { return d < 0; }) > 0) return false;
-    return device_.reach(devices);
+    if (devices == reached_) return true;
+    Result<bool> reaches = device_.reach(devices);
+    if (reaches.ok() && reaches.value()) reached_ = devices;
+    return reaches;
 }
 
 Status CudaParts::open() {

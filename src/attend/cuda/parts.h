@@ -45,6 +45,7 @@ class CudaParts final : public PartPath {
     DeviceBuffer own_;  // O and LSE of this rank's blocks
 
     // By kernel.
+    std::vector<int> reached_;
     std::shared_ptr<share::Exchange> area_of_;  // whose area_ is
     std::shared_ptr<uint8_t> area_;
     uint64_t area_number_ = 0;

@@ -44,8 +44,8 @@ struct LeasedHeader {
     uint64_t blocks;
 };  // then the address of each, 0: it lies where no other GPU reads it
 
-constexpr uint64_t kPullBytes = uint64_t{64} << 20;  // that are copied at once, while those before are checked
-constexpr size_t kPullsUnderWay = 3;
+constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // that are copied at once, while those before are checked
+constexpr size_t kPullsUnderWay = 4;
 constexpr size_t kEngineBytes = size_t{1} << 20;  // from this size on blocks go by copy engine
 
 Time after(std::chrono::milliseconds from_now) {
@@ -818,12 +818,13 @@ Status Transfers::read_offer(Transfer& t) {
 void Transfers::share_present(Transfer& t) {
     Incoming& in = *t.in;
     uint64_t shared = 0;
-    for (size_t i = 0; i < in.list.size(); ++i) {
+    const ArrivedBlocks& arrived = arrived_[{t.progress.peer, in.offer.pool, t.pool.get()}];
+    for (size_t i = 0; i < in.list.size() && !arrived.empty(); ++i) {
         const StoredBlock& b = in.list[i];
         if (b.tokens != uint32_t(kPageTokens)) continue;
-        const auto found = arrived_.find({t.progress.peer, in.offer.pool, b.content_id, b.index, t.pool.get()});
-        if (found == arrived_.end()) continue;
-        BlockPtr block = found->second.lock();
+        const auto found = arrived.find(b.content_id);
+        if (found == arrived.end() || found->second.index != b.index) continue;
+        BlockPtr block = found->second.block.lock();
         if (!block || block->dropped() || block->stuck() || block->kind() != PageKind(b.kind) || block->tenant() != in.tenant)
             continue;
         in.blocks[i] = std::move(block);
@@ -897,6 +898,24 @@ Status Transfers::take_in_window(Transfer& t) {
     return ask_for_window(t);
 }
 
+void Transfers::remember_arrived(const Transfer& t) {
+    const Incoming& in = *t.in;
+    ArrivedBlocks& arrived = arrived_[{t.progress.peer, in.offer.pool, t.pool.get()}];
+    for (size_t i = 0; i < in.list.size(); ++i) {
+        if (in.list[i].tokens == uint32_t(kPageTokens)) arrived[in.list[i].content_id] = {i, in.blocks[i]};
+    }
+    size_t all = 0;
+    for (const auto& [origin, blocks] : arrived_) all += blocks.size();
+    if (all <= prune_arrived_at_) return;
+    all = 0;
+    for (auto& [origin, blocks] : arrived_) {
+        std::erase_if(blocks, [](const auto& entry) { return entry.second.block.expired(); });
+        all += blocks.size();
+    }
+    std::erase_if(arrived_, [](const auto& entry) { return entry.second.empty(); });
+    prune_arrived_at_ = 2 * all + 1024;
+}
+
 Status Transfers::land(Transfer& t) {
     {
         const std::lock_guard lock(mutex_);
@@ -904,14 +923,7 @@ Status Transfers::land(Transfer& t) {
         t.phase = Phase::kLanding;
     }
     Incoming& in = *t.in;
-    for (size_t i = 0; i < in.list.size(); ++i) {
-        if (in.list[i].tokens != uint32_t(kPageTokens)) continue;
-        arrived_[{t.progress.peer, in.offer.pool, in.list[i].content_id, i, t.pool.get()}] = in.blocks[i];
-    }
-    if (arrived_.size() > prune_arrived_at_) {
-        std::erase_if(arrived_, [](const auto& entry) { return entry.second.expired(); });
-        prune_arrived_at_ = 2 * arrived_.size() + 1024;
-    }
+    remember_arrived(t);
     Pool::Snapshot s;
     s.length = in.offer.length;
     s.blocks = in.blocks;

@@ -98,6 +98,7 @@ class Transfers final : public Group::Service {
     Status take_in_window(Transfer& t);
     Status read_offer(Transfer& t);
     void share_present(Transfer& t);
+    void remember_arrived(const Transfer& t);
     bool may_pull(const Transfer& t);
     Status ask_for_blocks(Transfer& t);
     Status pull(Transfer& t);
@@ -123,12 +124,17 @@ class Transfers final : public Group::Service {
     // Blocks that came from other ranks, for those that come again. The lane's of what comes.
     struct Origin {
         uint32_t rank;
-        uint64_t pool, content_id, index;
+        uint64_t pool;
         const Pool* here;
         auto operator<=>(const Origin&) const = default;
     };
-    std::map<Origin, std::weak_ptr<Block>> arrived_;
-    size_t prune_arrived_at_ = 1024;
+    struct ArrivedBlock {
+        uint64_t index;
+        std::weak_ptr<Block> block;
+    };
+    using ArrivedBlocks = std::unordered_map<uint64_t, ArrivedBlock>;  // by content id at the origin
+    std::map<Origin, ArrivedBlocks> arrived_;
+    size_t prune_arrived_at_ = 1024;  // blocks
 };
 
 }  // namespace ta::share
