@@ -202,6 +202,36 @@ TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {
     s.expect_step({a}, {1, 1, 8});
 }
 
+// What rank 1 gave for an attempt comes when rank 0 is in the next one already, which has other tokens.
+TEST(Partition, PartsOfAnAttemptThatIsOverAreNotMerged) {
+    auto fault = sized<ta_x_group_fault>();
+    fault.kind = TA_X_FAULT_DELAY;
+    fault.action = 7;  // hello, welcome, a step and its two parts, the attempt; then its part
+    fault.detail = 400;
+    Spread s(2, 4, [&](ta_group_options& o) {
+        if (o.rank == 1) o.fault = &fault;
+    });
+    const size_t a = s.add(partition_options(1));
+    s.expect_step({a}, {200, 1});
+    const Asked attempt{5, 2, 100}, next{5, 2, 200};
+    std::vector<Given> given(2);
+    std::thread other([&] {
+        EXPECT_EQ(s.step(1, {a}, attempt).status, TA_E_CANCELLED);
+        std::this_thread::sleep_for(std::chrono::milliseconds(500));  // it has arrived
+        given[1] = s.step(1, {a}, next);
+    });
+    begin(s.ranks[0].plan, s.at({a}, 0), {5}, {2});
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    EXPECT_EQ(ta_plan_abort(s.ranks[0].plan.get(), nullptr), TA_OK);
+    given[0] = s.step(0, {a}, next);
+    other.join();
+    const Given expected = s.whole_step({a}, next);
+    for (const Given& g : given) {
+        ASSERT_EQ(g.status, TA_OK) << g.text;
+        EXPECT_LT(largest_difference(g.out, expected.out), 1e-4);
+    }
+}
+
 TEST(Partition, WaitsEndInTime) {
     Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 1000; });
     const size_t a = s.add(partition_options(1));

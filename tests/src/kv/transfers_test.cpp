@@ -87,6 +87,7 @@ struct Pair {
         : id(make_local_id()), source(id, 0, 64, fault), destination(id, 1, room, {}) {
         source.group->wait_connected(-1);
         destination.group->wait_connected(-1);
+        (void)destination.pool->release(destination.add(64));  // its next blocks have other ids than the source's
     }
     // What both ranks say of a transfer of the sequence.
     std::pair<TransferProgress, TransferProgress> transfer(ta_seq seq, bool move) const {
