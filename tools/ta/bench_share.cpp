@@ -91,10 +91,11 @@ class Site {
     }
     void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
 
-    // A step of one query token for each sequence, in all layers; `calls` makes its calls.
-    double step(const std::vector<ta_seq>& seqs, const std::function<void()>& calls, const std::function<void()>& together) {
-        const std::vector<int32_t> none(seqs.size()), one(seqs.size(), 1);
-        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs.size()), seqs.data(), none.data(), one.data(), &error));
+    // Seconds of a step in which the last `queries` tokens of each sequence attend, in all layers; `calls` makes its calls.
+    double step(const std::vector<ta_seq>& seqs, int32_t queries, const std::function<void()>& calls,
+                const std::function<void()>& together) {
+        const std::vector<int32_t> none(seqs.size()), last(seqs.size(), queries);
+        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs.size()), seqs.data(), none.data(), last.data(), &error));
         machine_.wait();
         together();
         const auto start = Clock::now();
@@ -104,9 +105,9 @@ class Site {
         TA_CHECK(ta_plan_end(plan_, &error));
         return s;
     }
-    void attend_all(const ta_tensor& q, const ta_tensor& out) {
+    void attend_all(const ta_tensor& q, const ta_tensor& out, ta_p p) {
         auto o = sized<ta_attend_options>();
-        o.p = TA_P_U16;
+        o.p = p;
         for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_attend(plan_, layer, &q, &out, nullptr, &o, &error));
     }
 
@@ -173,71 +174,85 @@ class Ranks {
 
 // --------------------------------------------------------------------------------------------------------- partitioned
 
-struct Decode {
+// One layer of decode, or of a chunk of a prompt.
+struct Case {
+    const char* what;
+    size_t batch;
+    int32_t queries;
+    int64_t tokens;
+    ta_p p;
+    double tolerance;  // of the ranks' result beside one rank's: P at 8 bits is rounded by each rank's own maximum
+};
+struct Attended {
     std::vector<double> seconds;  // of a layer
     std::vector<float> out;
 };
 
 // Captured where that is possible. `together` returns when all ranks have called it.
-Decode measure_decode(Site& site, const std::vector<ta_seq>& seqs, int repeats, const std::function<void()>& together) {
-    const auto batch = int64_t(seqs.size());
-    const Rows q(site.machine(), batch, kQHeads, kHeadDim), out(site.machine(), batch, kQHeads, kHeadDim);
-    const ta_tensor qt = q.first(batch), ot = out.first(batch);
-    const auto calls = [&] { site.attend_all(qt, ot); };
+Attended measure_attend(Site& site, const std::vector<ta_seq>& seqs, const Case& c, int repeats,
+                        const std::function<void()>& together) {
+    const auto rows = int64_t(seqs.size()) * c.queries;
+    const Rows q(site.machine(), rows, kQHeads, kHeadDim), out(site.machine(), rows, kQHeads, kHeadDim);
+    const ta_tensor qt = q.first(rows), ot = out.first(rows);
+    const auto calls = [&] { site.attend_all(qt, ot, c.p); };
     std::function<void()> replay;
-    site.step(seqs, calls, together);
+    site.step(seqs, c.queries, calls, together);
     site.step(
-        seqs,
+        seqs, c.queries,
         [&] {
             replay = site.machine().capture(calls);
             replay();
         },
         together);
-    Decode d;
-    for (int i = 0; i < repeats; ++i) d.seconds.push_back(site.step(seqs, replay, together) / site.layers());
-    d.out.resize(size_t(batch * kQHeads * kHeadDim));
-    site.machine().read(d.out.data(), ot.data, d.out.size() * sizeof(float));
-    return d;
+    Attended a;
+    for (int i = 0; i < repeats; ++i) a.seconds.push_back(site.step(seqs, c.queries, replay, together) / site.layers());
+    a.out.resize(size_t(rows * kQHeads * kHeadDim));
+    site.machine().read(a.out.data(), ot.data, a.out.size() * sizeof(float));
+    return a;
 }
 
-// A layer's decode over sequences that one rank has, and that all have together.
-void compare_decode(const Machines& machines, const BenchShareOptions& options, size_t batch, int64_t tokens, uint32_t layers,
-                    const char* what, const Row& row) {
+// Sequences that one rank has, and that all have together.
+void compare_attend(const Machines& machines, const BenchShareOptions& options, const Case& c, uint32_t layers,
+                    const Row& row) {
+    const size_t batch = c.batch;
+    const int64_t tokens = c.tokens;
     const uint64_t block = Site(*machines[0], layers, uint64_t{64} << 20).block_bytes();
     const uint64_t blocks = uint64_t(tokens / 64) * batch, chunk_bytes = (kChunk / 64 + 4 * batch) * 3 * block;
     const auto nobody = [] {};
-    Decode one;
+    Attended one;
     {
         Site whole(*machines[0], layers, blocks * block + chunk_bytes);
         std::vector<ta_seq> seqs;
         for (size_t i = 0; i < batch; ++i) whole.fill(seqs.emplace_back(whole.create()), tokens);
-        one = measure_decode(whole, seqs, options.repeats, nobody);
+        one = measure_attend(whole, seqs, c, options.repeats, nobody);
     }
     Ranks ranks(machines, layers, blocks * block / machines.size() + chunk_bytes);
-    std::vector<Decode> spread(ranks.size());
+    std::vector<Attended> spread(ranks.size());
     ranks.each([&](size_t r) {
         std::vector<ta_seq> seqs;
         for (size_t i = 0; i < batch; ++i) ranks[r].fill(seqs.emplace_back(ranks[r].create_partitioned(i)), tokens);
-        spread[r] = measure_decode(ranks[r], seqs, options.repeats, [&] { ranks.together(); });
+        spread[r] = measure_attend(ranks[r], seqs, c, options.repeats, [&] { ranks.together(); });
     });
     double difference = 0, seconds = 0;
-    for (const Decode& d : spread) {
+    for (const Attended& d : spread) {
         if (d.out != spread[0].out) throw Failure("ranks have other results");
         for (size_t i = 0; i < d.out.size(); ++i) difference = std::max(difference, double(std::fabs(d.out[i] - one.out[i])));
         seconds = std::max(seconds, median(d.seconds));
     }
-    if (!(difference < 1e-4)) throw Failure("the ranks' result differs from that of one by " + std::to_string(difference));
+    if (!(difference < c.tolerance))
+        throw Failure("the ranks' result differs from that of one by " + std::to_string(difference));
     const double alone = median(one.seconds);
     row({{"part", "partitioned"},
-         {"what", what},
+         {"what", c.what},
          {"ranks", ranks.size()},
          {"batch", batch},
+         {"queries", c.queries},
          {"tokens", uint64_t(tokens)},
          {"layers", layers},
          {"one_rank_us", 1e6 * alone},
          {"ranks_us", 1e6 * seconds},
          {"times_faster", alone / seconds},
-         {"exchanged_bytes", uint64_t(batch) * kQHeads * (kHeadDim + 1) * sizeof(float)},
+         {"exchanged_bytes", uint64_t(batch) * uint64_t(c.queries) * kQHeads * (kHeadDim + 1) * sizeof(float)},
          {"difference", difference}});
 }
 
@@ -249,11 +264,12 @@ void bench_partitioned(const Machines& machines, const BenchShareOptions& option
     const auto layers_for = [&](size_t batch, int64_t tokens) {
         return uint32_t(std::clamp<uint64_t>(options.memory_bytes / (block * batch * uint64_t(tokens / 64)), 1, 32));
     };
-    for (const auto& [what, batch, wanted] :
-         {std::tuple("short: the exchange", size_t{16}, int64_t{128}), std::tuple("batch", size_t{16}, int64_t{32768}),
-          std::tuple("one long sequence", size_t{1}, int64_t{1} << 20)}) {
-        const int64_t tokens = tokens_for(batch, wanted);
-        compare_decode(machines, options, batch, tokens, layers_for(batch, tokens), what, row);
+    for (Case c : {Case{"short: the exchange", 16, 1, 128, TA_P_U16, 1e-4}, Case{"batch", 16, 1, 32768, TA_P_U16, 1e-4},
+                   Case{"one long sequence", 1, 1, int64_t{1} << 20, TA_P_U16, 1e-4},
+                   Case{"chunk of a prompt", 1, 2048, 131072, TA_P_DEFAULT, 1e-2}}) {
+        c.tokens = tokens_for(c.batch, c.tokens);
+        c.queries = int32_t(std::min<int64_t>(c.queries, c.tokens));
+        compare_attend(machines, options, c, layers_for(c.batch, c.tokens), row);
     }
 }
 
