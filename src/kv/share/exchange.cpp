@@ -219,11 +219,11 @@ Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
     const Time until = Clock::now() + patience_;
     uint64_t given = 0;  // under which identity
     for (;;) {
-        TA_RETURN_IF_ERROR(ended_.clone());
         const uint64_t identity = c.bound != 0 ? c.bound : identity_of(c);
         if (identity != 0) {
-            if (identity != given && c.failed.ok()) give(name, given = identity, call);
-            if (has_parts(c, identity, call) && c.failed.ok()) {
+            if (identity != given && c.failed.ok() && ended_.ok()) give(name, given = identity, call);
+            // Also when the group has ended since: a peer may have left when it had its own results.
+            if (identity == given && has_parts(c, identity, call) && c.failed.ok()) {
                 Parts parts = take_parts(c, call);
                 if (c.failed.ok()) {
                     if (c.bound == 0) bind(c, identity);
@@ -232,6 +232,7 @@ Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
             }
             if (c.bound != 0) check_peers(c);
         }
+        TA_RETURN_IF_ERROR(ended_.clone());
         TA_RETURN_IF_ERROR(c.failed.clone());
         if (Clock::now() >= until) return lacks(c, identity, call);
         changed_.wait_until(lock, until);

@@ -1,0 +1,21 @@
+// One rank's attention over a sequence whose blocks are spread over all ranks of a group.
+#pragma once
+
+#include <turboattention.h>
+
+#include <memory>
+
+#include "../tinylm/attention.h"
+
+namespace group_example {
+
+struct Member {
+    ta_group_id id;  // made once, known to all ranks
+    uint32_t rank = 0, ranks = 1;
+};
+
+// Joins the group, and waits until all ranks have. Every rank then makes the same calls, each on a thread of its own: they wait for
+// each other. A failure of one rank ends the group, so that the others fail, too.
+std::unique_ptr<tinylm::AttentionBackend> make_group_attention(const tinylm::AttentionShape& shape, const Member& member);
+
+}  // namespace group_example
