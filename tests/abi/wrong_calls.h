@@ -26,7 +26,7 @@ struct Wrong {
 // What a caller passes for an output; it must still be there afterwards.
 template <class T>
 T* untouched() {
-    static int place;
+    alignas(std::max_align_t) static int place;
     return reinterpret_cast<T*>(&place);
 }
 
