@@ -830,9 +830,12 @@ typedef struct ta_group_id {
     uint8_t bytes[128];
 } ta_group_id;
 
-/* How ranks reach each other. TA_GROUP_LOCAL: all ranks are in this process. */
+/* How ranks reach each other. */
 typedef int32_t ta_group_kind;
-enum ta_group_kind_code { TA_GROUP_LOCAL = 1 };
+enum ta_group_kind_code {
+    TA_GROUP_LOCAL = 1, /* all ranks are in this process */
+    TA_GROUP_HOST = 2   /* in processes of one host and user: messages in /dev/shm, GPU memory by CUDA IPC; up to 63 ranks */
+};
 
 typedef int32_t ta_group_state;
 enum ta_group_state_code { TA_GROUP_CONNECTING = 1, TA_GROUP_READY = 2, TA_GROUP_ENDED = 3 };

@@ -5,6 +5,7 @@
 #include "src/api/api.h"
 #include "src/kv/partition.h"
 #include "src/kv/share/transfers.h"
+#include "tiering/share/host.h"
 #include "tiering/share/local.h"
 
 using namespace ta;
@@ -12,6 +13,7 @@ using namespace ta::api;
 using namespace ta::share;
 
 struct ta_group {
+    ta_group_kind kind = 0;
     std::unique_ptr<Group> group;
     std::unique_ptr<Transfers> transfers;
     std::shared_ptr<Exchange> exchange;  // partitioned sequences have it, too
@@ -29,7 +31,8 @@ static_assert(int(Fault::Kind::kDrop) == TA_X_FAULT_DROP && int(Fault::Kind::kDe
               int(Fault::Kind::kDuplicate) == TA_X_FAULT_DUPLICATE && int(Fault::Kind::kReorder) == TA_X_FAULT_REORDER &&
               int(Fault::Kind::kCorrupt) == TA_X_FAULT_CORRUPT && int(Fault::Kind::kCut) == TA_X_FAULT_CUT &&
               int(Fault::Kind::kKill) == TA_X_FAULT_KILL);
-static_assert(sizeof(ta_group_id) == kGroupIdBytes);
+static_assert(sizeof(ta_group_id) == kGroupIdBytes && int(GroupKind::kLocal) == TA_GROUP_LOCAL &&
+              int(GroupKind::kHost) == TA_GROUP_HOST);
 
 namespace {
 
@@ -41,7 +44,7 @@ Status check_group(const ta_group* group) {
 }
 
 Status check_kind(ta_group_kind kind, int argument) {
-    if (kind == TA_GROUP_LOCAL) return {};
+    if (kind == TA_GROUP_LOCAL || kind == TA_GROUP_HOST) return {};
     return fail(TA_E_INVALID, "kind is %d, no value of ta_group_kind", int(kind)).argument(argument);
 }
 
@@ -159,7 +162,7 @@ ta_status ta_group_make_id(ta_group_kind kind, ta_group_id* out, ta_error* err) 
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_kind(kind, 0));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
-        const GroupId id = make_local_id();
+        const GroupId id = make_id(GroupKind(kind));
         std::memcpy(out->bytes, id.data(), id.size());
         return {};
     });
@@ -180,12 +183,18 @@ ta_status ta_group_create(ta_context* context, const ta_group_options* options, 
         if (!fault.ok()) return std::move(fault).status();
         GroupId id;
         std::memcpy(id.data(), o.id->bytes, id.size());
-        if (!is_local_id(id)) return fail(TA_E_INVALID, "options.id is not of ta_group_make_id(TA_GROUP_LOCAL)").argument(1);
-        const Device* device = context->impl->device();
+        if (!is_of(id, GroupKind(o.kind)))
+            return fail(TA_E_INVALID, "options.id is not of ta_group_make_id and this kind").argument(1);
+        if (o.fault && o.kind != TA_GROUP_LOCAL)
+            return fail(TA_E_UNSUPPORTED, "options.fault is for TA_GROUP_LOCAL").argument(1);
+        Device* const device = context->impl->device();
         Result<std::unique_ptr<Transport>> transport =
-            join_local_group(id, o.rank, o.ranks, device ? device->ordinal() : -1, fault.value());
+            o.kind == TA_GROUP_LOCAL ? join_local_group(id, o.rank, o.ranks, device, fault.value())
+                                     : join_host_group(settings.value().generation, o.rank, o.ranks,
+                                                       device ? std::shared_ptr<Device>(context->impl, device) : nullptr);
         if (!transport.ok()) return at_argument(std::move(transport).status(), 1);
         auto group = std::make_unique<ta_group>();
+        group->kind = o.kind;
         group->group = std::make_unique<Group>(context->impl, settings.value(), transport.take());
         group->transfers = std::make_unique<Transfers>(*group->group);
         group->exchange = std::make_shared<Exchange>(*group->group);
@@ -218,7 +227,7 @@ ta_status ta_group_get_info(const ta_group* group, ta_group_info* info, ta_error
         r.state = int32_t(g.state());
         r.rank = g.settings().rank;
         r.ranks = g.settings().ranks;
-        r.kind = TA_GROUP_LOCAL;
+        r.kind = group->kind;
         r.generation = g.settings().generation;
         const Status health = g.health();
         if (health.detail())

@@ -80,8 +80,9 @@ Status PartitionedStep::begin(const Step& step) {
     step_.outputs.kind = OutputHeads::Kind(first->output);
     step_.outputs.ranks = first->exchange->ranks();
     step_.outputs.one = first->output_rank;
-    const std::vector<int> devices = first->exchange->devices();
-    all_cpus_ = std::all_of(devices.begin(), devices.end(), [](int d) { return d < 0; });
+    Result<bool> all_cpus = first->exchange->all_cpus();
+    if (!all_cpus.ok()) return std::move(all_cpus).status();
+    all_cpus_ = all_cpus.value();
     return backend_.parts().begin(step_, hash_of(step, pool_.fingerprint()));
 }
 

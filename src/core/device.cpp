@@ -23,6 +23,14 @@ Result<bool> Device::reach(std::span<const int>) {
     return false;
 }
 
+Result<ExportedMemory> Device::export_memory(const uint8_t*) {
+    return fail(TA_E_UNSUPPORTED, "%s does not share its memory with other processes", name());
+}
+
+Result<std::shared_ptr<uint8_t>> Device::import_memory(const ExportedMemory&) {
+    return fail(TA_E_UNSUPPORTED, "%s does not map memory of other processes", name());
+}
+
 Status Device::zero(std::span<const DeviceRange> ranges) {
     TA_RETURN_IF_ERROR(wait_for_steps());
     for (const DeviceRange& r : ranges) std::memset(r.memory, 0, r.bytes);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "src/core/status.h"
 
@@ -49,6 +50,12 @@ struct MoveCrossover {
     uint64_t to_host = 0, to_device = 0;
 };
 
+// Device memory as other processes of the host find it.
+struct ExportedMemory {
+    uint8_t handle[64];
+    uint64_t offset;  // in what the handle is of
+};
+
 class Device {
   public:
     virtual ~Device() = default;
@@ -60,6 +67,13 @@ class Device {
     // Whether each of these GPUs of the process, this one among them, reaches the memory of each other; from then on this one does.
     // Two that are the same do not. Any of them asks and gets the same answer.
     virtual Result<bool> reach(std::span<const int> ordinals);
+    // For other processes, which map it on their own device while this one has it. TA_E_UNSUPPORTED: it is not of a kind that can be.
+    virtual Result<ExportedMemory> export_memory(const uint8_t* memory);
+    // What another process exported, mapped until the last copy of the pointer goes. Its device may be one that this process
+    // does not see. TA_E_UNSUPPORTED: the devices do not reach each other.
+    virtual Result<std::shared_ptr<uint8_t>> import_memory(const ExportedMemory& memory);
+    // PCI address, by which processes tell whether they mean the same device; empty: it has none.
+    virtual std::string bus_address() const { return {}; }
     virtual const char* name() const = 0;
     virtual int compute_capability() const = 0;  // 90: sm_90
     // Device memory, 4096-byte aligned, unspecified bytes; nullptr when there is none.

@@ -41,8 +41,8 @@ TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
         {"silence_ms", create([](O& o) { o.silence_ms = INT32_MIN; }), TA_E_INVALID, 1, "silence_ms is -2147483648"},
         {"fault", create([](O& o) { o.fault = &unknown; }), TA_E_INVALID, 1, "fault.kind is 8"},
         {"fault without size", create([](O& o) { o.fault = &no_size; }), TA_E_STRUCT, 1, "fault.struct_size is 0"},
-        {"id of no kind", [](ta_error* err) { return ta_group_make_id(2, untouched<ta_group_id>(), err); }, TA_E_INVALID, 0,
-         "kind is 2"},
+        {"id of no kind", [](ta_error* err) { return ta_group_make_id(3, untouched<ta_group_id>(), err); }, TA_E_INVALID, 0,
+         "kind is 3"},
         {"no place for an id", [](ta_error* err) { return ta_group_make_id(TA_GROUP_LOCAL, nullptr, err); }, TA_E_INVALID, 1,
          "out is null"},
     });

@@ -1,6 +1,8 @@
 // Ranks of a local group, each with a context and a pool of its own, and calls about them that throw where they fail.
 #pragma once
 
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -14,16 +16,22 @@ struct GroupDeleter {
 };
 using GroupHandle = std::unique_ptr<ta_group, GroupDeleter>;
 
+// TA_TEST_GROUP=host: of TA_GROUP_HOST.
+inline ta_group_kind group_kind() {
+    static const char* const given = std::getenv("TA_TEST_GROUP");
+    return given && std::strcmp(given, "host") == 0 ? TA_GROUP_HOST : TA_GROUP_LOCAL;
+}
+
 inline ta_group_id make_group_id() {
     ta_group_id id;
     ta_error err;
-    require(ta_group_make_id(TA_GROUP_LOCAL, &id, &err), err);
+    require(ta_group_make_id(group_kind(), &id, &err), err);
     return id;
 }
 
 inline ta_group_options group_options(const ta_group_id& id, uint32_t rank, uint32_t ranks) {
     auto o = sized<ta_group_options>();
-    o.kind = TA_GROUP_LOCAL;
+    o.kind = group_kind();
     o.id = &id;
     o.rank = rank;
     o.ranks = ranks;

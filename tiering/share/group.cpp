@@ -90,6 +90,7 @@ void Group::end(const Status& why) {
         state_changed_.notify_all();
         signal();
     }
+    transport_->end_writes();
     const Ending ending = Ending::of(why);
     try {
         const std::lock_guard lock(sending_);
@@ -264,6 +265,7 @@ Status Group::check_peers(Time now) {
     for (uint32_t r = 0; r < settings_.ranks; ++r) {
         const Peer& p = peers_[r];
         if (r == settings_.rank) continue;
+        if (now >= next_heartbeat_ && !transport_->alive(r)) return lost(r, "has ended: its process is gone");
         if (p.missing && now >= p.missing_since + settings_.silence) return lost(r, "sent a message that got lost");
         if (p.greeted && now >= p.heard + settings_.silence) {
             return fail(TA_E_PEER_LOST, "nothing was heard from rank %u for %lld ms", r, (long long)settings_.silence.count())

@@ -1,12 +1,12 @@
 #include "tiering/share/local.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
-#include <random>
 #include <shared_mutex>
 #include <unordered_map>
 #include <vector>
@@ -14,7 +14,6 @@
 namespace ta::share {
 namespace {
 
-constexpr char kLocalMark[] = "turboattention local group";
 constexpr std::chrono::milliseconds kReorderPatience{50};
 
 struct Window {
@@ -56,8 +55,8 @@ Registry& registry() {
 
 class LocalTransport final : public Transport {
   public:
-    LocalTransport(std::shared_ptr<Hub> hub, uint32_t rank, const Fault& fault)
-        : hub_(std::move(hub)), rank_(rank), fault_(fault) {}
+    LocalTransport(std::shared_ptr<Hub> hub, uint32_t rank, Device* device, const Fault& fault)
+        : hub_(std::move(hub)), rank_(rank), device_(device), fault_(fault) {}
     ~LocalTransport() override {
         Mailbox& mine = box(rank_);
         const std::lock_guard lock(mine.mutex);
@@ -178,22 +177,38 @@ class LocalTransport final : public Transport {
         return {};
     }
 
-    std::vector<int> devices() const override {
-        std::vector<int> all;
-        for (const Mailbox& box : hub_->boxes) all.push_back(box.device);
-        return all;
+    Result<bool> reaches(uint32_t peer) override {
+        const int both[] = {box(rank_).device, box(peer).device};
+        return device_ && both[1] >= 0 ? device_->reach(both) : Result<bool>(false);
     }
 
-    uint64_t share_memory(const std::shared_ptr<uint8_t>& memory) override {
+    Result<bool> all_reach() override {
+        std::vector<int> all;
+        for (const Mailbox& box : hub_->boxes) all.push_back(box.device);
+        if (!device_ || std::count_if(all.begin(), all.end(), [](int d) { return d < 0; }) > 0) return false;
+        if (all_reach_) return true;
+        Result<bool> reach = device_->reach(all);
+        all_reach_ = reach.ok() && reach.value();
+        return reach;
+    }
+
+    bool all_cpus() const override {
+        return std::all_of(hub_->boxes.begin(), hub_->boxes.end(), [](const Mailbox& b) { return b.device < 0; });
+    }
+
+    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) override {
         const std::lock_guard lock(hub_->sharing);
         std::erase_if(hub_->memories, [](const auto& entry) { return entry.second.expired(); });
         hub_->memories.emplace(hub_->shared + 1, memory);
-        return ++hub_->shared;
+        Shared shared;
+        shared.name.number = ++hub_->shared;
+        shared.lasts = std::move(memory);
+        return shared;
     }
 
-    std::shared_ptr<uint8_t> find_memory(uint64_t number) override {
+    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t, const MemoryName& name) override {
         const std::lock_guard lock(hub_->sharing);
-        const auto found = hub_->memories.find(number);
+        const auto found = hub_->memories.find(name.number);
         return found == hub_->memories.end() ? nullptr : found->second.lock();
     }
 
@@ -224,6 +239,8 @@ class LocalTransport final : public Transport {
 
     const std::shared_ptr<Hub> hub_;
     const uint32_t rank_;
+    Device* const device_;
+    std::atomic<bool> all_reach_{false};
     const Fault fault_;
     std::mutex sending_;  // the order of messages
     uint64_t actions_ = 0;
@@ -233,21 +250,7 @@ class LocalTransport final : public Transport {
 
 }  // namespace
 
-GroupId make_local_id() {
-    static std::atomic<uint64_t> ids{0};
-    GroupId id{};
-    std::memcpy(id.data(), kLocalMark, sizeof kLocalMark);
-    std::random_device random;
-    const uint64_t parts[] = {ids.fetch_add(1), uint64_t(random()) << 32 | random(), uint64_t(random()) << 32 | random()};
-    std::memcpy(id.data() + sizeof kLocalMark, parts, sizeof parts);
-    return id;
-}
-
-bool is_local_id(const GroupId& id) {
-    return std::memcmp(id.data(), kLocalMark, sizeof kLocalMark) == 0;
-}
-
-Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, int device,
+Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, Device* device,
                                                     const Fault& fault) {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
@@ -262,9 +265,9 @@ Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t 
         if (box.left) return fail(TA_E_STALE, "the group of this id has ended; make a new id");
     }
     if (mine.joined) return fail(TA_E_INVALID, "rank %u has joined the group already", rank);
-    auto transport = std::make_unique<LocalTransport>(hub, rank, fault);
+    auto transport = std::make_unique<LocalTransport>(hub, rank, device, fault);
     mine.joined = true;
-    mine.device = device;
+    mine.device = device ? device->ordinal() : -1;
     return std::unique_ptr<Transport>(std::move(transport));
 }
 

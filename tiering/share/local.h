@@ -2,15 +2,13 @@
 // see what a group does then.
 #pragma once
 
-#include <array>
 #include <memory>
 
+#include "src/core/device.h"
+#include "tiering/share/id.h"
 #include "tiering/share/transport.h"
 
 namespace ta::share {
-
-inline constexpr size_t kGroupIdBytes = 128;
-using GroupId = std::array<uint8_t, kGroupIdBytes>;
 
 // What a rank does wrong. Actions are its messages but for heartbeats, and its writes into windows, counted from 1.
 struct Fault {
@@ -29,13 +27,9 @@ struct Fault {
     uint64_t detail = 0;
 };
 
-// An id that no other call has given out, for local groups of this process.
-GroupId make_local_id();
-bool is_local_id(const GroupId& id);
-
-// Joins the group of that id. `device`: ordinal of the rank's GPU, -1: it has none. TA_E_INVALID: the rank has joined already; TA_E_MISMATCH: others said another number of ranks;
-// TA_E_STALE: the group has ended.
-Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, int device,
+// Joins the group of that id. `device`: the rank's GPU, which outlives the transport; nullptr: it has none. TA_E_INVALID: the rank
+// has joined already; TA_E_MISMATCH: others said another number of ranks; TA_E_STALE: the group has ended.
+Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, Device* device,
                                                     const Fault& fault);
 
 }  // namespace ta::share

@@ -30,6 +30,14 @@ struct RemoteCopy {
     size_t bytes;
 };
 
+// Memory of a rank's GPU, as messages name it.
+struct MemoryName {
+    uint64_t number = 0;      // 0: none
+    uint64_t offset = 0;      // in what the handle is of
+    uint8_t handle[64] = {};  // by which other processes find it
+};
+static_assert(sizeof(MemoryName) == 80);
+
 // One rank's end. Calls from any thread, but for receive(), which one thread calls.
 class Transport {
   public:
@@ -45,6 +53,11 @@ class Transport {
     virtual std::optional<Received> receive(Time until) = 0;
     virtual void wake() = 0;
 
+    // Whether the peer may still be heard; a transport that cannot tell says yes.
+    virtual bool alive(uint32_t) const { return true; }
+    // The group has ended: writes that wait for a peer, and later ones, fail with TA_E_PEER_LOST.
+    virtual void end_writes() {}
+
     // Memory of this rank that a peer may write to under that number, until it is closed. close_window() returns when nobody
     // writes there any more. Numbers are never used again.
     virtual void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) = 0;
@@ -52,12 +65,20 @@ class Transport {
     // Writes into a window of a peer, and waits until it is done. TA_E_STALE: it is closed, or was never open.
     virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) = 0;
 
-    // [ranks] ordinal of each rank's GPU in this process, -1 for a CPU, once all ranks have said hello.
-    virtual std::vector<int> devices() const = 0;
-    // A number for memory of this rank's GPU, by which a peer finds it.
-    virtual uint64_t share_memory(const std::shared_ptr<uint8_t>& memory) = 0;
-    // Memory that a peer shared, kept for as long as the pointer lives; nullptr: nobody has it any more.
-    virtual std::shared_ptr<uint8_t> find_memory(uint64_t number) = 0;
+    // Whether this rank's GPU reads and writes what the peer's GPU has; a CPU reaches nothing. Of a group that is ready.
+    virtual Result<bool> reaches(uint32_t peer) = 0;
+    // Whether every rank's GPU does so with every other's: the same answer at all ranks.
+    virtual Result<bool> all_reach() = 0;
+    // Whether no rank has a GPU.
+    virtual bool all_cpus() const = 0;
+    struct Shared {
+        MemoryName name;
+        std::shared_ptr<void> lasts;  // peers find the memory until this goes
+    };
+    // Memory of this rank's GPU for those peers that it is named to. It is kept for as long as one has found it.
+    virtual Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) = 0;
+    // What the peer named; nullptr: it is not shared any more.
+    virtual Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name) = 0;
 };
 
 }  // namespace ta::share

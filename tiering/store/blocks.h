@@ -180,6 +180,8 @@ class BlockStore {
     BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget);
     // With a device, before anything else: its memory for the whole budget.
     Status take_slab();
+    // Where all slots on a device lie. With a device.
+    DeviceRange device_memory() const { return slab_->memory(); }
     ~BlockStore();
     BlockStore(const BlockStore&) = delete;
     BlockStore& operator=(const BlockStore&) = delete;

@@ -27,6 +27,7 @@ class SlotSlab {
     // A slot for `kind`, a PageKind; nullptr when no region of that kind has room and none is empty.
     uint8_t* cut(int kind, size_t stride);
     void give(int kind, uint8_t* slot);
+    DeviceRange memory() const { return {data_, bytes_}; }
 
   private:
     struct Region {

@@ -5,7 +5,7 @@
 namespace ta {
 
 Status CpuParts::begin(const PartitionedCalls& step, uint64_t arguments) {
-    return step.exchange->begin(step.channel, arguments, 0);
+    return step.exchange->begin(step.channel, arguments, {});
 }
 
 Status CpuParts::reserve(AttendCall& own) {

@@ -31,29 +31,21 @@ CudaParts::~CudaParts() {
 Status CudaParts::begin(const PartitionedCalls& step, uint64_t arguments) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    Result<bool> reaches = reaches_all(step.exchange->devices());
+    // The same answer at all ranks. Two ranks of one GPU go through the host: their kernels would wait for each other, and may be in
+    // one stream.
+    Result<bool> reaches = step.exchange->all_reach();
     if (!reaches.ok()) return std::move(reaches).status();
     outputs_ = step.outputs;
     rank_ = step.exchange->rank();
     by_kernel_ = reaches.value();
     open_ = true;
-    if (!by_kernel_) return step.exchange->begin(step.channel, arguments, 0);
+    if (!by_kernel_) return step.exchange->begin(step.channel, arguments, {});
     TA_RETURN_IF_ERROR(open());
     TA_RETURN_IF_ERROR(share_area(step.exchange));
-    TA_RETURN_IF_ERROR(step.exchange->begin(step.channel, arguments, area_number_));
+    TA_RETURN_IF_ERROR(step.exchange->begin(step.channel, arguments, shared_.name));
     Result<share::Exchange::Agreement> agreed = step.exchange->agree(step.channel, given_up_of(notes_));
     if (!agreed.ok()) return std::move(agreed).status();
     return send_state(step, agreed.value());
-}
-
-// Whether the parts can go by kernel: the same answer at all ranks. Two ranks of one GPU go through the host. Their kernels would
-// wait for each other, and may be in one stream.
-Result<bool> CudaParts::reaches_all(const std::vector<int>& devices) {
-    if (devices.empty() || std::count_if(devices.begin(), devices.end(), [](int d) { return d < 0; }) > 0) return false;
-    if (devices == reached_) return true;
-    Result<bool> reaches = device_.reach(devices);
-    if (reaches.ok() && reaches.value()) reached_ = devices;
-    return reaches;
 }
 
 Status CudaParts::open() {
@@ -82,9 +74,9 @@ Status CudaParts::share_area(const std::shared_ptr<share::Exchange>& exchange) {
     // The signals have no value of an exchange. Peers write there once they know of it.
     TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(memory, 0, bytes, stream_), "emptying the area of other ranks"));
     TA_RETURN_IF_ERROR(device_.check(cudaStreamSynchronize(stream_), "emptying the area of other ranks"));
-    Result<uint64_t> number = exchange->share_memory(area);
-    if (!number.ok()) return std::move(number).status();
-    area_number_ = number.value();
+    Result<share::Transport::Shared> shared = exchange->share_memory(area);
+    if (!shared.ok()) return std::move(shared).status();
+    shared_ = shared.take();
     area_ = std::move(area);
     area_of_ = exchange;
     return {};

@@ -32,7 +32,6 @@ class CudaParts final : public PartPath {
 
   private:
     Status open();
-    Result<bool> reaches_all(const std::vector<int>& devices);
     Status share_area(const std::shared_ptr<share::Exchange>& exchange);
     Status send_state(const PartitionedCalls& step, const share::Exchange::Agreement& agreed);
     Status exchange_by_kernel(PartitionedCalls& step, const AttendCall& call, const AttendCall& own, uint64_t arguments);
@@ -45,10 +44,9 @@ class CudaParts final : public PartPath {
     DeviceBuffer own_;  // O and LSE of this rank's blocks
 
     // By kernel.
-    std::vector<int> reached_;
     std::shared_ptr<share::Exchange> area_of_;  // whose area_ is
     std::shared_ptr<uint8_t> area_;
-    uint64_t area_number_ = 0;
+    share::Transport::Shared shared_;              // area_, as the others find it
     std::vector<std::shared_ptr<uint8_t>> areas_;  // of the others in the last step
     DeviceBuffer state_;
     PinnedBuffer sent_;

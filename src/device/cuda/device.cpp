@@ -44,19 +44,22 @@ size_t taken_for(size_t bytes) {
     return std::max<size_t>(bytes, 2 << 20);
 }
 
-// The driver's stack of contexts: cudaSetDevice(), which could put back a device but not none, would make a context there.
-struct Contexts {
+// What the runtime has no call for. The stack of contexts: cudaSetDevice(), which could put back a device but not none, would make
+// a context there.
+struct Driver {
     decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
     decltype(&cuCtxPushCurrent) push = nullptr;
     decltype(&cuCtxPopCurrent) pop = nullptr;
+    decltype(&cuMemGetAddressRange) get_address_range = nullptr;
 
-    Contexts() {
+    Driver() {
         find("cuDevicePrimaryCtxRetain", retain);
         find("cuCtxPushCurrent", push);
         find("cuCtxPopCurrent", pop);
+        find("cuMemGetAddressRange", get_address_range);
     }
     // The primary context of a device, kept for good; nullptr where there is none.
-    CUcontext of(int ordinal) {
+    CUcontext context_of(int ordinal) {
         constexpr int kDevices = 64;
         static std::atomic<CUcontext> kept[kDevices];
         if (ordinal < 0 || ordinal >= kDevices || !retain || !push || !pop) return nullptr;
@@ -79,8 +82,8 @@ struct Contexts {
     }
 };
 
-Contexts& contexts() {
-    static Contexts of_process;
+Driver& driver() {
+    static Driver of_process;
     return of_process;
 }
 
@@ -88,15 +91,15 @@ Contexts& contexts() {
 
 CudaScope::CudaScope(int ordinal) : callers_error_(cudaPeekAtLastError() != cudaSuccess) {
     if (ordinal < 0) return;
-    const CUcontext context = contexts().of(ordinal);
-    pushed_ = context && contexts().push(context) == CUDA_SUCCESS;
+    const CUcontext context = driver().context_of(ordinal);
+    pushed_ = context && driver().push(context) == CUDA_SUCCESS;
     outside_.emplace();
 }
 
 CudaScope::~CudaScope() {
     outside_.reset();
     CUcontext popped;
-    if (pushed_) contexts().pop(&popped);
+    if (pushed_) driver().pop(&popped);
     if (!callers_error_) cudaGetLastError();
 }
 
@@ -159,6 +162,43 @@ Result<bool> CudaDevice::reach(std::span<const int> ordinals) {
         if (enabled != cudaErrorPeerAccessAlreadyEnabled) TA_RETURN_IF_ERROR(check(enabled, "reaching another GPU"));
     }
     return true;
+}
+
+Result<ExportedMemory> CudaDevice::export_memory(const uint8_t* memory) {
+    const CudaScope scope(ordinal_);
+    ExportedMemory e{};
+    CUdeviceptr base = 0;
+    if (!driver().get_address_range || driver().get_address_range(&base, nullptr, CUdeviceptr(memory)) != CUDA_SUCCESS)
+        return fail(TA_E_UNSUPPORTED, "GPU %d does not say where an allocation begins", ordinal_);
+    cudaIpcMemHandle_t handle;
+    static_assert(sizeof handle == sizeof e.handle);
+    if (const cudaError_t error = cudaIpcGetMemHandle(&handle, reinterpret_cast<void*>(base)); error != cudaSuccess)
+        return fail(TA_E_UNSUPPORTED, "memory of GPU %d cannot be shared with other processes: %s", ordinal_,
+                    cudaGetErrorString(error));
+    std::memcpy(e.handle, &handle, sizeof handle);
+    e.offset = CUdeviceptr(memory) - base;
+    return e;
+}
+
+Result<std::shared_ptr<uint8_t>> CudaDevice::import_memory(const ExportedMemory& memory) {
+    const CudaScope scope(ordinal_);
+    cudaIpcMemHandle_t handle;
+    std::memcpy(&handle, memory.handle, sizeof handle);
+    void* base = nullptr;
+    if (const cudaError_t error = cudaIpcOpenMemHandle(&base, handle, cudaIpcMemLazyEnablePeerAccess); error != cudaSuccess)
+        return fail(TA_E_UNSUPPORTED, "GPU %d does not reach what another process shares: %s", ordinal_,
+                    cudaGetErrorString(error));
+    const auto unmap = [ordinal = ordinal_, base](uint8_t*) {
+        const CudaScope on_device(ordinal);
+        cudaIpcCloseMemHandle(base);
+    };
+    return std::shared_ptr<uint8_t>(static_cast<uint8_t*>(base) + memory.offset, unmap);
+}
+
+std::string CudaDevice::bus_address() const {
+    const CudaScope scope(ordinal_);
+    char address[32] = {};
+    return cudaDeviceGetPCIBusId(address, int(sizeof address), ordinal_) == cudaSuccess ? address : "";
 }
 
 uint8_t* CudaDevice::allocate(size_t bytes) {

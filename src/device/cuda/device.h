@@ -54,6 +54,9 @@ class CudaDevice final : public Device {
     CudaDevice* cuda() override { return this; }
     int ordinal() const override { return ordinal_; }
     Result<bool> reach(std::span<const int> ordinals) override;
+    Result<ExportedMemory> export_memory(const uint8_t* memory) override;
+    Result<std::shared_ptr<uint8_t>> import_memory(const ExportedMemory& memory) override;
+    std::string bus_address() const override;
     const char* name() const override { return properties_.name; }
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
     const cudaDeviceProp& properties() const { return properties_; }

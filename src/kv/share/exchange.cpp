@@ -10,9 +10,10 @@ namespace ta::share {
 namespace {
 
 struct StepHeader {
-    uint64_t nonce;            // of the sender's step
-    uint64_t arguments, area;  // of that step
-    uint64_t given_up;         // the sender's last one that was given up; 0: none
+    uint64_t nonce;      // of the sender's step
+    uint64_t arguments;  // of that step
+    uint64_t given_up;   // the sender's last one that was given up; 0: none
+    MemoryName area;     // for the others' parts of that step
 };
 
 // Of kStepRefused and kStepOver.
@@ -183,18 +184,25 @@ void Exchange::remove_tag(uint64_t tag) noexcept {
     }
 }
 
-std::vector<int> Exchange::devices() {
-    const std::lock_guard lock(mutex_);
-    return ended_.ok() ? group_.transport().devices() : std::vector<int>();
-}
-
-Result<uint64_t> Exchange::share_memory(const std::shared_ptr<uint8_t>& memory) {
+Result<bool> Exchange::all_reach() {
     const std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
-    return group_.transport().share_memory(memory);
+    return group_.transport().all_reach();
 }
 
-Status Exchange::begin(uint64_t name, uint64_t arguments, uint64_t area) {
+Result<bool> Exchange::all_cpus() {
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    return group_.transport().all_cpus();
+}
+
+Result<Transport::Shared> Exchange::share_memory(std::shared_ptr<uint8_t> memory) {
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    return group_.transport().share_memory(std::move(memory));
+}
+
+Status Exchange::begin(uint64_t name, uint64_t arguments, const MemoryName& area) {
     const std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
     Channel& c = channel(name);
@@ -204,7 +212,7 @@ Status Exchange::begin(uint64_t name, uint64_t arguments, uint64_t area) {
     c.failed = {};
     for (uint32_t r = 0; r < ranks_; ++r) {
         c.peers[r].parts.clear();
-        const StepHeader step{c.nonce, arguments, area, c.given_up};
+        const StepHeader step{c.nonce, arguments, c.given_up, area};
         if (r != rank_) group_.send(r, MessageType::kStep, name, PayloadWriter().put(step).bytes());
     }
     for (uint32_t r = 0; r < ranks_; ++r) {
@@ -250,8 +258,12 @@ Result<Exchange::Agreement> Exchange::agree(uint64_t name, std::atomic<uint64_t>
         if (identity != 0) {
             Agreement all{identity, {}};
             for (uint32_t r = 0; r < ranks_; ++r) {
-                all.areas.push_back(r == rank_ ? nullptr : group_.transport().find_memory(c.peers[r].area));
-                if (r != rank_ && !all.areas[r])
+                all.areas.emplace_back();
+                if (r == rank_) continue;
+                Result<std::shared_ptr<uint8_t>> area = group_.transport().find_memory(r, c.peers[r].area);
+                if (!area.ok()) return std::move(area).status();
+                all.areas[r] = area.take();
+                if (!all.areas[r])
                     return fail(TA_E_CANCELLED, "rank %u has destroyed the plan of its step", r).rank(int32_t(r));
             }
             bind(c, identity);

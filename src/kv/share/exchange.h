@@ -42,14 +42,14 @@ class Exchange final : public Group::Service {
     Status add_tag(uint64_t tag);
     void remove_tag(uint64_t tag) noexcept;
 
-    // [ranks] ordinals of their GPUs, -1: a CPU. Empty once the group has ended.
-    std::vector<int> devices();
-    // A number for memory that the GPUs of other ranks may write to; TA_E_...: the group has ended.
-    Result<uint64_t> share_memory(const std::shared_ptr<uint8_t>& memory);
+    // As a transport's; TA_E_...: the group has ended.
+    Result<bool> all_reach();
+    Result<bool> all_cpus();
+    Result<Transport::Shared> share_memory(std::shared_ptr<uint8_t> memory);
 
     // A step of this rank, one at a time for each channel. `arguments`: hash of those that must be the same at all ranks. `area`:
-    // number of shared memory for its parts, 0: none.
-    Status begin(uint64_t channel, uint64_t arguments, uint64_t area);
+    // shared memory for its parts, or none.
+    Status begin(uint64_t channel, uint64_t arguments, const MemoryName& area);
     // For steps that exchange their parts without messages: all ranks have begun the step.
     struct Agreement {
         uint64_t identity;                            // of the step, at all ranks
@@ -77,9 +77,10 @@ class Exchange final : public Group::Service {
     };
     // What is known of another rank in this channel.
     struct Peer {
-        uint64_t nonce = 0;                // of the step that it began last; 0: none
-        uint64_t arguments = 0, area = 0;  // of that step
-        uint64_t used = 0;                 // nonce of the last one that a step here exchanged with
+        uint64_t nonce = 0;      // of the step that it began last; 0: none
+        uint64_t arguments = 0;  // of that step
+        MemoryName area;
+        uint64_t used = 0;  // nonce of the last one that a step here exchanged with
         std::deque<Part> parts;
     };
     // A channel is named by a tag.

@@ -39,10 +39,13 @@ struct AskLeaseHeader {
     uint64_t blocks;
 };  // then their positions in the offer
 
+constexpr uint64_t kElsewhere = ~uint64_t{0};
+
 struct LeasedHeader {
-    uint64_t memory;  // shared for as long as the lease lasts
+    MemoryName memory;  // shared for as long as the lease lasts
+    uint64_t bytes;
     uint64_t blocks;
-};  // then the address of each, 0: it lies where no other GPU reads it
+};  // then where each lies in it, kElsewhere: where no other GPU reads it
 
 constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // that are copied at once, while those before are checked
 constexpr size_t kPullsUnderWay = 4;
@@ -69,7 +72,7 @@ struct Transfers::Outgoing {
     bool leased = false;  // guarded by mutex_, as its positions until the lane has them
     std::vector<uint64_t> leased_positions;
     std::optional<ReadingBlocks> reading;
-    std::shared_ptr<uint8_t> memory;
+    Transport::Shared memory;
 };
 
 struct Transfers::Incoming {
@@ -96,7 +99,7 @@ struct Transfers::Incoming {
     std::vector<uint64_t> hashes;
     bool asked_lease = false;
     LeasedHeader leased{};
-    std::vector<uint64_t> addresses;  // of `positions`
+    std::vector<uint64_t> offsets;  // of `positions`
 };
 
 // Blocks that are on their way from another GPU.
@@ -535,15 +538,15 @@ Status Transfers::on_leased(const Message& m) {
     if (!t || t->phase != Phase::kMoving) return {};
     PayloadReader payload(m.payload);
     LeasedHeader leased{};
-    std::vector<uint64_t> addresses;
-    if (!payload.get(leased) || !payload.get_rest(leased.blocks, addresses) || !std::exchange(t->in->asked_lease, false) ||
-        addresses.size() != t->in->positions.size()) {
+    std::vector<uint64_t> offsets;
+    if (!payload.get(leased) || !payload.get_rest(leased.blocks, offsets) || !std::exchange(t->in->asked_lease, false) ||
+        offsets.size() != t->in->positions.size()) {
         return fail(TA_E_PEER_LOST, "rank %u leases blocks that nobody asked for", m.header.from).rank(int32_t(m.header.from));
     }
     t->in->leased = leased;
-    t->in->addresses = std::move(addresses);
+    t->in->offsets = std::move(offsets);
     touch(*t);
-    coming_.post(guarded(t, &Transfers::pull));
+    coming_.post(guarded(t, &Transfers::take_in_leased));
     return {};
 }
 
@@ -603,7 +606,17 @@ Status Transfers::lease(Transfer& t) {
     Pool& pool = *t.pool;
     TA_RETURN_IF_ERROR(pool.check_open());
     Device* const device = pool.context().device();
-    std::vector<uint64_t> addresses;
+    LeasedHeader leased{};
+    if (device) {
+        const DeviceRange memory = pool.blocks().device_memory();
+        Result<Transport::Shared> shared = group_.transport().share_memory(std::shared_ptr<uint8_t>(t.pool, memory.memory));
+        // Memory that other processes cannot map: all goes by windows.
+        if (shared.ok()) {
+            out.memory = shared.take();
+            leased = {out.memory.name, memory.bytes, 0};
+        }
+    }
+    std::vector<uint64_t> offsets;
     uint64_t moved = 0, bytes = 0;
     out.reading.emplace(pool.blocks());
     if (device) TA_RETURN_IF_ERROR(device->wait_for_steps());  // which write them
@@ -614,20 +627,19 @@ Status Transfers::lease(Transfer& t) {
         if (at.kind != PageKind(b.kind)) {
             return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
         }
-        const bool there = device && at.tier == TierKind::kDevice && block.sealed();
-        addresses.push_back(there ? reinterpret_cast<uintptr_t>(at.address) : 0);
+        const bool there = leased.bytes > 0 && at.tier == TierKind::kDevice && block.sealed();
+        offsets.push_back(there ? uint64_t(at.address - pool.blocks().device_memory().memory) : kElsewhere);
         moved += there;
         bytes += there ? pool.geometry().slot_bytes(at.kind) : 0;
     }
-    out.memory = std::shared_ptr<uint8_t>(t.pool, reinterpret_cast<uint8_t*>(t.pool.get()));
-    const LeasedHeader leased{group_.transport().share_memory(out.memory), addresses.size()};
+    leased.blocks = offsets.size();
     const std::lock_guard lock(mutex_);
     if (t.phase != Phase::kMoving) return {};
     t.progress.blocks_moved += moved;
     t.progress.bytes_moved += bytes;
     touch(t);
     group_.send(t.progress.peer, MessageType::kLeased, t.channel,
-                PayloadWriter().put(leased).put_all(std::span<const uint64_t>(addresses)).bytes());
+                PayloadWriter().put(leased).put_all(std::span<const uint64_t>(offsets)).bytes());
     return {};
 }
 
@@ -652,21 +664,12 @@ Status Transfers::prepare(Transfer& t) {
     return ask_for_blocks(t);
 }
 
-// Whether this rank's GPU may read blocks where the peer's has them.
-bool Transfers::may_pull(const Transfer& t) {
-    Device* const device = t.pool->context().device();
-    const int peer = group_.transport().devices()[t.progress.peer];
-    if (!device || peer < 0) return false;
-    const int both[] = {device->ordinal(), peer};
-    Result<bool> reaches = device->reach(both);
-    return reaches.ok() && reaches.value();
-}
-
 // Full blocks first, where this rank can read them itself; the rest by windows.
 Status Transfers::ask_for_blocks(Transfer& t) {
     Incoming& in = *t.in;
     in.positions.clear();
-    if (may_pull(t)) {
+    Result<bool> reaches = t.pool->context().device() ? group_.transport().reaches(t.progress.peer) : Result<bool>(false);
+    if (reaches.ok() && reaches.value()) {
         for (size_t i = 0; i < in.list.size(); ++i) {
             if (!in.blocks[i] && in.list[i].tokens == uint32_t(kPageTokens)) in.positions.push_back(i);
         }
@@ -682,19 +685,33 @@ Status Transfers::ask_for_blocks(Transfer& t) {
     return {};
 }
 
-// Copies, checks and takes in what is leased, a part of it while the parts before are checked.
-Status Transfers::pull(Transfer& t) {
+// Copies, checks and takes in what is leased; the rest comes by windows.
+Status Transfers::take_in_leased(Transfer& t) {
+    const Incoming& in = *t.in;
+    std::vector<uint64_t> positions, offsets;
+    for (size_t i = 0; i < in.positions.size(); ++i) {
+        if (in.offsets[i] == kElsewhere) continue;
+        const uint64_t position = in.positions[i], bytes = t.pool->geometry().slot_bytes(PageKind(in.list[position].kind));
+        if (in.offsets[i] > in.leased.bytes || bytes > in.leased.bytes - in.offsets[i])
+            return fail(TA_E_CORRUPT, "rank %u leases what is not there", t.progress.peer).rank(int32_t(t.progress.peer));
+        positions.push_back(position);
+        offsets.push_back(in.offsets[i]);
+    }
+    if (!positions.empty()) TA_RETURN_IF_ERROR(pull(t, positions, offsets));
+    return ask_for_window(t);
+}
+
+// A part of it while the parts before are checked.
+Status Transfers::pull(Transfer& t, std::span<const uint64_t> positions, std::span<const uint64_t> offsets) {
     Incoming& in = *t.in;
-    const std::shared_ptr<uint8_t> memory = group_.transport().find_memory(in.leased.memory);
+    Result<std::shared_ptr<uint8_t>> found = group_.transport().find_memory(t.progress.peer, in.leased.memory);
+    if (!found.ok()) return std::move(found).status();
+    const std::shared_ptr<uint8_t> memory = found.take();
     if (!memory) {
         return fail(TA_E_CANCELLED, "rank %u has let go of the blocks", t.progress.peer).rank(int32_t(t.progress.peer));
     }
-    std::vector<uint64_t> positions, from;
-    for (size_t i = 0; i < in.positions.size(); ++i) {
-        if (in.addresses[i] == 0) continue;
-        positions.push_back(in.positions[i]);
-        from.push_back(in.addresses[i]);
-    }
+    std::vector<uint8_t*> from;
+    for (const uint64_t offset : offsets) from.push_back(memory.get() + offset);
     const Geometry& g = t.pool->geometry();
     std::deque<Pull> under_way;
     const auto finish_oldest = [&]() -> Status {
@@ -708,18 +725,18 @@ Status Transfers::pull(Transfer& t) {
         size_t end = first;
         for (uint64_t bytes = 0; end < positions.size() && (end == first || bytes < kPullBytes); ++end)
             bytes += g.slot_bytes(PageKind(in.list[size_t(positions[end])].kind));
-        Result<Pull> started = start_pull(t, std::span(positions).subspan(first, end - first), std::span(from).subspan(first));
+        Result<Pull> started = start_pull(t, positions.subspan(first, end - first), std::span(from).subspan(first));
         if (!started.ok()) return std::move(started).status();
         under_way.push_back(started.take());
         if (under_way.size() == kPullsUnderWay) TA_RETURN_IF_ERROR(finish_oldest());
         first = end;
     }
     while (!under_way.empty()) TA_RETURN_IF_ERROR(finish_oldest());
-    return ask_for_window(t);
+    return {};
 }
 
 Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint64_t> positions,
-                                              std::span<const uint64_t> from) {
+                                              std::span<uint8_t* const> from) {
     Incoming& in = *t.in;
     Pool& pool = *t.pool;
     Pull p;
@@ -743,8 +760,7 @@ Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint6
         if (in.tenant != 0) block.set_tenant(in.tenant);
         p.positions.push_back(positions[n]);
         p.placed.push_back({&block, b.index, block.slot(), kinds[n], b.content_id});
-        copies.push_back(
-            {block.slot(), reinterpret_cast<const uint8_t*>(uintptr_t(from[n])), pool.geometry().slot_bytes(kinds[n])});
+        copies.push_back({block.slot(), from[n], pool.geometry().slot_bytes(kinds[n])});
         p.bytes += copies.back().bytes;
     }
     CopyOptions options;

@@ -99,10 +99,10 @@ class Transfers final : public Group::Service {
     Status read_offer(Transfer& t);
     void share_present(Transfer& t);
     void remember_arrived(const Transfer& t);
-    bool may_pull(const Transfer& t);
     Status ask_for_blocks(Transfer& t);
-    Status pull(Transfer& t);
-    Result<Pull> start_pull(Transfer& t, std::span<const uint64_t> positions, std::span<const uint64_t> from);
+    Status take_in_leased(Transfer& t);
+    Status pull(Transfer& t, std::span<const uint64_t> positions, std::span<const uint64_t> offsets);
+    Result<Pull> start_pull(Transfer& t, std::span<const uint64_t> positions, std::span<uint8_t* const> from);
     Status finish_pull(Transfer& t, Pull& pull);
     Status ask_for_window(Transfer& t);
     Status land(Transfer& t);

@@ -48,7 +48,7 @@ struct Site {
         s.ranks = 2;
         s.generation = 1;
         s.silence = s.operation = std::chrono::milliseconds(20000);
-        group = std::make_unique<Group>(context, s, join_local_group(id, rank, 2, int(rank), fault).take());
+        group = std::make_unique<Group>(context, s, join_local_group(id, rank, 2, device, fault).take());
         transfers = std::make_unique<Transfers>(*group);
         EXPECT_TRUE(transfers->start().ok());
         EXPECT_TRUE(group->start({transfers.get()}).ok());
@@ -84,7 +84,7 @@ struct Site {
 
 struct Pair {
     explicit Pair(const Fault& fault = {}, uint64_t room = 64)
-        : id(make_local_id()), source(id, 0, 64, fault), destination(id, 1, room, {}) {
+        : id(make_id(GroupKind::kLocal)), source(id, 0, 64, fault), destination(id, 1, room, {}) {
         source.group->wait_connected(-1);
         destination.group->wait_connected(-1);
         (void)destination.pool->release(destination.add(64));  // its next blocks have other ids than the source's

@@ -1,0 +1,280 @@
+// Ranks of a group that are processes of their own: what one sends another gets, steps over both, and what is left when one is
+// killed at any moment. TA_TEST_KILLS: how many of each kind.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <random>
+#include <string>
+
+#include "support/spread.h"
+#include "support/tiers.h"
+
+namespace ta::testing {
+namespace {
+
+using namespace spread;
+
+constexpr int64_t kSecond = 1000000000;
+
+// The pipe brings a byte for each time that the rank said so.
+struct Process {
+    pid_t pid = -1;
+    int from = -1;
+    void kill() const { ::kill(pid, SIGKILL); }
+    bool wait_for_word() const {
+        char c;
+        return read(from, &c, 1) == 1;
+    }
+    int status() const {
+        int s = 0;
+        waitpid(pid, &s, 0);
+        close(from);
+        return s;
+    }
+};
+
+class Ranks {
+  public:
+    explicit Ranks(uint32_t n) : n_(n) {
+        ta_error err;
+        require(ta_group_make_id(TA_GROUP_HOST, &id_, &err), err);
+    }
+    Rank join(uint32_t rank) const {
+        Rank r;
+        r.context = make_context(1);
+        r.pool = make_pool(r.context, pool_shape());
+        r.plan = make_plan(r.pool);
+        ta_group_options o = group_options(id_, rank, n_);
+        o.kind = TA_GROUP_HOST;
+        r.group = make_group(r.context, o);
+        return r;
+    }
+    // A process that does what `body` says; it ends with 0 where that returns true. Before this process uses the library.
+    template <class Body>
+    Process start(uint32_t rank, Body&& body) const {
+        int ends[2];
+        EXPECT_EQ(pipe(ends), 0);
+        const pid_t pid = fork();
+        if (pid == 0) {
+            close(ends[0]);
+            bool good = false;
+            try {
+                const Rank r = join(rank);
+                good = poll(r.group) == TA_GROUP_READY && body(r, [&] { (void)!write(ends[1], "", 1); });
+            } catch (const std::exception& e) {
+                std::fprintf(stderr, "rank %u: %s\n", rank, e.what());
+            }
+            std::fflush(nullptr);
+            _exit(good ? 0 : 1);
+        }
+        close(ends[1]);
+        return {pid, ends[0]};
+    }
+
+  private:
+    uint32_t n_;
+    ta_group_id id_;
+};
+
+size_t shared_files() {
+    size_t n = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm"))
+        n += entry.path().filename().string().starts_with("turboattention-");
+    return n;
+}
+
+ta_seq filled(const Rank& rank, int32_t tokens, uint64_t seed) {
+    const ta_seq seq = make_sequence(rank.pool);
+    const Given g = try_step(rank.plan, {seq}, {tokens, 1, seed});
+    return g.status == TA_OK ? seq : 0;
+}
+
+std::vector<float> stored(const Rank& rank, ta_seq seq) {
+    std::vector<float> all;
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        const Stored x = dequantize(rank.pool, seq, layer, 0, length(rank.pool, seq), kRow);
+        all.insert(all.end(), x.k.begin(), x.k.end());
+        all.insert(all.end(), x.v.begin(), x.v.end());
+    }
+    return all;
+}
+
+int kills() {
+    const char* const given = std::getenv("TA_TEST_KILLS");
+    return given ? std::atoi(given) : 6;
+}
+
+TEST(Processes, SequencesGoFromOneToTheOther) {
+    const Ranks ranks(2);
+    const Process other = ranks.start(1, [](const Rank& r, const auto&) {
+        const ta_seq own = filled(r, 5000, 7);
+        for (uint64_t tag = 1; tag <= 3; ++tag) {
+            const ta_transfer_info info = wait(r, receive(r, 0, tag), 60 * kSecond);
+            if (info.state != TA_MOVE_DONE || stored(r, info.seq) != stored(r, own)) return false;
+            verify(r.pool, info.seq);
+        }
+        return wait(r, send(r, own, 0, 9, TA_SEND_MOVE), 60 * kSecond).state == TA_MOVE_DONE;
+    });
+    {
+        const Rank r = ranks.join(0);
+        ASSERT_EQ(poll(r.group), TA_GROUP_READY);
+        const ta_seq seq = filled(r, 5000, 7);
+        for (uint64_t tag = 1; tag <= 3; ++tag) {
+            const ta_transfer_info info = wait(r, send(r, seq, 1, tag), 60 * kSecond);
+            ASSERT_EQ(info.state, TA_MOVE_DONE) << info.reason;
+        }
+        const ta_transfer_info info = wait(r, receive(r, 1, 9), 60 * kSecond);
+        ASSERT_EQ(info.state, TA_MOVE_DONE) << info.reason;
+        EXPECT_TRUE(stored(r, info.seq) == stored(r, seq));
+        EXPECT_EQ(other.status(), 0);
+    }
+    EXPECT_EQ(shared_files(), 0u);
+}
+
+TEST(Processes, AStepOverThreeIsThatOfOne) {
+    const auto run = [](const Rank& r) {
+        auto options = partition_options(4);
+        const ta_seq seq = make_sequence(r.pool);
+        ta_error err;
+        require(ta_seq_partition(r.group.get(), r.pool.get(), seq, &options, &err), err);
+        std::vector<float> all;
+        for (const int32_t n : {700, 1, 64, 3}) {
+            const Given g = try_step(r.plan, {seq}, {n, std::min(n, 20), uint64_t(n)});
+            if (g.status != TA_OK) throw std::runtime_error(g.text);
+            all.insert(all.end(), g.out.begin(), g.out.end());
+        }
+        return all;
+    };
+    const Ranks ranks(3);
+    const auto body = [&](const Rank& r, const auto&) { return !run(r).empty(); };
+    const Process a = ranks.start(1, body), b = ranks.start(2, body);
+    const Rank r = ranks.join(0);
+    ASSERT_EQ(poll(r.group), TA_GROUP_READY);
+    const std::vector<float> spread = run(r);
+    const ta_seq whole = make_sequence(r.pool);
+    std::vector<float> expected;
+    for (const int32_t n : {700, 1, 64, 3}) {
+        const Given g = try_step(r.plan, {whole}, {n, std::min(n, 20), uint64_t(n)});
+        expected.insert(expected.end(), g.out.begin(), g.out.end());
+    }
+    EXPECT_LT(largest_difference(spread, expected), 1e-4);
+    EXPECT_EQ(a.status(), 0);
+    EXPECT_EQ(b.status(), 0);
+}
+
+// The other rank dies at some moment of transfers both ways. This one hears of it at once, and its pool goes on.
+TEST(Processes, ADeadPeerIsFoundAndTheRestGoesOn) {
+    Random random(std::random_device{}());
+    int seen = 0;
+    for (int i = 0; i < kills(); ++i) {
+        const Ranks ranks(2);
+        const Process other = ranks.start(1, [](const Rank& r, const auto& say) {
+            const ta_seq own = filled(r, 3000, 3);
+            say();
+            for (uint64_t tag = 1;; ++tag) {
+                const ta_ticket out = send(r, own, 0, tag), in = receive(r, 0, tag);
+                wait(r, out), wait(r, in);
+            }
+            return false;
+        });
+        const Rank r = ranks.join(0);
+        ASSERT_EQ(poll(r.group), TA_GROUP_READY);
+        const ta_seq seq = filled(r, 3000, 5);
+        const std::vector<float> before = stored(r, seq);
+        ASSERT_TRUE(other.wait_for_word());
+        std::thread killer([&] {
+            std::this_thread::sleep_for(std::chrono::microseconds(random.below(60000)));
+            other.kill();
+        });
+        std::vector<float> theirs;
+        ta_transfer_info out{}, in{};
+        for (uint64_t tag = 1;; ++tag) {
+            ta_ticket tickets[2];
+            ta_error err;
+            if (ta_seq_send(r.group.get(), r.pool.get(), seq, 1, tag, TA_SEND_COPY, &tickets[0], &err) != TA_OK) break;
+            if (ta_seq_receive(r.group.get(), r.pool.get(), 1, tag, &tickets[1], &err) != TA_OK) break;
+            out = wait(r, tickets[0], 20 * kSecond);
+            in = wait(r, tickets[1], 20 * kSecond);
+            if (in.state == TA_MOVE_DONE) {
+                const std::vector<float> got = stored(r, in.seq);
+                if (theirs.empty()) theirs = got;
+                ASSERT_TRUE(got == theirs) << "other bytes have arrived";
+                verify(r.pool, in.seq);
+                EXPECT_EQ(ta_seq_release(r.pool.get(), in.seq, nullptr), TA_OK);
+                ++seen;
+            }
+            if (out.state != TA_MOVE_DONE || in.state != TA_MOVE_DONE) break;
+        }
+        killer.join();
+        other.status();
+        ta_error err;
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+        while (ta_group_health(r.group.get(), &err) == TA_OK && std::chrono::steady_clock::now() < end) usleep(1000);
+        EXPECT_EQ(err.code, TA_E_PEER_LOST) << err.message;
+        EXPECT_EQ(err.rank, 1);
+        for (const ta_transfer_info* info : {&out, &in}) {
+            EXPECT_EQ(info->status, info->state == TA_MOVE_FAILED ? TA_E_PEER_LOST : TA_OK) << info->reason;
+        }
+        EXPECT_TRUE(stored(r, seq) == before);
+        EXPECT_EQ(try_step(r.plan, {seq}, {1, 1}).status, TA_OK);
+    }
+    std::printf("%d kills of a peer, %d sequences arrived before\n", kills(), seen);
+    EXPECT_EQ(shared_files(), 0u);
+}
+
+TEST(Processes, AStepEndsWhenARankIsKilled) {
+    Random random(std::random_device{}());
+    for (int i = 0; i < kills(); ++i) {
+        const Ranks ranks(2);
+        const auto run = [](const Rank& r, const auto& say) {
+            auto options = partition_options(4);
+            const ta_seq seq = make_sequence(r.pool);
+            ta_error err;
+            require(ta_seq_partition(r.group.get(), r.pool.get(), seq, &options, &err), err);
+            say();
+            for (;;) {
+                Given g = try_step(r.plan, {seq}, {5, 5});
+                if (g.status != TA_OK) return g;
+            }
+        };
+        const Process other = ranks.start(1, [&](const Rank& r, const auto& say) { return run(r, say).status == TA_OK; });
+        const Rank r = ranks.join(0);
+        ASSERT_EQ(poll(r.group), TA_GROUP_READY);
+        std::thread killer([&] {
+            (void)other.wait_for_word();
+            std::this_thread::sleep_for(std::chrono::microseconds(random.below(60000)));
+            other.kill();
+        });
+        const Given g = run(r, [] {});
+        killer.join();
+        other.status();
+        EXPECT_EQ(g.status, TA_E_PEER_LOST) << g.text;
+        EXPECT_EQ(g.rank, 1) << g.text;
+        EXPECT_NE(filled(r, 100, 1), 0u);
+    }
+}
+
+TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
+    const Ranks ranks(3);
+    const Process other = ranks.start(1, [](const Rank&, const auto&) { return true; });
+    usleep(100000);
+    other.kill();
+    other.status();
+    EXPECT_EQ(shared_files(), 1u);
+    const Context context = make_context(1);
+    {
+        const Ranks later(2);  // the memory of the dead is let go
+        const Rank a = later.join(0), b = later.join(1);
+        EXPECT_EQ(poll(a.group), TA_GROUP_READY);
+        EXPECT_EQ(poll(b.group), TA_GROUP_READY);
+    }
+    EXPECT_EQ(shared_files(), 0u);
+}
+
+}  // namespace
+}  // namespace ta::testing

@@ -1,0 +1,119 @@
+// Memory that the processes of one host share, for the ranks of one group: a ring of records for each pair of ranks and direction,
+// a bell for each rank, and what of its GPU's memory a rank shares. A file of /dev/shm, of this user alone, which is gone once all
+// ranks have joined. A rank holds a lock of the file for as long as its process lives.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "tiering/share/transport.h"
+
+namespace ta::share {
+
+inline constexpr uint32_t kMostHostRanks = 63;  // of one host: a bit each in SharedSlot::mapped
+inline constexpr size_t kSharedSlots = 256;     // that a rank may share at once
+
+struct Record {
+    enum class Kind : uint32_t {
+        kPacket = 1,  // a part of a packet
+        kPacketEnd,   // its last part
+        kBytes,       // for a window
+    };
+    uint32_t bytes;  // that follow
+    Kind kind;
+    uint64_t window, address;  // of kBytes
+};
+static_assert(sizeof(Record) == 24);
+
+// From one writing process to one reading process. Either may die at any instruction: what is not complete is not there.
+class Ring {
+  public:
+    struct Header {
+        alignas(64) std::atomic<uint64_t> head;  // bytes ever written
+        alignas(64) std::atomic<uint64_t> tail;  // bytes ever read
+        std::atomic<uint32_t> starved;           // the writer waits for room
+    };
+    Ring(Header* header, uint8_t* data, uint64_t size) : header_(header), data_(data), size_(size) {}
+
+    uint64_t most() const { return size_ / 4; }  // bytes that one record brings
+    // False: no room.
+    bool put(const Record& record, const uint8_t* body);
+    // The next one; TA_E_CORRUPT: what is there is none.
+    enum class Next { kNone, kRecord, kDamaged };
+    Next next(Record& record) const;
+    void read(size_t from, uint8_t* to, size_t bytes) const;  // of its body
+    void drop(const Record& record);
+    // The writer wants to hear of room; true: there is some for so many bytes already.
+    bool starve(size_t bytes);
+    // The reader made room: whether the writer waits for it.
+    bool was_starved() { return header_->starved.exchange(0, std::memory_order_seq_cst) != 0; }
+
+  private:
+    void copy_out(uint64_t at, uint8_t* to, size_t bytes) const;
+    void copy_in(uint64_t at, const uint8_t* from, size_t bytes);
+    uint64_t room() const;
+
+    Header* header_;
+    uint8_t* data_;
+    uint64_t size_;
+};
+
+struct SharedSlot {
+    static constexpr uint64_t kOpen = uint64_t{1} << 63;  // of `mapped`: peers may find it
+    std::atomic<uint64_t> number;                         // 0: free
+    std::atomic<uint64_t> mapped;                         // bit r: rank r has it mapped
+};
+
+struct RankArea {
+    enum : uint32_t { kAbsent, kJoined, kWarm, kLeft };
+    alignas(64) std::atomic<uint32_t> state;
+    std::atomic<uint32_t> sleeping;
+    alignas(64) std::atomic<uint32_t> bell;
+    // Written before it joined.
+    uint64_t process;  // differs from process to process
+    uint32_t has_gpu;
+    int32_t ordinal;   // of its GPU in its process
+    char gpu[32];      // PCI address of its GPU
+    MemoryName probe;  // memory of this GPU, by which peers see whether they reach it
+    // Written before it is warm.
+    uint64_t reaches;                      // bit r: its GPU reads what rank r's GPU has
+    uint64_t bytes_per_s[kMostHostRanks];  // that were measured then
+    SharedSlot slots[kSharedSlots];
+};
+
+class Segment {
+  public:
+    // Joins those of that name, or is the first. The rank is not joined before its area says so. TA_E_UNSUPPORTED: no shared memory here;
+    // TA_E_MEMORY: /dev/shm is full; TA_E_INVALID: the rank has joined; TA_E_MISMATCH: another number of ranks; TA_E_STALE: ended.
+    static Result<std::shared_ptr<Segment>> join(uint64_t name, uint32_t rank, uint32_t ranks);
+    ~Segment();
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+
+    uint32_t rank() const { return rank_; }
+    uint32_t ranks() const { return ranks_; }
+    RankArea& area(uint32_t rank) const;
+    Ring ring(uint32_t from, uint32_t to) const;
+    // Whether the process of a rank that has joined lives.
+    bool alive(uint32_t rank) const;
+    void ring_bell(uint32_t rank) const;
+    // Until this rank's bell has rung more often than `heard`.
+    void wait_for_bell(uint32_t heard, Time until) const;
+    // Nobody joins any more.
+    void remove_name();
+
+  private:
+    Segment(int file, std::string path, uint8_t* memory, size_t bytes, uint32_t rank, uint32_t ranks);
+    struct Header;
+    Header& header() const;
+
+    int file_;
+    std::string path_;
+    uint8_t* memory_;
+    size_t bytes_;
+    uint32_t rank_, ranks_;
+};
+
+}  // namespace ta::share
