@@ -1,15 +1,12 @@
 // Ranks of a group that are processes of their own: what one sends another gets, steps over both, and what is left when one is
 // killed at any moment. TA_TEST_KILLS: how many of each kind.
-#include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
+#include "support/processes.h"
 
-#include <csignal>
+#include <gtest/gtest.h>
+
 #include <cstdio>
-#include <cstdlib>
-#include <filesystem>
 #include <random>
-#include <string>
+#include <thread>
 
 #include "support/spread.h"
 #include "support/tiers.h"
@@ -20,73 +17,6 @@ namespace {
 using namespace spread;
 
 constexpr int64_t kSecond = 1000000000;
-
-// The pipe brings a byte for each time that the rank said so.
-struct Process {
-    pid_t pid = -1;
-    int from = -1;
-    void kill() const { ::kill(pid, SIGKILL); }
-    bool wait_for_word() const {
-        char c;
-        return read(from, &c, 1) == 1;
-    }
-    int status() const {
-        int s = 0;
-        waitpid(pid, &s, 0);
-        close(from);
-        return s;
-    }
-};
-
-class Ranks {
-  public:
-    explicit Ranks(uint32_t n) : n_(n) {
-        ta_error err;
-        require(ta_group_make_id(TA_GROUP_HOST, &id_, &err), err);
-    }
-    Rank join(uint32_t rank) const {
-        Rank r;
-        r.context = make_context(1);
-        r.pool = make_pool(r.context, pool_shape());
-        r.plan = make_plan(r.pool);
-        ta_group_options o = group_options(id_, rank, n_);
-        o.kind = TA_GROUP_HOST;
-        r.group = make_group(r.context, o);
-        return r;
-    }
-    // A process that does what `body` says; it ends with 0 where that returns true. Before this process uses the library.
-    template <class Body>
-    Process start(uint32_t rank, Body&& body) const {
-        int ends[2];
-        EXPECT_EQ(pipe(ends), 0);
-        const pid_t pid = fork();
-        if (pid == 0) {
-            close(ends[0]);
-            bool good = false;
-            try {
-                const Rank r = join(rank);
-                good = poll(r.group) == TA_GROUP_READY && body(r, [&] { (void)!write(ends[1], "", 1); });
-            } catch (const std::exception& e) {
-                std::fprintf(stderr, "rank %u: %s\n", rank, e.what());
-            }
-            std::fflush(nullptr);
-            _exit(good ? 0 : 1);
-        }
-        close(ends[1]);
-        return {pid, ends[0]};
-    }
-
-  private:
-    uint32_t n_;
-    ta_group_id id_;
-};
-
-size_t shared_files() {
-    size_t n = 0;
-    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm"))
-        n += entry.path().filename().string().starts_with("turboattention-");
-    return n;
-}
 
 ta_seq filled(const Rank& rank, int32_t tokens, uint64_t seed) {
     const ta_seq seq = make_sequence(rank.pool);
@@ -104,13 +34,8 @@ std::vector<float> stored(const Rank& rank, ta_seq seq) {
     return all;
 }
 
-int kills() {
-    const char* const given = std::getenv("TA_TEST_KILLS");
-    return given ? std::atoi(given) : 6;
-}
-
 TEST(Processes, SequencesGoFromOneToTheOther) {
-    const Ranks ranks(2);
+    const ProcessGroup ranks(2, pool_shape());
     const Process other = ranks.start(1, [](const Rank& r, const auto&) {
         const ta_seq own = filled(r, 5000, 7);
         for (uint64_t tag = 1; tag <= 3; ++tag) {
@@ -150,7 +75,7 @@ TEST(Processes, AStepOverThreeIsThatOfOne) {
         }
         return all;
     };
-    const Ranks ranks(3);
+    const ProcessGroup ranks(3, pool_shape());
     const auto body = [&](const Rank& r, const auto&) { return !run(r).empty(); };
     const Process a = ranks.start(1, body), b = ranks.start(2, body);
     const Rank r = ranks.join(0);
@@ -172,7 +97,7 @@ TEST(Processes, ADeadPeerIsFoundAndTheRestGoesOn) {
     Random random(std::random_device{}());
     int seen = 0;
     for (int i = 0; i < kills(); ++i) {
-        const Ranks ranks(2);
+        const ProcessGroup ranks(2, pool_shape());
         const Process other = ranks.start(1, [](const Rank& r, const auto& say) {
             const ta_seq own = filled(r, 3000, 3);
             say();
@@ -230,7 +155,7 @@ TEST(Processes, ADeadPeerIsFoundAndTheRestGoesOn) {
 TEST(Processes, AStepEndsWhenARankIsKilled) {
     Random random(std::random_device{}());
     for (int i = 0; i < kills(); ++i) {
-        const Ranks ranks(2);
+        const ProcessGroup ranks(2, pool_shape());
         const auto run = [](const Rank& r, const auto& say) {
             auto options = partition_options(4);
             const ta_seq seq = make_sequence(r.pool);
@@ -260,15 +185,14 @@ TEST(Processes, AStepEndsWhenARankIsKilled) {
 }
 
 TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
-    const Ranks ranks(3);
+    const ProcessGroup ranks(3, pool_shape());
     const Process other = ranks.start(1, [](const Rank&, const auto&) { return true; });
     usleep(100000);
     other.kill();
     other.status();
     EXPECT_EQ(shared_files(), 1u);
-    const Context context = make_context(1);
     {
-        const Ranks later(2);  // the memory of the dead is let go
+        const ProcessGroup later(2, pool_shape());  // the memory of the dead is let go
         const Rank a = later.join(0), b = later.join(1);
         EXPECT_EQ(poll(a.group), TA_GROUP_READY);
         EXPECT_EQ(poll(b.group), TA_GROUP_READY);

@@ -1,0 +1,175 @@
+// Ranks that are processes of their own, each on its GPU, or on one. Processes that see their own GPU alone, too. Skipped where there
+// is no GPU.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "support/gpu.h"
+#include "support/processes.h"
+#include "support/spread.h"
+#include "support/tiers.h"
+
+namespace ta::testing {
+namespace {
+
+using namespace spread;
+
+constexpr int64_t kSecond = 1000000000;
+
+// The number of GPUs, asked in a process of its own: what has used CUDA cannot be forked.
+int gpus() {
+    const pid_t pid = fork();
+    if (pid == 0) {
+        int n = 0;
+        _exit(cudaGetDeviceCount(&n) == cudaSuccess ? n : 0);
+    }
+    int s = 0;
+    waitpid(pid, &s, 0);
+    return WEXITSTATUS(s);
+}
+
+enum class Sight { kAll, kOwn };
+
+class GpuProcesses : public ::testing::TestWithParam<Sight> {
+  protected:
+    void SetUp() override {
+        gpus_ = gpus();
+        if (gpus_ == 0) GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
+    }
+    ProcessGroup make(uint32_t n) const {
+        return {n, pool_shape(), [this](uint32_t rank) {
+                    const int wanted = int(rank) % gpus_;
+                    const bool own = GetParam() == Sight::kOwn;
+                    if (own) setenv("CUDA_VISIBLE_DEVICES", std::to_string(wanted).c_str(), 1);
+                    auto options = sized<ta_context_options>();
+                    options.threads = 2;
+                    options.device = TA_DEVICE_CUDA;
+                    options.device_ordinal = own ? 0 : wanted;
+                    EXPECT_EQ(cudaSetDevice(options.device_ordinal), cudaSuccess);
+                    return make_context(options);
+                }};
+    }
+    int gpus_ = 0;
+};
+
+Given run(const Plan& plan, const std::vector<ta_seq>& seqs, const Asked& asked) {
+    Asked explicit_exp = asked;
+    explicit_exp.options.exp = TA_EXP_POLY;
+    return try_step<DeviceCopy>({plan, seqs, explicit_exp}, [] { EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess); });
+}
+
+ta_seq filled(const Rank& rank, int32_t tokens, uint64_t seed) {
+    const ta_seq seq = make_sequence(rank.pool);
+    EXPECT_EQ(run(rank.plan, {seq}, {tokens, 1, seed}).status, TA_OK);
+    return seq;
+}
+
+Stored stored(const Rank& rank, ta_seq seq) {
+    return dequantize(rank.pool, seq, 1, 0, length(rank.pool, seq), kRow);
+}
+
+TEST_P(GpuProcesses, SequencesGoBothWays) {
+    const ProcessGroup ranks = make(2);
+    const auto body = [](uint32_t me) {
+        return [me](const Rank& r, const auto&) {
+            const ta_seq own = filled(r, 5000, 7);
+            for (uint64_t tag = 1; tag <= 5; ++tag) {
+                const ta_ticket out = send(r, own, 1 - me, tag), in = receive(r, 1 - me, tag);
+                const ta_transfer_info sent = wait(r, out, 60 * kSecond), got = wait(r, in, 60 * kSecond);
+                EXPECT_EQ(sent.state, TA_MOVE_DONE) << sent.reason;
+                EXPECT_EQ(got.state, TA_MOVE_DONE) << got.reason;
+                if (got.state != TA_MOVE_DONE) return false;
+                EXPECT_TRUE(stored(r, got.seq) == stored(r, own));
+                verify(r.pool, got.seq);
+            }
+            return true;
+        };
+    };
+    const Process a = ranks.start(0, body(0)), b = ranks.start(1, body(1));
+    EXPECT_EQ(a.status(), 0);
+    EXPECT_EQ(b.status(), 0);
+}
+
+Given whole_or_spread(const Rank& r, bool spread, uint64_t tag) {
+    const ta_seq seq = make_sequence(r.pool);
+    ta_error err;
+    const auto options = partition_options(tag);
+    if (spread) require(ta_seq_partition(r.group.get(), r.pool.get(), seq, &options, &err), err);
+    Given all;
+    for (const int32_t n : {700, 1, 64, 3, 1, 1}) {
+        const Given g = run(r.plan, {seq}, {n, std::min(n, 20), uint64_t(n)});
+        EXPECT_EQ(g.status, TA_OK) << g.text;
+        all.out.insert(all.out.end(), g.out.begin(), g.out.end());
+    }
+    return all;
+}
+
+TEST_P(GpuProcesses, AStepOverAllIsThatOfOne) {
+    for (const uint32_t n : {2u, 3u}) {
+        const ProcessGroup ranks = make(n);
+        std::vector<Process> processes;
+        for (uint32_t rank = 0; rank < n; ++rank) {
+            processes.push_back(ranks.start(rank, [](const Rank& r, const auto&) {
+                const Given expected = whole_or_spread(r, false, 0), given = whole_or_spread(r, true, 4);
+                EXPECT_LT(largest_difference(given.out, expected.out), 1e-4);
+                return true;
+            }));
+        }
+        for (const Process& p : processes) EXPECT_EQ(p.status(), 0) << n << " ranks";
+    }
+}
+
+// At any moment of transfers both ways and of spread steps. The survivor hears of it, and its pool goes on.
+TEST_P(GpuProcesses, APeerMayBeKilled) {
+    Random random(std::random_device{}());
+    for (int i = 0; i < kills(); ++i) {
+        const ProcessGroup ranks = make(2);
+        const bool transfers = i % 2 == 0;
+        const auto work = [transfers](uint32_t me) {
+            return [me, transfers](const Rank& r, const auto& say) {
+                const ta_seq own = filled(r, 3000, 3), apart = make_sequence(r.pool);
+                const Stored before = stored(r, own);
+                auto options = partition_options(4);
+                ta_error err;
+                require(ta_seq_partition(r.group.get(), r.pool.get(), apart, &options, &err), err);
+                say();
+                ta_status s = TA_OK;
+                for (uint64_t tag = 1; s == TA_OK; ++tag) {
+                    if (!transfers) {
+                        const Given g = run(r.plan, {apart}, {5, 5});
+                        s = g.status;
+                        EXPECT_EQ(s, s == TA_OK ? TA_OK : TA_E_PEER_LOST) << g.text;
+                        continue;
+                    }
+                    ta_ticket out, in;
+                    s = ta_seq_send(r.group.get(), r.pool.get(), own, 1 - me, tag, TA_SEND_COPY, &out, &err);
+                    if (s == TA_OK) s = ta_seq_receive(r.group.get(), r.pool.get(), 1 - me, tag, &in, &err);
+                    if (s != TA_OK) break;
+                    const ta_transfer_info sent = wait(r, out, 20 * kSecond), got = wait(r, in, 20 * kSecond);
+                    s = sent.status != TA_OK ? sent.status : got.status;
+                    EXPECT_EQ(s, s == TA_OK ? TA_OK : TA_E_PEER_LOST) << sent.reason << got.reason;
+                    if (got.state != TA_MOVE_DONE) continue;
+                    EXPECT_TRUE(stored(r, got.seq) == before) << "other bytes have arrived";
+                    EXPECT_EQ(ta_seq_release(r.pool.get(), got.seq, nullptr), TA_OK);
+                }
+                EXPECT_TRUE(stored(r, own) == before);
+                EXPECT_EQ(run(r.plan, {own}, {1, 1}).status, TA_OK);
+                return s == TA_E_PEER_LOST;
+            };
+        };
+        const Process survivor = ranks.start(0, work(0)), victim = ranks.start(1, work(1));
+        ASSERT_TRUE(victim.wait_for_word() && survivor.wait_for_word());
+        std::this_thread::sleep_for(std::chrono::microseconds(random.below(60000)));
+        victim.kill();
+        victim.status();
+        EXPECT_EQ(survivor.status(), 0);
+    }
+    std::printf("%d kills of a peer\n", kills());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuProcesses, ::testing::Values(Sight::kAll, Sight::kOwn),
+                         [](const auto& info) { return info.param == Sight::kAll ? "see_all" : "see_their_own"; });
+
+}  // namespace
+}  // namespace ta::testing

@@ -1,0 +1,100 @@
+// Ranks of a group that are processes of their own.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <utility>
+
+#include "support/groups.h"
+
+namespace ta::testing {
+
+// A rank's process. Its pipe brings a byte for each time that it said so.
+struct Process {
+    pid_t pid = -1;
+    int from = -1;
+    void kill() const { ::kill(pid, SIGKILL); }
+    bool wait_for_word() const {
+        char c;
+        return read(from, &c, 1) == 1;
+    }
+    // Once it has ended: 0, where it says that all is well.
+    int status() const {
+        int s = 0;
+        waitpid(pid, &s, 0);
+        close(from);
+        return s;
+    }
+};
+
+class ProcessGroup {
+  public:
+    using MakeContext = std::function<Context(uint32_t rank)>;
+    ProcessGroup(
+        uint32_t n, ta_kv_pool_options pool, MakeContext context = [](uint32_t) { return make_context(1); })
+        : n_(n), pool_(pool), context_(std::move(context)) {
+        ta_error err;
+        require(ta_group_make_id(TA_GROUP_HOST, &id_, &err), err);
+    }
+    Rank join(uint32_t rank) const {
+        Rank r;
+        r.context = context_(rank);
+        r.pool = make_pool(r.context, pool_);
+        r.plan = make_plan(r.pool);
+        ta_group_options o = group_options(id_, rank, n_);
+        o.kind = TA_GROUP_HOST;
+        r.group = make_group(r.context, o);
+        return r;
+    }
+    // A process that joins and runs body(rank, say), where say() sends a byte; all is well where it returns true. Before the caller
+    // has threads.
+    template <class Body>
+    Process start(uint32_t rank, Body&& body) const {
+        int ends[2];
+        EXPECT_EQ(pipe(ends), 0);
+        const pid_t pid = fork();
+        if (pid == 0) {
+            close(ends[0]);
+            bool good = false;
+            try {
+                const Rank r = join(rank);
+                good = poll(r.group) == TA_GROUP_READY && body(r, [&] { (void)!write(ends[1], "", 1); });
+            } catch (const std::exception& e) {
+                std::fprintf(stderr, "rank %u: %s\n", rank, e.what());
+            }
+            std::fflush(nullptr);
+            _exit(good && !::testing::Test::HasFailure() ? 0 : 1);
+        }
+        close(ends[1]);
+        return {pid, ends[0]};
+    }
+
+  private:
+    uint32_t n_;
+    ta_kv_pool_options pool_;
+    MakeContext context_;
+    ta_group_id id_;
+};
+
+// Files of groups that not all ranks have joined.
+inline size_t shared_files() {
+    size_t n = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm"))
+        n += entry.path().filename().string().starts_with("turboattention-");
+    return n;
+}
+
+// How many of each kind: TA_TEST_KILLS.
+inline int kills() {
+    const char* const given = std::getenv("TA_TEST_KILLS");
+    return given ? std::atoi(given) : 6;
+}
+
+}  // namespace ta::testing
