@@ -169,7 +169,7 @@ TEST_P(GpuProcesses, APeerMayBeKilled) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GpuProcesses, ::testing::Values(Sight::kAll, Sight::kOwn),
-                         [](const auto& info) { return info.param == Sight::kAll ? "see_all" : "see_their_own"; });
+                         [](const auto& of) { return of.param == Sight::kAll ? "see_all" : "see_their_own"; });
 
 }  // namespace
 }  // namespace ta::testing
