@@ -1,12 +1,8 @@
 #include "tiering/share/host.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdio>
 #include <cstring>
-#include <deque>
-#include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "tiering/share/host_memory.h"
@@ -17,38 +13,15 @@ namespace {
 
 constexpr size_t kProbeBytes = size_t{32} << 20;
 
-// What is on its way to a peer: a packet, or a write that waits for its end.
-struct Outbound {
-    struct Write {
-        uint64_t window;
-        std::span<const RemoteCopy> copies;
-        bool done = false;
-    };
-    Packet packet;
-    Write* write = nullptr;
-    size_t copy = 0, at = 0;  // what goes next
-};
-
-struct Peer {
-    std::mutex mutex;  // of what leaves
-    std::deque<Outbound> leaving;
-    Packet coming;  // the parts that are there
-    bool damaged = false;
-};
-
-struct Window {
-    uint32_t peer;
-    std::span<uint8_t> memory;
-};
-
-class HostTransport final : public Transport {
+class HostTransport final : public StreamTransport {
   public:
     HostTransport(std::shared_ptr<Segment> segment, std::shared_ptr<Device> device)
-        : segment_(std::move(segment)),
+        : StreamTransport(segment->ranks()),
+          segment_(std::move(segment)),
           rank_(segment_->rank()),
           ranks_(segment_->ranks()),
           device_(std::move(device)),
-          peers_(ranks_) {
+          damaged_(ranks_) {
         if (!device_) return;
         exports_.push_back(std::make_shared<Exports>(segment_, *device_));
         imports_ = std::make_shared<Imports>(segment_, *device_);
@@ -83,13 +56,6 @@ class HostTransport final : public Transport {
         return {};
     }
 
-    void send(uint32_t to, Packet packet, bool) override {
-        Peer& peer = peers_[to];
-        const std::lock_guard lock(peer.mutex);
-        peer.leaving.emplace_back().packet = std::move(packet);
-        flush(to);
-    }
-
     std::optional<Received> receive(Time until) override {
         for (;;) {
             const uint32_t heard = mine().bell.load();
@@ -102,8 +68,8 @@ class HostTransport final : public Transport {
             }
             for (uint32_t r = 0; r < ranks_; ++r) {
                 if (r == rank_) continue;
-                const std::lock_guard lock(peers_[r].mutex);
-                flush(r);
+                const std::lock_guard lock(mutex_of(r));
+                leaves(r);
             }
             for (const auto& e : exports_) e->reap();
             if (woken_.exchange(false) || Clock::now() >= until) return {};
@@ -119,47 +85,6 @@ class HostTransport final : public Transport {
     bool alive(uint32_t peer) const override {
         const uint32_t state = segment_->area(peer).state;
         return state == RankArea::kAbsent || segment_->alive(peer);
-    }
-
-    void end_writes() override {
-        {
-            const std::lock_guard lock(writing_);
-            ended_ = true;
-        }
-        for (uint32_t r = 0; r < ranks_; ++r) {
-            const std::lock_guard lock(peers_[r].mutex);
-            std::erase_if(peers_[r].leaving, [](const Outbound& o) { return o.write != nullptr; });
-        }
-        written_.notify_all();
-    }
-
-    void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) override {
-        const std::lock_guard lock(windows_mutex_);
-        windows_.emplace(window, Window{peer, memory});
-    }
-
-    void close_window(uint64_t window) override {
-        const std::lock_guard lock(windows_mutex_);
-        windows_.erase(window);
-    }
-
-    // The bytes go the way of messages: those sent behind them come behind them.
-    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) override {
-        Outbound::Write write{window, copies};
-        Peer& peer = peers_[to];
-        {
-            const std::lock_guard lock(peer.mutex);
-            Outbound& out = peer.leaving.emplace_back();
-            out.write = &write;
-            flush(to);
-        }
-        std::unique_lock lock(writing_);
-        written_.wait(lock, [&] { return write.done || ended_; });
-        if (write.done) return {};
-        lock.unlock();
-        const std::lock_guard leaving(peer.mutex);  // nobody looks at `copies` any more
-        std::erase_if(peer.leaving, [&](const Outbound& o) { return o.write == &write; });
-        return fail(TA_E_PEER_LOST, "the group ended before rank %u had the blocks", to).rank(int32_t(to));
     }
 
     Result<bool> reaches(uint32_t peer) override { return (mine().reaches >> peer & 1) != 0; }
@@ -188,94 +113,39 @@ class HostTransport final : public Transport {
   private:
     RankArea& mine() const { return segment_->area(rank_); }
 
-    // ---- what leaves; under the peer's mutex
-
     // As much as there is room for.
-    void flush(uint32_t to) {
-        Peer& peer = peers_[to];
+    void leaves(uint32_t to) override {
         Ring ring = segment_->ring(rank_, to);
+        Record record{};
+        const uint8_t* body = nullptr;
         bool put = false;
-        while (!peer.leaving.empty()) {
-            Outbound& out = peer.leaving.front();
-            const bool all = out.write ? put_write(ring, out, put) : put_packet(ring, out, put);
-            if (!all) break;
-            if (out.write) {
-                const std::lock_guard lock(writing_);
-                out.write->done = true;
-                written_.notify_all();
-            }
-            peer.leaving.pop_front();
+        while (next_record(to, ring.most(), record, body)) {
+            if (!ring.put(record, body) && !(ring.starve(record.bytes) && ring.put(record, body))) break;
+            record_has_left(to, record);
+            put = true;
         }
         if (put) segment_->ring_bell(to);
     }
 
-    static bool put_record(Ring& ring, const Record& record, const uint8_t* body) {
-        return ring.put(record, body) || (ring.starve(record.bytes) && ring.put(record, body));
-    }
-
-    static bool put_packet(Ring& ring, Outbound& out, bool& put) {
-        for (;;) {
-            const size_t left = out.packet.size() - out.at, part = std::min<size_t>(left, ring.most());
-            const Record record{uint32_t(part), part == left ? Record::Kind::kPacketEnd : Record::Kind::kPacket, 0, 0};
-            if (!put_record(ring, record, out.packet.data() + out.at)) return false;
-            put = true;
-            out.at += part;
-            if (part == left) return true;
-        }
-    }
-
-    static bool put_write(Ring& ring, Outbound& out, bool& put) {
-        for (const std::span<const RemoteCopy> copies = out.write->copies; out.copy < copies.size(); ++out.copy, out.at = 0) {
-            for (const RemoteCopy& c = copies[out.copy]; out.at < c.bytes;) {
-                const size_t part = std::min<size_t>(c.bytes - out.at, ring.most());
-                const Record record{uint32_t(part), Record::Kind::kBytes, out.write->window, c.to + out.at};
-                if (!put_record(ring, record, c.from + out.at)) return false;
-                put = true;
-                out.at += part;
-            }
-        }
-        return true;
-    }
-
-    // ---- what comes; by the communication thread
-
     // The next whole packet. What is for windows goes there.
     std::optional<Packet> take_packet(uint32_t from) {
-        Peer& peer = peers_[from];
         Ring ring = segment_->ring(from, rank_);
         std::optional<Packet> whole;
         Record record{};
         bool took = false;
-        while (!whole && !peer.damaged) {
+        while (!whole && !damaged_[from]) {
             const Ring::Next next = ring.next(record);
             if (next == Ring::Next::kNone) break;
             if (next == Ring::Next::kDamaged) {
-                peer.damaged = true;
-                whole.emplace();  // what is no message
-                break;
+                damaged_[from] = true;
+                return Packet();  // what is no message
             }
-            if (record.kind == Record::Kind::kBytes) {
-                take_bytes(from, record, ring);
-            } else {
-                const size_t before = peer.coming.size();
-                peer.coming.resize(before + record.bytes);
-                ring.read(0, peer.coming.data() + before, record.bytes);
-                if (record.kind == Record::Kind::kPacketEnd) whole = std::exchange(peer.coming, {});
-            }
+            whole = take_record(from, record, [&](uint8_t* to) { ring.read(record, to); });
             ring.drop(record);
             took = true;
         }
         if (took && ring.was_starved()) segment_->ring_bell(from);
         return whole;
-    }
-
-    void take_bytes(uint32_t from, const Record& record, const Ring& ring) {
-        const std::lock_guard lock(windows_mutex_);
-        const auto found = windows_.find(record.window);
-        if (found == windows_.end() || found->second.peer != from) return;  // it is closed
-        const std::span<uint8_t> memory = found->second.memory;
-        const uint64_t at = record.address - reinterpret_cast<uintptr_t>(memory.data());
-        if (at <= memory.size() && record.bytes <= memory.size() - at) ring.read(0, memory.data() + at, record.bytes);
     }
 
     // ---- warm-up: who reaches whose memory, and how fast
@@ -354,20 +224,13 @@ class HostTransport final : public Transport {
     const std::shared_ptr<Segment> segment_;
     const uint32_t rank_, ranks_;
     const std::shared_ptr<Device> device_;
-    std::vector<Peer> peers_;
+    std::vector<bool> damaged_;
     Exports::List exports_;  // one of a GPU's rank
     std::shared_ptr<Imports> imports_;
     Shared probe_;
     bool all_warm_ = false;
     uint32_t next_ = 0;
     std::atomic<bool> woken_{false};
-
-    std::mutex windows_mutex_;
-    std::unordered_map<uint64_t, Window> windows_;
-
-    std::mutex writing_;  // below a peer's
-    std::condition_variable written_;
-    bool ended_ = false;
 };
 
 }  // namespace

@@ -143,8 +143,8 @@ Ring::Next Ring::next(Record& record) const {
     return kind && record.bytes <= used - sizeof record ? Next::kRecord : Next::kDamaged;
 }
 
-void Ring::read(size_t from, uint8_t* to, size_t bytes) const {
-    copy_out(header_->tail.load(std::memory_order_relaxed) + sizeof(Record) + from, to, bytes);
+void Ring::read(const Record& record, uint8_t* body) const {
+    copy_out(header_->tail.load(std::memory_order_relaxed) + sizeof record, body, record.bytes);
 }
 
 void Ring::drop(const Record& record) {

@@ -8,24 +8,12 @@
 #include <memory>
 #include <string>
 
-#include "tiering/share/transport.h"
+#include "tiering/share/stream.h"
 
 namespace ta::share {
 
 inline constexpr uint32_t kMostHostRanks = 63;  // of one host: a bit each in SharedSlot::mapped
 inline constexpr size_t kSharedSlots = 256;     // that a rank may share at once
-
-struct Record {
-    enum class Kind : uint32_t {
-        kPacket = 1,  // a part of a packet
-        kPacketEnd,   // its last part
-        kBytes,       // for a window
-    };
-    uint32_t bytes;  // that follow
-    Kind kind;
-    uint64_t window, address;  // of kBytes
-};
-static_assert(sizeof(Record) == 24);
 
 // From one writing process to one reading process. Either may die at any instruction: what is not complete is not there.
 class Ring {
@@ -43,7 +31,7 @@ class Ring {
     // The next one; TA_E_CORRUPT: what is there is none.
     enum class Next { kNone, kRecord, kDamaged };
     Next next(Record& record) const;
-    void read(size_t from, uint8_t* to, size_t bytes) const;  // of its body
+    void read(const Record& record, uint8_t* body) const;
     void drop(const Record& record);
     // The writer wants to hear of room; true: there is some for so many bytes already.
     bool starve(size_t bytes);
