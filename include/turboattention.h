@@ -834,7 +834,16 @@ typedef struct ta_group_id {
 typedef int32_t ta_group_kind;
 enum ta_group_kind_code {
     TA_GROUP_LOCAL = 1, /* all ranks are in this process */
-    TA_GROUP_HOST = 2   /* in processes of one host and user: messages in /dev/shm, GPU memory by CUDA IPC; up to 63 ranks */
+    TA_GROUP_HOST = 2,  /* in processes of one host and user: messages in /dev/shm, GPU memory by CUDA IPC; up to 63 ranks */
+    TA_GROUP_NCCL = 3   /* on any hosts, each rank with a GPU, through libnccl.so.2 of 2.27 or newer; within a host as HOST */
+};
+
+/* How blocks go between two ranks. */
+typedef int32_t ta_peer_route;
+enum ta_peer_route_code {
+    TA_ROUTE_HOST_MEMORY = 1, /* through host memory */
+    TA_ROUTE_GPU_MEMORY = 2,  /* each GPU reads the memory of the other */
+    TA_ROUTE_NCCL = 3         /* through host memory of both and NCCL */
 };
 
 typedef int32_t ta_group_state;
@@ -853,6 +862,10 @@ typedef struct ta_group_options {
     int32_t reserved;
     uint64_t staging_bytes;               /* host memory that each arriving transfer may take; default 64 MiB */
     const struct ta_x_group_fault* fault; /* turboattention_experimental.h, for tests; NULL: none */
+    void* nccl_comm;                      /* TA_GROUP_NCCL: ncclComm_t with the same ranks, NULL: one is made. The group uses it
+                                             until it is ready; the caller does not meanwhile, and frees it when he wants */
+    int32_t hosts_apart;                  /* 1: TA_GROUP_NCCL takes ranks of one host for ranks of several, to compare */
+    int32_t reserved2;
 } ta_group_options;
 
 typedef struct ta_group_info {
@@ -860,12 +873,23 @@ typedef struct ta_group_info {
     ta_group_state state;
     uint32_t rank, ranks;
     ta_group_kind kind;
-    int32_t reserved;
-    uint64_t generation; /* differs from group to group; the same at all ranks */
-    char reason[192];    /* why the group has ended; else empty */
+    int32_t nccl_version; /* 22809: 2.28.9; 0: not of TA_GROUP_NCCL */
+    uint64_t generation;  /* differs from group to group; the same at all ranks */
+    char reason[192];     /* why the group has ended; else empty */
 } ta_group_info;
 
-/* A fresh id. Errors: TA_E_INVALID (kind). */
+/* What lies between this rank and another. */
+typedef struct ta_group_peer {
+    uint32_t struct_size;
+    uint32_t rank;
+    ta_peer_route route;
+    int32_t reserved;
+    uint64_t bytes_per_s; /* that its GPU's memory gave when the group was made; 0: not measured */
+    char why[192];        /* why no faster route is taken; else empty */
+} ta_group_peer;
+
+/* A fresh id. Under TA_GROUP_NCCL the process lives until all ranks have joined: NCCL listens there. Errors: TA_E_INVALID (kind),
+ * TA_E_UNSUPPORTED (no NCCL). */
 TA_API ta_status ta_group_make_id(ta_group_kind kind, ta_group_id* out, ta_error* err);
 /* Joins a group and returns; the group is ready when all ranks have joined. Keeps the context alive. Errors: TA_E_INVALID (a value
  * outside its range, an id of another kind, a rank that joined already), TA_E_MISMATCH (another rank says another number of
@@ -878,6 +902,9 @@ TA_API void ta_group_destroy(ta_group* group);
 TA_API ta_status ta_group_poll(const ta_group* group, int64_t nanoseconds, ta_group_state* state, ta_error* err);
 /* Fills in `info`. */
 TA_API ta_status ta_group_get_info(const ta_group* group, ta_group_info* info, ta_error* err);
+/* Fills in `peer` for another rank of a group that is ready. Errors: TA_E_INVALID (rank), TA_E_STATE, and what ta_group_health
+ * says. */
+TA_API ta_status ta_group_get_peer(const ta_group* group, uint32_t rank, ta_group_peer* peer, ta_error* err);
 /* TA_OK while the group connects or is ready; else why it has ended: TA_E_PEER_LOST, TA_E_TIMEOUT (a rank did not join),
  * TA_E_MISMATCH, TA_E_CANCELLED (ta_group_abort); err->rank is the rank at fault. */
 TA_API ta_status ta_group_health(const ta_group* group, ta_error* err);

@@ -7,6 +7,7 @@
 #include "src/kv/share/transfers.h"
 #include "tiering/share/host.h"
 #include "tiering/share/local.h"
+#include "tiering/share/nccl.h"
 
 using namespace ta;
 using namespace ta::api;
@@ -32,7 +33,10 @@ static_assert(int(Fault::Kind::kDrop) == TA_X_FAULT_DROP && int(Fault::Kind::kDe
               int(Fault::Kind::kCorrupt) == TA_X_FAULT_CORRUPT && int(Fault::Kind::kCut) == TA_X_FAULT_CUT &&
               int(Fault::Kind::kKill) == TA_X_FAULT_KILL);
 static_assert(sizeof(ta_group_id) == kGroupIdBytes && int(GroupKind::kLocal) == TA_GROUP_LOCAL &&
-              int(GroupKind::kHost) == TA_GROUP_HOST);
+              int(GroupKind::kHost) == TA_GROUP_HOST && int(GroupKind::kNccl) == TA_GROUP_NCCL);
+static_assert(int(Transport::Route::By::kHostMemory) == TA_ROUTE_HOST_MEMORY &&
+              int(Transport::Route::By::kGpuMemory) == TA_ROUTE_GPU_MEMORY &&
+              int(Transport::Route::By::kNccl) == TA_ROUTE_NCCL);
 
 namespace {
 
@@ -44,7 +48,7 @@ Status check_group(const ta_group* group) {
 }
 
 Status check_kind(ta_group_kind kind, int argument) {
-    if (kind == TA_GROUP_LOCAL || kind == TA_GROUP_HOST) return {};
+    if (kind >= TA_GROUP_LOCAL && kind <= TA_GROUP_NCCL) return {};
     return fail(TA_E_INVALID, "kind is %d, no value of ta_group_kind", int(kind)).argument(argument);
 }
 
@@ -94,6 +98,15 @@ Status check_peer(const ta_group& group, uint32_t rank, int argument) {
     const GroupSettings& s = group.group->settings();
     if (rank < s.ranks && rank != s.rank) return {};
     return fail(TA_E_INVALID, "rank %u is asked for; this is rank %u of %u", rank, s.rank, s.ranks).argument(argument);
+}
+
+Result<std::unique_ptr<Transport>> join(const std::shared_ptr<Context>& context, const GroupId& id, const ta_group_options& o,
+                                        const GroupSettings& settings, const Fault& fault) {
+    if (o.kind == TA_GROUP_LOCAL) return join_local_group(id, o.rank, o.ranks, context->device(), fault);
+    std::shared_ptr<Device> device;
+    if (context->device()) device = {context, context->device()};
+    if (o.kind == TA_GROUP_HOST) return join_host_group(settings.generation, o.rank, o.ranks, std::move(device));
+    return join_nccl_group(id, o.rank, o.ranks, std::move(device), {o.nccl_comm, o.hosts_apart != 0});
 }
 
 // The pool that a call of the group is about.
@@ -162,7 +175,9 @@ ta_status ta_group_make_id(ta_group_kind kind, ta_group_id* out, ta_error* err) 
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_kind(kind, 0));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
-        const GroupId id = make_id(GroupKind(kind));
+        Result<GroupId> made = kind == TA_GROUP_NCCL ? make_nccl_id() : make_id(GroupKind(kind));
+        if (!made.ok()) return std::move(made).status();
+        const GroupId& id = made.value();
         std::memcpy(out->bytes, id.data(), id.size());
         return {};
     });
@@ -185,13 +200,13 @@ ta_status ta_group_create(ta_context* context, const ta_group_options* options, 
         std::memcpy(id.data(), o.id->bytes, id.size());
         if (!is_of(id, GroupKind(o.kind)))
             return fail(TA_E_INVALID, "options.id is not of ta_group_make_id and this kind").argument(1);
+        if (o.hosts_apart < 0 || o.hosts_apart > 1)
+            return fail(TA_E_INVALID, "options.hosts_apart is %d; it is 0 or 1", int(o.hosts_apart)).argument(1);
+        if ((o.nccl_comm || o.hosts_apart) && o.kind != TA_GROUP_NCCL)
+            return fail(TA_E_INVALID, "options.nccl_comm and options.hosts_apart are for TA_GROUP_NCCL").argument(1);
         if (o.fault && o.kind != TA_GROUP_LOCAL)
             return fail(TA_E_UNSUPPORTED, "options.fault is for TA_GROUP_LOCAL").argument(1);
-        Device* const device = context->impl->device();
-        Result<std::unique_ptr<Transport>> transport =
-            o.kind == TA_GROUP_LOCAL ? join_local_group(id, o.rank, o.ranks, device, fault.value())
-                                     : join_host_group(settings.value().generation, o.rank, o.ranks,
-                                                       device ? std::shared_ptr<Device>(context->impl, device) : nullptr);
+        Result<std::unique_ptr<Transport>> transport = join(context->impl, id, o, settings.value(), fault.value());
         if (!transport.ok()) return at_argument(std::move(transport).status(), 1);
         auto group = std::make_unique<ta_group>();
         group->kind = o.kind;
@@ -228,11 +243,28 @@ ta_status ta_group_get_info(const ta_group* group, ta_group_info* info, ta_error
         r.rank = g.settings().rank;
         r.ranks = g.settings().ranks;
         r.kind = group->kind;
+        r.nccl_version = r.kind == TA_GROUP_NCCL ? nccl_version() : 0;
         r.generation = g.settings().generation;
         const Status health = g.health();
         if (health.detail())
             std::snprintf(r.reason, sizeof r.reason, "%.*s", int(sizeof r.reason - 1), health.detail()->message);
         return write_struct(r, info, "info", 1);
+    });
+}
+
+ta_status ta_group_get_peer(const ta_group* group, uint32_t rank, ta_group_peer* peer, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        TA_RETURN_IF_ERROR(check_peer(*group, rank, 1));
+        TA_RETURN_IF_ERROR(check_pointer(peer, "peer", 2));
+        TA_RETURN_IF_ERROR(group->group->check_ready());
+        const Transport::Route route = group->group->transport().route(rank);
+        ta_group_peer r{};
+        r.rank = rank;
+        r.route = int32_t(route.by);
+        r.bytes_per_s = route.bytes_per_s;
+        std::snprintf(r.why, sizeof r.why, "%s", route.why);
+        return write_struct(r, peer, "peer", 2);
     });
 }
 

@@ -1,5 +1,6 @@
-// Ranks that are processes of their own, each on its GPU, or on one. Processes that see their own GPU alone, too. Skipped where there
-// is no GPU.
+// Ranks that are processes of their own, each on its GPU, or on one: over the host's memory, and over NCCL. Processes that see
+// their own GPU alone, too. Skipped where there is no GPU; NCCL needs one for each rank.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -29,18 +30,30 @@ int gpus() {
     return WEXITSTATUS(s);
 }
 
-enum class Sight { kAll, kOwn };
+struct Way {
+    const char* name;
+    bool sees_all;
+    ta_group_kind kind;
+    bool apart;  // as if they were on two hosts
+};
+void PrintTo(const Way& w, std::ostream* out) {
+    *out << w.name;
+}
 
-class GpuProcesses : public ::testing::TestWithParam<Sight> {
+class GpuProcesses : public ::testing::TestWithParam<Way> {
   protected:
     void SetUp() override {
         gpus_ = gpus();
         if (gpus_ == 0) GTEST_SKIP() << "no GPU: NOTHING OF THE CUDA BACKEND IS TESTED HERE";
+        if (over_nccl() && (gpus_ < 2 || !dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL)))
+            GTEST_SKIP() << "needs two GPUs and NCCL";
     }
+    static bool over_nccl() { return GetParam().kind == TA_GROUP_NCCL; }
     ProcessGroup make(uint32_t n) const {
-        return {n, pool_shape(), [this](uint32_t rank) {
+        return {n, pool_shape(),
+                [this](uint32_t rank) {
                     const int wanted = int(rank) % gpus_;
-                    const bool own = GetParam() == Sight::kOwn;
+                    const bool own = !GetParam().sees_all;
                     if (own) setenv("CUDA_VISIBLE_DEVICES", std::to_string(wanted).c_str(), 1);
                     auto options = sized<ta_context_options>();
                     options.threads = 2;
@@ -48,6 +61,11 @@ class GpuProcesses : public ::testing::TestWithParam<Sight> {
                     options.device_ordinal = own ? 0 : wanted;
                     EXPECT_EQ(cudaSetDevice(options.device_ordinal), cudaSuccess);
                     return make_context(options);
+                },
+                [](ta_group_options& o) {
+                    o.kind = GetParam().kind;
+                    o.hosts_apart = GetParam().apart;
+                    o.silence_ms = 2000;
                 }};
     }
     int gpus_ = 0;
@@ -107,6 +125,7 @@ Given whole_or_spread(const Rank& r, bool spread, uint64_t tag) {
 
 TEST_P(GpuProcesses, AStepOverAllIsThatOfOne) {
     for (const uint32_t n : {2u, 3u}) {
+        if (over_nccl() && int(n) > gpus_) break;
         const ProcessGroup ranks = make(n);
         std::vector<Process> processes;
         for (uint32_t rank = 0; rank < n; ++rank) {
@@ -168,8 +187,35 @@ TEST_P(GpuProcesses, APeerMayBeKilled) {
     std::printf("%d kills of a peer\n", kills());
 }
 
-INSTANTIATE_TEST_SUITE_P(All, GpuProcesses, ::testing::Values(Sight::kAll, Sight::kOwn),
-                         [](const auto& of) { return of.param == Sight::kAll ? "see_all" : "see_their_own"; });
+TEST_P(GpuProcesses, SayHowTheyReachEachOther) {
+    if (gpus_ < 2) GTEST_SKIP() << "needs two GPUs";
+    const ProcessGroup ranks = make(2);
+    const auto body = [](uint32_t me) {
+        return [me](const Rank& r, const auto&) {
+            auto peer = sized<ta_group_peer>();
+            auto info = sized<ta_group_info>();
+            EXPECT_EQ(ta_group_get_peer(r.group.get(), 1 - me, &peer, nullptr), TA_OK);
+            EXPECT_EQ(ta_group_get_info(r.group.get(), &info, nullptr), TA_OK);
+            EXPECT_EQ(peer.route, GetParam().apart ? TA_ROUTE_NCCL : TA_ROUTE_GPU_MEMORY) << peer.why;
+            EXPECT_EQ(info.nccl_version > 22700, over_nccl());
+            if (me == 0)
+                std::printf("route %d, %.0f GB/s, NCCL %d %s\n", peer.route, 1e-9 * double(peer.bytes_per_s), info.nccl_version,
+                            peer.why);
+            return true;
+        };
+    };
+    const Process a = ranks.start(0, body(0)), b = ranks.start(1, body(1));
+    EXPECT_EQ(a.status(), 0);
+    EXPECT_EQ(b.status(), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuProcesses,
+                         ::testing::Values(Way{"host", true, TA_GROUP_HOST, false},
+                                           Way{"host_own", false, TA_GROUP_HOST, false},
+                                           Way{"nccl", true, TA_GROUP_NCCL, false},
+                                           Way{"nccl_own", false, TA_GROUP_NCCL, false},
+                                           Way{"nccl_apart", true, TA_GROUP_NCCL, true}),
+                         [](const auto& of) { return std::string(of.param.name); });
 
 }  // namespace
 }  // namespace ta::testing

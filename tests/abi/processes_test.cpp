@@ -186,13 +186,27 @@ TEST(Processes, AStepEndsWhenARankIsKilled) {
 
 TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
     const ProcessGroup ranks(3, pool_shape());
-    const Process other = ranks.start(1, [](const Rank&, const auto&) { return true; });
-    usleep(100000);
+    const Process other = ranks.start(0, [](const Rank&, const auto&) { return true; });
+    while (shared_files() == 0) usleep(1000);
     other.kill();
     other.status();
     EXPECT_EQ(shared_files(), 1u);
+    ta_error err;
+    const Context context = make_context(1);
+    const ta_group_options same = ranks.options(1);
+    ta_group* group = nullptr;
+    EXPECT_EQ(ta_group_create(context.get(), &same, &group, &err), TA_E_STALE) << err.message;
+    EXPECT_EQ(shared_files(), 0u);
+}
+
+TEST(Processes, TheMemoryOfTheDeadIsLetGo) {
+    const ProcessGroup ranks(2, pool_shape());
+    const Process other = ranks.start(0, [](const Rank&, const auto&) { return true; });
+    while (shared_files() == 0) usleep(1000);
+    other.kill();
+    other.status();
     {
-        const ProcessGroup later(2, pool_shape());  // the memory of the dead is let go
+        const ProcessGroup later(2, pool_shape());
         const Rank a = later.join(0), b = later.join(1);
         EXPECT_EQ(poll(a.group), TA_GROUP_READY);
         EXPECT_EQ(poll(b.group), TA_GROUP_READY);

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -37,19 +39,35 @@ struct Process {
 class ProcessGroup {
   public:
     using MakeContext = std::function<Context(uint32_t rank)>;
+    using Change = std::function<void(ta_group_options&)>;
     ProcessGroup(
-        uint32_t n, ta_kv_pool_options pool, MakeContext context = [](uint32_t) { return make_context(1); })
-        : n_(n), pool_(pool), context_(std::move(context)) {
-        ta_error err;
-        require(ta_group_make_id(TA_GROUP_HOST, &id_, &err), err);
+        uint32_t n, ta_kv_pool_options pool, MakeContext context = [](uint32_t) { return make_context(1); },
+        Change change = [](ta_group_options&) {})
+        : n_(n), pool_(pool), context_(std::move(context)), change_(std::move(change)) {
+        void* const page = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        EXPECT_NE(page, MAP_FAILED);
+        shared_ = new (page) Shared;
+    }
+    ~ProcessGroup() { munmap(shared_, sizeof(Shared)); }
+    ProcessGroup(const ProcessGroup&) = delete;
+    ProcessGroup& operator=(const ProcessGroup&) = delete;
+
+    ta_group_options options(uint32_t rank) const {
+        ta_group_options o = group_options(shared_->id, rank, n_);
+        o.kind = TA_GROUP_HOST;
+        change_(o);
+        return o;
     }
     Rank join(uint32_t rank) const {
         Rank r;
         r.context = context_(rank);
         r.pool = make_pool(r.context, pool_);
         r.plan = make_plan(r.pool);
-        ta_group_options o = group_options(id_, rank, n_);
-        o.kind = TA_GROUP_HOST;
+        const ta_group_options o = options(rank);
+        ta_error err;
+        if (rank == 0) require(ta_group_make_id(o.kind, &shared_->id, &err), err);
+        if (rank == 0) shared_->made = true;
+        while (!shared_->made) usleep(1000);
         r.group = make_group(r.context, o);
         return r;
     }
@@ -77,10 +95,16 @@ class ProcessGroup {
     }
 
   private:
+    // Of all processes; rank 0 makes the id.
+    struct Shared {
+        ta_group_id id{};
+        std::atomic<bool> made{false};
+    };
     uint32_t n_;
     ta_kv_pool_options pool_;
     MakeContext context_;
-    ta_group_id id_;
+    Change change_;
+    Shared* shared_;
 };
 
 // Files of groups that not all ranks have joined.

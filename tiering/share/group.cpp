@@ -90,7 +90,6 @@ void Group::end(const Status& why) {
         state_changed_.notify_all();
         signal();
     }
-    transport_->end_writes();
     const Ending ending = Ending::of(why);
     try {
         const std::lock_guard lock(sending_);
@@ -100,6 +99,7 @@ void Group::end(const Status& why) {
     } catch (const std::bad_alloc&) {
         // Peers that were not told hear nothing any more.
     }
+    transport_->end_writes();
     for (Service* s : services_) s->on_end(why);
 }
 
@@ -157,7 +157,7 @@ void Group::run() {
                 continue;
             }
             const std::optional<Transport::Received> received = transport_->receive(next_time());
-            Status s = received ? take_in(*received) : Status();
+            Status s = received ? take_in(*received) : transport_->health();
             const Time now = Clock::now();
             if (s.ok()) s = check_peers(now);
             if (!s.ok()) {

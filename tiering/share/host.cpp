@@ -88,6 +88,15 @@ class HostTransport final : public StreamTransport {
     }
 
     Result<bool> reaches(uint32_t peer) override { return (mine().reaches >> peer & 1) != 0; }
+    Route route(uint32_t peer) override {
+        const RankArea& theirs = segment_->area(peer);
+        if ((mine().reaches >> peer & 1) != 0) return {Route::By::kGpuMemory, mine().bytes_per_s[peer], ""};
+        if (!device_ || theirs.has_gpu == 0) return {Route::By::kHostMemory, 0, "a rank is on a CPU"};
+        const bool same = std::strncmp(theirs.gpu, mine().gpu, sizeof theirs.gpu) == 0;
+        return {Route::By::kHostMemory, 0,
+                same ? "both ranks are on one GPU" : "the GPUs do not reach each other's memory, or CUDA IPC is not allowed"};
+    }
+
     Result<bool> all_reach() override {
         const uint64_t all = ranks_ == 64 ? ~uint64_t{0} : (uint64_t{1} << ranks_) - 1;
         for (uint32_t r = 0; r < ranks_; ++r) {

@@ -26,7 +26,9 @@ GroupId make_id(GroupKind kind) {
 }
 
 bool is_of(const GroupId& id, GroupKind kind) {
-    return std::memcmp(id.data(), mark_of(kind), std::strlen(mark_of(kind)) + 1) == 0;
+    const auto is_marked = [&](GroupKind k) { return std::memcmp(id.data(), mark_of(k), std::strlen(mark_of(k)) + 1) == 0; };
+    if (kind == GroupKind::kNccl) return !is_marked(GroupKind::kLocal) && !is_marked(GroupKind::kHost);
+    return is_marked(kind);
 }
 
 }  // namespace ta::share

@@ -182,6 +182,12 @@ class LocalTransport final : public Transport {
         return device_ && both[1] >= 0 ? device_->reach(both) : Result<bool>(false);
     }
 
+    Route route(uint32_t peer) override {
+        Result<bool> reached = reaches(peer);
+        if (reached.ok() && reached.value()) return {Route::By::kGpuMemory, 0, ""};
+        return {Route::By::kHostMemory, 0, why_not_gpu(box(rank_).device, box(peer).device)};
+    }
+
     Result<bool> all_reach() override {
         std::vector<int> all;
         for (const Mailbox& box : hub_->boxes) all.push_back(box.device);
@@ -218,6 +224,11 @@ class LocalTransport final : public Transport {
         Packet packet;
         Time at;  // of arrival
     };
+
+    static const char* why_not_gpu(int here, int there) {
+        if (here < 0 || there < 0) return "a rank is on a CPU";
+        return here == there ? "both ranks are on one GPU" : "the GPUs do not reach each other's memory";
+    }
 
     Mailbox& box(uint32_t rank) { return hub_->boxes[rank]; }
 

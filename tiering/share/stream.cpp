@@ -75,6 +75,13 @@ void StreamTransport::record_has_left(uint32_t to, const Record& record) {
     if (record.kind == Record::Kind::kPacketEnd) leaving.pop_front();
 }
 
+std::vector<Packet> StreamTransport::take_packets(uint32_t to) {
+    std::vector<Packet> packets;
+    for (Outbound& out : peers_[to].leaving) packets.push_back(std::move(out.packet));
+    peers_[to].leaving.clear();
+    return packets;
+}
+
 void StreamTransport::finish(Outbound& out) {
     const std::lock_guard lock(writing_);
     out.write->done = true;

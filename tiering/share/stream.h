@@ -42,6 +42,7 @@ class StreamTransport : public Transport {
     bool next_record(uint32_t to, size_t most, Record& record, const uint8_t*& body);
     void record_has_left(uint32_t to, const Record& record);
     std::mutex& mutex_of(uint32_t to) { return peers_[to].mutex; }
+    std::vector<Packet> take_packets(uint32_t to);  // that have not begun to leave; under its mutex
 
     // What comes; one thread. `read(to)` copies the body of the record. The packet that is whole with it.
     template <class Read>

@@ -53,9 +53,12 @@ class Transport {
     virtual std::optional<Received> receive(Time until) = 0;
     virtual void wake() = 0;
 
+    // Why nothing goes or comes any more; by the thread that receives.
+    virtual Status health() const { return {}; }
     // Whether the peer may still be heard; a transport that cannot tell says yes.
     virtual bool alive(uint32_t) const { return true; }
-    // The group has ended: writes that wait for a peer, and later ones, fail with TA_E_PEER_LOST.
+    // The group has ended, and what was to be said about that is sent: writes that wait for a peer, and later ones, fail with
+    // TA_E_PEER_LOST.
     virtual void end_writes() {}
 
     // Memory of this rank that a peer may write to under that number, until it is closed. close_window() returns when nobody
@@ -67,6 +70,13 @@ class Transport {
 
     // Whether this rank's GPU reads and writes what the peer's GPU has; a CPU reaches nothing. Of a group that is ready.
     virtual Result<bool> reaches(uint32_t peer) = 0;
+    // How blocks come from there, for those who ask.
+    struct Route {
+        enum class By { kHostMemory = 1, kGpuMemory, kNccl } by = By::kHostMemory;
+        uint64_t bytes_per_s = 0;  // that were measured
+        const char* why = "";      // it is none that is faster
+    };
+    virtual Route route(uint32_t peer) = 0;
     // Whether every rank's GPU does so with every other's: the same answer at all ranks.
     virtual Result<bool> all_reach() = 0;
     // Whether no rank has a GPU.

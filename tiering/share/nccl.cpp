@@ -1,0 +1,553 @@
+#include "tiering/share/nccl.h"
+
+#include <cuda_runtime_api.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/format/hash.h"
+#include "src/device/cuda/device.h"
+#include "tiering/share/host.h"
+#include "tiering/share/host_memory.h"
+#include "tiering/share/nccl_library.h"
+#include "tiering/share/stream.h"
+
+namespace ta::share {
+namespace {
+
+constexpr size_t kFrame = size_t{16} << 10, kLargeFrame = size_t{8} << 20;  // bytes of a round, one way
+constexpr std::chrono::microseconds kShortestRest{50}, kLongestRest{20000}, kPoll{200};
+constexpr std::chrono::milliseconds kGoodbye{200};
+constexpr int kMostCtas = 16;
+
+// What a rank says of itself when all join.
+struct Card {
+    uint64_t host[2];  // the same where ranks share /dev/shm and are of one user
+};
+
+// At the front of each frame.
+struct Frame {
+    uint64_t used;  // bytes of records behind it
+    uint64_t next;  // bytes of this side's next frame
+};
+
+Card card_of_this_host() {
+    Card card{};
+    std::string boot;
+    std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+    struct stat shm {};
+    if (boot.empty() || stat("/dev/shm", &shm) != 0) {
+        card.host[0] = process_number();  // alone
+        return card;
+    }
+    const uint64_t of[] = {shm.st_dev, shm.st_ino, geteuid()};
+    card.host[0] = hash_bytes(boot.data(), boot.size());
+    card.host[1] = hash_bytes(of, sizeof of);
+    return card;
+}
+
+// GPU and pinned host memory side by side.
+struct Twin {
+    uint8_t *host = nullptr, *device = nullptr;
+    bool make(size_t bytes) {
+        return cudaHostAlloc(reinterpret_cast<void**>(&host), bytes, cudaHostAllocPortable) == cudaSuccess &&
+               cudaMalloc(reinterpret_cast<void**>(&device), bytes) == cudaSuccess;
+    }
+    void free() const {
+        cudaFreeHost(host);
+        cudaFree(device);
+    }
+};
+
+class NcclTransport final : public StreamTransport {
+  public:
+    NcclTransport(const nccl::Library& lib, const GroupId& id, uint32_t rank, uint32_t ranks, std::shared_ptr<Device> device,
+                  const NcclOptions& options)
+        : StreamTransport(ranks),
+          nccl_(lib),
+          id_(id),
+          rank_(rank),
+          ranks_(ranks),
+          device_(std::move(device)),
+          apart_(options.hosts_apart),
+          adopted_(options.comm != nullptr),
+          world_(static_cast<nccl::Comm>(options.comm)),
+          place_(ranks, kElsewhere),
+          pairs_(ranks) {}
+
+    ~NcclTransport() override {
+        // What is said last goes out.
+        ends_ = true;
+        const auto is_connected = [](const Pair& p) { return p.comm != nullptr; };
+        while (phase_ == Phase::kOpen && std::any_of(pairs_.begin(), pairs_.end(), is_connected)) {
+            step();
+            std::this_thread::sleep_for(kPoll);
+        }
+        const CudaScope scope(device_->ordinal());
+        for (Pair& p : pairs_) {
+            abort(p);
+            if (p.stream) cudaStreamDestroy(p.stream);
+            p.out.free();
+            p.in.free();
+        }
+        if (world_ && !adopted_) nccl_.CommAbort(world_);
+        if (stream_) cudaStreamDestroy(stream_);
+        cards_.free();
+    }
+
+    void send(uint32_t to, Packet packet, bool heartbeat) override {
+        if (place_of(to) != kElsewhere) return local_->send(uint32_t(place_[to]), std::move(packet), heartbeat);
+        StreamTransport::send(to, std::move(packet), heartbeat);
+    }
+
+    std::optional<Received> receive(Time until) override {
+        for (;;) {
+            step();
+            if (!coming_.empty()) {
+                Received got = std::move(coming_.front());
+                coming_.pop_front();
+                return got;
+            }
+            if (woken_.exchange(false) || Clock::now() >= until || !health_.ok()) return {};
+            if (!local_) {  // NCCL is asked until it has connected; it calls nobody
+                std::this_thread::sleep_for(std::min<Clock::duration>(kPoll, until - Clock::now()));
+                continue;
+            }
+            std::optional<Received> got = local_->receive(std::min(until, next_step()));
+            if (got) return Received{members_[got->from], std::move(got->packet)};
+        }
+    }
+
+    void wake() override {
+        woken_ = true;
+        if (open_.load(std::memory_order_acquire)) local_->wake();
+    }
+
+    Status health() const override { return health_.clone(); }
+    bool alive(uint32_t peer) const override { return place_of(peer) == kElsewhere || local_->alive(uint32_t(place_[peer])); }
+    void end_writes() override {
+        StreamTransport::end_writes();
+        ends_ = true;
+        if (open_.load(std::memory_order_acquire)) local_->end_writes();
+        wake();
+    }
+
+    void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) override {
+        if (place_of(peer) != kElsewhere) return local_->open_window(window, uint32_t(place_[peer]), memory);
+        StreamTransport::open_window(window, peer, memory);
+    }
+    void close_window(uint64_t window) override {
+        StreamTransport::close_window(window);
+        if (open_.load(std::memory_order_acquire)) local_->close_window(window);
+    }
+    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) override {
+        if (place_of(to) != kElsewhere) return local_->write(uint32_t(place_[to]), window, copies);
+        return StreamTransport::write(to, window, copies);
+    }
+
+    Result<bool> reaches(uint32_t peer) override {
+        return place_of(peer) == kElsewhere ? Result<bool>(false) : local_->reaches(uint32_t(place_[peer]));
+    }
+    Route route(uint32_t peer) override {
+        if (place_of(peer) != kElsewhere) return local_->route(uint32_t(place_[peer]));
+        return {Route::By::kNccl, 0, apart_ ? "hosts_apart is set" : "the ranks are of two hosts, or do not share /dev/shm"};
+    }
+    Result<bool> all_reach() override { return members_.size() == ranks_ ? local_->all_reach() : Result<bool>(false); }
+    bool all_cpus() const override { return false; }
+    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) override { return local_->share_memory(std::move(memory)); }
+    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name) override {
+        if (place_of(peer) == kElsewhere) return std::shared_ptr<uint8_t>();
+        return local_->find_memory(uint32_t(place_[peer]), name);
+    }
+
+  private:
+    static constexpr int kElsewhere = -1;
+    enum class Phase { kBegin, kConnecting, kCards, kIds, kPairing, kOpen };
+    struct Pair {
+        nccl::Comm comm = nullptr;
+        cudaStream_t stream = nullptr;
+        Twin out, in;
+        size_t next_out = kFrame, next_in = kFrame;
+        bool connected = false, enqueued = false, under_way = false;
+        std::atomic<bool> over{false};
+        bool said = false;  // something, in the round that is under way
+        int rests = 0;      // since somebody said something
+        Time due{};
+    };
+
+    // This host's number of the peer, once that is known.
+    int place_of(uint32_t peer) const { return open_.load(std::memory_order_acquire) ? place_[peer] : kElsewhere; }
+
+    bool check(cudaError_t e, const char* what) {
+        if (e != cudaSuccess && health_.ok()) health_ = fail(TA_E_DEVICE, "%s for NCCL: %s", what, cudaGetErrorString(e));
+        return e == cudaSuccess;
+    }
+    // Whether a call has been taken; what it began may go on.
+    bool taken(int result, const char* what, int32_t peer = -1) {
+        const bool ok = result == nccl::kSuccess || result == nccl::kInProgress;
+        if (!ok && health_.ok()) health_ = fail(TA_E_PEER_LOST, "NCCL: %s: %s", what, nccl_.GetErrorString(result)).rank(peer);
+        return ok;
+    }
+    // Whether the communicator has done what it was asked for.
+    bool done(nccl::Comm comm, const char* what, int32_t peer = -1) {
+        int state = nccl::kSuccess;
+        return taken(nccl_.CommGetAsyncError(comm, &state), what, peer) && taken(state, what, peer) && state == nccl::kSuccess;
+    }
+
+    // ---- from nothing to a group that is open
+
+    // As far as it goes without waiting.
+    void step() {
+        const CudaScope scope(device_->ordinal());
+        while (health_.ok() && advance()) {
+        }
+        if (phase_ != Phase::kOpen) return;
+        for (uint32_t r = 0; r < ranks_ && health_.ok(); ++r) {
+            if (pairs_[r].comm) go_on(r);
+        }
+        if (!ends_ && health_.ok()) return;
+        if (ended_at_ == Time()) ended_at_ = Clock::now();
+        // A round that a peer never enters would keep its kernel on the GPU, and with it whoever waits for the GPU.
+        const bool late = !health_.ok() || Clock::now() >= ended_at_ + kGoodbye;
+        for (uint32_t r = 0; r < ranks_; ++r) {
+            if (pairs_[r].comm && (late || has_said_all(r))) abort(pairs_[r]);
+        }
+    }
+
+    void abort(Pair& p) {
+        if (!p.comm) return;
+        nccl_.CommAbort(std::exchange(p.comm, nullptr));
+        cudaStreamSynchronize(p.stream);
+    }
+
+    // True: a phase is over.
+    bool advance() {
+        switch (phase_) {
+            case Phase::kBegin:
+                if (!check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream") ||
+                    !check(cards_.make(ranks_ * ranks_ * sizeof(nccl::UniqueId)) ? cudaSuccess : cudaErrorMemoryAllocation,
+                           "memory"))
+                    return false;
+                if (!adopted_ && !begin_comm(world_, ranks_, id_.data(), rank_)) return false;
+                break;
+            case Phase::kConnecting: {
+                if (!done(world_, "connecting")) return false;
+                Card mine = card_of_this_host();
+                if (apart_) mine = {{process_number(), rank_}};
+                if (!gather(&mine, sizeof mine)) return false;
+                break;
+            }
+            case Phase::kCards: {
+                if (!gathered()) return false;
+                Result<std::vector<uint32_t>> members = find_members();
+                if (!members.ok()) return give_up(std::move(members).status());
+                if (members_.size() < ranks_ && !name_pairs()) return false;
+                break;
+            }
+            case Phase::kIds:
+                if (members_.size() < ranks_ && (!gathered() || !begin_pairs())) return false;
+                break;
+            case Phase::kPairing:
+                for (uint32_t r = 0; r < ranks_; ++r) {
+                    if (pairs_[r].comm && !done(pairs_[r].comm, "connecting two ranks", int32_t(r))) return false;
+                }
+                open();
+                break;
+            case Phase::kOpen:
+                return false;
+        }
+        phase_ = Phase(int(phase_) + 1);
+        return true;
+    }
+
+    bool give_up(Status s) {
+        if (health_.ok()) health_ = std::move(s);
+        return false;
+    }
+
+    bool begin_comm(nccl::Comm& comm, uint32_t ranks, const void* id, uint32_t rank) {
+        nccl::Config config;
+        config.blocking = 0;
+        config.max_ctas = kMostCtas;
+        nccl::UniqueId unique;
+        std::memcpy(&unique, id, sizeof unique);
+        return taken(nccl_.CommInitRankConfig(&comm, int(ranks), unique, int(rank), &config), "joining");
+    }
+
+    // Every rank's bytes, one behind the other, in cards_.host.
+    bool gather(const void* mine, size_t bytes) {
+        std::memcpy(cards_.host + rank_ * bytes, mine, bytes);
+        gathered_bytes_ = bytes;
+        gather_is_enqueued_ = false;
+        return check(cudaMemcpyAsync(cards_.device + rank_ * bytes, cards_.host + rank_ * bytes, bytes, cudaMemcpyHostToDevice,
+                                     stream_),
+                     "a copy") &&
+               taken(nccl_.AllGather(cards_.device + rank_ * bytes, cards_.device, bytes, nccl::kBytes, world_, stream_),
+                     "gathering");
+    }
+    bool gathered() {
+        if (!gather_is_enqueued_) {
+            if (!done(world_, "gathering")) return false;
+            if (!check(cudaMemcpyAsync(cards_.host, cards_.device, ranks_ * gathered_bytes_, cudaMemcpyDeviceToHost, stream_),
+                       "a copy"))
+                return false;
+            gather_is_enqueued_ = true;
+        }
+        const cudaError_t e = cudaStreamQuery(stream_);
+        return e != cudaErrorNotReady && check(e, "gathering");
+    }
+
+    // Ranks of this host, this one among them, and the memory that they share.
+    Result<std::vector<uint32_t>> find_members() {
+        const auto* const cards = reinterpret_cast<const Card*>(cards_.host);
+        struct {
+            GroupId id;
+            Card host;
+        } of{id_, cards[rank_]};
+        for (uint32_t r = 0; r < ranks_; ++r) {
+            if (std::memcmp(&cards[r], &of.host, sizeof(Card)) != 0) continue;
+            place_[r] = int(members_.size());
+            members_.push_back(r);
+        }
+        Result<std::unique_ptr<Transport>> local =
+            join_host_group(hash_bytes(&of, sizeof of), uint32_t(place_[rank_]), uint32_t(members_.size()), device_);
+        if (!local.ok()) return std::move(local).status();
+        local_ = local.take();
+        return members_;
+    }
+
+    // Ids for communicators with the ranks of other hosts that come behind this one.
+    bool name_pairs() {
+        std::vector<nccl::UniqueId> ids(ranks_);
+        for (uint32_t r = rank_ + 1; r < ranks_; ++r) {
+            if (place_[r] == kElsewhere && !taken(nccl_.GetUniqueId(&ids[r]), "naming a communicator")) return false;
+        }
+        return gather(ids.data(), ids.size() * sizeof ids[0]);
+    }
+
+    bool begin_pairs() {
+        const auto* const ids = reinterpret_cast<const nccl::UniqueId*>(cards_.host);
+        for (uint32_t r = 0; r < ranks_; ++r) {
+            if (place_[r] != kElsewhere) continue;
+            Pair& p = pairs_[r];
+            const uint32_t first = std::min(rank_, r), second = std::max(rank_, r);
+            if (!check(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking), "a stream") ||
+                !check(p.out.make(kLargeFrame) && p.in.make(kLargeFrame) ? cudaSuccess : cudaErrorMemoryAllocation, "memory") ||
+                !begin_comm(p.comm, 2, &ids[size_t(first) * ranks_ + second], rank_ == first ? 0 : 1))
+                return false;
+        }
+        return true;
+    }
+
+    // From now on packets for ranks of this host go through memory; those that wait for them, first.
+    void open() {
+        std::vector<std::unique_lock<std::mutex>> locks;
+        for (uint32_t r = 0; r < ranks_; ++r) locks.emplace_back(mutex_of(r));
+        for (uint32_t r = 0; r < ranks_; ++r) {
+            if (place_[r] != kElsewhere && r != rank_) forward(r);
+        }
+        open_.store(true, std::memory_order_release);
+    }
+
+    // ---- rounds
+
+    void go_on(uint32_t r) {
+        Pair& p = pairs_[r];
+        if (p.under_way && !finish_round(r)) return;
+        if (!p.under_way && Clock::now() >= p.due) begin_round(r);
+    }
+
+    // Bytes of records for this round.
+    size_t fill(uint32_t r, size_t room) {
+        Pair& p = pairs_[r];
+        const std::lock_guard lock(mutex_of(r));
+        size_t used = 0;
+        Record record{};
+        const uint8_t* body = nullptr;
+        bool more = false;
+        while ((more = next_record(r, kLargeFrame / 4, record, body))) {
+            const size_t left = room - used;
+            if (left <= sizeof record) break;
+            if (record.bytes > left - sizeof record) {  // a part of it
+                record.bytes = uint32_t(left - sizeof record);
+                if (record.kind == Record::Kind::kPacketEnd) record.kind = Record::Kind::kPacket;
+            }
+            uint8_t* const at = p.out.host + sizeof(Frame) + used;
+            std::memcpy(at, &record, sizeof record);
+            std::memcpy(at + sizeof record, body, record.bytes);
+            used += sizeof record + record.bytes;
+            record_has_left(r, record);
+        }
+        const Frame frame{used, more ? kLargeFrame : kFrame};
+        std::memcpy(p.out.host, &frame, sizeof frame);
+        return used;
+    }
+
+    void begin_round(uint32_t r) {
+        Pair& p = pairs_[r];
+        const size_t out = p.next_out, in = p.next_in;
+        p.said = fill(r, out - sizeof(Frame)) > 0;
+        Frame frame;
+        std::memcpy(&frame, p.out.host, sizeof frame);
+        p.next_out = size_t(frame.next);
+        p.under_way = true;
+        p.enqueued = p.over = false;
+        const int other = rank_ < r ? 1 : 0;
+        (void)(check(cudaMemcpyAsync(p.out.device, p.out.host, out, cudaMemcpyHostToDevice, p.stream), "a copy") &&
+               taken(nccl_.GroupStart(), "a round") &&
+               taken(nccl_.Send(p.out.device, out, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r)) &&
+               taken(nccl_.Recv(p.in.device, in, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r)) &&
+               taken(nccl_.GroupEnd(), "a round", int32_t(r)));
+    }
+
+    // Whether it is over.
+    bool finish_round(uint32_t r) {
+        Pair& p = pairs_[r];
+        if (!p.enqueued) {  // the first one connects the two
+            if (!done(p.comm, "a round", int32_t(r))) return false;
+            p.enqueued = true;
+            if (!check(cudaMemcpyAsync(p.in.host, p.in.device, p.next_in, cudaMemcpyDeviceToHost, p.stream), "a copy") ||
+                !check(cudaLaunchHostFunc(p.stream, &round_is_over, new Over{&p.over, local_}), "a call"))
+                return false;
+        }
+        if (!p.over) return false;
+        p.under_way = false;
+        Frame frame;
+        std::memcpy(&frame, p.in.host, sizeof frame);
+        if (frame.used > p.next_in - sizeof frame || (frame.next != kFrame && frame.next != kLargeFrame))
+            return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no frame", r).rank(int32_t(r)));
+        for (size_t at = sizeof frame, end = sizeof frame + size_t(frame.used); at < end;) {
+            Record record;
+            std::memcpy(&record, p.in.host + at, sizeof record);
+            at += sizeof record;
+            if (record.bytes > end - at)
+                return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no record", r).rank(int32_t(r)));
+            std::optional<Packet> packet =
+                take_record(r, record, [&](uint8_t* to) { std::memcpy(to, p.in.host + at, record.bytes); });
+            if (packet) coming_.push_back({r, std::move(*packet)});
+            at += record.bytes;
+        }
+        p.next_in = size_t(frame.next);
+        // Both know what both have said, so they rest for the same time.
+        const bool active = p.said || frame.used > 0 || p.next_in > kFrame || p.next_out > kFrame;
+        p.rests = active ? 0 : std::min(p.rests + 1, 10);
+        p.due = Clock::now() + (active ? Clock::duration(0) : std::min(kLongestRest, kShortestRest * (1 << p.rests)));
+        return true;
+    }
+
+    struct Over {
+        std::atomic<bool>* over;
+        std::shared_ptr<Transport> waits;
+    };
+    static void CUDART_CB round_is_over(void* given) {
+        const std::unique_ptr<Over> over(static_cast<Over*>(given));
+        over->over->store(true);
+        over->waits->wake();
+    }
+
+    Time next_step() const {
+        const Time soon = Clock::now() + kPoll;
+        if (phase_ != Phase::kOpen) return soon;
+        Time next = Time::max();
+        for (const Pair& p : pairs_) {
+            if (!p.comm) continue;
+            if (ended_at_ != Time()) return soon;
+            if (p.under_way && p.enqueued) continue;  // it wakes
+            next = std::min(next, p.under_way ? soon : p.due);
+        }
+        return next;
+    }
+
+    // And both have been through a round without a word since: the peer has what was said.
+    bool has_said_all(uint32_t r) {
+        const std::lock_guard lock(mutex_of(r));
+        Record record{};
+        const uint8_t* body = nullptr;
+        return pairs_[r].rests > 0 && !pairs_[r].under_way && !next_record(r, kFrame, record, body);
+    }
+
+    void leaves(uint32_t to) override {
+        if (!open_.load(std::memory_order_acquire)) return;
+        if (place_[to] != kElsewhere) {
+            forward(to);
+        } else {
+            local_->wake();
+        }
+    }
+    // What was sent before it was known how; under the peer's mutex.
+    void forward(uint32_t to) {
+        for (Packet& packet : take_packets(to)) local_->send(uint32_t(place_[to]), std::move(packet), false);
+    }
+
+    const nccl::Library& nccl_;
+    const GroupId id_;
+    const uint32_t rank_, ranks_;
+    const std::shared_ptr<Device> device_;
+    const bool apart_, adopted_;
+
+    Phase phase_ = Phase::kBegin;
+    Status health_;
+    nccl::Comm world_;
+    cudaStream_t stream_ = nullptr;
+    Twin cards_;
+    size_t gathered_bytes_ = 0;
+    bool gather_is_enqueued_ = false;
+
+    std::shared_ptr<Transport> local_;  // to the ranks of this host
+    std::vector<uint32_t> members_;     // those
+    std::vector<int> place_;            // [ranks] number among them
+    std::atomic<bool> open_{false};     // place_ and local_ are final
+    std::atomic<bool> woken_{false};
+    std::atomic<bool> ends_{false};  // the group has ended
+    Time ended_at_{};
+
+    std::vector<Pair> pairs_;
+    std::deque<Received> coming_;
+};
+
+}  // namespace
+
+Result<GroupId> make_nccl_id() {
+    Result<const nccl::Library*> lib = nccl::Library::open();
+    if (!lib.ok()) return std::move(lib).status();
+    nccl::UniqueId unique;
+    static_assert(sizeof unique == kGroupIdBytes);
+    if (const int e = lib.value()->GetUniqueId(&unique); e != nccl::kSuccess)
+        return fail(TA_E_UNSUPPORTED, "NCCL gives no id: %s", lib.value()->GetErrorString(e));
+    GroupId id;
+    std::memcpy(id.data(), &unique, sizeof unique);
+    return id;
+}
+
+int nccl_version() {
+    Result<const nccl::Library*> lib = nccl::Library::open();
+    return lib.ok() ? lib.value()->version : 0;
+}
+
+Result<std::unique_ptr<Transport>> join_nccl_group(const GroupId& id, uint32_t rank, uint32_t ranks,
+                                                   std::shared_ptr<Device> device, const NcclOptions& options) {
+    if (!device || !device->cuda()) return fail(TA_E_UNSUPPORTED, "a rank of a group over NCCL has a GPU");
+    Result<const nccl::Library*> lib = nccl::Library::open();
+    if (!lib.ok()) return std::move(lib).status();
+    if (options.comm) {
+        const auto comm = static_cast<nccl::Comm>(options.comm);
+        int n = 0, own = 0;
+        if (lib.value()->CommCount(comm, &n) != nccl::kSuccess || lib.value()->CommUserRank(comm, &own) != nccl::kSuccess)
+            return fail(TA_E_INVALID, "options.nccl_comm is no communicator that works");
+        if (n != int(ranks) || own != int(rank))
+            return fail(TA_E_MISMATCH, "options.nccl_comm has rank %d of %d, the group rank %u of %u", own, n, rank, ranks);
+    }
+    return std::unique_ptr<Transport>(
+        std::make_unique<NcclTransport>(*lib.value(), id, rank, ranks, std::move(device), options));
+}
+
+}  // namespace ta::share
