@@ -12,7 +12,12 @@ TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
     static const ta_group_id zeros{};
     static ta_x_group_fault unknown = sized<ta_x_group_fault>(), no_size{};
     unknown.kind = 8;
+    static ta_x_group_fault dropping = sized<ta_x_group_fault>();
+    dropping.kind = TA_X_FAULT_DROP;
     auto* out = untouched<ta_group>();
+    ta_group_id host_id, any_id;
+    ASSERT_EQ(ta_group_make_id(TA_GROUP_HOST, &host_id, nullptr), TA_OK);
+    std::memset(&any_id, 7, sizeof any_id);
     const auto create = [&](auto change) {
         return [&, change](ta_error* err) {
             auto options = group_options(id, 0, 2);
@@ -41,8 +46,18 @@ TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
         {"silence_ms", create([](O& o) { o.silence_ms = INT32_MIN; }), TA_E_INVALID, 1, "silence_ms is -2147483648"},
         {"fault", create([](O& o) { o.fault = &unknown; }), TA_E_INVALID, 1, "fault.kind is 8"},
         {"fault without size", create([](O& o) { o.fault = &no_size; }), TA_E_STRUCT, 1, "fault.struct_size is 0"},
-        {"id of no kind", [](ta_error* err) { return ta_group_make_id(3, untouched<ta_group_id>(), err); }, TA_E_INVALID, 0,
-         "kind is 3"},
+        {"id of no kind", [](ta_error* err) { return ta_group_make_id(4, untouched<ta_group_id>(), err); }, TA_E_INVALID, 0,
+         "kind is 4"},
+        {"id of another kind", create([](O& o) { o.kind = TA_GROUP_HOST; }), TA_E_INVALID, 1, "options.id is not of"},
+        {"id that NCCL did not make", create([](O& o) { o.kind = TA_GROUP_NCCL; }), TA_E_INVALID, 1, "options.id is not of"},
+        {"fault of processes", create([&](O& o) { o.kind = TA_GROUP_HOST, o.id = &host_id, o.fault = &dropping; }),
+         TA_E_UNSUPPORTED, 1, "options.fault is for"},
+        {"too many processes", create([&](O& o) { o.kind = TA_GROUP_HOST, o.id = &host_id, o.ranks = 64; }), TA_E_UNSUPPORTED,
+         1, "ranks is 64"},
+        {"NCCL's group of a CPU", create([&](O& o) { o.kind = TA_GROUP_NCCL, o.id = &any_id; }), TA_E_UNSUPPORTED, 1, ""},
+        {"communicator", create([](O& o) { o.nccl_comm = &o; }), TA_E_INVALID, 1, "are for TA_GROUP_NCCL"},
+        {"hosts_apart", create([](O& o) { o.hosts_apart = 2; }), TA_E_INVALID, 1, "hosts_apart is 2"},
+        {"hosts_apart of one process", create([](O& o) { o.hosts_apart = 1; }), TA_E_INVALID, 1, "are for TA_GROUP_NCCL"},
         {"no place for an id", [](ta_error* err) { return ta_group_make_id(TA_GROUP_LOCAL, nullptr, err); }, TA_E_INVALID, 1,
          "out is null"},
     });
@@ -106,6 +121,17 @@ TEST_F(BadGroups, CallsRefuse) {
         {"info of no group", [&](ta_error* e) { return ta_group_get_info(nullptr, untouched<ta_group_info>(), e); },
          TA_E_INVALID, 0, "group is null"},
         {"no info", [&](ta_error* e) { return ta_group_get_info(g, nullptr, e); }, TA_E_INVALID, 1, "info is null"},
+        {"peer of no group", [&](ta_error* e) { return ta_group_get_peer(nullptr, 1, untouched<ta_group_peer>(), e); },
+         TA_E_INVALID, 0, "group is null"},
+        {"no peer", [&](ta_error* e) { return ta_group_get_peer(g, 1, nullptr, e); }, TA_E_INVALID, 2, "peer is null"},
+        {"peer that is oneself", [&](ta_error* e) { return ta_group_get_peer(g, 0, untouched<ta_group_peer>(), e); },
+         TA_E_INVALID, 1, "this is rank 0 of 2"},
+        {"peer too early",
+         [&](ta_error* e) {
+             auto p = sized<ta_group_peer>();
+             return ta_group_get_peer(lonely.get(), 1, &p, e);
+         },
+         TA_E_STATE, 0, "not ready"},
         {"health of no group", [&](ta_error* e) { return ta_group_health(nullptr, e); }, TA_E_INVALID, 0, "group is null"},
         {"abort of no group", [&](ta_error* e) { return ta_group_abort(nullptr, e); }, TA_E_INVALID, 0, "group is null"},
         {"descriptor of no group", [&](ta_error* e) { return ta_group_descriptor(nullptr, untouched<int32_t>(), e); },

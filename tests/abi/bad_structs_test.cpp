@@ -279,6 +279,7 @@ TEST_F(BadStructs, Groups) {
         return status;
     });
     check_output<ta_group_info>(1, [&](ta_group_info* i, ta_error* err) { return ta_group_get_info(first.get(), i, err); });
+    check_output<ta_group_peer>(2, [&](ta_group_peer* p, ta_error* err) { return ta_group_get_peer(first.get(), 1, p, err); });
     ta_ticket ticket = 0;
     ASSERT_EQ(ta_seq_send(first.get(), pool.get(), long_seq, 1, 1, TA_SEND_COPY, &ticket, nullptr), TA_OK);
     check_output<ta_transfer_info>(

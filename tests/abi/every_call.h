@@ -108,6 +108,10 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         auto i = sized<ta_group_info>();
         return ta_group_get_info(groups[0], &i, e);
     });
+    run("ta_group_get_peer", [&](ta_error* e) {
+        auto p = sized<ta_group_peer>();
+        return ta_group_get_peer(groups[0], 1, &p, e);
+    });
     run("ta_group_health", [&](ta_error* e) { return ta_group_health(groups[0], e); });
     run("ta_group_descriptor", [&](ta_error* e) {
         int32_t fd = 0;

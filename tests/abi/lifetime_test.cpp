@@ -236,6 +236,7 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         ta_group* joined = nullptr;
         ta_group_state state = 0;
         auto gi = sized<ta_group_info>();
+        auto gp = sized<ta_group_peer>();
         auto ti = sized<ta_transfer_info>();
         ta_ticket ticket = 0;
         int32_t fd = 0;
@@ -243,6 +244,7 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_group_create(f.context.get(), &group_of_one, &joined, &err));
         forked(ta_group_poll(group.get(), 0, &state, &err));
         forked(ta_group_get_info(group.get(), &gi, &err));
+        forked(ta_group_get_peer(group.get(), 0, &gp, &err));
         forked(ta_group_health(group.get(), &err));
         forked(ta_group_abort(group.get(), &err));
         forked(ta_group_descriptor(group.get(), &fd, &err));
