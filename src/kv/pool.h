@@ -149,6 +149,8 @@ class Pool final : private Residents {
     const PrefixStore& prefixes() const { return prefixes_; }
     // Publishes the first full blocks of a sequence in no plan, one for each key.
     Status publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys);
+    // The same of full, verified blocks that no sequence has, the first of a prefix, under hashed keys.
+    Status publish_blocks(Tenant space, std::span<const BlockKey> keys, std::span<const BlockPtr> blocks);
     // A sequence of the namespace with the blocks that are published under the first keys.
     Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
     // Where files have named as many namespaces as they may: forgets those that nothing in the pool is of.

@@ -38,19 +38,25 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
         if (!s.blocks[b]->sealed() || s.blocks[b]->stuck())
             return fail(TA_E_CORRUPT, "the block does not match its hashes").block(int64_t(b));
     }
-    constexpr std::chrono::milliseconds kMoment{200};
-    RoomSignal::Watch watch(blocks().room_signal());
-    const Deadline until = blocks().room_signal().now() + std::min(tier_settings().moves_patience, kMoment);
-    for (;;) {
-        const bool held = residency_.blocks_are_held();
-        Status published = prefixes_.publish(space, keys, s.blocks);
-        if (published.ok()) break;
-        // What a move or a file holds for a moment counts as in use.
-        if (published.code() != TA_E_LIMIT || !held || !watch.wait(until)) return published;
-    }
+    Result<std::vector<BlockKey>> hashed = prefixes_.hash_keys(space, keys);
+    if (!hashed.ok()) return std::move(hashed).status();
+    TA_RETURN_IF_ERROR(publish_blocks(space, hashed.value(), s.blocks));
     std::lock_guard lock(mutex_);
     if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;
     return {};
+}
+
+Status Pool::publish_blocks(Tenant space, std::span<const BlockKey> keys, std::span<const BlockPtr> blocks) {
+    constexpr std::chrono::milliseconds kMoment{200};
+    RoomSignal::Watch watch(this->blocks().room_signal());
+    const Deadline until = this->blocks().room_signal().now() + std::min(tier_settings().moves_patience, kMoment);
+    for (;;) {
+        const bool held = residency_.blocks_are_held();
+        Status published = prefixes_.publish(space, keys, blocks);
+        if (published.ok()) return {};
+        // What a move or a file holds for a moment counts as in use.
+        if (published.code() != TA_E_LIMIT || !held || !watch.wait(until)) return published;
+    }
 }
 
 SpaceTag Pool::tag_of(const Snapshot& s) const {

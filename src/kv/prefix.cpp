@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "src/core/blake2s.h"
 
@@ -176,6 +177,7 @@ Status PrefixStore::destroy(Tenant id) {
         forget(e);
         if (!e.block->published()) blocks_.drop_record(*e.block);
     }
+    end_feeds(*space->second);
     ended = std::move(space->second);
     spaces_.erase(space);
     by_id_.erase(id);
@@ -187,6 +189,7 @@ void PrefixStore::close() {
     std::unordered_map<SpaceTag, std::unique_ptr<Space>> ended;  // after the lock
     std::lock_guard lock(mutex_);
     closed_ = true;
+    end_all_feeds();
     by_id_.clear();
     claimed_ = 0;
     ended.swap(spaces_);
@@ -194,20 +197,34 @@ void PrefixStore::close() {
 
 // --------------------------------------------------------------------------------------------------------- publish and match
 
-Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const uint8_t> keys, HashFor use) const {
+Status PrefixStore::hash_keys_into(Tenant id, std::span<const uint8_t> keys, uint64_t first, uint8_t* hashed) const {
     Salt salt;
-    size_t n = keys.size() / kPrefixKeyBytes;
     {
         std::lock_guard lock(mutex_);
         Result<Space*> space = find(id);
         if (!space.ok()) return std::move(space).status();
         salt = space.value()->salt;
-        if (use == HashFor::kMatch) n = std::min(n, space.value()->table.size());
     }
     const SpaceTag tag = tag_for(salt);
-    std::vector<BlockKey> hashed(n);
-    for (size_t i = 0; i < hashed.size(); ++i) hashed[i] = hash_key(salt, tag, keys.data() + i * kPrefixKeyBytes, i);
+    for (size_t i = 0; i < keys.size() / kPrefixKeyBytes; ++i) {
+        const BlockKey key = hash_key(salt, tag, keys.data() + i * kPrefixKeyBytes, first + i);
+        hashed = std::copy(key.begin(), key.end(), hashed);
+    }
+    return {};
+}
+
+Result<std::vector<BlockKey>> PrefixStore::hash_keys(Tenant id, std::span<const uint8_t> keys, uint64_t first) const {
+    std::vector<BlockKey> hashed(keys.size() / kPrefixKeyBytes);
+    TA_RETURN_IF_ERROR(hash_keys_into(id, keys, first, reinterpret_cast<uint8_t*>(hashed.data())));
     return hashed;
+}
+
+Result<BlockKey> PrefixStore::sign(Tenant id, std::span<const uint8_t> bytes) const {
+    std::lock_guard lock(mutex_);
+    Result<Space*> space = find(id);
+    if (!space.ok()) return std::move(space).status();
+    const Salt& salt = space.value()->salt;
+    return BlockKey(blake2s(salt.data(), salt.size(), bytes.data(), bytes.size()));
 }
 
 // The entries of a prefix from its end: the beginning comes last in the order, so that it is dropped last, since without it the
@@ -224,6 +241,7 @@ void PrefixStore::forget(Entry& e) {
 }
 
 void PrefixStore::erase(Space& space, Entries::iterator entry, Entries& dropped) {
+    tell(space, PrefixEvent::Kind::kDropped, *entry);
     forget(*entry);
     space.bytes -= bytes_of(*entry);
     space.table.erase(entry->key);
@@ -272,10 +290,8 @@ Status PrefixStore::check_quota(const Space& space, std::span<const Entries::ite
         .bytes(wanted - unused);
 }
 
-Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence) {
-    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys, HashFor::kPublish);
-    if (!hashed.ok()) return std::move(hashed).status();
-    const auto blocks = sequence.first(hashed.value().size());
+Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span<const BlockPtr> sequence) {
+    const auto blocks = sequence.first(keys.size());
     // Everything that takes memory comes first, the lock's part cannot fail half way.
     Entries fresh, dropped;
     Table fresh_table;
@@ -284,7 +300,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     chain.reserve(blocks.size());
     kept.reserve(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
-        const BlockKey& key = hashed.value()[i];
+        const BlockKey& key = keys[i];
         fresh.push_back({key, i, blocks[i], 0});
         fresh_table.emplace(key, std::prev(fresh.end()));
         chain.push_back(std::prev(fresh.end()));
@@ -334,6 +350,7 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     for (Entry& e : fresh) {
         if (persistent_) blocks_.add_key(*e.block, e.key);
         e.block->add_entry();
+        tell(space, PrefixEvent::Kind::kPublished, e);
     }
     space.entries.splice(space.entries.end(), fresh);
     space.table.merge(fresh_table);
@@ -344,8 +361,37 @@ Status PrefixStore::publish(Tenant id, std::span<const uint8_t> keys, std::span<
     return {};
 }
 
+Status PrefixStore::check_quota(Tenant id, uint64_t bytes) const {
+    std::lock_guard lock(mutex_);
+    Result<Space*> space = find(id);
+    return space.ok() ? check_quota(*space.value(), {}, bytes, 0) : std::move(space).status();
+}
+
+Result<std::vector<BlockPtr>> PrefixStore::find_blocks(Tenant id, std::span<const BlockKey> keys,
+                                                       std::span<const uint64_t> indices) const {
+    std::vector<BlockPtr> blocks(keys.size());
+    std::lock_guard lock(mutex_);
+    Result<Space*> space = find(id);
+    if (!space.ok()) return std::move(space).status();
+    const Table& table = space.value()->table;
+    for (size_t i = 0; i < keys.size(); ++i) {
+        const auto entry = table.find(keys[i]);
+        if (entry != table.end() && entry->second->index == indices[i] && !entry->second->block->stuck())
+            blocks[i] = entry->second->block;
+    }
+    return blocks;
+}
+
 Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t> keys) {
-    Result<std::vector<BlockKey>> hashed = hash_keys(id, keys, HashFor::kMatch);
+    size_t most = 0;  // no more than there are entries
+    {
+        std::lock_guard lock(mutex_);
+        Result<Space*> space = find(id);
+        if (!space.ok()) return std::move(space).status();
+        most = space.value()->table.size();
+    }
+    Result<std::vector<BlockKey>> hashed =
+        hash_keys(id, keys.first(std::min(most, keys.size() / kPrefixKeyBytes) * kPrefixKeyBytes));
     if (!hashed.ok()) return std::move(hashed).status();
     Match m;
     m.keys = hashed.take();
@@ -380,6 +426,101 @@ void PrefixStore::count_match(Tenant id, const Match& m) {
     }
     space.hits += m.matched;
     space.misses += m.asked - m.matched;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------- feeds
+
+void PrefixStore::tell(Space& space, PrefixEvent::Kind kind, Entry& e) noexcept {
+    if (kind == PrefixEvent::Kind::kPublished) e.told = e.block->tier();
+    for (const auto& feed : space.feeds) feed->add(event(kind, e));
+}
+
+// Nobody says of which entries a moved block is: all are looked at, where some block has moved.
+void PrefixStore::tell_moves(Space& space) noexcept {
+    const uint64_t moves = blocks_.moves();
+    if (std::exchange(space.moves_told, moves) == moves) return;
+    for (Entry& e : space.entries) {
+        const TierKind tier = e.block->tier();
+        if (std::exchange(e.told, tier) != tier) tell(space, PrefixEvent::Kind::kMoved, e);
+    }
+}
+
+void PrefixStore::end_feeds(Space& space) noexcept {
+    for (const auto& feed : space.feeds) {
+        feed->ended_ = true;
+        feed->ring();
+    }
+}
+
+Status PrefixStore::follow(Tenant id, std::shared_ptr<PrefixFeed> feed) {
+    std::lock_guard lock(mutex_);
+    Result<Space*> space = find(id);
+    if (!space.ok()) return std::move(space).status();
+    space.value()->feeds.push_back(std::move(feed));
+    return {};
+}
+
+void PrefixStore::unfollow(Tenant id, const PrefixFeed& feed) {
+    std::lock_guard lock(mutex_);
+    if (const auto found = by_id_.find(id); found != by_id_.end())
+        std::erase_if(found->second->feeds, [&feed](const auto& f) { return f.get() == &feed; });
+}
+
+bool PrefixStore::take(Tenant id, PrefixFeed& feed, size_t most, std::vector<PrefixEvent>& events,
+                       std::vector<PrefixEvent>* all) {
+    std::lock_guard lock(mutex_);
+    const auto found = by_id_.find(id);
+    if (feed.ended_ || found == by_id_.end()) return false;
+    Space& space = *found->second;
+    tell_moves(space);
+    if (feed.reset_) {
+        std::vector<PrefixEvent> again;
+        again.reserve(space.entries.size() + 1);
+        again.push_back({{}, ++feed.numbers_});
+        for (const Entry& e : space.entries) {
+            again.push_back(event(PrefixEvent::Kind::kPublished, e));
+            again.back().number = ++feed.numbers_;
+        }
+        feed.told_again_ = std::move(again);
+        feed.told_ = 0;
+        feed.queue_.clear();
+        feed.reset_ = false;
+    }
+    if (all) {
+        all->reserve(space.entries.size());
+        for (const Entry& e : space.entries) all->push_back(event(PrefixEvent::Kind::kPublished, e));
+    }
+    const size_t first = std::min(most, feed.told_again_.size() - feed.told_),
+                 second = std::min(most - first, feed.queue_.size());
+    events.reserve(events.size() + first + second);
+    const auto again = feed.told_again_.begin() + ptrdiff_t(feed.told_);
+    events.insert(events.end(), again, again + ptrdiff_t(first));
+    events.insert(events.end(), feed.queue_.begin(), feed.queue_.begin() + ptrdiff_t(second));
+    feed.told_ += first;
+    if (feed.told_ == feed.told_again_.size()) {
+        feed.told_again_ = {};
+        feed.told_ = 0;
+    }
+    feed.queue_.erase(feed.queue_.begin(), feed.queue_.begin() + ptrdiff_t(second));
+    return true;
+}
+
+Result<std::vector<PrefixEvent>> PrefixStore::take_events(Tenant id, size_t most) {
+    std::shared_ptr<PrefixFeed> feed;
+    {
+        std::lock_guard lock(mutex_);
+        Result<Space*> space = find(id);
+        if (!space.ok()) return std::move(space).status();
+        feed = space.value()->callers_feed;
+        if (!feed) {
+            feed = std::make_shared<PrefixFeed>(nullptr);
+            space.value()->feeds.push_back(feed);
+            space.value()->callers_feed = feed;
+        }
+    }
+    std::vector<PrefixEvent> events;
+    if (!take(id, *feed, most, events)) return check(id);
+    return events;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------- room
@@ -521,6 +662,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         e.block->set_tenant(space.id);
         e.stamp = stamp_;
         e.block->add_entry();
+        tell(space, PrefixEvent::Kind::kPublished, e);
         space.bytes += bytes_of(e);
         space.entries.splice(space.entries.end(), fresh, fresh.begin());
         if (space.bytes > space.quota) shrink(space, space.bytes - space.quota, UINT64_MAX, dropped);

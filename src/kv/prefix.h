@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "src/kv/prefix_feed.h"
 #include "tiering/move/mover.h"
 #include "tiering/store/blocks.h"
 
@@ -50,6 +51,7 @@ class PrefixStore {
     // `first_id`: ids count up from here.
     PrefixStore(BlockStore& blocks, const Geometry& geometry, Tenant first_id)
         : blocks_(blocks), geometry_(geometry), last_id_(first_id) {}
+    ~PrefixStore() { end_all_feeds(); }
     // Blocks know the keys under which they are published, for the disk.
     void set_persistent() { persistent_ = true; }
     bool persistent() const { return persistent_; }
@@ -60,6 +62,12 @@ class PrefixStore {
     Result<NamespaceStats> stats(Tenant id) const;
     std::vector<NamespaceStats> all_stats() const;
     Status check(Tenant id) const;
+    // A hash of these bytes under the namespace's salt, which only those who know the salt can compute.
+    Result<BlockKey> sign(Tenant id, std::span<const uint8_t> bytes) const;
+    // What the tables, and files, have in place of keys [n, 32] of blocks from `first` on.
+    Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys, uint64_t first = 0) const;
+    // The same into memory of the caller, [n, 32].
+    Status hash_keys_into(Tenant id, std::span<const uint8_t> keys, uint64_t first, uint8_t* hashed) const;
     // How a file names the namespace.
     SpaceTag tag_of(Tenant id) const;
     // The namespaces that a file names, be they there already or not yet. Those that nobody else knows of end with this, unless
@@ -84,13 +92,30 @@ class PrefixStore {
 
     // TA_E_INVALID: some of the blocks are another namespace's.
     static Status check_owner(Tenant id, std::span<const BlockPtr> sequence);
-    // The first n blocks of a sequence under keys [n, 32]. What is published already stays as it is. All or nothing. All of the
+    // The first n blocks of a sequence under n hashed keys. What is published already stays as it is. All or nothing. All of the
     // sequence's blocks are the namespace's from then on.
-    Status publish(Tenant id, std::span<const uint8_t> keys, std::span<const BlockPtr> sequence);
+    Status publish(Tenant id, std::span<const BlockKey> keys, std::span<const BlockPtr> sequence);
+    // TA_E_LIMIT: so many more bytes are beyond the quota, whatever is dropped that nobody uses.
+    Status check_quota(Tenant id, uint64_t bytes) const;
     // The blocks of the first keys, up to one that has none.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
+    // [keys.size()] the block that is published under each, as block `indices[i]` of its sequence; nullptr: none.
+    Result<std::vector<BlockPtr>> find_blocks(Tenant id, std::span<const BlockKey> keys,
+                                              std::span<const uint64_t> indices) const;
     // Counts a match of which a sequence was made, as the latest use of its entries.
     void count_match(Tenant id, const Match& match);
+
+    // ---- what becomes of entries (src/kv/prefix_feed.h)
+
+    // The feed gets all events from now on, all entries first.
+    Status follow(Tenant id, std::shared_ptr<PrefixFeed> feed);
+    void unfollow(Tenant id, const PrefixFeed& feed);
+    // Moves the oldest events out of the feed, at most so many. `all` not null: gets kPublished of each entry as they are after
+    // all events so far. False: the namespace has ended, and there are none left.
+    bool take(Tenant id, PrefixFeed& feed, size_t most, std::vector<PrefixEvent>& events,
+              std::vector<PrefixEvent>* all = nullptr);
+    // The same of a feed that the first call makes, for the caller of the library.
+    Result<std::vector<PrefixEvent>> take_events(Tenant id, size_t most);
 
     // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of
     // at least so many bytes or all there are. Of a prefix the end comes before the beginning.
@@ -121,7 +146,8 @@ class PrefixStore {
         BlockKey key;
         uint64_t index;  // of the block in its sequence
         BlockPtr block;
-        uint64_t stamp;  // of the last call that asked for it
+        uint64_t stamp;                     // of the last call that asked for it
+        TierKind told = TierKind::kDevice;  // that feeds know
     };
     using Entries = std::list<Entry>;
     struct HashKey {
@@ -139,6 +165,9 @@ class PrefixStore {
         Table table;
         uint64_t bytes = 0, quota = UINT64_MAX;
         uint64_t hits = 0, misses = 0, published = 0, evicted = 0;
+        std::vector<std::shared_ptr<PrefixFeed>> feeds;
+        std::shared_ptr<PrefixFeed> callers_feed;  // one of them, or nullptr
+        uint64_t moves_told = 0;                   // state of BlockStore::moves() when feeds were told of moves
     };
     // A block published under several keys has an entry for each.
     static bool is_unused(const Entry& e) { return e.block.use_count() == long{e.block->entries()}; }
@@ -147,10 +176,15 @@ class PrefixStore {
     Space& space_of(SpaceTag tag);
     Tenant name(SpaceTag tag);
     bool is_full_locked() const;
-    enum class HashFor { kPublish, kMatch };  // to match, no more keys than there are entries
-    Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys, HashFor use) const;
     uint64_t bytes_of(const Entry& e) const { return geometry_.slot_bytes(e.block->kind()); }
     Status check_quota(const Space& space, std::span<const Entries::iterator> chain, uint64_t more, uint64_t less) const;
+    static PrefixEvent event(PrefixEvent::Kind kind, const Entry& e) { return {e.key, 0, e.index, kind, e.told}; }
+    static void tell(Space& space, PrefixEvent::Kind kind, Entry& e) noexcept;
+    void tell_moves(Space& space) noexcept;
+    static void end_feeds(Space& space) noexcept;
+    void end_all_feeds() noexcept {
+        for (const auto& [tag, space] : spaces_) end_feeds(*space);
+    }
     void touch(Space& space, Entries::iterator entry);
     void erase(Space& space, Entries::iterator entry, Entries& dropped);
     void shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped);
