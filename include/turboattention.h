@@ -640,6 +640,38 @@ TA_API ta_status ta_namespace_get_stats(const ta_kv_pool* pool, ta_namespace spa
  * such tier), TA_E_TIER_FULL, TA_E_IO, TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_namespace_flush(ta_kv_pool* pool, ta_namespace space, ta_error* err);
 
+/* Hashed keys, which stand for keys in events: BLAKE2s-256 of key and index, keyed with the salt (docs/sharing.md).
+ *   keys     [n, 32]
+ *   hashed   [n, 32]
+ * Errors: TA_E_STALE. */
+TA_API ta_status ta_namespace_hash_keys(const ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n,
+                                        uint8_t* hashed, ta_error* err);
+
+typedef int32_t ta_prefix_event_kind;
+enum ta_prefix_event_kind_code {
+    TA_PREFIX_RESET = 1, /* forget what earlier events said; PUBLISHED of each entry that there is follows */
+    TA_PREFIX_PUBLISHED = 2,
+    TA_PREFIX_DROPPED = 3, /* for room or quota, or it was damaged */
+    TA_PREFIX_MOVED = 4    /* to another tier */
+};
+
+/* What became of an entry. It has no struct_size: its layout is final. */
+typedef struct ta_prefix_event {
+    uint8_t key[32]; /* hashed */
+    uint64_t number; /* of the namespace's events, from 1; those that a gap before RESET lacks were lost */
+    uint64_t index;  /* of the block in its sequence */
+    ta_prefix_event_kind kind;
+    ta_tier tier; /* where it is; DROPPED: was */
+} ta_prefix_event;
+
+/* Takes events of a namespace, each once, the oldest first, for a router that follows what is where. The first call begins with
+ * RESET. Up to 8192 events wait; when there are more, all entries are told again.
+ *   events   [most]
+ *   n        gets how many
+ * Errors: TA_E_STALE. */
+TA_API ta_status ta_namespace_take_events(ta_kv_pool* pool, ta_namespace space, ta_prefix_event* events, uint64_t most,
+                                          uint64_t* n, ta_error* err);
+
 /* Publishes blocks 0 to n - 1 of a sequence. Where a key is there already its block stays. The entries outlive the sequence and
  * move to slower tiers like other blocks. Unused entries, those whose block no sequence has, move down before other blocks.
  * Where no tier has room, or for the quota, they are dropped, the least recently matched or published first.
@@ -944,12 +976,12 @@ typedef struct ta_transfer_info {
     uint32_t peer;       /* rank */
     ta_status status;    /* of a transfer that failed or was cancelled */
     uint64_t tag;
-    uint64_t blocks;        /* of the sequence; 0 at a destination that has no offer yet */
+    uint64_t blocks;        /* of the sequence; 0 at a destination that has no offer yet. Of a fetch: keys */
     uint64_t blocks_moved;  /* written, at the destination checked */
     uint64_t blocks_shared; /* at the destination: were there already */
     uint64_t bytes_moved;
     ta_seq seq;     /* DONE at the destination: the new sequence; else 0 */
-    int64_t length; /* its tokens */
+    int64_t length; /* its tokens; of a fetch: that are published under the first keys */
     int64_t block;  /* at which it failed, -1: none */
     int32_t rank;   /* whose fault it was, -1: nobody's */
     int32_t reserved;
@@ -969,6 +1001,45 @@ TA_API ta_status ta_transfer_wait(const ta_group* group, ta_ticket ticket, int64
 /* Asks for the end of a transfer and returns; the ticket is finished when neither rank touches its blocks any more: CANCELLED, or
  * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED. Errors: as ta_transfer_query. */
 TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err);
+
+/* Shares a namespace with the ranks of a group whose pools have the same fingerprint and a namespace of the same salt that has
+ * joined, too: each rank tells these what it publishes, moves and drops. Ranks that have not joined learn nothing of it. Keys
+ * stand for the model's part that a pool has, too: ranks that hold different layers or heads use different salts. What has joined
+ * leaves with ta_namespace_leave, and when the namespace, its pool or the group ends; blocks that were fetched stay.
+ * Errors: TA_E_INVALID (a namespace of this salt and fingerprint of this rank has joined already), TA_E_STALE, TA_E_LIMIT
+ * (threads), TA_E_STATE (the group is not ready; the pool is of another context); leave: TA_E_STATE (it has not joined); and what
+ * ta_group_health says. */
+TA_API ta_status ta_namespace_join(ta_group* group, ta_kv_pool* pool, ta_namespace space, ta_error* err);
+TA_API ta_status ta_namespace_leave(ta_group* group, ta_kv_pool* pool, ta_namespace space, ta_error* err);
+
+typedef int32_t ta_prefix_answer;
+enum ta_prefix_answer_code {
+    TA_PREFIX_UNKNOWN = 0, /* some rank has not told yet what it has, and none is known to have the block */
+    TA_PREFIX_NO = 1,
+    TA_PREFIX_YES = 2
+};
+
+/* Where a block is. It has no struct_size: its layout is final. */
+typedef struct ta_prefix_place {
+    ta_prefix_answer answer;
+    uint32_t rank; /* of YES: this one if it has the block, else the one where it is nearest: device, host, disk */
+    ta_tier tier;  /* there */
+} ta_prefix_place;
+
+/* Says which ranks have the blocks of keys, as far as they have told: a hint, which may be out of date. Waits for those that have
+ * not told at all, up to so many nanoseconds (0: not at all, < 0: no limit); what is not known then is UNKNOWN.
+ *   keys     [n, 32]
+ *   places   [n]
+ * Errors: TA_E_STALE, TA_E_STATE (the namespace has not joined), and what ta_group_health says. */
+TA_API ta_status ta_namespace_lookup(const ta_group* group, const ta_kv_pool* pool, ta_namespace space, const uint8_t* keys,
+                                     uint64_t n, int64_t nanoseconds, ta_prefix_place* places, ta_error* err);
+/* Brings the blocks of the first keys that this rank lacks from the ranks where they are nearest, checks them and publishes them
+ * here, as ta_seq_publish does: within the quota, each rank's blocks all or none. `out` gets a ticket of this group. DONE says
+ * with ta_transfer_info.length how many tokens ta_seq_match_prefix finds now, maybe fewer than asked for: what a rank has dropped
+ * meanwhile does not come. What came from one rank stays if a later one fails; ta_transfer_info.peer is the rank asked last.
+ * Errors: as ta_namespace_lookup; of the ticket: as of a receive, TA_E_LIMIT (the quota), TA_E_STALE (the namespace ended). */
+TA_API ta_status ta_namespace_fetch(ta_group* group, ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n,
+                                    ta_ticket* out, ta_error* err);
 
 /* Which ranks get the results of attention over a partitioned sequence. */
 typedef int32_t ta_partition_output;

@@ -271,4 +271,12 @@ inline Status check_pool(const ta_kv_pool* pool) {
     return check_process(pool->impl->context());
 }
 
+// Keys [n, 32] of blocks, at `argument`, their number behind it.
+inline Status check_keys(const uint8_t* keys, uint64_t n, int argument) {
+    if (n > 0) TA_RETURN_IF_ERROR(check_pointer(keys, "keys", argument));
+    constexpr uint64_t kMost = uint64_t{1} << 34;  // blocks of a sequence
+    if (n <= kMost) return {};
+    return fail(TA_E_INVALID, "n is %llu; a sequence has up to 2^34 blocks", (unsigned long long)n).argument(argument + 1);
+}
+
 }  // namespace ta::api

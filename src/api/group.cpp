@@ -16,12 +16,14 @@ using namespace ta::share;
 struct ta_group {
     ta_group_kind kind = 0;
     std::unique_ptr<Group> group;
+    std::unique_ptr<SharedSpaces> spaces;
     std::unique_ptr<Transfers> transfers;
     std::shared_ptr<Exchange> exchange;  // partitioned sequences have it, too
 
-    // The thread that calls `transfers` ends first, and what `transfers` uses last. A creation that failed may lack either.
+    // The threads that call the others end first, and what `transfers` uses last. A creation that failed may lack any.
     ~ta_group() {
         if (group) group->stop();
+        if (spaces) spaces->stop();
         if (exchange) exchange->stop();
     }
 };
@@ -37,6 +39,8 @@ static_assert(sizeof(ta_group_id) == kGroupIdBytes && int(GroupKind::kLocal) == 
 static_assert(int(Transport::Route::By::kHostMemory) == TA_ROUTE_HOST_MEMORY &&
               int(Transport::Route::By::kGpuMemory) == TA_ROUTE_GPU_MEMORY &&
               int(Transport::Route::By::kNccl) == TA_ROUTE_NCCL);
+static_assert(int(PrefixPlace::Answer::kUnknown) == TA_PREFIX_UNKNOWN && int(PrefixPlace::Answer::kNo) == TA_PREFIX_NO &&
+              int(PrefixPlace::Answer::kYes) == TA_PREFIX_YES);
 
 namespace {
 
@@ -211,10 +215,11 @@ ta_status ta_group_create(ta_context* context, const ta_group_options* options, 
         auto group = std::make_unique<ta_group>();
         group->kind = o.kind;
         group->group = std::make_unique<Group>(context->impl, settings.value(), transport.take());
-        group->transfers = std::make_unique<Transfers>(*group->group);
+        group->spaces = std::make_unique<SharedSpaces>(*group->group);
+        group->transfers = std::make_unique<Transfers>(*group->group, group->spaces.get());
         group->exchange = std::make_shared<Exchange>(*group->group);
         TA_RETURN_IF_ERROR(group->transfers->start());
-        TA_RETURN_IF_ERROR(group->group->start({group->transfers.get(), group->exchange.get()}));
+        TA_RETURN_IF_ERROR(group->group->start({group->transfers.get(), group->exchange.get(), group->spaces.get()}));
         *out = group.release();
         return {};
     });
@@ -327,6 +332,47 @@ ta_status ta_seq_receive(ta_group* group, ta_kv_pool* pool, uint32_t from, uint6
         TA_RETURN_IF_ERROR(check_peer(*group, from, 2));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
         Result<uint64_t> ticket = group->transfers->receive(pool->impl, from, tag);
+        if (!ticket.ok()) return std::move(ticket).status();
+        *out = ticket.value();
+        return {};
+    });
+}
+
+ta_status ta_namespace_join(ta_group* group, ta_kv_pool* pool, ta_namespace space, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
+        return group->spaces->join(pool->impl, space);
+    });
+}
+
+ta_status ta_namespace_leave(ta_group* group, ta_kv_pool* pool, ta_namespace space, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
+        return group->spaces->leave(*pool->impl, space);
+    });
+}
+
+ta_status ta_namespace_lookup(const ta_group* group, const ta_kv_pool* pool, ta_namespace space, const uint8_t* keys,
+                              uint64_t n, int64_t nanoseconds, ta_prefix_place* places, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
+        TA_RETURN_IF_ERROR(check_keys(keys, n, 3));
+        if (n > 0) TA_RETURN_IF_ERROR(check_pointer(places, "places", 6));
+        Result<std::vector<PrefixPlace>> found =
+            group->spaces->lookup(*pool->impl, space, {keys, size_t(n) * kPrefixKeyBytes}, nanoseconds);
+        if (!found.ok()) return std::move(found).status();
+        for (const PrefixPlace& p : found.value()) *places++ = {int32_t(p.answer), p.rank, int32_t(p.tier)};
+        return {};
+    });
+}
+
+ta_status ta_namespace_fetch(ta_group* group, ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n,
+                             ta_ticket* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool_of(group, pool));
+        TA_RETURN_IF_ERROR(check_keys(keys, n, 3));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 5));
+        Result<uint64_t> ticket = group->transfers->fetch(pool->impl, space, {keys, size_t(n) * kPrefixKeyBytes});
         if (!ticket.ok()) return std::move(ticket).status();
         *out = ticket.value();
         return {};

@@ -5,16 +5,9 @@
 using namespace ta;
 using namespace ta::api;
 
-namespace {
-
-Status check_keys(const uint8_t* keys, uint64_t n, int argument) {
-    if (n > 0) TA_RETURN_IF_ERROR(check_pointer(keys, "keys", argument));
-    constexpr uint64_t kMost = uint64_t{1} << 34;  // blocks of a sequence
-    if (n <= kMost) return {};
-    return fail(TA_E_INVALID, "n is %llu; a sequence has up to 2^34 blocks", (unsigned long long)n).argument(argument + 1);
-}
-
-}  // namespace
+static_assert(int(PrefixEvent::Kind::kReset) == TA_PREFIX_RESET && int(PrefixEvent::Kind::kPublished) == TA_PREFIX_PUBLISHED &&
+              int(PrefixEvent::Kind::kDropped) == TA_PREFIX_DROPPED && int(PrefixEvent::Kind::kMoved) == TA_PREFIX_MOVED);
+static_assert(sizeof(ta_prefix_event::key) == sizeof(BlockKey));
 
 extern "C" {
 
@@ -69,6 +62,38 @@ ta_status ta_namespace_flush(ta_kv_pool* pool, ta_namespace space, ta_error* err
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         return at_argument(pool->impl->flush_namespace(space), 1);
+    });
+}
+
+ta_status ta_namespace_hash_keys(const ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, uint8_t* hashed,
+                                 ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_keys(keys, n, 2));
+        if (n > 0) TA_RETURN_IF_ERROR(check_pointer(hashed, "hashed", 4));
+        const PrefixStore& prefixes = std::as_const(*pool->impl).prefixes();
+        return at_argument(prefixes.hash_keys_into(space, {keys, size_t(n) * kPrefixKeyBytes}, 0, hashed), 1);
+    });
+}
+
+ta_status ta_namespace_take_events(ta_kv_pool* pool, ta_namespace space, ta_prefix_event* events, uint64_t most, uint64_t* n,
+                                   ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        if (most > 0) TA_RETURN_IF_ERROR(check_pointer(events, "events", 2));
+        TA_RETURN_IF_ERROR(check_pointer(n, "n", 4));
+        Result<std::vector<PrefixEvent>> taken = pool->impl->prefixes().take_events(space, size_t(most));
+        if (!taken.ok()) return at_argument(std::move(taken).status(), 1);
+        for (const PrefixEvent& e : taken.value()) {
+            ta_prefix_event& to = *events++;
+            std::copy(e.key.begin(), e.key.end(), to.key);
+            to.number = e.number;
+            to.index = e.index;
+            to.kind = int32_t(e.kind);
+            to.tier = int32_t(e.tier);
+        }
+        *n = taken.value().size();
+        return {};
     });
 }
 

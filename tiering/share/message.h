@@ -33,6 +33,13 @@ enum class MessageType : uint16_t {
     kStepRefused,  // the answer of a rank that is in a step with other arguments
     kStepOver,     // the sender gave its step up, or has no such sequence any more
     kPart,         // the sender's part of a result
+    // Published blocks: a transfer that its destination begins. kOffer answers; an empty one: nothing of it is there.
+    kFetch,  // destination -> source: which blocks of a namespace it would have
+    // Namespaces that ranks share.
+    kSpaceJoin,    // the sender shares one, and proves that it knows the salt; or answers one
+    kSpaceAbsent,  // the answer of who does not share it
+    kSpaceLeave,   // the sender shares it no longer
+    kHints,        // what the sender has published in it, or dropped
 };
 
 struct MessageHeader {

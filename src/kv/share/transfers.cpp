@@ -47,6 +47,17 @@ struct LeasedHeader {
     uint64_t blocks;
 };  // then where each lies in it, kElsewhere: where no other GPU reads it
 
+struct FetchHeader {
+    SpaceName space;
+    uint64_t blocks;
+};  // then a WantedBlock for each
+
+struct WantedBlock {
+    BlockKey key;    // hashed
+    uint64_t index;  // ascending
+};
+
+constexpr size_t kMostServed = 1024;                 // fetches of other ranks at once
 constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // that are copied at once, while those before are checked
 constexpr size_t kPullsUnderWay = 4;
 constexpr size_t kEngineBytes = size_t{1} << 20;  // from this size on blocks go by copy engine
@@ -64,6 +75,9 @@ struct Transfers::Outgoing {
     Pool::Snapshot snapshot;
     std::vector<StoredBlock> list;
     std::vector<Sequence*> locked;  // of a move
+    // What another rank wants to fetch, until the lane has looked for it.
+    Tenant space = 0;
+    std::vector<WantedBlock> wanted;
     // Guarded by mutex_: the window that is to be written and the positions of its blocks in the list, from kReady to kSent.
     bool writing = false;
     ReadyHeader ready{};
@@ -73,6 +87,20 @@ struct Transfers::Outgoing {
     std::vector<uint64_t> leased_positions;
     std::optional<ReadingBlocks> reading;
     Transport::Shared memory;
+};
+
+// Blocks of a prefix that come, from one rank after the other. The lane's.
+struct Transfers::Fetch {
+    Tenant space = 0;
+    SpaceName name{};
+    std::vector<BlockKey> keys;     // hashed
+    std::vector<uint64_t> indices;  // 0, 1, ...
+    std::vector<bool> in_vain;      // [ranks] that had nothing
+    // Of the leg that goes on.
+    std::vector<BlockPtr> chain;   // [keys.size()] that are published here, or have come
+    std::vector<uint64_t> wanted;  // indices
+    size_t first_missing = 0;
+    bool begun = false, landed = false;
 };
 
 struct Transfers::Incoming {
@@ -100,6 +128,7 @@ struct Transfers::Incoming {
     bool asked_lease = false;
     LeasedHeader leased{};
     std::vector<uint64_t> offsets;  // of `positions`
+    std::unique_ptr<Fetch> fetch;   // nullptr: a sequence comes
 };
 
 // Blocks that are on their way from another GPU.
@@ -122,6 +151,7 @@ struct Transfers::Transfer {
     TransferProgress progress;  // guarded by mutex_, as the next ones
     Status ending;              // of a transfer that is being cancelled
     bool cancelled_here = false;
+    bool served = false;            // another rank's fetch: no caller has the ticket
     Lane::Tasks end;                // what its lane does last
     std::unique_ptr<Outgoing> out;  // the lane's, where nothing else is said
     std::unique_ptr<Incoming> in;
@@ -131,7 +161,7 @@ TransferProgress TransferProgress::clone() const {
     return {state, peer, tag, blocks, blocks_moved, blocks_shared, bytes_moved, seq, length, status.clone()};
 }
 
-Transfers::Transfers(Group& group) : group_(group) {
+Transfers::Transfers(Group& group, SharedSpaces* spaces) : group_(group), spaces_(spaces) {
     const uint64_t of[] = {group.settings().generation, group.settings().rank};
     tickets_ = hash_bytes(of, sizeof of) >> 33 << 32;  // those of another group name nothing here
     done_.reserve(kKnownTickets + 1);
@@ -273,6 +303,39 @@ Result<uint64_t> Transfers::receive(std::shared_ptr<Pool> pool, uint32_t from, u
     return t->ticket;
 }
 
+Result<uint64_t> Transfers::fetch(std::shared_ptr<Pool> pool, Tenant space, std::span<const uint8_t> keys) {
+    TA_RETURN_IF_ERROR(group_.check_ready());
+    TA_RETURN_IF_ERROR(pool->check_open());
+    auto fetch = std::make_unique<Fetch>();
+    Result<std::vector<BlockKey>> hashed = spaces_->hash_findable(*pool, space, keys);
+    if (!hashed.ok()) return std::move(hashed).status();
+    Result<SpaceName> name = spaces_->name_of(*pool, space);
+    if (!name.ok()) return std::move(name).status();
+    fetch->space = space;
+    fetch->name = name.value();
+    fetch->keys = hashed.take();
+    fetch->indices.resize(fetch->keys.size());
+    for (size_t i = 0; i < fetch->indices.size(); ++i) fetch->indices[i] = i;
+    fetch->in_vain.resize(group_.settings().ranks);
+    auto in = std::make_unique<Incoming>(*pool);
+    in->fetch = std::move(fetch);
+
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(ended_.clone());
+    const Ptr t = add(std::move(pool), false, group_.settings().rank, 0);
+    t->progress.blocks = keys.size() / kPrefixKeyBytes;
+    t->in = std::move(in);
+    t->phase = Phase::kMoving;
+    try {
+        coming_.post(guarded(t, &Transfers::next_leg));
+    } catch (...) {
+        forget(t);
+        throw;
+    }
+    group_.wake();
+    return t->ticket;
+}
+
 Result<TransferProgress> Transfers::wait(uint64_t ticket, int64_t nanoseconds) const {
     std::unique_lock lock(mutex_);
     const auto found = known_.find(ticket);
@@ -295,6 +358,8 @@ Status Transfers::cancel(uint64_t ticket) {
         t.cancelled_here = true;
         begin_cancel(t, fail(TA_E_CANCELLED, "the transfer was cancelled"));
         group_.wake();
+    } else if (t.phase == Phase::kLanding) {
+        t.cancelled_here = true;  // of a fetch nothing more comes
     }
     return {};
 }
@@ -340,6 +405,11 @@ void Transfers::publish(Transfer& t) noexcept {
     p.state = t.ending.ok() ? TA_MOVE_DONE : cancelled ? TA_MOVE_CANCELLED : TA_MOVE_FAILED;
     p.status = std::move(t.ending);
     std::erase_if(live_, [&t](const Ptr& other) { return other.get() == &t; });
+    if (t.served) {
+        --served_;
+        known_.erase(t.ticket);
+        return;
+    }
     done_.push_back(t.ticket);
     if (done_.size() > kKnownTickets) {
         known_.erase(done_.front());
@@ -385,11 +455,16 @@ void Transfers::on_end(const Status& why) {
 
 // ---------------------------------------------------------------------------------------------------------------- messages
 
-Transfers::Ptr Transfers::find(uint64_t channel, uint32_t peer, bool outgoing) const {
+Transfers::Ptr Transfers::find(uint64_t channel, uint32_t peer) const {
     for (const Ptr& t : live_) {
-        if (t->channel == channel && t->progress.peer == peer && t->outgoing == outgoing) return t;
+        if (t->channel != 0 && t->channel == channel && t->progress.peer == peer) return t;
     }
     return nullptr;
+}
+
+Transfers::Ptr Transfers::find(uint64_t channel, uint32_t peer, bool outgoing) const {
+    const Ptr t = find(channel, peer);
+    return t && t->outgoing == outgoing ? t : nullptr;
 }
 
 // A task of the transfer's lane. A failure cancels the transfer.
@@ -415,14 +490,15 @@ Status Transfers::on_message(const Message& m) {
     if (!ended_.ok()) return {};
     const uint32_t from = m.header.from;
     const auto type = MessageType(m.header.type);
-    if (type == MessageType::kOffer) return on_offer(m);
+    if (type == MessageType::kFetch) return on_fetch(m);
+    // Whose channel it is, says who began the transfer.
+    const bool mine = m.header.channel >> 40 == group_.settings().rank;
+    if (type == MessageType::kOffer) return mine ? on_fetched_offer(m) : on_offer(m);
     if (type == MessageType::kReady) return on_ready(m);
     if (type == MessageType::kSent) return on_sent(m);
     if (type == MessageType::kAskLease) return on_ask_lease(m);
     if (type == MessageType::kLeased) return on_leased(m);
-    // Whose channel it is, says who began it.
-    const bool mine = m.header.channel >> 40 == group_.settings().rank;
-    const Ptr t = find(m.header.channel, from, mine);
+    const Ptr t = find(m.header.channel, from);
     PayloadReader payload(m.payload);
     Ending ending{};
     if (type == MessageType::kCancel && payload.get(ending) && payload.at_end()) {
@@ -458,6 +534,59 @@ Status Transfers::on_offer(const Message& m) {
     }
     offered_bytes_ += m.payload.size();
     offers_.push_back({from, m.header.channel, m.payload});
+    return {};
+}
+
+Status Transfers::on_fetch(const Message& m) {
+    const uint32_t from = m.header.from;
+    PayloadReader payload(m.payload);
+    FetchHeader h{};
+    std::vector<WantedBlock> wanted;
+    bool good =
+        payload.get(h) && payload.get_rest(h.blocks, wanted) && m.header.channel >> 40 == from && !find(m.header.channel, from);
+    for (size_t i = 1; i < wanted.size(); ++i) good = good && wanted[i - 1].index < wanted[i].index;
+    if (!good) return fail(TA_E_PEER_LOST, "rank %u wants to fetch what cannot be", from).rank(int32_t(from));
+    std::optional<SharedSpaces::Joined> joined = spaces_ ? spaces_->find(h.space, from) : std::nullopt;
+    // It may have left the namespace, or the pool is no more.
+    if (!joined) {
+        tell(from, MessageType::kOffer, m.header.channel);
+        return {};
+    }
+    if (served_ >= kMostServed) {
+        const Ending full =
+            Ending::of(fail(TA_E_LIMIT, "rank %u serves %zu fetches already", group_.settings().rank, kMostServed)
+                           .rank(int32_t(group_.settings().rank)));
+        tell(from, MessageType::kCancel, m.header.channel, &full);
+        return {};
+    }
+    auto out = std::make_unique<Outgoing>(joined->pool->residency());
+    out->space = joined->space;
+    out->wanted = std::move(wanted);
+    const Ptr t = add(std::move(joined->pool), true, from, 0);
+    t->channel = m.header.channel;
+    t->served = true;
+    ++served_;
+    t->phase = Phase::kMoving;
+    t->out = std::move(out);
+    leaving_.post(guarded(t, &Transfers::offer_published));
+    return {};
+}
+
+// The answer to a fetch. An empty one: that rank has nothing of it.
+Status Transfers::on_fetched_offer(const Message& m) {
+    const Ptr t = find(m.header.channel, m.header.from, false);
+    if (!t || t->phase != Phase::kWaiting) return {};
+    const bool nothing = m.payload.empty();
+    Lane::Tasks next{guarded(t, nothing ? &Transfers::next_leg : &Transfers::prepare_leg)};
+    t->in->offer_bytes = m.payload;
+    t->phase = Phase::kMoving;
+    if (nothing) {
+        t->in->fetch->in_vain[m.header.from] = true;
+        t->channel = 0;
+    }
+    t->progress.state = TA_MOVE_RUNNING;
+    touch(*t);
+    coming_.post(std::move(next));
     return {};
 }
 
@@ -567,6 +696,47 @@ void Transfers::on_cancel(const Message& m, const Ptr& t, const Ending& ending) 
 
 // ------------------------------------------------------------------------------------------------------ tasks of the source
 
+// The first of the blocks that another rank wants, as far as they are published here.
+Status Transfers::offer_published(Transfer& t) {
+    Outgoing& out = *t.out;
+    Pool& pool = *t.pool;
+    std::vector<BlockKey> keys;
+    std::vector<uint64_t> indices;
+    for (const WantedBlock& w : out.wanted) {
+        keys.push_back(w.key);
+        indices.push_back(w.index);
+    }
+    out.wanted = {};
+    Result<std::vector<BlockPtr>> found = pool.prefixes().find_blocks(out.space, keys, indices);
+    if (found.ok()) out.snapshot.blocks = found.take();  // else the namespace has ended meanwhile
+    std::vector<BlockPtr>& blocks = out.snapshot.blocks;
+    blocks.erase(std::find(blocks.begin(), blocks.end(), nullptr), blocks.end());
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        StoredBlock b{};
+        b.content_id = blocks[i]->content_id();
+        b.index = indices[i];
+        b.tokens = uint32_t(kPageTokens);
+        b.kind = uint8_t(blocks[i]->kind());
+        out.list.push_back(b);
+    }
+    OfferHeader offer{};
+    offer.fingerprint = pool.fingerprint();
+    offer.pool = pool.serial();
+    offer.blocks = blocks.size();
+    for (int kind = 0; kind < kPageKinds; ++kind) offer.slot_bytes[kind] = pool.geometry().slot_bytes(PageKind(kind));
+    const PayloadWriter payload = PayloadWriter().put(offer).put_all(std::span<const StoredBlock>(out.list));
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    touch(t);
+    if (blocks.empty()) {
+        tell(t.progress.peer, MessageType::kOffer, t.channel);
+        conclude(t, {});
+    } else {
+        group_.send(t.progress.peer, MessageType::kOffer, t.channel, payload.bytes());
+    }
+    return {};
+}
+
 Status Transfers::write_window(Transfer& t) {
     Outgoing& out = *t.out;
     const Pool& pool = *t.pool;
@@ -645,15 +815,121 @@ Status Transfers::lease(Transfer& t) {
 
 // ------------------------------------------------------------------------------------------------- tasks of the destination
 
+// Asks the next rank of a fetch for blocks, or ends it.
+Status Transfers::next_leg(Transfer& t) {
+    Pool& pool = *t.pool;
+    Fetch& f = *t.in->fetch;
+    TA_RETURN_IF_ERROR(pool.check_open());
+    Result<std::vector<BlockPtr>> found = pool.prefixes().find_blocks(f.space, f.keys, f.indices);
+    if (!found.ok()) return std::move(found).status().rank(int32_t(group_.settings().rank));
+    f.chain = found.take();
+    const auto missing = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
+    // Blocks that leave as fast as they come are not fetched for ever.
+    const bool stuck = std::exchange(f.landed, false) && missing <= f.first_missing;
+    f.first_missing = missing;
+    std::optional<SharedSpaces::Leg> leg;
+    if (!stuck && missing < f.keys.size()) leg = spaces_->nearest(f.name, f.keys, f.chain, f.in_vain);
+    PayloadWriter payload;
+    if (leg) {
+        f.wanted = std::move(leg->indices);
+        payload.put(FetchHeader{f.name, f.wanted.size()});
+        for (const uint64_t i : f.wanted) payload.put(WantedBlock{f.keys[size_t(i)], i});
+    }
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    t.progress.length = int64_t(missing) * kPageTokens;
+    if (!std::exchange(f.begun, true))
+        t.progress.blocks_shared = uint64_t(f.chain.size() - size_t(std::count(f.chain.begin(), f.chain.end(), nullptr)));
+    if (!leg) {
+        conclude(t, {});
+        return {};
+    }
+    t.progress.peer = leg->rank;
+    t.channel = uint64_t(group_.settings().rank) << 40 | ++channels_;
+    t.phase = Phase::kWaiting;
+    touch(t);
+    group_.send(leg->rank, MessageType::kFetch, t.channel, payload.bytes());
+    return {};
+}
+
+Status Transfers::prepare_leg(Transfer& t) {
+    Pool& pool = *t.pool;
+    Incoming& in = *t.in;
+    TA_RETURN_IF_ERROR(pool.check_open());
+    TA_RETURN_IF_ERROR(read_offer(t));
+    // The first of the blocks that were asked for.
+    const std::vector<uint64_t>& wanted = in.fetch->wanted;
+    const bool good = !in.list.empty() && in.list.size() <= wanted.size() &&
+                      std::equal(in.list.begin(), in.list.end(), wanted.begin(), [](const StoredBlock& b, uint64_t index) {
+                          return b.index == index && b.tokens == uint32_t(kPageTokens);
+                      });
+    if (!good) return no_offer(t);
+    in.tenant = in.fetch->space;
+    // What is here already is part of what comes: others may move it, and nobody drops it.
+    for (size_t i = 0; i < in.fetch->chain.size(); ++i) {
+        if (in.fetch->chain[i]) in.others_see.add({in.fetch->chain[i], i});
+    }
+    uint64_t bytes = 0;
+    for (const StoredBlock& b : in.list) bytes += pool.geometry().slot_bytes(PageKind(b.kind));
+    if (Status s = pool.prefixes().check_quota(in.fetch->space, bytes); !s.ok())
+        return std::move(s).rank(int32_t(group_.settings().rank));
+    return begin_moving(t);
+}
+
+// What has come of a fetch is published; then the next rank is asked.
+Status Transfers::land_leg(Transfer& t) {
+    Lane::Tasks next;
+    {
+        const std::lock_guard lock(mutex_);
+        if (t.phase != Phase::kMoving) return {};
+        next.push_back(guarded(known_.at(t.ticket), &Transfers::next_leg));
+        t.phase = Phase::kLanding;
+    }
+    Fetch& f = *t.in->fetch;
+    remember_arrived(t);
+    for (size_t i = 0; i < t.in->list.size(); ++i) f.chain[size_t(t.in->list[i].index)] = t.in->blocks[i];
+    const auto n = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
+    auto leg = std::make_unique<Incoming>(*t.pool);  // the next one's; then the last one's, which goes after the lock
+    Status s = t.pool->publish_blocks(f.space, std::span(f.keys).first(n), std::span(f.chain).first(n));
+    if (!s.ok()) return std::move(s).rank(int32_t(group_.settings().rank));
+    f.landed = true;
+    const std::lock_guard lock(mutex_);
+    t.progress.length = int64_t(n) * kPageTokens;
+    tell(t.progress.peer, MessageType::kArrived, t.channel);
+    if (n == f.keys.size()) {
+        conclude(t, {});
+    } else if (!ended_.ok()) {
+        conclude(t, ended_.clone());
+    } else if (t.cancelled_here) {
+        conclude(t, fail(TA_E_CANCELLED, "the transfer was cancelled"));
+    } else {
+        leg->fetch = std::move(t.in->fetch);
+        t.in.swap(leg);
+        t.channel = 0;
+        t.phase = Phase::kMoving;
+        touch(t);
+        coming_.post(std::move(next));
+    }
+    return {};
+}
+
 Status Transfers::prepare(Transfer& t) {
     Pool& pool = *t.pool;
     Incoming& in = *t.in;
     TA_RETURN_IF_ERROR(pool.check_open());
     TA_RETURN_IF_ERROR(read_offer(t));
+    TA_RETURN_IF_ERROR(read_sequence(t));
     pool.end_forgotten_namespaces();
     in.tenant = in.spaces.tenant_of(in.offer.space);
     TA_RETURN_IF_ERROR(in.spaces.complete());
     TA_RETURN_IF_ERROR(pool.check_room_for(1));
+    return begin_moving(t);
+}
+
+// Asks for the blocks of the list that are not here.
+Status Transfers::begin_moving(Transfer& t) {
+    Pool& pool = *t.pool;
+    Incoming& in = *t.in;
     in.blocks.resize(in.list.size());
     share_present(t);
     uint64_t bytes = 0;
@@ -796,16 +1072,17 @@ Status Transfers::finish_pull(Transfer& t, Pull& p) {
     return {};
 }
 
-// The offer is of a pool like this one, and may be that of a sequence.
+Status Transfers::no_offer(const Transfer& t) const {
+    return fail(TA_E_CORRUPT, "rank %u offers what no pool has", t.progress.peer).rank(int32_t(t.progress.peer));
+}
+
+// The offer is of a pool like this one.
 Status Transfers::read_offer(Transfer& t) {
     Incoming& in = *t.in;
     const Pool& pool = *t.pool;
     OfferHeader& h = in.offer;
     PayloadReader payload(in.offer_bytes);
-    const auto none = [&] {
-        return fail(TA_E_CORRUPT, "rank %u offers what no pool has", t.progress.peer).rank(int32_t(t.progress.peer));
-    };
-    if (!payload.get(h)) return none();
+    if (!payload.get(h)) return no_offer(t);
     bool same = h.fingerprint == pool.fingerprint();
     for (int kind = 0; kind < kPageKinds; ++kind)
         same = same && h.slot_bytes[kind] == pool.geometry().slot_bytes(PageKind(kind));
@@ -815,14 +1092,24 @@ Status Transfers::read_offer(Transfer& t) {
                     t.progress.peer, group_.settings().rank)
             .rank(int32_t(t.progress.peer));
     }
-    if (!payload.get_rest(h.blocks, in.list) || h.length < 0 || h.blocks > uint64_t(INT64_MAX / kPageTokens) ||
-        uint64_t(h.length) > h.blocks * kPageTokens || uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens)
-        return none();
+    if (!payload.get_rest(h.blocks, in.list)) return no_offer(t);
     in.offer_bytes = {};
-    for (size_t i = 0; i < in.list.size(); ++i) {
-        const StoredBlock& b = in.list[i];
-        const bool is_end = i + 1 == in.list.size() && h.length == int64_t(i) * kPageTokens + int64_t(b.tokens);
-        if (b.index != i || !can_exist(pool, b) || (b.tokens != uint32_t(kPageTokens) && !is_end)) return none();
+    for (const StoredBlock& b : in.list) {
+        if (!can_exist(pool, b)) return no_offer(t);
+    }
+    return {};
+}
+
+// It may be that of a sequence.
+Status Transfers::read_sequence(Transfer& t) {
+    const OfferHeader& h = t.in->offer;
+    const std::vector<StoredBlock>& list = t.in->list;
+    if (h.length < 0 || h.blocks > uint64_t(INT64_MAX / kPageTokens) || uint64_t(h.length) > h.blocks * kPageTokens ||
+        uint64_t(h.length) + kPageTokens <= h.blocks * kPageTokens)
+        return no_offer(t);
+    for (size_t i = 0; i < list.size(); ++i) {
+        const bool is_end = i + 1 == list.size() && h.length == int64_t(i) * kPageTokens + int64_t(list[i].tokens);
+        if (list[i].index != i || (list[i].tokens != uint32_t(kPageTokens) && !is_end)) return no_offer(t);
     }
     const std::lock_guard lock(mutex_);
     t.progress.blocks = h.blocks;
@@ -847,7 +1134,7 @@ void Transfers::share_present(Transfer& t) {
         ++shared;
     }
     const std::lock_guard lock(mutex_);
-    t.progress.blocks_shared = shared;
+    t.progress.blocks_shared += shared;
 }
 
 // Names memory for the next blocks; where there are none left, the sequence is made.
@@ -863,7 +1150,7 @@ Status Transfers::ask_for_window(Transfer& t) {
         bytes += more;
         in.positions.push_back(in.next);
     }
-    if (in.positions.empty()) return land(t);
+    if (in.positions.empty()) return in.fetch ? land_leg(t) : land(t);
     if (!in.staging.reserve(bytes)) {
         return fail(TA_E_MEMORY, "no %zu bytes of host memory for blocks that arrive", bytes)
             .bytes(bytes)
@@ -918,7 +1205,7 @@ void Transfers::remember_arrived(const Transfer& t) {
     const Incoming& in = *t.in;
     ArrivedBlocks& arrived = arrived_[{t.progress.peer, in.offer.pool, t.pool.get()}];
     for (size_t i = 0; i < in.list.size(); ++i) {
-        if (in.list[i].tokens == uint32_t(kPageTokens)) arrived[in.list[i].content_id] = {i, in.blocks[i]};
+        if (in.list[i].tokens == uint32_t(kPageTokens)) arrived[in.list[i].content_id] = {in.list[i].index, in.blocks[i]};
     }
     size_t all = 0;
     for (const auto& [origin, blocks] : arrived_) all += blocks.size();

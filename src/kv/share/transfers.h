@@ -1,5 +1,6 @@
-// Sequences that go from one rank of a group to another: docs/internals/sharing.md has the protocol. The source offers what the
-// sequence has; the destination asks for blocks, window by window, checks what comes, and has the sequence once it has all.
+// Sequences, and blocks of published prefixes, that go from one rank of a group to another: docs/internals/sharing.md has the
+// protocol. The source offers what the sequence has, or what it has of the blocks that the destination wants to fetch; the
+// destination asks for blocks, window by window, checks what comes, and has the sequence or publishes once it has all.
 #pragma once
 
 #include <condition_variable>
@@ -14,6 +15,7 @@
 
 #include "src/kv/files/block_file.h"
 #include "src/kv/pool.h"
+#include "src/kv/share/spaces.h"
 #include "tiering/share/group.h"
 #include "tiering/share/lane.h"
 
@@ -33,7 +35,8 @@ struct TransferProgress {
 
 class Transfers final : public Group::Service {
   public:
-    explicit Transfers(Group& group);
+    // `spaces`: for fetches; outlives this.
+    explicit Transfers(Group& group, SharedSpaces* spaces = nullptr);
     ~Transfers() override { stop(); }
     // TA_E_LIMIT: no threads.
     Status start();
@@ -43,11 +46,15 @@ class Transfers final : public Group::Service {
     // Tickets, never 0.
     Result<uint64_t> send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_t to, uint64_t tag, bool move);
     Result<uint64_t> receive(std::shared_ptr<Pool> pool, uint32_t from, uint64_t tag);
+    // Publishes blocks of other ranks in a namespace that both have joined, under keys [n, 32]: those that are not there yet.
+    Result<uint64_t> fetch(std::shared_ptr<Pool> pool, Tenant space, std::span<const uint8_t> keys);
     // When it is finished, or after so many nanoseconds, < 0: no limit. TA_E_STALE.
     Result<TransferProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
     Status cancel(uint64_t ticket);
 
-    bool takes(MessageType type) const override { return type >= MessageType::kOffer && type <= MessageType::kCancelled; }
+    bool takes(MessageType type) const override {
+        return (type >= MessageType::kOffer && type <= MessageType::kCancelled) || type == MessageType::kFetch;
+    }
     Status on_message(const Message& message) override;
     Time on_time(Time now) override;
     void on_end(const Status& why) override;
@@ -56,13 +63,14 @@ class Transfers final : public Group::Service {
     enum class Phase : uint8_t {
         kWaiting,     // for the peer: its answer to the offer, or its offer
         kMoving,      // blocks are on their way
-        kLanding,     // the destination makes the sequence: nothing stops it any more
+        kLanding,     // the destination makes the sequence, or publishes: nothing stops it any more
         kCancelling,  // until the peer touches nothing any more
         kOver,        // what it holds is let go
     };
     struct Transfer;
     struct Outgoing;
     struct Incoming;
+    struct Fetch;
     struct Pull;
     using Ptr = std::shared_ptr<Transfer>;
     struct Offer {
@@ -72,6 +80,7 @@ class Transfers final : public Group::Service {
     };
 
     Ptr add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag);
+    Ptr find(uint64_t channel, uint32_t peer) const;
     Ptr find(uint64_t channel, uint32_t peer, bool outgoing) const;
     void touch(Transfer& t);
     void forget(const Ptr& t);
@@ -83,7 +92,9 @@ class Transfers final : public Group::Service {
     void conclude(Transfer& t, Status status) noexcept;
     void publish(Transfer& t) noexcept;
 
+    Status on_fetch(const Message& m);
     Status on_offer(const Message& m);
+    Status on_fetched_offer(const Message& m);
     Status on_ready(const Message& m);
     Status on_sent(const Message& m);
     Status on_ask_lease(const Message& m);
@@ -92,11 +103,18 @@ class Transfers final : public Group::Service {
     void match(const Ptr& t, Offer& offer);
 
     // Tasks of the lanes. A failure cancels the transfer.
+    Status offer_published(Transfer& t);
     Status write_window(Transfer& t);
     Status lease(Transfer& t);
+    Status next_leg(Transfer& t);
+    Status prepare_leg(Transfer& t);
+    Status land_leg(Transfer& t);
     Status prepare(Transfer& t);
+    Status begin_moving(Transfer& t);
     Status take_in_window(Transfer& t);
     Status read_offer(Transfer& t);
+    Status read_sequence(Transfer& t);
+    Status no_offer(const Transfer& t) const;
     void share_present(Transfer& t);
     void remember_arrived(const Transfer& t);
     Status ask_for_blocks(Transfer& t);
@@ -109,6 +127,7 @@ class Transfers final : public Group::Service {
     void let_go(Transfer& t, bool done);
 
     Group& group_;
+    SharedSpaces* const spaces_;
     Lane coming_, leaving_;
 
     mutable std::mutex mutex_;
@@ -117,6 +136,7 @@ class Transfers final : public Group::Service {
     Status ended_;                             // why the group has ended
     std::vector<Ptr> live_;                    // that are not finished
     std::unordered_map<uint64_t, Ptr> known_;  // by ticket
+    size_t served_ = 0;                        // of live_, those that other ranks' fetches began
     std::vector<uint64_t> done_;               // of known_, those finished, oldest first
     std::deque<Offer> offers_;                 // that nobody has asked for yet
     uint64_t offered_bytes_ = 0;
