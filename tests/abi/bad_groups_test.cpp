@@ -194,5 +194,90 @@ TEST_F(BadGroups, PartitionRefuses) {
     EXPECT_EQ(ta_seq_release(pool.get(), spread, nullptr), TA_OK);
 }
 
+TEST_F(BadGroups, SharedNamespacesRefuse) {
+    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
+    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
+                      second = make_group(context, group_options(id, 1, 2)),
+                      lonely = make_group(context, group_options(lonely_id, 0, 2));
+    ASSERT_EQ(poll(first), TA_GROUP_READY);
+    const Context elsewhere = make_context(1);
+    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
+    const ta_namespace joined = make_space(pool, 1), apart = make_space(pool, 2);
+    ta_group* const g = first.get();
+    ta_kv_pool* const p = pool.get();
+    ta_error err;
+    require(ta_namespace_join(g, p, joined, &err), err);
+    const uint8_t key[32] = {};
+    constexpr uint64_t kTooMany = (uint64_t{1} << 34) + 1;
+    auto* place = untouched<ta_prefix_place>();
+    auto* ticket = untouched<ta_ticket>();
+    const auto join = [](ta_group* group, ta_kv_pool* of, ta_namespace space) {
+        return [=](ta_error* e) { return ta_namespace_join(group, of, space, e); };
+    };
+    const auto leave = [](ta_group* group, ta_kv_pool* of, ta_namespace space) {
+        return [=](ta_error* e) { return ta_namespace_leave(group, of, space, e); };
+    };
+    const auto lookup = [](ta_group* group, ta_kv_pool* of, ta_namespace space, const uint8_t* keys, uint64_t n,
+                           ta_prefix_place* to) {
+        return [=](ta_error* e) { return ta_namespace_lookup(group, of, space, keys, n, 0, to, e); };
+    };
+    const auto fetch = [](ta_group* group, ta_kv_pool* of, ta_namespace space, const uint8_t* keys, uint64_t n, ta_ticket* to) {
+        return [=](ta_error* e) { return ta_namespace_fetch(group, of, space, keys, n, to, e); };
+    };
+    expect_failures({
+        {"join of no group", join(nullptr, p, apart), TA_E_INVALID, 0, "group is null"},
+        {"join of no pool", join(g, nullptr, apart), TA_E_INVALID, 1, "pool is null"},
+        {"join from elsewhere", join(g, foreign.get(), apart), TA_E_STATE, 1, "another context"},
+        {"join of no namespace", join(g, p, 77), TA_E_STALE, 2, "no living namespace"},
+        {"join again", join(g, p, joined), TA_E_INVALID, 2, "has joined"},
+        {"join too early", join(lonely.get(), p, apart), TA_E_STATE, 0, "not ready"},
+        {"leave of no group", leave(nullptr, p, joined), TA_E_INVALID, 0, "group is null"},
+        {"leave of no pool", leave(g, nullptr, joined), TA_E_INVALID, 1, "pool is null"},
+        {"leave before", leave(g, p, apart), TA_E_STATE, 2, "has not joined"},
+        {"lookup of no group", lookup(nullptr, p, joined, key, 1, place), TA_E_INVALID, 0, "group is null"},
+        {"lookup of no pool", lookup(g, nullptr, joined, key, 1, place), TA_E_INVALID, 1, "pool is null"},
+        {"lookup of no namespace", lookup(g, p, 77, key, 1, place), TA_E_STALE, 2, "no living namespace"},
+        {"lookup before", lookup(g, p, apart, key, 1, place), TA_E_STATE, 2, "has not joined"},
+        {"lookup of no keys", lookup(g, p, joined, nullptr, 1, place), TA_E_INVALID, 3, "keys is null"},
+        {"lookup of too many", lookup(g, p, joined, key, kTooMany, place), TA_E_INVALID, 4, "n is 17179869185"},
+        {"lookup without places", lookup(g, p, joined, key, 1, nullptr), TA_E_INVALID, 6, "places is null"},
+        {"lookup too early", lookup(lonely.get(), p, joined, key, 1, place), TA_E_STATE, 0, "not ready"},
+        {"fetch of no group", fetch(nullptr, p, joined, key, 1, ticket), TA_E_INVALID, 0, "group is null"},
+        {"fetch of no pool", fetch(g, nullptr, joined, key, 1, ticket), TA_E_INVALID, 1, "pool is null"},
+        {"fetch from elsewhere", fetch(g, foreign.get(), joined, key, 1, ticket), TA_E_STATE, 1, "another context"},
+        {"fetch of no namespace", fetch(g, p, 77, key, 1, ticket), TA_E_STALE, 2, "no living namespace"},
+        {"fetch before", fetch(g, p, apart, key, 1, ticket), TA_E_STATE, 2, "has not joined"},
+        {"fetch of no keys", fetch(g, p, joined, nullptr, 1, ticket), TA_E_INVALID, 3, "keys is null"},
+        {"fetch of too many", fetch(g, p, joined, key, kTooMany, ticket), TA_E_INVALID, 4, "n is 17179869185"},
+        {"fetch without out", fetch(g, p, joined, key, 1, nullptr), TA_E_INVALID, 5, "out is null"},
+        {"fetch too early", fetch(lonely.get(), p, joined, key, 1, ticket), TA_E_STATE, 0, "not ready"},
+    });
+    auto* hashed = untouched<uint8_t>();
+    auto* event = untouched<ta_prefix_event>();
+    auto* count = untouched<uint64_t>();
+    expect_failures({
+        {"hash in no pool", [&](ta_error* e) { return ta_namespace_hash_keys(nullptr, joined, key, 1, hashed, e); },
+         TA_E_INVALID, 0, "pool is null"},
+        {"hash in no namespace", [&](ta_error* e) { return ta_namespace_hash_keys(p, 77, key, 1, hashed, e); }, TA_E_STALE, 1,
+         "no living namespace"},
+        {"hash no keys", [&](ta_error* e) { return ta_namespace_hash_keys(p, joined, nullptr, 1, hashed, e); }, TA_E_INVALID, 2,
+         "keys is null"},
+        {"hash too many", [&](ta_error* e) { return ta_namespace_hash_keys(p, joined, key, kTooMany, hashed, e); },
+         TA_E_INVALID, 3, "n is 17179869185"},
+        {"hash to nowhere", [&](ta_error* e) { return ta_namespace_hash_keys(p, joined, key, 1, nullptr, e); }, TA_E_INVALID, 4,
+         "hashed is null"},
+        {"events of no pool", [&](ta_error* e) { return ta_namespace_take_events(nullptr, joined, event, 1, count, e); },
+         TA_E_INVALID, 0, "pool is null"},
+        {"events of no namespace", [&](ta_error* e) { return ta_namespace_take_events(p, 77, event, 1, count, e); }, TA_E_STALE,
+         1, "no living namespace"},
+        {"no place for events", [&](ta_error* e) { return ta_namespace_take_events(p, joined, nullptr, 1, count, e); },
+         TA_E_INVALID, 2, "events is null"},
+        {"no place for n of events", [&](ta_error* e) { return ta_namespace_take_events(p, joined, event, 1, nullptr, e); },
+         TA_E_INVALID, 4, "n is null"},
+    });
+    EXPECT_EQ(ta_group_health(g, nullptr), TA_OK);
+    for (const ta_namespace space : {joined, apart}) EXPECT_EQ(ta_namespace_destroy(p, space, nullptr), TA_OK);
+}
+
 }  // namespace
 }  // namespace ta::testing

@@ -131,6 +131,34 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         uint64_t n = 0;
         return ta_group_take_finished(groups[1], finished, 4, &n, e);
     });
+    ta_kv_pool* peer = nullptr;
+    ta_namespace peer_space = 0;
+    run("ta_kv_pool_create", [&](ta_error* e) {
+        auto plain = options;
+        plain.tiers = nullptr;
+        return ta_kv_pool_create(context, &plain, &peer, e);
+    });
+    run("ta_namespace_create", [&](ta_error* e) { return ta_namespace_create(peer, &space_options, &peer_space, e); });
+    run("ta_namespace_join", [&](ta_error* e) { return ta_namespace_join(groups[0], pool, space, e); });
+    run("ta_namespace_join", [&](ta_error* e) { return ta_namespace_join(groups[1], peer, peer_space, e); });
+    run("ta_namespace_lookup", [&](ta_error* e) {
+        ta_prefix_place places[20];
+        return ta_namespace_lookup(groups[1], peer, peer_space, keys.data(), 20, -1, places, e);
+    });
+    run("ta_namespace_fetch",
+        [&](ta_error* e) { return ta_namespace_fetch(groups[1], peer, peer_space, keys.data(), 20, &got, e); });
+    run("ta_transfer_wait", [&](ta_error* e) { return ta_transfer_wait(groups[1], got, -1, &transfer, e); });
+    run("ta_namespace_leave", [&](ta_error* e) { return ta_namespace_leave(groups[1], peer, peer_space, e); });
+    run("ta_namespace_hash_keys", [&](ta_error* e) {
+        std::vector<uint8_t> hashed(keys.size());
+        return ta_namespace_hash_keys(pool, space, keys.data(), 20, hashed.data(), e);
+    });
+    run("ta_namespace_take_events", [&](ta_error* e) {
+        ta_prefix_event events[8];
+        uint64_t n = 0;
+        return ta_namespace_take_events(pool, space, events, 8, &n, e);
+    });
+    run("ta_kv_pool_destroy", [&](ta_error*) { return ta_kv_pool_destroy(peer), TA_OK; });
     run("ta_seq_partition", [&](ta_error* e) {
         auto o = sized<ta_partition_options>();
         ta_seq spread = 0;

@@ -1,5 +1,5 @@
 // A group in which one rank does one thing wrong, at each of its actions in turn: every ticket ends in time with a documented
-// status, no wrong byte arrives, nothing leaks, and a sequence that moves is never at no rank.
+// status, no wrong byte arrives or is published, nothing leaks, and a sequence that moves is never at no rank.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -110,10 +110,90 @@ std::pair<ta_status, ta_status> run(const Case& c) {
     return {here.status, there.status};
 }
 
+// Rank 0 publishes three blocks, rank 1 fetches them. How the source's group is, and how the ticket ended.
+std::pair<ta_status, ta_status> run_fetch(const Case& c) {
+    SCOPED_TRACE(c.name());
+    constexpr int64_t kSecond = 1000000000;
+    constexpr size_t kBlocks = 3;
+    auto shape = pool_options(kLayers, kHeads, kDim);
+    shape.budget_bytes = 1 << 20;
+    auto fault = sized<ta_x_group_fault>();
+    fault.kind = c.kind;
+    fault.action = c.action;
+    fault.detail = c.detail;
+    const bool harmless = c.kind == TA_X_FAULT_DELAY || c.kind == TA_X_FAULT_DUPLICATE || c.kind == TA_X_FAULT_REORDER;
+    std::vector<Rank> ranks = make_ranks(2, shape, [&](ta_group_options& o) {
+        o.staging_bytes = 1;  // a window for each block
+        o.connect_ms = o.silence_ms = harmless ? 60000 : 1000;
+        o.operation_ms = 4 * o.silence_ms;
+        if (o.rank == c.rank) o.fault = &fault;
+    });
+    const auto started = std::chrono::steady_clock::now();
+    static const std::set<ta_status> kDocumented = {TA_OK, TA_E_PEER_LOST, TA_E_TIMEOUT, TA_E_CORRUPT, TA_E_STATE};
+    ta_namespace spaces[2];
+    ta_error err;
+    ta_status status = TA_OK;
+    const auto keys = make_keys(1, kBlocks);
+    Stored expected;
+    for (uint32_t r = 0; r < 2; ++r) {
+        spaces[r] = make_space(ranks[r].pool, 1);
+        const ta_status joined = ta_namespace_join(ranks[r].group.get(), ranks[r].pool.get(), spaces[r], &err);
+        EXPECT_TRUE(kDocumented.contains(joined)) << ta_status_name(joined) << err.message;
+        if (joined != TA_OK) status = joined;
+        if (r > 0) continue;
+        const ta_seq source = make_sequence(ranks[0].pool);
+        fill(ranks[0], source);
+        expected = dequantize(ranks[0].pool, source, 0, 0, 64 * kBlocks, kRow);
+        publish(ranks[0], source, spaces[0], keys);
+        EXPECT_EQ(ta_seq_release(ranks[0].pool.get(), source, nullptr), TA_OK);
+    }
+    // A hint comes, or the group ends.
+    for (ta_prefix_place place{}; status == TA_OK && place.answer != TA_PREFIX_YES;) {
+        status =
+            ta_namespace_lookup(ranks[1].group.get(), ranks[1].pool.get(), spaces[1], keys.data(), 1, kSecond, &place, &err);
+        if (std::chrono::steady_clock::now() - started > std::chrono::seconds(20)) {
+            ADD_FAILURE() << "no hint, and the group goes on";
+            break;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ta_ticket ticket = 0;
+    if (status == TA_OK)
+        status = ta_namespace_fetch(ranks[1].group.get(), ranks[1].pool.get(), spaces[1], keys.data(), kBlocks, &ticket, &err);
+    auto got = sized<ta_transfer_info>();
+    got.status = status;
+    if (ticket) got = wait(ranks[1], ticket, 60 * kSecond);
+    EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(30)) << "no end in time";
+    EXPECT_TRUE(!ticket || got.state >= TA_MOVE_DONE);
+    EXPECT_TRUE(kDocumented.contains(got.status)) << ta_status_name(got.status) << got.reason;
+    if (harmless) {
+        EXPECT_EQ(got.status, TA_OK) << got.reason;
+        EXPECT_EQ(got.length, int64_t(64 * kBlocks));
+    }
+    const ta_status source = ta_group_health(ranks[0].group.get(), nullptr);
+    for (const Rank& r : ranks) {
+        const ta_namespace space = spaces[&r - ranks.data()];
+        ta_seq seq = 0;
+        int64_t n = 0;
+        require(ta_seq_match_prefix(r.pool.get(), space, keys.data(), kBlocks, &seq, &n, &err), err);
+        EXPECT_EQ(n, &r == ranks.data() ? int64_t(64 * kBlocks) : got.length);
+        EXPECT_TRUE(n == 0 || n == int64_t(64 * kBlocks));
+        verify(r.pool, seq);
+        if (n > 0) {
+            EXPECT_TRUE(dequantize(r.pool, seq, 0, 0, n, kRow) == expected) << "wrong bytes";
+        }
+        EXPECT_EQ(ta_seq_release(r.pool.get(), seq, nullptr), TA_OK);
+        EXPECT_EQ(ta_namespace_destroy(r.pool.get(), space, nullptr), TA_OK);
+    }
+    for (Rank& r : ranks) r.group.reset();  // what it serves holds blocks until its own deadline
+    for (const Rank& r : ranks) EXPECT_EQ(stats(r.pool).bytes_used, 0u) << "blocks leaked";
+    return {source, got.status};
+}
+
 using Endings = std::map<std::pair<ta_status, ta_status>, int>;  // of the source, of the destination
 
 // Most of a case is waiting, so that several run at once.
-Endings run_all(const std::vector<Case>& cases) {
+Endings run_all(const std::vector<Case>& cases, std::pair<ta_status, ta_status> (*run)(const Case&) = ta::testing::run) {
     std::mutex mutex;
     Endings endings;
     std::atomic<size_t> next{0};
@@ -178,6 +258,39 @@ TEST(GroupFaults, Cut) {
 }
 TEST(GroupFaults, Killed) {
     Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}));
+    EXPECT_GT(endings[kBothLost], 10);
+}
+
+constexpr std::pair<ta_status, ta_status> kBlockDamaged{TA_OK, TA_E_CORRUPT};
+
+TEST(FetchFaults, Dropped) {
+    Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}), run_fetch);
+    EXPECT_GT(endings[kBothLost], 8);
+    EXPECT_GT(endings[kBlockDamaged], 2);
+}
+TEST(FetchFaults, Delayed) {
+    run_all(all_of(TA_X_FAULT_DELAY, {30}), run_fetch);
+}
+TEST(FetchFaults, Duplicated) {
+    run_all(all_of(TA_X_FAULT_DUPLICATE, {0}), run_fetch);
+}
+TEST(FetchFaults, Reordered) {
+    run_all(all_of(TA_X_FAULT_REORDER, {0}), run_fetch);
+}
+TEST(FetchFaults, Corrupted) {
+    Endings endings = run_all(
+        all_of(TA_X_FAULT_CORRUPT, {0, 8 * 4, 8 * 6, 8 * 8, 8 * 16, 8 * 20, 8 * 24, 8 * 32, 8 * 40, 8 * 48, 8 * 56, 8005}),
+        run_fetch);
+    EXPECT_GT(endings[kBothLost], 80);
+    EXPECT_GT(endings[kBlockDamaged], 20);
+}
+TEST(FetchFaults, Cut) {
+    Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}), run_fetch);
+    EXPECT_GT(endings[kBothLost], 40);
+    EXPECT_GT(endings[kBlockDamaged], 10);
+}
+TEST(FetchFaults, Killed) {
+    Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}), run_fetch);
     EXPECT_GT(endings[kBothLost], 10);
 }
 

@@ -8,7 +8,7 @@
 #include <fstream>
 #include <limits>
 
-#include "support/handles.h"
+#include "support/groups.h"
 #include "support/tensor.h"
 
 namespace ta::testing {
@@ -80,6 +80,14 @@ TEST_P(HugeCounts, KeysToMatch) {
     require(ta_seq_match_prefix(pool_.get(), space, static_cast<const uint8_t*>(keys), kKeys, &seq, &length, &err), err);
     EXPECT_EQ(length, 0);
     EXPECT_EQ(ta_seq_publish(pool_.get(), seq, space, static_cast<const uint8_t*>(keys), kKeys, &err), TA_E_INVALID);
+    const GroupHandle group = make_group(context_, group_options(make_group_id(), 0, 1));
+    require(ta_namespace_join(group.get(), pool_.get(), space, &err), err);
+    ta_ticket ticket = 0;
+    require(ta_namespace_fetch(group.get(), pool_.get(), space, static_cast<const uint8_t*>(keys), kKeys, &ticket, &err), err);
+    auto got = sized<ta_transfer_info>();
+    require(ta_transfer_wait(group.get(), ticket, -1, &got, &err), err);
+    EXPECT_EQ(got.blocks, kKeys);
+    EXPECT_EQ(got.length, 0);
     EXPECT_LT(cpu_seconds() - start, 0.2);
     auto s = sized<ta_namespace_stats>();
     require(ta_namespace_get_stats(pool_.get(), space, &s, &err), err);

@@ -192,6 +192,11 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
     const ta_group_id id = make_group_id();
     const auto group_of_one = group_options(id, 0, 1);
     GroupHandle group = make_group(f.context, group_of_one);
+    ta_namespace_options salted = sized<ta_namespace_options>();
+    salted.salt[0] = 1;
+    ta_namespace space = 0;
+    ASSERT_EQ(ta_namespace_create(f.pool.get(), &salted, &space, nullptr), TA_OK);
+    ASSERT_EQ(ta_namespace_join(group.get(), f.pool.get(), space, nullptr), TA_OK);
     const int wrong = in_child([&] {
         int n = 0, bad = 0;
         ta_error err;
@@ -256,6 +261,16 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_transfer_query(group.get(), 1, &ti, &err));
         forked(ta_transfer_wait(group.get(), 1, -1, &ti, &err));
         forked(ta_transfer_cancel(group.get(), 1, &err));
+        const uint8_t key[32] = {};
+        uint8_t hashed[32];
+        ta_prefix_place place;
+        ta_prefix_event event;
+        forked(ta_namespace_join(group.get(), f.pool.get(), 1, &err));
+        forked(ta_namespace_leave(group.get(), f.pool.get(), 1, &err));
+        forked(ta_namespace_lookup(group.get(), f.pool.get(), 1, key, 1, -1, &place, &err));
+        forked(ta_namespace_fetch(group.get(), f.pool.get(), 1, key, 1, &ticket, &err));
+        forked(ta_namespace_hash_keys(f.pool.get(), 1, key, 1, hashed, &err));
+        forked(ta_namespace_take_events(f.pool.get(), 1, &event, 1, &taken, &err));
         forked(ta_x_seq_block(f.pool.get(), f.seq, 0, &b, nullptr, 0, &err));
         forked(ta_x_seq_dequantize(f.pool.get(), f.seq, 0, 0, 0, nullptr, nullptr, &err));
         if (bad) return bad;

@@ -115,6 +115,14 @@ void send_and_receive(World& w) {
     w.step({0, copy}, {64, 1});
 }
 
+// A prefix whose blocks lie in all tiers goes to another pool.
+void fetch_prefix(World& w) {
+    w.make_space(1);
+    w.publish(0, 1, 7, 9);
+    w.fetch(1, 7, 9);
+    w.step({0}, {1});
+}
+
 void partitioned_steps(World& w) {
     w.partition(0);
     w.step({0}, {130});
@@ -293,6 +301,7 @@ constexpr Scenario kScenarios[] = {
     {"PinUnderPressure", {.device_blocks = 14, .host_blocks = 24, .disk_blocks = 30}, grown, pin_under_pressure},
     {"SaveAndLoad", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, save_and_load},
     {"SendAndReceive", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, send_and_receive},
+    {"FetchPrefix", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, fetch_prefix},
     {"PartitionedSteps", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, partitioned_steps},
     {"NoSpaceAndRecovery", {.device_blocks = 10, .host_blocks = 6, .disk_blocks = 30}, grown, no_space_and_recovery},
     {"CloseWithMovesInFlight", {.device_blocks = 14, .host_blocks = 14, .disk_blocks = 24}, grown, close_with_moves_in_flight},

@@ -137,6 +137,8 @@ class World {
     void refuse_publish(size_t s, uint8_t salt, uint64_t text, uint64_t n);
     // Throws LostPrefix.
     size_t match(uint8_t salt, uint64_t text, uint64_t n);
+    // Another pool of the context fetches it through a group, and is gone again.
+    void fetch(uint8_t salt, uint64_t text, uint64_t n);
     // All sequences and what is published, to a file.
     void save_pool();
     // They come back as new sequences, in the order of the old ones. Returns the first.

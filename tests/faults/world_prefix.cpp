@@ -1,5 +1,6 @@
 // What a World does with published prefixes, files of whole pools and a persistent disk tier.
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 
@@ -115,6 +116,56 @@ size_t World::match(uint8_t salt, uint64_t text, uint64_t n) {
     EXPECT_LE(found, expected);
     if (found < expected) throw LostPrefix();
     return seqs.size() - 1;
+}
+
+void World::fetch(uint8_t salt, uint64_t text, uint64_t n) {
+    const std::vector<uint8_t> keys = keys_of(text, n);
+    std::vector<ta_prefix_place> places(n);
+    ta_kv_pool_options shape = pool_options(kLayers, kHeads, kDim);
+    const ta_kv_pool_stats sizes = stats(pool);
+    shape.budget_bytes = 2 * n * sizes.token_block_bytes;
+    auto space_options = sized<ta_namespace_options>();
+    std::memset(space_options.salt, salt, sizeof space_options.salt);
+    call("ta_namespace_fetch", Kind::kCommon, [&](ta_error* err) {
+        ta_kv_pool* other = nullptr;
+        ta_status status = ta_kv_pool_create(context.get(), &shape, &other, err);
+        const KvPool peer(other);
+        GroupHandle ranks[2];
+        ta_group_id id;
+        if (status == TA_OK) status = ta_group_make_id(TA_GROUP_LOCAL, &id, err);
+        for (uint32_t r = 0; r < 2 && status == TA_OK; ++r) {
+            auto options = group_options(id, r, 2);
+            options.silence_ms = 2000;
+            options.operation_ms = options.connect_ms = 4000;
+            options.staging_bytes = 3 * sizes.channel_block_bytes;
+            ta_group* made = nullptr;
+            status = ta_group_create(context.get(), &options, &made, err);
+            ranks[r].reset(made);
+        }
+        ta_group_state group_state = 0;
+        for (uint32_t r = 0; r < 2 && status == TA_OK; ++r) status = ta_group_poll(ranks[r].get(), -1, &group_state, err);
+        ta_namespace there = 0;
+        if (status == TA_OK) status = ta_namespace_create(other, &space_options, &there, err);
+        if (status == TA_OK) status = ta_namespace_join(ranks[0].get(), pool.get(), spaces_[salt].id, err);
+        if (status == TA_OK) status = ta_namespace_join(ranks[1].get(), other, there, err);
+        if (status == TA_OK) status = ta_namespace_lookup(ranks[1].get(), other, there, keys.data(), n, -1, places.data(), err);
+        ta_ticket ticket = 0;
+        if (status == TA_OK) status = ta_namespace_fetch(ranks[1].get(), other, there, keys.data(), n, &ticket, err);
+        auto info = sized<ta_transfer_info>();
+        if (status == TA_OK) status = ta_transfer_wait(ranks[1].get(), ticket, -1, &info, err);
+        if (status != TA_OK) return status;
+        EXPECT_TRUE(info.state != TA_MOVE_DONE || info.length == int64_t(64 * n)) << info.length;
+        ta_seq seq = 0;
+        int64_t length = 0;
+        if (info.state == TA_MOVE_DONE) {
+            status = ta_seq_match_prefix(other, there, keys.data(), n, &seq, &length, err);
+            if (status == TA_OK) status = ta_seq_verify(other, seq, err);
+            if (status != TA_OK) return status;
+            EXPECT_EQ(length, info.length);
+        }
+        std::snprintf(err->message, sizeof err->message, "%s", info.reason);
+        return err->code = info.status;
+    });
 }
 
 void World::save_pool() {

@@ -109,4 +109,48 @@ inline void cancel(const Rank& rank, ta_ticket ticket) {
     require(ta_transfer_cancel(rank.group.get(), ticket, &err), err);
 }
 
+// ---- namespaces that ranks share
+
+inline ta_namespace make_space(const KvPool& pool, uint8_t salt, uint64_t quota = 0) {
+    auto options = sized<ta_namespace_options>();
+    options.salt[0] = salt;
+    options.quota_bytes = quota;
+    ta_namespace space = 0;
+    ta_error err;
+    require(ta_namespace_create(pool.get(), &options, &space, &err), err);
+    return space;
+}
+// Of the first n blocks of a text.
+inline std::vector<uint8_t> make_keys(uint8_t text, size_t n) {
+    std::vector<uint8_t> keys(n * 32, text);
+    for (size_t i = 0; i < n; ++i) {
+        keys[i * 32] = uint8_t(i);
+        keys[i * 32 + 1] = uint8_t(i >> 8);
+    }
+    return keys;
+}
+inline void join(const Rank& rank, ta_namespace space) {
+    ta_error err;
+    require(ta_namespace_join(rank.group.get(), rank.pool.get(), space, &err), err);
+}
+inline void publish(const Rank& rank, ta_seq seq, ta_namespace space, const std::vector<uint8_t>& keys) {
+    ta_error err;
+    require(ta_seq_publish(rank.pool.get(), seq, space, keys.data(), keys.size() / 32, &err), err);
+}
+inline std::vector<ta_prefix_place> lookup(const Rank& rank, ta_namespace space, const std::vector<uint8_t>& keys,
+                                           int64_t nanoseconds = -1) {
+    std::vector<ta_prefix_place> places(keys.size() / 32);
+    ta_error err;
+    require(ta_namespace_lookup(rank.group.get(), rank.pool.get(), space, keys.data(), places.size(), nanoseconds,
+                                places.data(), &err),
+            err);
+    return places;
+}
+inline ta_ticket fetch(const Rank& rank, ta_namespace space, const std::vector<uint8_t>& keys) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_namespace_fetch(rank.group.get(), rank.pool.get(), space, keys.data(), keys.size() / 32, &ticket, &err), err);
+    return ticket;
+}
+
 }  // namespace ta::testing

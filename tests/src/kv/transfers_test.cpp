@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "src/attend/plan.h"
 #include "tests/tiering/simulated_device.h"
@@ -49,11 +51,15 @@ struct Site {
         s.generation = 1;
         s.silence = s.operation = std::chrono::milliseconds(20000);
         group = std::make_unique<Group>(context, s, join_local_group(id, rank, 2, device, fault).take());
-        transfers = std::make_unique<Transfers>(*group);
+        spaces = std::make_unique<SharedSpaces>(*group);
+        transfers = std::make_unique<Transfers>(*group, spaces.get());
         EXPECT_TRUE(transfers->start().ok());
-        EXPECT_TRUE(group->start({transfers.get()}).ok());
+        EXPECT_TRUE(group->start({transfers.get(), spaces.get()}).ok());
     }
-    ~Site() { group->stop(); }
+    ~Site() {
+        group->stop();
+        spaces->stop();
+    }
 
     ta_seq add(int32_t tokens) const {
         const ta_seq seq = pool->create_sequence().value();
@@ -79,6 +85,7 @@ struct Site {
     std::shared_ptr<Context> context;
     std::shared_ptr<Pool> pool;
     std::unique_ptr<Group> group;
+    std::unique_ptr<SharedSpaces> spaces;
     std::unique_ptr<Transfers> transfers;
 };
 
@@ -198,6 +205,79 @@ TEST(LeasedTransfers, FaultsOfMessages) {
         }
     }
     EXPECT_GT(failed, 4);
+}
+
+// A prefix that is published at the source, which both ranks share.
+struct SharedPrefix {
+    static constexpr size_t kBlocks = 9;
+    explicit SharedPrefix(const Pair& pair) : p(pair), keys(kBlocks * kPrefixKeyBytes, 3) {
+        Salt salt{};
+        salt[0] = 1;
+        for (const Site* site : {&p.source, &p.destination}) {
+            spaces.push_back(site->pool->prefixes().create(salt, UINT64_MAX).value());
+            EXPECT_TRUE(site->spaces->join(site->pool, spaces.back()).ok());
+        }
+        const ta_seq seq = p.source.add(64 * kBlocks);
+        before = Pair::pages(p.source, seq);
+        EXPECT_TRUE(p.source.pool->publish(seq, spaces[0], keys).ok());
+        EXPECT_TRUE(p.source.pool->release(seq).ok());
+        for (;;) {
+            const auto places = p.destination.spaces->lookup(*p.destination.pool, spaces[1], keys, -1).take();
+            if (places.back().answer == PrefixPlace::Answer::kYes) break;
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
+    TransferProgress fetch() const {
+        return p.destination.transfers->wait(p.destination.transfers->fetch(p.destination.pool, spaces[1], keys).value(), -1)
+            .take();
+    }
+    void expect(const TransferProgress& got) const {
+        const auto [seq, length] = p.destination.pool->match_prefix(spaces[1], keys).value();
+        EXPECT_EQ(length, got.length);
+        EXPECT_TRUE(p.destination.pool->verify(seq).ok());
+        const std::vector<uint8_t> here = Pair::pages(p.destination, seq);
+        EXPECT_TRUE(std::equal(here.begin(), here.end(), before.begin()));
+        EXPECT_TRUE(p.destination.pool->release(seq).ok());
+    }
+
+    const Pair& p;
+    std::vector<uint8_t> keys, before;
+    std::vector<Tenant> spaces;
+};
+
+TEST(LeasedFetches, ArriveAsTheyAre) {
+    const Pair p;
+    const SharedPrefix shared(p);
+    const uint64_t operations = p.destination.device->operations();
+    const TransferProgress got = shared.fetch();
+    ASSERT_EQ(got.state, TA_MOVE_DONE) << got.status.detail()->message;
+    EXPECT_EQ(got.length, int64_t(SharedPrefix::kBlocks) * 64);
+    EXPECT_GE(p.destination.device->operations() - operations, SharedPrefix::kBlocks);  // its own copies
+    shared.expect(got);
+}
+
+TEST(LeasedFetches, NoWrongBlockIsPublished) {
+    int failed = 0;
+    for (const DeviceFault fault : {DeviceFault::kFails, DeviceFault::kWrong}) {
+        for (uint64_t k = 0; k < 20; ++k) {
+            SCOPED_TRACE(std::string(name_of(fault)) + " at " + std::to_string(k));
+            const Pair p;
+            const SharedPrefix shared(p);
+            p.destination.device->break_now(fault, false, k);
+            const TransferProgress got = shared.fetch();
+            p.destination.device->heal();
+            shared.expect(got);
+            if (got.state == TA_MOVE_DONE) continue;
+            ++failed;
+            EXPECT_EQ(got.status.code(), fault == DeviceFault::kFails ? TA_E_DEVICE : TA_E_CORRUPT);
+            EXPECT_EQ(got.length, 0);
+            EXPECT_EQ(p.destination.pool->blocks().usage().used, 0u);
+            const TransferProgress again = shared.fetch();
+            EXPECT_EQ(again.state, TA_MOVE_DONE);
+            shared.expect(again);
+        }
+    }
+    EXPECT_GT(failed, 10);
 }
 
 }  // namespace

@@ -1,0 +1,215 @@
+// What a rank learns of a namespace that it cannot prove to know: nothing, and it gets no block.
+#include "src/kv/share/spaces.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <thread>
+
+#include "src/kv/share/transfers.h"
+#include "tiering/share/local.h"
+
+namespace ta::share {
+namespace {
+
+// A rank whose messages the test reads and forges.
+class Liar final : public Group::Service {
+  public:
+    bool takes(MessageType) const override { return true; }
+    Status on_message(const Message& m) override {
+        const std::lock_guard lock(mutex_);
+        messages_.push_back(m);
+        came_.notify_all();
+        return {};
+    }
+    Time on_time(Time) override { return Time::max(); }
+    void on_end(const Status&) override {}
+
+    // The next message within so many milliseconds; its type is 0 where none came.
+    Message next(int milliseconds = 20000) {
+        std::unique_lock lock(mutex_);
+        Message m{};
+        if (!came_.wait_for(lock, std::chrono::milliseconds(milliseconds), [this] { return !messages_.empty(); })) return m;
+        m = std::move(messages_.front());
+        messages_.pop_front();
+        return m;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable came_;
+    std::deque<Message> messages_;
+};
+
+struct JoinPayload {
+    SpaceName name;
+    std::array<uint8_t, 32> proof;
+    uint32_t answers, reserved;
+};
+
+struct World {
+    World() {
+        for (uint32_t r = 0; r < 2; ++r) {
+            Context::Options options;
+            options.threads = 1;
+            contexts[r] = Context::create(std::move(options), Seams{}).take();
+            GroupSettings s;
+            s.rank = r;
+            s.ranks = 2;
+            s.generation = 77;
+            groups[r] = std::make_unique<Group>(contexts[r], s, join_local_group(id, r, 2, nullptr, {}).take());
+        }
+        Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr, false);
+        ta_numerics settings{};
+        Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+        pool = Pool::create(contexts[0], g.take(), n.take(), 1 << 20, 4, TierSettings{}).take();
+        salt[0] = 1;
+        space = pool->prefixes().create(salt, UINT64_MAX).value();
+        spaces = std::make_unique<SharedSpaces>(*groups[0]);
+        transfers = std::make_unique<Transfers>(*groups[0], spaces.get());
+        EXPECT_TRUE(transfers->start().ok());
+        EXPECT_TRUE(groups[0]->start({transfers.get(), spaces.get()}).ok());
+        EXPECT_TRUE(groups[1]->start({&liar}).ok());
+        for (const auto& group : groups) EXPECT_EQ(group->wait_connected(-1), GroupState::kReady);
+        // A block under one key. What is in it is of no interest.
+        const PageKind kind = PageKind::kToken;
+        BlockPtr block = std::move(pool->blocks().acquire({&kind, 1}).value()[0]);
+        block->seal(pool->geometry(), pool->fingerprint(), 0, uint32_t(kPageTokens));
+        keys = pool->prefixes().hash_keys(space, std::vector<uint8_t>(32, 5)).take();
+        EXPECT_TRUE(pool->publish_blocks(space, keys, {&block, 1}).ok());
+    }
+    ~World() {
+        for (const auto& group : groups) group->stop();
+        spaces->stop();
+    }
+    // What the honest rank says when it joins.
+    JoinPayload join() {
+        EXPECT_TRUE(spaces->join(pool, space).ok());
+        const Message m = liar.next();
+        EXPECT_EQ(m.header.type, uint16_t(MessageType::kSpaceJoin));
+        JoinPayload join{};
+        EXPECT_EQ(m.payload.size(), sizeof join);
+        std::memcpy(&join, m.payload.data(), std::min(m.payload.size(), sizeof join));
+        return join;
+    }
+    void say(MessageType type, uint64_t channel, const PayloadWriter& payload) {
+        groups[1]->send(0, type, channel, payload.bytes());
+    }
+    void fetch(const SpaceName& name) {
+        PayloadWriter p;
+        say(MessageType::kFetch, uint64_t{1} << 40 | 1, p.put(name).put(uint64_t{1}).put(keys[0]).put(uint64_t{0}));
+    }
+
+    GroupId id = make_id(GroupKind::kLocal);
+    std::shared_ptr<Context> contexts[2];
+    std::unique_ptr<Group> groups[2];
+    std::shared_ptr<Pool> pool;
+    Salt salt{};
+    Tenant space = 0;
+    std::vector<BlockKey> keys;
+    std::unique_ptr<SharedSpaces> spaces;
+    std::unique_ptr<Transfers> transfers;
+    Liar liar;
+};
+
+TEST(Spaces, WhoHasNotProvedTheSaltGetsNothing) {
+    World w;
+    const JoinPayload join = w.join();
+    // It knows the name from that, and even the hashed key.
+    w.fetch(join.name);
+    const Message answer = w.liar.next();
+    EXPECT_EQ(answer.header.type, uint16_t(MessageType::kOffer));
+    EXPECT_TRUE(answer.payload.empty()) << "a block is offered to a rank that may not have it";
+    EXPECT_EQ(w.liar.next(300).header.type, 0) << "a rank is told what it may not know";
+    EXPECT_TRUE(w.groups[0]->health().ok());
+}
+
+// Neither a guess nor the proof that the other rank gave.
+TEST(Spaces, ProofsCannotBeMadeUpOrRepeated) {
+    for (const bool repeated : {false, true}) {
+        for (const uint32_t answers : {0u, 1u}) {
+            World w;
+            JoinPayload forged = w.join();
+            if (!repeated) forged.proof[7] ^= 1;
+            forged.answers = answers;
+            w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(forged));
+            for (int i = 0; i < 5000 && w.groups[0]->health().ok(); ++i)
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            const Status why = w.groups[0]->health();
+            EXPECT_EQ(why.code(), TA_E_PEER_LOST);
+            EXPECT_EQ(why.detail()->rank, 1);
+            EXPECT_EQ(w.liar.next(50).header.type, 0);
+        }
+    }
+}
+
+TEST(Spaces, NamesTellNothingOfTheSaltAndDifferByGroup) {
+    World w;
+    const JoinPayload join = w.join();
+    uint64_t tag = w.pool->prefixes().tag_of(w.space), name;
+    std::memcpy(&name, join.name.data(), sizeof name);
+    EXPECT_NE(name, tag);
+    EXPECT_EQ(std::search(join.proof.begin(), join.proof.end(), w.salt.begin(), w.salt.begin() + 4), join.proof.end());
+    // Of the rank that proves it, a fetch is served.
+    JoinPayload good = join;
+    struct {
+        char label[32] = "turboattention proof of a salt";
+        uint64_t generation = 77, fingerprint = 0;
+        uint32_t from = 1, to = 0;
+    } signed_bytes;
+    signed_bytes.fingerprint = w.pool->fingerprint();
+    good.proof =
+        w.pool->prefixes().sign(w.space, {reinterpret_cast<const uint8_t*>(&signed_bytes), sizeof signed_bytes}).value();
+    w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(good));
+    EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kSpaceJoin));  // the answer
+    EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kHints));      // the table
+    w.fetch(join.name);
+    const Message offer = w.liar.next();
+    EXPECT_EQ(offer.header.type, uint16_t(MessageType::kOffer));
+    EXPECT_FALSE(offer.payload.empty());
+}
+
+// Messages that no healthy rank sends end the group.
+TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
+    const auto ends = [](auto say) {
+        World w;
+        const JoinPayload join = w.join();
+        say(w, join);
+        for (int i = 0; i < 5000 && w.groups[0]->health().ok(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        EXPECT_EQ(w.groups[0]->health().code(), TA_E_PEER_LOST);
+    };
+    ends([](World& w, const JoinPayload&) { w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(uint8_t{1})); });
+    ends([](World& w, const JoinPayload& join) {
+        JoinPayload odd = join;
+        odd.answers = 2;
+        w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(odd));
+    });
+    for (const MessageType type :
+         {MessageType::kSpaceAbsent, MessageType::kSpaceLeave, MessageType::kHints, MessageType::kFetch})
+        ends([type](World& w, const JoinPayload&) { w.say(type, uint64_t{1} << 40, PayloadWriter().put(uint32_t{1})); });
+    // More hints than there are, a tier that is none.
+    ends([](World& w, const JoinPayload& join) {
+        w.say(MessageType::kHints, 0,
+              PayloadWriter().put(join.name).put(uint64_t{2}).put(uint64_t{1}).put(w.keys[0]).put(uint64_t{1}));
+    });
+    ends([](World& w, const JoinPayload& join) {
+        w.say(MessageType::kHints, 0,
+              PayloadWriter().put(join.name).put(uint64_t{1}).put(uint64_t{1}).put(w.keys[0]).put(uint64_t{0x0301}));
+    });
+    // A fetch on a channel of another rank, one whose blocks are not in order, one of more blocks than it names.
+    const auto fetch = [](uint64_t channel, uint64_t blocks, std::vector<uint64_t> indices) {
+        return [=](World& w, const JoinPayload& join) {
+            PayloadWriter p;
+            p.put(join.name).put(blocks);
+            for (const uint64_t i : indices) p.put(w.keys[0]).put(i);
+            w.say(MessageType::kFetch, channel, p);
+        };
+    };
+    ends(fetch(1, 1, {0}));
+    ends(fetch(uint64_t{1} << 40 | 1, 2, {1, 1}));
+    ends(fetch(uint64_t{1} << 40 | 1, UINT64_MAX, {1}));
+}
+
+}  // namespace
+}  // namespace ta::share
