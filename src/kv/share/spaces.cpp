@@ -136,7 +136,7 @@ Status SharedSpaces::join(const std::shared_ptr<Pool>& pool, Tenant id) {
             return fail(TA_E_INVALID, "this rank has joined a namespace of this salt and a pool of this fingerprint")
                 .argument(2);
         }
-        // NOTES: with the lock, so that nothing about the namespace goes out before.
+        // With the lock, so that nothing about the namespace goes out before.
         for (uint32_t r = 0; r < ranks; ++r) {
             const JoinMessage join{space->name, space->own[r], 0, 0};
             if (r != rank) group_.send(r, MessageType::kSpaceJoin, 0, PayloadWriter().put(join).bytes());
