@@ -209,6 +209,45 @@ TEST_P(GpuProcesses, SayHowTheyReachEachOther) {
     EXPECT_EQ(b.status(), 0);
 }
 
+// An ncclComm_t, made by what NCCL's header declares.
+void* make_comm(const ProcessGroup& ranks, uint32_t rank) {
+    struct Id {
+        char bytes[128];
+    };
+    void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    const auto get_id = reinterpret_cast<int (*)(Id*)>(dlsym(library, "ncclGetUniqueId"));
+    const auto init = reinterpret_cast<int (*)(void**, int, Id, int)>(dlsym(library, "ncclCommInitRank"));
+    const ProcessGroup::Bytes bytes = ranks.agree(rank, [&] {
+        ProcessGroup::Bytes chosen;
+        EXPECT_EQ(get_id(reinterpret_cast<Id*>(chosen.data())), 0);
+        return chosen;
+    });
+    Id id;
+    std::memcpy(&id, bytes.data(), sizeof id);
+    void* comm = nullptr;
+    EXPECT_EQ(init(&comm, 2, id, int(rank)), 0);
+    return comm;
+}
+
+TEST_P(GpuProcesses, ACommunicatorIsAdopted) {
+    if (!over_nccl()) GTEST_SKIP() << "not of NCCL";
+    ProcessGroup ranks = make(2);
+    ranks.set_adopt(make_comm);
+    const auto body = [](uint32_t me) {
+        return [me](const Rank& r, const auto&) {
+            const ta_seq own = filled(r, 1000, 7);
+            const ta_ticket out = send(r, own, 1 - me, 1), in = receive(r, 1 - me, 1);
+            EXPECT_EQ(wait(r, out, 60 * kSecond).state, TA_MOVE_DONE);
+            const ta_transfer_info got = wait(r, in, 60 * kSecond);
+            EXPECT_EQ(got.state, TA_MOVE_DONE) << got.reason;
+            return got.state == TA_MOVE_DONE && stored(r, got.seq) == stored(r, own);
+        };
+    };
+    const Process a = ranks.start(0, body(0)), b = ranks.start(1, body(1));
+    EXPECT_EQ(a.status(), 0);
+    EXPECT_EQ(b.status(), 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, GpuProcesses,
                          ::testing::Values(Way{"host", true, TA_GROUP_HOST, false},
                                            Way{"host_own", false, TA_GROUP_HOST, false},

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
@@ -58,12 +59,23 @@ class ProcessGroup {
         change_(o);
         return o;
     }
+    // A number that rank 0 chooses and the others get; before they join.
+    using Bytes = std::array<uint8_t, 128>;
+    Bytes agree(uint32_t rank, const std::function<Bytes()>& choose) const {
+        if (rank == 0) {
+            shared_->chosen = choose();
+            shared_->is_chosen = true;
+        }
+        while (!shared_->is_chosen) usleep(1000);
+        return shared_->chosen;
+    }
     Rank join(uint32_t rank) const {
         Rank r;
         r.context = context_(rank);
         r.pool = make_pool(r.context, pool_);
         r.plan = make_plan(r.pool);
-        const ta_group_options o = options(rank);
+        ta_group_options o = options(rank);
+        if (adopt_) o.nccl_comm = adopt_(*this, rank);
         ta_error err;
         if (rank == 0) require(ta_group_make_id(o.kind, &shared_->id, &err), err);
         if (rank == 0) shared_->made = true;
@@ -71,6 +83,9 @@ class ProcessGroup {
         r.group = make_group(r.context, o);
         return r;
     }
+    // Joins with the communicator that this gives.
+    using Adopt = std::function<void*(const ProcessGroup&, uint32_t rank)>;
+    void set_adopt(Adopt adopt) { adopt_ = std::move(adopt); }
     // A process that joins and runs body(rank, say), where say() sends a byte; all is well where it returns true. Before the caller
     // has threads.
     template <class Body>
@@ -99,11 +114,14 @@ class ProcessGroup {
     struct Shared {
         ta_group_id id{};
         std::atomic<bool> made{false};
+        Bytes chosen{};
+        std::atomic<bool> is_chosen{false};
     };
     uint32_t n_;
     ta_kv_pool_options pool_;
     MakeContext context_;
     Change change_;
+    Adopt adopt_;
     Shared* shared_;
 };
 
