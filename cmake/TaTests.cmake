@@ -22,18 +22,19 @@ function(ta_optimise_test target kind)
     endif()
 endfunction()
 
-# ta_add_test(NAME <name> SOURCES <file>... [LIBS <target>...] [LABELS <label>...] [TIMEOUT <seconds>] [ABI] [PLAIN] [WHOLE]
-#     [COMPUTES])
+# ta_add_test(NAME <name> SOURCES <file>... [LIBS <target>...] [LABELS <label>...] [TIMEOUT <seconds>] [LOCK <name>]
+#     [ABI] [PLAIN] [WHOLE] [COMPUTES])
 # A GoogleTest program and one CTest per test case in it, called <name>.<suite>.<case>. It sees the internal headers (include
 # root: the repository) and links the static library.
 #   ABI    links only libturboattention.so and sees only include/; the test is left out where that is not built
 #   PLAIN  no GoogleTest: the program itself is the test, exit status 0 passes
 #   COMPUTES  it does so much arithmetic itself that it is compiled with full optimisation
 #   WHOLE  one CTest for the whole program, for those whose cases are too many or too short to start a process each
+#   LOCK   tests of the same lock do not run beside each other
 # Labels are selected by regular expression, ctest -L slow or -LE slow. The label slow keeps a test out of the sanitizer run
 # of .ci/run. TIMEOUT defaults to 120. TA_TEST_DIR is the path of tests/, for test data.
 function(ta_add_test)
-    cmake_parse_arguments(PARSE_ARGV 0 arg "ABI;PLAIN;WHOLE;COMPUTES" "NAME;TIMEOUT" "SOURCES;LIBS;LABELS")
+    cmake_parse_arguments(PARSE_ARGV 0 arg "ABI;PLAIN;WHOLE;COMPUTES" "NAME;TIMEOUT;LOCK" "SOURCES;LIBS;LABELS")
     if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
         message(FATAL_ERROR "ta_add_test: NAME and SOURCES are needed; not understood: '${arg_UNPARSED_ARGUMENTS}'")
     endif()
@@ -70,6 +71,9 @@ function(ta_add_test)
                 # One label "a b" for the labels a and b: how a list has to be escaped differs between versions of CMake.
                 string(JOIN " " labels ${arg_LABELS})
                 list(APPEND properties LABELS "${labels}")
+            endif()
+            if(arg_LOCK)
+                list(APPEND properties RESOURCE_LOCK ${arg_LOCK})
             endif()
             gtest_discover_tests(${target} TEST_PREFIX "${arg_NAME}." NO_PRETTY_VALUES
                 DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60

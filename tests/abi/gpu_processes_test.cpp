@@ -129,9 +129,10 @@ TEST_P(GpuProcesses, AStepOverAllIsThatOfOne) {
         const ProcessGroup ranks = make(n);
         std::vector<Process> processes;
         for (uint32_t rank = 0; rank < n; ++rank) {
-            processes.push_back(ranks.start(rank, [](const Rank& r, const auto&) {
+            processes.push_back(ranks.start(rank, [&ranks](const Rank& r, const auto&) {
                 const Given expected = whole_or_spread(r, false, 0), given = whole_or_spread(r, true, 4);
                 EXPECT_LT(largest_difference(given.out, expected.out), 1e-4);
+                ranks.meet();
                 return true;
             }));
         }

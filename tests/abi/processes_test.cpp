@@ -76,11 +76,16 @@ TEST(Processes, AStepOverThreeIsThatOfOne) {
         return all;
     };
     const ProcessGroup ranks(3, pool_shape());
-    const auto body = [&](const Rank& r, const auto&) { return !run(r).empty(); };
+    const auto body = [&](const Rank& r, const auto&) {
+        const bool good = !run(r).empty();
+        ranks.meet();
+        return good;
+    };
     const Process a = ranks.start(1, body), b = ranks.start(2, body);
     const Rank r = ranks.join(0);
     ASSERT_EQ(poll(r.group), TA_GROUP_READY);
     const std::vector<float> spread = run(r);
+    ranks.meet();
     const ta_seq whole = make_sequence(r.pool);
     std::vector<float> expected;
     for (const int32_t n : {700, 1, 64, 3}) {

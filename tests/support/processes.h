@@ -59,7 +59,12 @@ class ProcessGroup {
         change_(o);
         return o;
     }
-    // A number that rank 0 chooses and the others get; before they join.
+    // All have come so far, or half a minute is over: who leaves a group ends it for all.
+    void meet() const {
+        ++shared_->came;
+        for (int i = 0; i < 30000 && shared_->came < n_; ++i) usleep(1000);
+    }
+    // What rank 0 chooses and the others get; before they join.
     using Bytes = std::array<uint8_t, 128>;
     Bytes agree(uint32_t rank, const std::function<Bytes()>& choose) const {
         if (rank == 0) {
@@ -114,6 +119,7 @@ class ProcessGroup {
     struct Shared {
         ta_group_id id{};
         std::atomic<bool> made{false};
+        std::atomic<uint32_t> came{0};
         Bytes chosen{};
         std::atomic<bool> is_chosen{false};
     };
