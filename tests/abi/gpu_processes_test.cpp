@@ -191,8 +191,8 @@ TEST_P(GpuProcesses, APeerMayBeKilled) {
 TEST_P(GpuProcesses, SayHowTheyReachEachOther) {
     if (gpus_ < 2) GTEST_SKIP() << "needs two GPUs";
     const ProcessGroup ranks = make(2);
-    const auto body = [](uint32_t me) {
-        return [me](const Rank& r, const auto&) {
+    const auto body = [&ranks](uint32_t me) {
+        return [&ranks, me](const Rank& r, const auto&) {
             auto peer = sized<ta_group_peer>();
             auto info = sized<ta_group_info>();
             EXPECT_EQ(ta_group_get_peer(r.group.get(), 1 - me, &peer, nullptr), TA_OK);
@@ -202,6 +202,7 @@ TEST_P(GpuProcesses, SayHowTheyReachEachOther) {
             if (me == 0)
                 std::printf("route %d, %.0f GB/s, NCCL %d %s\n", peer.route, 1e-9 * double(peer.bytes_per_s), info.nccl_version,
                             peer.why);
+            ranks.meet();
             return true;
         };
     };
