@@ -4,7 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <system_error>
+
+#include "tiering/share/lane.h"
 
 namespace ta::share {
 namespace {
@@ -42,12 +43,7 @@ Status Group::start(std::vector<Service*> services) {
         if (r != settings_.rank) send(r, MessageType::kHello, 0, PayloadWriter().put(shape).bytes());
     }
     if (settings_.ranks == 1) state_ = GroupState::kReady;
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error& e) {
-        return fail(TA_E_LIMIT, "the group's communication thread could not be started: %s", e.what());
-    }
-    return {};
+    return start_thread(thread_, [this] { run(); });
 }
 
 void Group::stop() {
@@ -216,13 +212,10 @@ Status Group::take_in(const Transport::Received& received) {
 Status Group::dispatch(uint32_t from, const Message& m) {
     Peer& peer = peers_[from];
     PayloadReader payload(m.payload);
-    const auto is_none = [&] {
-        return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
-    };
     switch (MessageType(m.header.type)) {
         case MessageType::kHello: {
             GroupShape shape{};
-            if (!payload.get(shape) || !payload.at_end() || peer.greeted) return is_none();
+            if (!payload.get(shape) || !payload.at_end() || peer.greeted) return no_message(from);
             if (shape.ranks != settings_.ranks) {
                 return fail(TA_E_MISMATCH, "rank %u says that the group has %u ranks; here it has %u", from, shape.ranks,
                             settings_.ranks)
@@ -239,7 +232,7 @@ Status Group::dispatch(uint32_t from, const Message& m) {
             return lost(from, "left the group");
         case MessageType::kEnded: {
             Ending ending{};
-            if (!payload.get(ending) || !payload.at_end()) return is_none();
+            if (!payload.get(ending) || !payload.at_end()) return no_message(from);
             const Status s = ending.to_status(from);
             return fail(TA_E_PEER_LOST, "the group ended at %s", s.detail() ? s.detail()->message : "another rank")
                 .rank(s.detail() ? s.detail()->rank : int32_t(from));
@@ -247,7 +240,7 @@ Status Group::dispatch(uint32_t from, const Message& m) {
         default: {
             const auto type = MessageType(m.header.type);
             const auto s = std::find_if(services_.begin(), services_.end(), [type](Service* x) { return x->takes(type); });
-            return s == services_.end() ? is_none() : (*s)->on_message(m);
+            return s == services_.end() ? no_message(from) : (*s)->on_message(m);
         }
     }
     const bool all = std::all_of(peers_.begin(), peers_.end(),

@@ -7,10 +7,22 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "src/core/status.h"
 
 namespace ta::share {
+
+// TA_E_LIMIT: the system has no thread.
+template <class Run>
+Status start_thread(std::thread& thread, Run&& run) {
+    try {
+        thread = std::thread(std::forward<Run>(run));
+    } catch (const std::system_error& e) {
+        return fail(TA_E_LIMIT, "a thread of the group could not be started: %s", e.what());
+    }
+    return {};
+}
 
 class Lane {
   public:
@@ -21,12 +33,7 @@ class Lane {
 
     // TA_E_LIMIT: the system has no thread.
     Status start() {
-        try {
-            thread_ = std::thread([this] { run(); });
-        } catch (const std::system_error& e) {
-            return fail(TA_E_LIMIT, "a thread of the group could not be started: %s", e.what());
-        }
-        return {};
+        return start_thread(thread_, [this] { run(); });
     }
     using Tasks = std::list<std::function<void()>>;
     // Tasks do not throw.

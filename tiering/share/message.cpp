@@ -69,4 +69,8 @@ Result<Message> unpack(const Packet& packet, uint64_t generation, uint32_t from,
     return m;
 }
 
+Status no_message(uint32_t from) {
+    return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
+}
+
 }  // namespace ta::share

@@ -81,6 +81,9 @@ Packet pack(MessageHeader header, std::span<const uint8_t> payload);
 // TA_E_CORRUPT: cut or damaged; TA_E_UNSUPPORTED: another version. A message that `from` sends to `to` in this generation.
 Result<Message> unpack(const Packet& packet, uint64_t generation, uint32_t from, uint32_t to);
 
+// Why the group ends when a message of that rank is none of the protocol.
+Status no_message(uint32_t from);
+
 // Puts plain structs one behind the other into a payload.
 class PayloadWriter {
   public:

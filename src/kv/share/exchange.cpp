@@ -25,10 +25,6 @@ struct PartHeader {
     uint64_t identity, number, arguments, values;
 };  // then the values
 
-Status no_message(uint32_t from) {
-    return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
-}
-
 }  // namespace
 
 Status other_arguments(uint32_t rank) {

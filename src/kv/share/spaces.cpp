@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 namespace ta::share {
@@ -83,10 +82,6 @@ SharedSpaces::Ptr SharedSpaces::find_locked(const Pool& pool, Tenant space) cons
         if (s->which == &pool && s->id == space) return s;
     }
     return nullptr;
-}
-
-Status SharedSpaces::is_none(uint32_t from) const {
-    return fail(TA_E_PEER_LOST, "rank %u sent what is no message of the protocol", from).rank(int32_t(from));
 }
 
 // ------------------------------------------------------------------------------------------------------------------- calls
@@ -296,7 +291,7 @@ Status SharedSpaces::on_message(const Message& m) {
     if (type == MessageType::kHints) return on_hints(m);
     SpaceName name;
     PayloadReader payload(m.payload);
-    if (!payload.get(name) || !payload.at_end()) return is_none(m.header.from);
+    if (!payload.get(name) || !payload.at_end()) return no_message(m.header.from);
     const std::lock_guard lock(mutex_);
     if (const Ptr space = find_locked(name)) {
         Peer gone;
@@ -311,7 +306,7 @@ Status SharedSpaces::on_join(const Message& m) {
     const uint32_t from = m.header.from;
     PayloadReader payload(m.payload);
     JoinMessage join{};
-    if (!payload.get(join) || !payload.at_end() || join.answers > 1 || join.reserved != 0) return is_none(from);
+    if (!payload.get(join) || !payload.at_end() || join.answers > 1 || join.reserved != 0) return no_message(from);
     {
         const std::lock_guard lock(mutex_);
         if (ended_) return {};
@@ -348,7 +343,7 @@ Status SharedSpaces::on_hints(const Message& m) {
     std::vector<Hint> hints;
     const bool good = payload.get(h) && payload.get_rest(h.hints, hints) && h.first <= 1 && h.last <= 1 &&
                       std::all_of(hints.begin(), hints.end(), [](const Hint& x) { return x.there <= 1 && x.tier <= 2; });
-    if (!good) return is_none(from);
+    if (!good) return no_message(from);
     const std::lock_guard lock(mutex_);
     const Ptr space = find_locked(h.name);
     if (!space || space->peers[from].state != Peer::State::kProven) return {};  // of before it left, or this rank did
@@ -385,12 +380,7 @@ void SharedSpaces::on_end(const Status&) {
 Status SharedSpaces::start_teller() {
     const std::lock_guard lock(mutex_);
     if (teller_.joinable()) return {};
-    try {
-        teller_ = std::thread([this] { run(); });
-    } catch (const std::system_error& e) {
-        return fail(TA_E_LIMIT, "a thread of the group could not be started: %s", e.what());
-    }
-    return {};
+    return start_thread(teller_, [this] { run(); });
 }
 
 void SharedSpaces::ring() {

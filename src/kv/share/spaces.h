@@ -17,6 +17,7 @@
 
 #include "src/kv/pool.h"
 #include "tiering/share/group.h"
+#include "tiering/share/lane.h"
 
 namespace ta::share {
 
@@ -115,7 +116,6 @@ class SharedSpaces final : public Group::Service {
     void send_all(MessageType type, const SpaceName& name);
     Status on_join(const Message& m);
     Status on_hints(const Message& m);
-    Status is_none(uint32_t from) const;
 
     Group& group_;
     mutable std::mutex mutex_;

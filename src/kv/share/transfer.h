@@ -1,0 +1,148 @@
+// What a transfer holds at either end, and what its messages say. Of src/kv/share/transfers*.cpp alone.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "src/kv/share/transfers.h"
+
+namespace ta::share {
+
+struct OfferHeader {
+    uint64_t fingerprint;  // of the source's pool
+    uint64_t pool;         // its serial
+    uint64_t tag;
+    int64_t length;  // tokens
+    uint64_t blocks;
+    uint64_t space;  // that the sequence belongs to
+    uint64_t slot_bytes[kPageKinds];
+};  // then a StoredBlock for each block, without slot_hash
+
+// Of no blocks yet.
+OfferHeader offer_of(const Pool& pool);
+
+struct ReadyHeader {
+    uint64_t window;
+    uint64_t address;  // of the first block; the others follow without gaps
+    uint64_t blocks;
+};  // then their positions in the offer
+
+struct SentHeader {
+    uint64_t window;
+    uint64_t blocks;
+};  // then the XXH3 of each slot
+
+struct AskLeaseHeader {
+    uint64_t blocks;
+};  // then their positions in the offer
+
+struct LeasedHeader {
+    MemoryName memory;  // shared for as long as the lease lasts
+    uint64_t bytes;     // of it
+    uint64_t blocks;
+};  // then the offset of each in that memory, or kElsewhere
+
+inline constexpr uint64_t kElsewhere = ~uint64_t{0};  // where no other GPU reads it
+
+struct FetchHeader {
+    SpaceName space;
+    uint64_t blocks;
+};  // then a WantedBlock for each
+
+struct WantedBlock {
+    BlockKey key;    // hashed
+    uint64_t index;  // ascending
+};
+
+struct Transfers::Outgoing {
+    Outgoing(Residency& residency) : hold(residency) {}
+    Residency::BlockHold hold;
+    ta_seq seq = 0;
+    Pool::Snapshot snapshot;
+    std::vector<StoredBlock> list;
+    std::vector<Sequence*> locked;  // of a move
+    // What another rank wants to fetch, until the lane has looked for it.
+    Tenant space = 0;
+    std::vector<WantedBlock> wanted;
+    // Guarded by mutex_: the window that is to be written and the positions of its blocks in the list, from kReady to kSent.
+    bool writing = false;
+    ReadyHeader ready{};
+    std::vector<uint64_t> positions;
+    // What the destination reads itself, until the transfer ends: where blocks lie they stay.
+    bool leased = false;  // guarded by mutex_, as its positions until the lane has them
+    std::vector<uint64_t> leased_positions;
+    std::optional<ReadingBlocks> reading;
+    Transport::Shared memory;
+};
+
+// Blocks of a prefix that come, from one rank after the other. The lane's.
+struct Transfers::Fetch {
+    Tenant space = 0;
+    SpaceName name{};
+    std::vector<BlockKey> keys;     // hashed
+    std::vector<uint64_t> indices;  // 0, 1, ...
+    std::vector<bool> in_vain;      // [ranks] that had nothing
+    // Of the leg that goes on.
+    std::vector<BlockPtr> chain;   // [keys.size()] that are published here, or have come
+    std::vector<uint64_t> wanted;  // indices
+    size_t first_missing = 0;
+    bool begun = false, landed = false;
+};
+
+struct Transfers::Incoming {
+    Incoming(Pool& pool)
+        : hold(pool.residency()),
+          spaces(pool.prefixes()),
+          others_see(pool.residency(), mine),
+          staging(pool.context().allocator()) {}
+    Residency::BlockHold hold;
+    std::vector<uint8_t> offer_bytes;
+    OfferHeader offer{};
+    std::vector<StoredBlock> list;
+    PrefixStore::Named spaces;
+    Tenant tenant = 0;
+    std::vector<BlockPtr> blocks;  // [list.size()], those that are there
+    Residency::Loading mine;
+    Residency::LoadHold others_see;
+    size_t next = 0;  // in the list: those before are there or in the window
+    Buffer staging;
+    std::vector<uint64_t> positions;  // in the list, of the blocks in the window
+    uint64_t open_window = 0;         // 0: none
+    // Guarded by mutex_: the window for which kSent has to come, 0: none; what it brought.
+    uint64_t awaited = 0;
+    std::vector<uint64_t> hashes;
+    bool asked_lease = false;
+    LeasedHeader leased{};
+    std::vector<uint64_t> offsets;  // of `positions`
+    std::unique_ptr<Fetch> fetch;   // nullptr: a sequence comes
+};
+
+// Blocks that are on their way from another GPU.
+struct Transfers::Pull {
+    std::vector<uint64_t> positions;  // in the list
+    std::vector<BlockPtr> blocks;
+    std::vector<PlacedBlock> placed;
+    uint64_t bytes = 0;
+    std::unique_ptr<DeviceTransfer> transfer;
+    std::unique_ptr<ArrivalCheck> check;  // goes before what it checks
+};
+
+struct Transfers::Transfer {
+    uint64_t ticket = 0;
+    uint64_t channel = 0;
+    bool outgoing = false;
+    std::shared_ptr<Pool> pool;
+    std::atomic<Phase> phase{Phase::kWaiting};
+    Time deadline{};
+    TransferProgress progress;  // guarded by mutex_, as the next ones
+    Status ending;              // of a transfer that is being cancelled
+    bool cancelled_here = false;
+    bool served = false;            // another rank's fetch: no caller has the ticket
+    Lane::Tasks end;                // what its lane does last
+    std::unique_ptr<Outgoing> out;  // the lane's, where nothing else is said
+    std::unique_ptr<Incoming> in;
+};
+
+}  // namespace ta::share
