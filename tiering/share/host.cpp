@@ -98,7 +98,7 @@ class HostTransport final : public StreamTransport {
     }
 
     Result<bool> all_reach() override {
-        const uint64_t all = ranks_ == 64 ? ~uint64_t{0} : (uint64_t{1} << ranks_) - 1;
+        const uint64_t all = (uint64_t{1} << ranks_) - 1;
         for (uint32_t r = 0; r < ranks_; ++r) {
             if ((segment_->area(r).reaches | uint64_t{1} << r) != all) return false;
         }

@@ -69,6 +69,7 @@ std::shared_ptr<uint8_t> Exports::take_unused() noexcept {
     const std::lock_guard lock(mutex_);
     for (auto at = shared_.begin(); at != shared_.end(); ++at) {
         uint64_t holders = at->first->mapped.load();
+        if ((holders & SharedSlot::kOpen) != 0) continue;  // it is still shared
         for (uint32_t r = 0; r < segment_->ranks(); ++r) {
             if ((holders >> r & 1) != 0 && !segment_->alive(r)) holders &= ~(uint64_t{1} << r);
         }

@@ -117,9 +117,14 @@ class NcclTransport final : public StreamTransport {
                 coming_.pop_front();
                 return got;
             }
-            if (woken_.exchange(false) || Clock::now() >= until || !health_.ok()) return {};
-            if (!local_) {  // NCCL is asked until it has connected; it calls nobody
-                std::this_thread::sleep_for(std::min<Clock::duration>(kPoll, until - Clock::now()));
+            const bool fails = !health_.ok() && !std::exchange(told_, true);
+            if (woken_.exchange(false) || Clock::now() >= until || fails) return {};
+            if (phase_ != Phase::kOpen) {
+                if (!connects()) {
+                    woken_.wait(false);
+                } else {  // NCCL is asked until it has connected: it calls nobody
+                    std::this_thread::sleep_for(std::min<Clock::duration>(kPoll, until - Clock::now()));
+                }
                 continue;
             }
             std::optional<Received> got = local_->receive(std::min(until, next_step()));
@@ -129,6 +134,7 @@ class NcclTransport final : public StreamTransport {
 
     void wake() override {
         woken_ = true;
+        woken_.notify_all();
         if (open_.load(std::memory_order_acquire)) local_->wake();
     }
 
@@ -205,10 +211,12 @@ class NcclTransport final : public StreamTransport {
 
     // ---- from nothing to a group that is open
 
+    bool connects() const { return phase_ != Phase::kOpen && health_.ok() && !ends_; }
+
     // As far as it goes without waiting.
     void step() {
         const CudaScope scope(device_->ordinal());
-        while (health_.ok() && advance()) {
+        while (connects() && advance()) {
         }
         if (phase_ != Phase::kOpen) return;
         for (uint32_t r = 0; r < ranks_ && health_.ok(); ++r) {
@@ -456,7 +464,6 @@ class NcclTransport final : public StreamTransport {
 
     Time next_step() const {
         const Time soon = Clock::now() + kPoll;
-        if (phase_ != Phase::kOpen) return soon;
         Time next = Time::max();
         for (const Pair& p : pairs_) {
             if (!p.comm) continue;
@@ -508,6 +515,7 @@ class NcclTransport final : public StreamTransport {
     std::atomic<bool> open_{false};     // place_ and local_ are final
     std::atomic<bool> woken_{false};
     std::atomic<bool> ends_{false};  // the group has ended
+    bool told_ = false;              // that health_ is bad
     Time ended_at_{};
 
     std::vector<Pair> pairs_;

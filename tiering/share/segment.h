@@ -28,7 +28,7 @@ class Ring {
     uint64_t most() const { return size_ / 4; }  // bytes that one record brings
     // False: no room.
     bool put(const Record& record, const uint8_t* body);
-    // The next one; TA_E_CORRUPT: what is there is none.
+    // Looks at the oldest one; kDamaged: what is there is no record.
     enum class Next { kNone, kRecord, kDamaged };
     Next next(Record& record) const;
     void read(const Record& record, uint8_t* body) const;
