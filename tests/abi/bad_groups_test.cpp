@@ -5,11 +5,20 @@
 namespace ta::testing {
 namespace {
 
-class BadGroups : public WrongCalls {};
+class BadGroups : public WrongCalls {
+  protected:
+    void SetUp() override { ASSERT_EQ(poll(first), TA_GROUP_READY); }
+
+    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
+    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
+                      second = make_group(context, group_options(id, 1, 2)),
+                      lonely = make_group(context, group_options(lonely_id, 0, 2));  // waits for another rank
+    const Context elsewhere = make_context(1);
+    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
+};
 
 TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
-    static const ta_group_id id = make_group_id();
-    static const ta_group_id zeros{};
+    static const ta_group_id fresh = make_group_id(), zeros{};
     static ta_x_group_fault unknown = sized<ta_x_group_fault>(), no_size{};
     unknown.kind = 8;
     static ta_x_group_fault dropping = sized<ta_x_group_fault>();
@@ -20,13 +29,13 @@ TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
     std::memset(&any_id, 7, sizeof any_id);
     const auto create = [&](auto change) {
         return [&, change](ta_error* err) {
-            auto options = group_options(id, 0, 2);
+            auto options = group_options(fresh, 0, 2);
             change(options);
             return ta_group_create(context.get(), &options, &out, err);
         };
     };
     using O = ta_group_options;
-    const auto good = group_options(id, 0, 2);
+    const auto good = group_options(fresh, 0, 2);
     expect_failures({
         {"no context", [&](ta_error* err) { return ta_group_create(nullptr, &good, &out, err); }, TA_E_INVALID, 0,
          "context is"},
@@ -54,7 +63,8 @@ TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
          TA_E_UNSUPPORTED, 1, "options.fault is for"},
         {"too many processes", create([&](O& o) { o.kind = TA_GROUP_HOST, o.id = &host_id, o.ranks = 64; }), TA_E_UNSUPPORTED,
          1, "ranks is 64"},
-        {"NCCL's group of a CPU", create([&](O& o) { o.kind = TA_GROUP_NCCL, o.id = &any_id; }), TA_E_UNSUPPORTED, 1, ""},
+        {"NCCL's group of a CPU", create([&](O& o) { o.kind = TA_GROUP_NCCL, o.id = &any_id; }), TA_E_UNSUPPORTED, 1,
+         "a group over NCCL"},
         {"communicator", create([](O& o) { o.nccl_comm = &o; }), TA_E_INVALID, 1, "are for TA_GROUP_NCCL"},
         {"hosts_apart", create([](O& o) { o.hosts_apart = 2; }), TA_E_INVALID, 1, "hosts_apart is 2"},
         {"hosts_apart of one process", create([](O& o) { o.hosts_apart = 1; }), TA_E_INVALID, 1, "are for TA_GROUP_NCCL"},
@@ -62,18 +72,11 @@ TEST_F(BadGroups, CreateRefusesAndJoinsNothing) {
          "out is null"},
     });
     EXPECT_EQ(out, untouched<ta_group>());
-    const GroupHandle first = make_group(context, good), second = make_group(context, group_options(id, 1, 2));
-    EXPECT_EQ(poll(first), TA_GROUP_READY);
+    const GroupHandle a = make_group(context, good), b = make_group(context, group_options(fresh, 1, 2));
+    EXPECT_EQ(poll(a), TA_GROUP_READY);
 }
 
 TEST_F(BadGroups, CallsRefuse) {
-    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
-    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
-                      second = make_group(context, group_options(id, 1, 2)),
-                      lonely = make_group(context, group_options(lonely_id, 0, 2));
-    ASSERT_EQ(poll(first), TA_GROUP_READY);
-    const Context elsewhere = make_context(1);
-    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
     ta_group* const g = first.get();
     auto* ticket = untouched<ta_ticket>();
     auto* state = untouched<ta_group_state>();
@@ -149,13 +152,6 @@ TEST_F(BadGroups, CallsRefuse) {
 }
 
 TEST_F(BadGroups, PartitionRefuses) {
-    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
-    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
-                      second = make_group(context, group_options(id, 1, 2)),
-                      lonely = make_group(context, group_options(lonely_id, 0, 2));
-    ASSERT_EQ(poll(first), TA_GROUP_READY);
-    const Context elsewhere = make_context(1);
-    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
     const auto good = sized<ta_partition_options>();
     const auto partition = [&](ta_group* group, ta_kv_pool* p, ta_seq seq, const ta_partition_options* o) {
         return [=](ta_error* err) { return ta_seq_partition(group, p, seq, o, err); };
@@ -195,13 +191,6 @@ TEST_F(BadGroups, PartitionRefuses) {
 }
 
 TEST_F(BadGroups, SharedNamespacesRefuse) {
-    const ta_group_id id = make_group_id(), lonely_id = make_group_id();
-    const GroupHandle first = make_group(context, group_options(id, 0, 2)),
-                      second = make_group(context, group_options(id, 1, 2)),
-                      lonely = make_group(context, group_options(lonely_id, 0, 2));
-    ASSERT_EQ(poll(first), TA_GROUP_READY);
-    const Context elsewhere = make_context(1);
-    const KvPool foreign = make_pool(elsewhere, pool_options(kLayers, kHeads, kDim));
     const ta_namespace joined = make_space(pool, 1), apart = make_space(pool, 2);
     ta_group* const g = first.get();
     ta_kv_pool* const p = pool.get();

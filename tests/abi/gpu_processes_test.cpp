@@ -211,6 +211,19 @@ TEST_P(GpuProcesses, SayHowTheyReachEachOther) {
     EXPECT_EQ(b.status(), 0);
 }
 
+TEST_P(GpuProcesses, ARankThatNeverJoinsIsNamed) {
+    const ProcessGroup ranks = make(2);
+    const Process alone = start_process([&](const auto&) {
+        const Rank r = ranks.join(0, [](ta_group_options& o) { o.connect_ms = 1500; });
+        ta_error err;
+        EXPECT_EQ(poll(r.group), TA_GROUP_ENDED);
+        EXPECT_EQ(ta_group_health(r.group.get(), &err), TA_E_TIMEOUT) << err.message;
+        EXPECT_EQ(err.rank, 1);
+        return filled(r, 100, 1) != 0;
+    });
+    EXPECT_EQ(alone.status(), 0);
+}
+
 // An ncclComm_t, made by what NCCL's header declares.
 void* make_comm(const ProcessGroup& ranks, uint32_t rank) {
     struct Id {
@@ -219,13 +232,9 @@ void* make_comm(const ProcessGroup& ranks, uint32_t rank) {
     void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
     const auto get_id = reinterpret_cast<int (*)(Id*)>(dlsym(library, "ncclGetUniqueId"));
     const auto init = reinterpret_cast<int (*)(void**, int, Id, int)>(dlsym(library, "ncclCommInitRank"));
-    const ProcessGroup::Bytes bytes = ranks.agree(rank, [&] {
-        ProcessGroup::Bytes chosen;
-        EXPECT_EQ(get_id(reinterpret_cast<Id*>(chosen.data())), 0);
-        return chosen;
-    });
+    const ta_group_id chosen = ranks.agree(rank, [&](ta_group_id* to) { EXPECT_EQ(get_id(reinterpret_cast<Id*>(to)), 0); });
     Id id;
-    std::memcpy(&id, bytes.data(), sizeof id);
+    std::memcpy(&id, &chosen, sizeof id);
     void* comm = nullptr;
     EXPECT_EQ(init(&comm, 2, id, int(rank)), 0);
     return comm;
@@ -233,8 +242,8 @@ void* make_comm(const ProcessGroup& ranks, uint32_t rank) {
 
 TEST_P(GpuProcesses, ACommunicatorIsAdopted) {
     if (!over_nccl()) GTEST_SKIP() << "not of NCCL";
-    ProcessGroup ranks = make(2);
-    ranks.set_adopt(make_comm);
+    const ProcessGroup ranks = make(2);
+    const auto adopt = [&ranks](ta_group_options& o) { o.nccl_comm = make_comm(ranks, o.rank); };
     const auto body = [](uint32_t me) {
         return [me](const Rank& r, const auto&) {
             const ta_seq own = filled(r, 1000, 7);
@@ -245,7 +254,7 @@ TEST_P(GpuProcesses, ACommunicatorIsAdopted) {
             return got.state == TA_MOVE_DONE && stored(r, got.seq) == stored(r, own);
         };
     };
-    const Process a = ranks.start(0, body(0)), b = ranks.start(1, body(1));
+    const Process a = ranks.start(0, body(0), adopt), b = ranks.start(1, body(1), adopt);
     EXPECT_EQ(a.status(), 0);
     EXPECT_EQ(b.status(), 0);
 }

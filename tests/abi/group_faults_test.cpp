@@ -27,6 +27,8 @@ struct Case {
     ta_x_fault kind;
     uint64_t action, detail;
     ta_send_mode mode;
+    // Nothing is lost.
+    bool is_harmless() const { return kind == TA_X_FAULT_DELAY || kind == TA_X_FAULT_DUPLICATE || kind == TA_X_FAULT_REORDER; }
     std::string name() const {
         return "rank " + std::to_string(rank) + " fault " + std::to_string(kind) + " action " + std::to_string(action) +
                " detail " + std::to_string(detail) + (mode == TA_SEND_MOVE ? " move" : " copy");
@@ -50,22 +52,28 @@ bool has(const Rank& rank, ta_seq seq, const Stored& expected) {
     return true;
 }
 
-// How the two tickets ended.
-std::pair<ta_status, ta_status> run(const Case& c) {
-    SCOPED_TRACE(c.name());
+const std::set<ta_status> kDocumented = {TA_OK, TA_E_PEER_LOST, TA_E_TIMEOUT, TA_E_CORRUPT, TA_E_STATE};
+
+// Two, one of which has the fault.
+std::vector<Rank> make_ranks(const Case& c) {
     auto shape = pool_options(kLayers, kHeads, kDim);
     shape.budget_bytes = 1 << 20;
     auto fault = sized<ta_x_group_fault>();
     fault.kind = c.kind;
     fault.action = c.action;
     fault.detail = c.detail;
-    const bool harmless = c.kind == TA_X_FAULT_DELAY || c.kind == TA_X_FAULT_DUPLICATE || c.kind == TA_X_FAULT_REORDER;
-    std::vector<Rank> ranks = make_ranks(2, shape, [&](ta_group_options& o) {
+    return testing::make_ranks(2, shape, [&](ta_group_options& o) {
         o.staging_bytes = 1;  // a window for each block
-        o.connect_ms = o.silence_ms = harmless ? 60000 : 1000;
+        o.connect_ms = o.silence_ms = c.is_harmless() ? 60000 : 1000;
         o.operation_ms = 4 * o.silence_ms;
         if (o.rank == c.rank) o.fault = &fault;
     });
+}
+
+// How the two tickets ended.
+std::pair<ta_status, ta_status> run(const Case& c) {
+    SCOPED_TRACE(c.name());
+    const std::vector<Rank> ranks = make_ranks(c);
     const ta_seq source = make_sequence(ranks[0].pool);
     fill(ranks[0], source);
     const Stored expected = dequantize(ranks[0].pool, source, 0, 0, kTokens, kRow);
@@ -85,10 +93,9 @@ std::pair<ta_status, ta_status> run(const Case& c) {
     EXPECT_TRUE(!sent || here.state >= TA_MOVE_DONE);
     EXPECT_TRUE(!got || there.state >= TA_MOVE_DONE);
 
-    static const std::set<ta_status> kDocumented = {TA_OK, TA_E_PEER_LOST, TA_E_TIMEOUT, TA_E_CORRUPT, TA_E_STATE};
     EXPECT_TRUE(kDocumented.contains(here.status)) << ta_status_name(here.status) << here.reason;
     EXPECT_TRUE(kDocumented.contains(there.status)) << ta_status_name(there.status) << there.reason;
-    if (harmless) {
+    if (c.is_harmless()) {
         EXPECT_EQ(here.status, TA_OK) << here.reason;
         EXPECT_EQ(there.status, TA_OK) << there.reason;
     }
@@ -115,21 +122,8 @@ std::pair<ta_status, ta_status> run_fetch(const Case& c) {
     SCOPED_TRACE(c.name());
     constexpr int64_t kSecond = 1000000000;
     constexpr size_t kBlocks = 3;
-    auto shape = pool_options(kLayers, kHeads, kDim);
-    shape.budget_bytes = 1 << 20;
-    auto fault = sized<ta_x_group_fault>();
-    fault.kind = c.kind;
-    fault.action = c.action;
-    fault.detail = c.detail;
-    const bool harmless = c.kind == TA_X_FAULT_DELAY || c.kind == TA_X_FAULT_DUPLICATE || c.kind == TA_X_FAULT_REORDER;
-    std::vector<Rank> ranks = make_ranks(2, shape, [&](ta_group_options& o) {
-        o.staging_bytes = 1;  // a window for each block
-        o.connect_ms = o.silence_ms = harmless ? 60000 : 1000;
-        o.operation_ms = 4 * o.silence_ms;
-        if (o.rank == c.rank) o.fault = &fault;
-    });
+    std::vector<Rank> ranks = make_ranks(c);
     const auto started = std::chrono::steady_clock::now();
-    static const std::set<ta_status> kDocumented = {TA_OK, TA_E_PEER_LOST, TA_E_TIMEOUT, TA_E_CORRUPT, TA_E_STATE};
     ta_namespace spaces[2];
     ta_error err;
     ta_status status = TA_OK;
@@ -166,7 +160,7 @@ std::pair<ta_status, ta_status> run_fetch(const Case& c) {
     EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(30)) << "no end in time";
     EXPECT_TRUE(!ticket || got.state >= TA_MOVE_DONE);
     EXPECT_TRUE(kDocumented.contains(got.status)) << ta_status_name(got.status) << got.reason;
-    if (harmless) {
+    if (c.is_harmless()) {
         EXPECT_EQ(got.status, TA_OK) << got.reason;
         EXPECT_EQ(got.length, int64_t(64 * kBlocks));
     }

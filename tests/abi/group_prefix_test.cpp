@@ -28,6 +28,15 @@ ta_kv_pool_options pool_shape() {
     options.budget_bytes = 64 << 20;
     return options;
 }
+// The same with room below the device.
+struct Tiered {
+    Tiered() {
+        tiers.host_bytes = tiers.disk_bytes = 8 << 20;
+        shape.tiers = &tiers;
+    }
+    ta_tier_options tiers = sized<ta_tier_options>();
+    ta_kv_pool_options shape = pool_shape();
+};
 
 // A sequence of so many blocks. What a block has follows from the text and its place.
 ta_seq grown(const KvPool& pool, const Plan& plan, size_t blocks, uint8_t text) {
@@ -171,11 +180,8 @@ TEST(GroupPrefix, OnlyWhatIsMissingComes) {
 
 // Four blocks are nearest at rank 1, the next three at rank 2, the rest at rank 3; two of them are here.
 TEST(GroupPrefix, AChainComesFromSeveralRanks) {
-    auto shape = pool_shape();
-    auto tiers = sized<ta_tier_options>();
-    tiers.host_bytes = tiers.disk_bytes = 8 << 20;
-    shape.tiers = &tiers;
-    const Sharing s(4, shape);
+    const Tiered tiered;
+    const Sharing s(4, tiered.shape);
     for (const auto& [rank, blocks, tier] : {std::tuple(1, 4, TA_TIER_DEVICE), {2, 7, TA_TIER_HOST}, {3, 10, TA_TIER_DISK}}) {
         const Rank& at = s.ranks[size_t(rank)];
         const ta_seq seq = grown(at.pool, at.plan, size_t(blocks), 1);
@@ -200,11 +206,8 @@ TEST(GroupPrefix, AChainComesFromSeveralRanks) {
 }
 
 TEST(GroupPrefix, TheNearestRankIsAsked) {
-    auto shape = pool_shape();
-    auto tiers = sized<ta_tier_options>();
-    tiers.host_bytes = tiers.disk_bytes = 8 << 20;
-    shape.tiers = &tiers;
-    const Sharing s(4, shape);
+    const Tiered tiered;
+    const Sharing s(4, tiered.shape);
     const Keys keys = make_keys(1, 6);
     const auto put = [&](size_t rank, size_t blocks, ta_tier tier) {
         const ta_seq seq = grown(s.ranks[rank].pool, s.ranks[rank].plan, blocks, 1);
@@ -611,12 +614,9 @@ struct Router {
 };
 
 TEST(GroupPrefix, EventsTellWhatIsWhere) {
-    auto shape = pool_shape();
-    auto tiers = sized<ta_tier_options>();
-    tiers.host_bytes = tiers.disk_bytes = 8 << 20;
-    shape.tiers = &tiers;
+    const Tiered tiered;
     const Context context = make_context(1);
-    const KvPool pool = make_pool(context, shape);
+    const KvPool pool = make_pool(context, tiered.shape);
     const Plan plan = make_plan(pool);
     const ta_namespace space = make_space(pool, 1, 200000), other = make_space(pool, 2);
     const auto publish_here = [&](uint8_t text, size_t blocks, ta_namespace to) {

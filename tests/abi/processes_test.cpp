@@ -189,12 +189,18 @@ TEST(Processes, AStepEndsWhenARankIsKilled) {
     }
 }
 
+// Rank 0 has joined, alone.
+void kill_the_first(const ProcessGroup& ranks) {
+    const Process first = ranks.start(0, [](const Rank&, const auto&) { return true; });
+    while (shared_files() == 0) usleep(1000);
+    usleep(50000);  // from the file to the rank that is in it
+    first.kill();
+    first.status();
+}
+
 TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
     const ProcessGroup ranks(3, pool_shape());
-    const Process other = ranks.start(0, [](const Rank&, const auto&) { return true; });
-    while (shared_files() == 0) usleep(1000);
-    other.kill();
-    other.status();
+    kill_the_first(ranks);
     EXPECT_EQ(shared_files(), 1u);
     ta_error err;
     const Context context = make_context(1);
@@ -206,10 +212,7 @@ TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
 
 TEST(Processes, TheMemoryOfTheDeadIsLetGo) {
     const ProcessGroup ranks(2, pool_shape());
-    const Process other = ranks.start(0, [](const Rank&, const auto&) { return true; });
-    while (shared_files() == 0) usleep(1000);
-    other.kill();
-    other.status();
+    kill_the_first(ranks);
     {
         const ProcessGroup later(2, pool_shape());
         const Rank a = later.join(0), b = later.join(1);

@@ -6,7 +6,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
@@ -37,10 +36,34 @@ struct Process {
     }
 };
 
+// What a process does; all is well where it returns true. say() sends a byte.
+using ProcessBody = std::function<bool(const std::function<void()>& say)>;
+
+// Before the caller has threads.
+inline Process start_process(const ProcessBody& body) {
+    int ends[2];
+    EXPECT_EQ(pipe(ends), 0);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        close(ends[0]);
+        bool good = false;
+        try {
+            good = body([&] { (void)!write(ends[1], "", 1); });
+        } catch (const std::exception& e) {
+            std::fprintf(stderr, "%s\n", e.what());
+        }
+        std::fflush(nullptr);
+        _exit(good && !::testing::Test::HasFailure() ? 0 : 1);
+    }
+    close(ends[1]);
+    return {pid, ends[0]};
+}
+
 class ProcessGroup {
   public:
     using MakeContext = std::function<Context(uint32_t rank)>;
     using Change = std::function<void(ta_group_options&)>;
+    // `change` is called in the process of the rank.
     ProcessGroup(
         uint32_t n, ta_kv_pool_options pool, MakeContext context = [](uint32_t) { return make_context(1); },
         Change change = [](ta_group_options&) {})
@@ -54,80 +77,69 @@ class ProcessGroup {
     ProcessGroup& operator=(const ProcessGroup&) = delete;
 
     ta_group_options options(uint32_t rank) const {
-        ta_group_options o = group_options(shared_->id, rank, n_);
+        ta_group_options o = group_options(shared_->id.value, rank, n_);
         o.kind = TA_GROUP_HOST;
         change_(o);
         return o;
+    }
+    Rank join(
+        uint32_t rank, const Change& change = [](ta_group_options&) {}) const {
+        Rank r;
+        r.context = context_(rank);
+        r.pool = make_pool(r.context, pool_);
+        r.plan = make_plan(r.pool);
+        ta_group_options o = options(rank);
+        change(o);
+        agree(shared_->id, rank, [&o](ta_group_id* id) {
+            ta_error err;
+            require(ta_group_make_id(o.kind, id, &err), err);
+        });
+        r.group = make_group(r.context, o);
+        return r;
+    }
+    // A process that joins; body(rank, say) runs when the group is ready.
+    template <class Body>
+    Process start(
+        uint32_t rank, Body&& body, const Change& change = [](ta_group_options&) {}) const {
+        return start_process([&](const auto& say) {
+            const Rank r = join(rank, change);
+            return poll(r.group) == TA_GROUP_READY && body(r, say);
+        });
+    }
+
+    // 128 bytes that rank 0 chooses, once, and the others get.
+    ta_group_id agree(uint32_t rank, const std::function<void(ta_group_id*)>& choose) const {
+        return agree(shared_->other, rank, choose);
     }
     // All have come so far, or half a minute is over: who leaves a group ends it for all.
     void meet() const {
         ++shared_->came;
         for (int i = 0; i < 30000 && shared_->came < n_; ++i) usleep(1000);
     }
-    // What rank 0 chooses and the others get; before they join.
-    using Bytes = std::array<uint8_t, 128>;
-    Bytes agree(uint32_t rank, const std::function<Bytes()>& choose) const {
-        if (rank == 0) {
-            shared_->chosen = choose();
-            shared_->is_chosen = true;
-        }
-        while (!shared_->is_chosen) usleep(1000);
-        return shared_->chosen;
-    }
-    Rank join(uint32_t rank) const {
-        Rank r;
-        r.context = context_(rank);
-        r.pool = make_pool(r.context, pool_);
-        r.plan = make_plan(r.pool);
-        ta_group_options o = options(rank);
-        if (adopt_) o.nccl_comm = adopt_(*this, rank);
-        ta_error err;
-        if (rank == 0) require(ta_group_make_id(o.kind, &shared_->id, &err), err);
-        if (rank == 0) shared_->made = true;
-        while (!shared_->made) usleep(1000);
-        r.group = make_group(r.context, o);
-        return r;
-    }
-    // Joins with the communicator that this gives.
-    using Adopt = std::function<void*(const ProcessGroup&, uint32_t rank)>;
-    void set_adopt(Adopt adopt) { adopt_ = std::move(adopt); }
-    // A process that joins and runs body(rank, say), where say() sends a byte; all is well where it returns true. Before the caller
-    // has threads.
-    template <class Body>
-    Process start(uint32_t rank, Body&& body) const {
-        int ends[2];
-        EXPECT_EQ(pipe(ends), 0);
-        const pid_t pid = fork();
-        if (pid == 0) {
-            close(ends[0]);
-            bool good = false;
-            try {
-                const Rank r = join(rank);
-                good = poll(r.group) == TA_GROUP_READY && body(r, [&] { (void)!write(ends[1], "", 1); });
-            } catch (const std::exception& e) {
-                std::fprintf(stderr, "rank %u: %s\n", rank, e.what());
-            }
-            std::fflush(nullptr);
-            _exit(good && !::testing::Test::HasFailure() ? 0 : 1);
-        }
-        close(ends[1]);
-        return {pid, ends[0]};
-    }
 
   private:
-    // Of all processes; rank 0 makes the id.
-    struct Shared {
-        ta_group_id id{};
+    struct Choice {
+        ta_group_id value{};
         std::atomic<bool> made{false};
-        std::atomic<uint32_t> came{0};
-        Bytes chosen{};
-        std::atomic<bool> is_chosen{false};
     };
+    // By all processes.
+    struct Shared {
+        Choice id, other;
+        std::atomic<uint32_t> came{0};
+    };
+    static ta_group_id agree(Choice& choice, uint32_t rank, const std::function<void(ta_group_id*)>& choose) {
+        if (rank == 0) {
+            choose(&choice.value);
+            choice.made = true;
+        }
+        while (!choice.made) usleep(1000);
+        return choice.value;
+    }
+
     uint32_t n_;
     ta_kv_pool_options pool_;
     MakeContext context_;
     Change change_;
-    Adopt adopt_;
     Shared* shared_;
 };
 
