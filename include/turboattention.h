@@ -893,10 +893,11 @@ typedef struct ta_group_options {
     int32_t silence_ms;    /* a rank that was not heard of for so long is lost; default 10000 */
     int32_t reserved;
     uint64_t staging_bytes;               /* host memory that each arriving transfer may take; default 64 MiB */
-    const struct ta_x_group_fault* fault; /* turboattention_experimental.h, for tests; NULL: none */
-    void* nccl_comm;                      /* TA_GROUP_NCCL: ncclComm_t with the same ranks, NULL: one is made. The group uses it
-                                             until it is ready; the caller does not meanwhile, and frees it when he wants */
-    int32_t hosts_apart;                  /* 1: TA_GROUP_NCCL takes ranks of one host for ranks of several, to compare */
+    const struct ta_x_group_fault* fault; /* turboattention_experimental.h, for tests of TA_GROUP_LOCAL; NULL: none */
+    void* nccl_comm;                      /* of TA_GROUP_NCCL: an ncclComm_t of the same ranks; NULL: the group makes one. The
+                                             caller leaves it alone until the group is ready, keeps it until the group is
+                                             destroyed, and frees it */
+    int32_t hosts_apart;                  /* of TA_GROUP_NCCL: 1 takes ranks of one host for ranks of several, to compare */
     int32_t reserved2;
 } ta_group_options;
 
@@ -916,7 +917,7 @@ typedef struct ta_group_peer {
     uint32_t rank;
     ta_peer_route route;
     int32_t reserved;
-    uint64_t bytes_per_s; /* that its GPU's memory gave when the group was made; 0: not measured */
+    uint64_t bytes_per_s; /* at which the memory of its GPU was read when the group was made; 0: not measured */
     char why[192];        /* why no faster route is taken; else empty */
 } ta_group_peer;
 
@@ -924,8 +925,9 @@ typedef struct ta_group_peer {
  * TA_E_UNSUPPORTED (no NCCL). */
 TA_API ta_status ta_group_make_id(ta_group_kind kind, ta_group_id* out, ta_error* err);
 /* Joins a group and returns; the group is ready when all ranks have joined. Keeps the context alive. Errors: TA_E_INVALID (a value
- * outside its range, an id of another kind, a rank that joined already), TA_E_MISMATCH (another rank says another number of
- * ranks), TA_E_STALE (the group of this id has ended), TA_E_LIMIT (threads). */
+ * outside its range, an id of another kind, a rank that joined already), TA_E_MISMATCH (another rank, or nccl_comm, says another
+ * number of ranks), TA_E_STALE (the group of this id has ended), TA_E_LIMIT (threads), TA_E_UNSUPPORTED (HOST: /dev/shm cannot be
+ * used, or more than 63 ranks; NCCL: no library, or a rank without a GPU; a fault), TA_E_MEMORY (/dev/shm is full). */
 TA_API ta_status ta_group_create(ta_context* context, const ta_group_options* options, ta_group** out, ta_error* err);
 /* Leaves the group, which ends with that, and frees it. Transfers end; their tickets are gone with the group. */
 TA_API void ta_group_destroy(ta_group* group);
