@@ -20,7 +20,7 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     for (size_t i = 0; i < blocks.size(); ++i) {
         const Block& b = *blocks[i].block;
         const uint64_t content_id = blocks[i].content_id ? blocks[i].content_id : b.content_id();
-        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), content_id, blocks[i].index, blocks[i].kind, {}};
+        tasks[i] = {uint64_t(uintptr_t(blocks[i].slot)), content_id, blocks[i].index, b.content_id(), blocks[i].kind, {}};
     }
     args.tasks = tasks;
     args.n_tasks = uint32_t(blocks.size());
@@ -43,7 +43,7 @@ Status CudaHasher::seal(std::span<const PlacedBlock> blocks, cudaStream_t stream
     return pinned.record(device_, stream);
 }
 
-Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, cudaStream_t stream,
+Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, bool adopt, PinnedBuffer& pinned, cudaStream_t stream,
                                 const uint32_t** mismatch) {
     const size_t pages = blocks.size() * pages_.geometry.layers;
     cuda::HashArgs args{};
@@ -51,7 +51,8 @@ Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, PinnedBuffe
     auto* found = static_cast<uint32_t*>(pinned.part(pages * sizeof(uint32_t)));
     std::memset(found, 0, pages * sizeof(uint32_t));
     *mismatch = found;
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_verify(args, found, stream)), "hashing blocks"));
+    const auto launch = adopt ? cuda::launch_adopt : cuda::launch_verify;
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(launch(args, found, stream)), "hashing blocks"));
     return pinned.record(device_, stream);
 }
 
@@ -63,12 +64,10 @@ class Checks {
     Checks(const Pages& pages, CudaDevice& gpu) : device(gpu), layers(pages.geometry.layers), hasher_(pages, gpu) {}
     ~Checks() {
         const CudaScope scope(device.ordinal());
-        for (cudaStream_t s : {stream_, seals_}) {
-            if (s) cudaStreamDestroy(s);
-        }
+        if (stream_) cudaStreamDestroy(stream_);
     }
 
-    Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival, std::unique_ptr<PinnedBuffer>& pinned,
+    Status start(std::span<const PlacedBlock> blocks, bool adopt, cudaEvent_t arrival, std::unique_ptr<PinnedBuffer>& pinned,
                  const uint32_t** mismatch) {
         const CudaScope scope(device.ordinal());
         std::lock_guard lock(mutex_);
@@ -83,23 +82,7 @@ class Checks {
         }
         TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr, true));
         if (arrival) TA_RETURN_IF_ERROR(device.check(cudaStreamWaitEvent(stream_, arrival, 0), "waiting for a move"));
-        return hasher_.start_verify(blocks, *pinned, stream_, mismatch);
-    }
-    Status seal(std::span<const PlacedBlock> blocks) {
-        const CudaScope scope(device.ordinal());
-        const std::unique_ptr<PinnedBuffer> over = std::make_unique<PinnedBuffer>();
-        {
-            std::lock_guard lock(mutex_);
-            // Not behind checks, which wait for copies.
-            if (!seals_) {
-                TA_RETURN_IF_ERROR(
-                    device.check(cudaStreamCreateWithFlags(&seals_, cudaStreamNonBlocking), "creating a stream"));
-            }
-            TA_RETURN_IF_ERROR(over->take(device, 0));
-            TA_RETURN_IF_ERROR(hasher_.seal(blocks, seals_));
-            TA_RETURN_IF_ERROR(over->record(device, seals_));
-        }
-        return over->wait(device);
+        return hasher_.start_verify(blocks, adopt, *pinned, stream_, mismatch);
     }
     void give(std::unique_ptr<PinnedBuffer> pinned) {
         std::lock_guard lock(mutex_);
@@ -115,7 +98,7 @@ class Checks {
   private:
     std::mutex mutex_;
     CudaHasher hasher_;
-    cudaStream_t stream_ = nullptr, seals_ = nullptr;
+    cudaStream_t stream_ = nullptr;
     std::vector<std::unique_ptr<PinnedBuffer>> idle_;
 };
 
@@ -129,8 +112,8 @@ class CudaCheck final : public ArrivalCheck {
         (void)pinned_->wait(checks_->device);
         checks_->give(std::move(pinned_));
     }
-    Status start(std::span<const PlacedBlock> blocks, cudaEvent_t arrival) {
-        return checks_->start(blocks, arrival, pinned_, &mismatch_);
+    Status start(std::span<const PlacedBlock> blocks, bool adopt, cudaEvent_t arrival) {
+        return checks_->start(blocks, adopt, arrival, pinned_, &mismatch_);
     }
     Status wait(std::span<Status> statuses) override {
         TA_RETURN_IF_ERROR(pinned_->wait(checks_->device));
@@ -159,23 +142,25 @@ class CudaVerifier final : public BlockVerifier {
     Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
         if (blocks.empty()) return {};
         CudaCheck check(checks_, blocks);
-        TA_RETURN_IF_ERROR(check.start(blocks, nullptr));
+        TA_RETURN_IF_ERROR(check.start(blocks, false, nullptr));
         return check.wait(statuses);
     }
     Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival) override {
-        auto check = std::make_unique<CudaCheck>(checks_, blocks);
-        // All transfers of this device are CUDA's.
-        TA_RETURN_IF_ERROR(check->start(blocks, static_cast<const CudaTransfer&>(arrival).done()));
-        return std::unique_ptr<ArrivalCheck>(std::move(check));
+        return start(blocks, false, arrival);
     }
-
-    Status seal(std::span<const PlacedBlock> blocks) override {
-        std::vector<PlacedBlock> own(blocks.begin(), blocks.end());
-        for (PlacedBlock& b : own) b.content_id = 0;
-        return checks_->seal(own);
+    Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks,
+                                                         const DeviceTransfer& arrival) override {
+        return start(blocks, true, arrival);
     }
 
   private:
+    Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, bool adopt, const DeviceTransfer& arrival) {
+        auto check = std::make_unique<CudaCheck>(checks_, blocks);
+        // All transfers of this device are CUDA's.
+        TA_RETURN_IF_ERROR(check->start(blocks, adopt, static_cast<const CudaTransfer&>(arrival).done()));
+        return std::unique_ptr<ArrivalCheck>(std::move(check));
+    }
+
     const std::shared_ptr<Checks> checks_;
 };
 

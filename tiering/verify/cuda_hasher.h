@@ -15,8 +15,9 @@ class CudaHasher {
 
     // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
     Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
-    // Enqueues a check whose tasks and result are in `pinned`: [blocks, layers], as launch_verify writes it.
-    Status start_verify(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, cudaStream_t stream,
+    // Enqueues a check whose tasks and result are in `pinned`: [blocks, layers], as launch_verify writes it. `adopt`: and gives
+    // the blocks trailers with their own identities.
+    Status start_verify(std::span<const PlacedBlock> blocks, bool adopt, PinnedBuffer& pinned, cudaStream_t stream,
                         const uint32_t** mismatch);
 
   private:

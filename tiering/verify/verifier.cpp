@@ -16,6 +16,26 @@ class CheckWhenWaited final : public ArrivalCheck {
     const std::vector<PlacedBlock> blocks_;
 };
 
+class AdoptWhenWaited final : public ArrivalCheck {
+  public:
+    AdoptWhenWaited(BlockVerifier& verifier, const Pages& pages, std::span<const PlacedBlock> blocks)
+        : verifier_(verifier), pages_(pages), blocks_(blocks.begin(), blocks.end()) {}
+    Status wait(std::span<Status> statuses) override {
+        TA_RETURN_IF_ERROR(verifier_.verify(blocks_, statuses));
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            const PlacedBlock& b = blocks_[i];
+            if (statuses[i].ok())
+                b.block->write_trailer(pages_.geometry, pages_.fingerprint, b.index, uint32_t(kPageTokens), b.slot);
+        }
+        return {};
+    }
+
+  private:
+    BlockVerifier& verifier_;
+    const Pages& pages_;
+    const std::vector<PlacedBlock> blocks_;
+};
+
 class HostVerifier final : public BlockVerifier {
   public:
     HostVerifier(Device& device, const Pages& pages) : device_(device), pages_(pages) {}
@@ -28,11 +48,8 @@ class HostVerifier final : public BlockVerifier {
         }
         return {};
     }
-    Status seal(std::span<const PlacedBlock> blocks) override {
-        TA_RETURN_IF_ERROR(device_.may_read());
-        for (const PlacedBlock& b : blocks)
-            b.block->write_trailer(pages_.geometry, pages_.fingerprint, b.index, uint32_t(kPageTokens), b.slot);
-        return {};
+    Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks, const DeviceTransfer&) override {
+        return std::unique_ptr<ArrivalCheck>(std::make_unique<AdoptWhenWaited>(*this, pages_, blocks));
     }
 
   private:

@@ -146,7 +146,7 @@ Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint6
     Result<std::unique_ptr<DeviceTransfer>> transfer = pool.context().device()->start_copy(copies, options);
     if (!transfer.ok()) return std::move(transfer).status();
     p.transfer = transfer.take();
-    Result<std::unique_ptr<ArrivalCheck>> check = pool.residency().verifier()->start(p.placed, *p.transfer);
+    Result<std::unique_ptr<ArrivalCheck>> check = pool.residency().verifier()->start_adopting(p.placed, *p.transfer);
     if (!check.ok()) return std::move(check).status();
     p.check = check.take();
     return p;
@@ -161,7 +161,6 @@ Status Transfers::finish_pull(Transfer& t, Pull& p) {
     for (Status& s : statuses) {
         if (!s.ok()) return std::move(s).rank(int32_t(t.progress.peer));
     }
-    TA_RETURN_IF_ERROR(t.pool->residency().verifier()->seal(p.placed));
     for (size_t n = 0; n < p.blocks.size(); ++n) {
         p.blocks[n]->mark_sealed();
         in.blocks[size_t(p.positions[n])] = p.blocks[n];

@@ -26,6 +26,7 @@ class HashTest {
             t.kind = b % 3 == 2 ? PageKind::kToken : PageKind::kChannel;
             t.content_id = random();
             t.block_index = random() >> 20;
+            t.adopted_id = random();
             t.slot = arena_.size();
             for (size_t i = 0; i < slot_bytes_[size_t(t.kind)]; ++i) arena_.push_back(uint8_t(random()));
             arena_.resize((arena_.size() + 127) / 128 * 128);
@@ -82,6 +83,25 @@ class HashTest {
         std::vector<uint32_t> want = none;
         std::fill_n(want.begin(), layers(), 2);
         if (verify() != want) return say("another block's trailer was taken");
+
+        const auto adopt = [&](const std::vector<uint8_t>& blocks) {
+            arena.set(blocks);
+            mismatch.set(none);
+            CHECK(launch_adopt(args, mismatch.get(), nullptr));
+            return mismatch.copy();
+        };
+        if (adopt(bad) != want) return say("another block was adopted");
+        bad = arena_;
+        bad[tasks_[0].slot] ^= 1;
+        want = none;
+        want[0] = 1;
+        if (adopt(bad) != want) return say("a page with a flipped bit was adopted");
+        if (adopt(arena_) != none) return say("good blocks are not adopted");
+        for (HashTask& t : tasks_) {
+            t.content_id = t.adopted_id;
+            seal(t);
+        }
+        if (arena.copy() != arena_) return say("an adopted block differs from one that the library seals");
         return true;
     }
 

@@ -131,7 +131,39 @@ __device__ uint64_t hash_bound(const PageIdentity& identity, uint64_t payload_ha
     return avalanche(sizeof w * kPrime64_1 + mix(2, 4) + mix(3, 6) + mix(0, 0) + mix(5, 2));
 }
 
-template <bool kSeal>
+__device__ uint64_t payload_bytes(const HashArgs& a, PageKind kind) {
+    if (kind == PageKind::kChannel) return a.channel_page_offset[a.layers];
+    return a.layers * (kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes);
+}
+
+__device__ uint64_t own_scales_bytes(const HashArgs& a, PageKind kind) {
+    return kind == PageKind::kToken ? a.own_scales_bytes : 0;
+}
+
+// Of a task, but for the hashes, which are there. By a warp.
+__device__ void write_trailer(const HashArgs& a, const HashTask& task, uint64_t content_id) {
+    const int lane = int(threadIdx.x % 32);
+    auto* slot = reinterpret_cast<uint8_t*>(task.slot);
+    auto* trailer = reinterpret_cast<SlotTrailer*>(slot + payload_bytes(a, task.kind));
+    if (lane == 0) {
+        SlotTrailer t{};
+        t.magic = kSlotMagic;
+        t.version = kFormatVersion;
+        t.kind = uint8_t(task.kind);
+        t.fingerprint = a.fingerprint;
+        t.block_index = task.block_index;
+        t.content_id = content_id;
+        t.tokens = kPageTokens;
+        t.layers = a.layers;
+        *trailer = t;
+    }
+    auto* end = reinterpret_cast<uint64_t*>(slot + a.slot_bytes[size_t(task.kind)] - own_scales_bytes(a, task.kind));
+    for (uint64_t* rest = reinterpret_cast<uint64_t*>(trailer + 1) + a.layers + lane; rest < end; rest += 32) *rest = 0;
+}
+
+enum class Job { kSeal, kVerify, kAdopt };
+
+template <Job kJob>
 __global__ void __launch_bounds__(32 * kWarps)
     page_hash_kernel(const __grid_constant__ HashArgs a, const __grid_constant__ Secret secret, uint32_t* mismatch) {
     const uint64_t page = blockIdx.x;
@@ -141,7 +173,6 @@ __global__ void __launch_bounds__(32 * kWarps)
     const uint64_t same = task.kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes;
     const uint64_t begin = channel ? a.channel_page_offset[layer] : layer * same;
     const uint64_t bytes = channel ? a.channel_page_offset[layer + 1] - begin : same;
-    const uint64_t payload = channel ? a.channel_page_offset[a.layers] : a.layers * same;
     auto* slot = reinterpret_cast<uint8_t*>(task.slot);
     PageIdentity identity{};
     identity.fingerprint = a.fingerprint;
@@ -154,59 +185,61 @@ __global__ void __launch_bounds__(32 * kWarps)
     identity.kind = uint8_t(task.kind);
     identity.payload_bytes = bytes;
     const uint64_t payload_hash = hash_long(slot + begin, bytes, secret);
-    const uint64_t own_bytes = task.kind == PageKind::kToken ? a.own_scales_bytes : 0;
-    const uint64_t slot_end = a.slot_bytes[size_t(task.kind)] - own_bytes;
+    const uint64_t own_bytes = own_scales_bytes(a, task.kind);
     uint64_t own_hash = 0;
     if (own_bytes > 0 && layer + 1 == a.layers) {
         __syncthreads();  // with the hash before
-        own_hash = hash_long(slot + slot_end, own_bytes, secret);
+        own_hash = hash_long(slot + a.slot_bytes[size_t(task.kind)] - own_bytes, own_bytes, secret);
     }
     if (threadIdx.x >= 32) return;
     const int lane = int(threadIdx.x);
     const uint64_t hash = hash_bound(identity, payload_hash, secret) ^ own_hash;
-    auto* trailer = reinterpret_cast<SlotTrailer*>(slot + payload);
-    auto* hashes = reinterpret_cast<uint64_t*>(trailer + 1);
-    if (kSeal) {
+    const auto* trailer = reinterpret_cast<const SlotTrailer*>(slot + payload_bytes(a, task.kind));
+    auto* hashes = reinterpret_cast<uint64_t*>(slot + payload_bytes(a, task.kind) + sizeof(SlotTrailer));
+    if (kJob == Job::kSeal) {
         if (lane == 0) hashes[layer] = hash;
-        if (layer != 0) return;
-        if (lane == 0) {
-            SlotTrailer t{};
-            t.magic = kSlotMagic;
-            t.version = kFormatVersion;
-            t.kind = uint8_t(task.kind);
-            t.fingerprint = a.fingerprint;
-            t.block_index = task.block_index;
-            t.content_id = task.content_id;
-            t.tokens = kPageTokens;
-            t.layers = a.layers;
-            *trailer = t;
-        }
-        auto* end = reinterpret_cast<uint64_t*>(slot + slot_end);
-        for (uint64_t* rest = hashes + a.layers + lane; rest < end; rest += 32) *rest = 0;
-    } else if (lane == 0) {
-        const SlotTrailer& t = *trailer;
-        const bool named = t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(task.kind) &&
-                           t.fingerprint == a.fingerprint && t.block_index == task.block_index &&
-                           t.content_id == task.content_id && t.tokens == kPageTokens && t.layers == a.layers;
-        if (!named || hashes[layer] != hash) mismatch[page] = named ? 1 : 2;
+        if (layer == 0) write_trailer(a, task, task.content_id);
+        return;
+    }
+    if (lane != 0) return;
+    const SlotTrailer& t = *trailer;
+    const bool named = t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(task.kind) &&
+                       t.fingerprint == a.fingerprint && t.block_index == task.block_index &&
+                       t.content_id == task.content_id && t.tokens == kPageTokens && t.layers == a.layers;
+    if (!named || hashes[layer] != hash) mismatch[page] = named ? 1 : 2;
+    if (kJob == Job::kAdopt) {
+        identity.content_id = task.adopted_id;
+        hashes[layer] = hash_bound(identity, payload_hash, secret) ^ own_hash;
     }
 }
 
-template <bool kSeal>
+// Behind the hashes of all pages: their CTAs read the trailers.
+__global__ void __launch_bounds__(32) adopted_trailer_kernel(const __grid_constant__ HashArgs a) {
+    const HashTask task = a.tasks[blockIdx.x];
+    write_trailer(a, task, task.adopted_id);
+}
+
+template <Job kJob>
 int launch(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
     const uint64_t pages = uint64_t(args.n_tasks) * args.layers;
     if (pages == 0) return cudaSuccess;
-    return launch_kernel(page_hash_kernel<kSeal>, unsigned(pages), 32 * kWarps, 0, stream, args, default_secret(), mismatch);
+    return launch_kernel(page_hash_kernel<kJob>, unsigned(pages), 32 * kWarps, 0, stream, args, default_secret(), mismatch);
 }
 
 }  // namespace
 
 int launch_seal(const HashArgs& args, CUstream_st* stream) {
-    return launch<true>(args, nullptr, stream);
+    return launch<Job::kSeal>(args, nullptr, stream);
 }
 
 int launch_verify(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
-    return launch<false>(args, mismatch, stream);
+    return launch<Job::kVerify>(args, mismatch, stream);
+}
+
+int launch_adopt(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream) {
+    if (args.n_tasks == 0) return cudaSuccess;
+    if (const int e = launch<Job::kAdopt>(args, mismatch, stream); e != cudaSuccess) return e;
+    return launch_kernel(adopted_trailer_kernel, args.n_tasks, 32, 0, stream, args);
 }
 
 }  // namespace ta::cuda

@@ -14,10 +14,11 @@ namespace ta::cuda {
 struct alignas(16) HashTask {
     uint64_t slot;
     uint64_t content_id, block_index;
+    uint64_t adopted_id;  // the content id that launch_adopt gives
     PageKind kind;
-    uint8_t unused[7];
+    uint8_t unused[15];
 };
-static_assert(sizeof(HashTask) == 32);
+static_assert(sizeof(HashTask) == 48);
 
 struct HashArgs {
     const HashTask* tasks;  // in memory that the device can read
@@ -35,5 +36,8 @@ int launch_seal(const HashArgs& args, CUstream_st* stream);
 // mismatch[task * layers + layer] = 1 where a page does not match its hash, 2 where the trailer is that of another block; the
 // others are not written. Returns a cudaError_t.
 int launch_verify(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream);
+
+// The same, and seals each task under its adopted_id: pages are hashed once. A task with a mismatch is no block after that.
+int launch_adopt(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream);
 
 }  // namespace ta::cuda
