@@ -58,6 +58,7 @@ void Group::stop() {
     stopping_ = true;
     transport_->wake();
     thread_.join();
+    transport_->end_writes();
 }
 
 GroupState Group::wait_connected(int64_t nanoseconds) const {

@@ -18,7 +18,7 @@ constexpr std::chrono::milliseconds kReorderPatience{50};
 
 struct Window {
     uint32_t peer;
-    std::span<uint8_t> memory;
+    WindowMemory memory;
 };
 
 // What a rank gets. It is there from the group's first rank on: messages wait for ranks that have not joined yet.
@@ -123,10 +123,10 @@ class LocalTransport final : public Transport {
         mine.changed.notify_all();
     }
 
-    void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) override {
+    void open_window(uint64_t window, uint32_t peer, WindowMemory memory) override {
         Mailbox& mine = box(rank_);
         const std::unique_lock lock(mine.writing);
-        mine.windows.emplace(window, Window{peer, memory});
+        mine.windows.emplace(window, Window{peer, std::move(memory)});
     }
 
     void close_window(uint64_t window) override {
@@ -135,7 +135,9 @@ class LocalTransport final : public Transport {
         mine.windows.erase(window);
     }
 
-    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) override {
+    bool may_write_gpu(uint32_t peer) override { return device_ && box(peer).device >= 0; }
+
+    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu) override {
         Fault::Kind fault = Fault::Kind::kNone;
         {
             const std::lock_guard order(sending_);
@@ -148,32 +150,42 @@ class LocalTransport final : public Transport {
         Mailbox& theirs = box(to);
         const std::shared_lock lock(theirs.writing);
         const auto found = theirs.windows.find(window);
-        if (found == theirs.windows.end() || found->second.peer != rank_)
-            return fail(TA_E_STALE, "rank %u does not take in these blocks any more", to).rank(int32_t(to));
-        const std::span<uint8_t> memory = found->second.memory;
-        const uint64_t begin = reinterpret_cast<uintptr_t>(memory.data());
-        size_t all = 0;
-        for (const RemoteCopy& c : copies) {
-            const uint64_t at = c.to - begin;
-            if (c.to < begin || at > memory.size() || c.bytes > memory.size() - at)
-                return fail(TA_E_INTERNAL, "a block does not lie in the window of rank %u", to).rank(int32_t(to));
-            all += c.bytes;
-        }
+        if (found == theirs.windows.end() || found->second.peer != rank_) return {};
+        const WindowMemory& memory = found->second.memory;
         // Where a write stops, and the byte that is damaged.
+        size_t all = 0;
+        for (const RemoteCopy& c : copies) all += c.bytes;
         const uint64_t at = fault == Fault::Kind::kCorrupt ? fault_.detail / 8 : fault_.detail;
         const size_t special = all > 0 ? size_t(at % all) : 0;
-        size_t done = 0;
+        std::vector<DeviceCopy> pieces;
+        uint8_t* damaged = nullptr;
+        size_t left = fault == Fault::Kind::kCut ? special : all, before = 0;
+        bool inside = memory.on_gpu == on_gpu;
         for (const RemoteCopy& c : copies) {
-            auto* const there = reinterpret_cast<uint8_t*>(uintptr_t(c.to));
-            const bool here = special >= done && special - done < c.bytes;
-            if (fault == Fault::Kind::kCut && here) {
-                std::memcpy(there, c.from, special - done);
-                return {};
-            }
-            std::memcpy(there, c.from, c.bytes);
-            if (fault == Fault::Kind::kCorrupt && here) there[special - done] ^= uint8_t(1 << fault_.detail % 8);
-            done += c.bytes;
+            inside = inside && memory.visit(c.to, c.bytes, [&](uint8_t* there, uint64_t from, uint64_t n) {
+                if (special - before < n) damaged = there + (special - before);
+                before += n;
+                n = std::min<uint64_t>(n, left);
+                left -= n;
+                if (n > 0) pieces.push_back({there, c.from + from, n});
+            });
         }
+        if (!inside) return fail(TA_E_INTERNAL, "a block does not lie in the window of rank %u", to).rank(int32_t(to));
+        if (on_gpu && !pieces.empty()) {
+            CopyOptions options;
+            options.route = MoveRoute::kCopyEngine;  // which needs no access
+            Result<std::unique_ptr<DeviceTransfer>> copied = device_->start_copy(pieces, options);
+            if (!copied.ok()) return std::move(copied).status();
+            TA_RETURN_IF_ERROR(copied.value()->wait());
+        } else if (!on_gpu) {
+            for (const DeviceCopy& p : pieces) std::memcpy(p.to, p.from, p.bytes);
+        }
+        if (fault != Fault::Kind::kCorrupt || !damaged) return {};
+        uint8_t byte = 0;
+        if (on_gpu) TA_RETURN_IF_ERROR(device_->read(&byte, damaged, 1));
+        byte = uint8_t((on_gpu ? byte : *damaged) ^ 1 << fault_.detail % 8);
+        if (on_gpu) return device_->write(damaged, &byte, 1);
+        *damaged = byte;
         return {};
     }
 

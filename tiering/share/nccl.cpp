@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/cuda/any/moves/move_blocks.h"
 #include "kernels/format/hash.h"
 #include "src/device/cuda/device.h"
 #include "tiering/share/host.h"
@@ -24,10 +25,13 @@
 namespace ta::share {
 namespace {
 
-constexpr size_t kFrame = size_t{16} << 10, kLargeFrame = size_t{8} << 20;  // bytes of a round, one way
-constexpr std::chrono::microseconds kShortestRest{50}, kLongestRest{20000}, kPoll{200};
+constexpr size_t kFrame = size_t{16} << 10, kLargeFrame = size_t{8} << 20;  // bytes of a round, one way: a multiple of kFrame
+constexpr std::chrono::microseconds kShortestRest{50}, kLongestRest{5000}, kPoll{200}, kSpin{100}, kBusySpin{1000};
+constexpr int kRestsOfOneLength = 8;  // then twice as long
 constexpr std::chrono::milliseconds kGoodbye{200};
-constexpr int kMostCtas = 16;
+constexpr int kMostCtas = 16, kPackingCtas = 48;
+constexpr size_t kGpuChunk = size_t{64} << 20;  // bytes that are packed at once
+constexpr size_t kGpuBytes = 16 * kGpuChunk;    // that a GPU has for the other in a round
 
 // What a rank says of itself when all join.
 struct Card {
@@ -68,6 +72,70 @@ struct Twin {
     }
 };
 
+// Scattered pieces of GPU memory that a round carries, chunk by chunk.
+class Pieces {
+  public:
+    // Bytes up to the end of the chunk, or of all.
+    size_t room() const { return bytes_ == kGpuBytes ? 0 : kGpuChunk - bytes_ % kGpuChunk; }
+    size_t bytes() const { return bytes_; }
+    size_t chunks() const { return (bytes_ + kGpuChunk - 1) / kGpuChunk; }
+    size_t bytes_of(size_t chunk) const { return chunk < chunks() ? std::min(kGpuChunk, bytes_ - chunk * kGpuChunk) : 0; }
+    // A piece that fits the room; nullptr: its place is passed over.
+    void add(uint8_t* memory, size_t bytes) {
+        if (bytes_ % kGpuChunk == 0) lists_.emplace_back();
+        if (memory) lists_.back().push_back({memory, bytes_ % kGpuChunk, bytes});
+        bytes_ += bytes;
+    }
+    // Copies a chunk between its pieces and memory where they lie one behind the other. Returns a cudaError_t.
+    int move(size_t chunk, bool pack, uint8_t* whole, int generation, cudaStream_t stream) const {
+        std::vector<cuda::BlockCopy> copies;
+        for (const Piece& p : lists_[chunk]) {
+            const auto piece = reinterpret_cast<uintptr_t>(p.memory), at = reinterpret_cast<uintptr_t>(whole + p.at);
+            copies.push_back(pack ? cuda::BlockCopy{at, piece, p.bytes} : cuda::BlockCopy{piece, at, p.bytes});
+        }
+        return cuda::launch_move_blocks(copies.data(), copies.size(), generation, stream, kPackingCtas);
+    }
+
+  private:
+    struct Piece {
+        uint8_t* memory;
+        size_t at, bytes;  // in its chunk
+    };
+    size_t bytes_ = 0;
+    std::vector<std::vector<Piece>> lists_;
+};
+
+// Memory for two chunks of one direction: one is packed or unpacked while the other is on its way.
+struct Chunks {
+    uint8_t* memory[2] = {};
+    cudaEvent_t moved[2] = {};  // packed or unpacked
+    cudaStream_t stream = nullptr;
+    std::atomic<bool> made{false};
+
+    bool make() {
+        if (made) return true;
+        // Of another priority than NCCL's: streams that share a hardware queue wait for each other.
+        int least = 0, greatest = 0;
+        bool ok = cudaDeviceGetStreamPriorityRange(&least, &greatest) == cudaSuccess &&
+                  cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest) == cudaSuccess;
+        for (int i = 0; i < 2 && ok; ++i) {
+            ok = cudaMalloc(reinterpret_cast<void**>(&memory[i]), kGpuChunk) == cudaSuccess &&
+                 cudaEventCreateWithFlags(&moved[i], cudaEventDisableTiming) == cudaSuccess;
+        }
+        made = ok;
+        if (!ok) free();
+        return ok;
+    }
+    void free() {
+        for (int i = 0; i < 2; ++i) {
+            cudaFree(std::exchange(memory[i], nullptr));
+            if (moved[i]) cudaEventDestroy(std::exchange(moved[i], nullptr));
+        }
+        if (stream) cudaStreamDestroy(std::exchange(stream, nullptr));
+        (void)cudaGetLastError();  // there was no memory
+    }
+};
+
 class NcclTransport final : public StreamTransport {
   public:
     NcclTransport(const nccl::Library& lib, const GroupId& id, uint32_t rank, uint32_t ranks, std::shared_ptr<Device> device,
@@ -96,8 +164,13 @@ class NcclTransport final : public StreamTransport {
         for (Pair& p : pairs_) {
             abort(p);
             if (p.stream) cudaStreamDestroy(p.stream);
+            for (cudaEvent_t e : p.went) {
+                if (e) cudaEventDestroy(e);
+            }
             p.out.free();
             p.in.free();
+            p.packed.free();
+            p.arrived.free();
         }
         if (world_ && !adopted_) nccl_.CommAbort(world_);
         if (stream_) cudaStreamDestroy(stream_);
@@ -112,12 +185,15 @@ class NcclTransport final : public StreamTransport {
     std::optional<Received> receive(Time until) override {
         for (;;) {
             step();
+            std::unique_lock lock(stepping_);
             if (!coming_.empty()) {
                 Received got = std::move(coming_.front());
                 coming_.pop_front();
                 return got;
             }
             const bool fails = !health_.ok() && !std::exchange(told_, true);
+            const Time next = next_step();
+            lock.unlock();
             if (woken_.exchange(false) || Clock::now() >= until || fails) return {};
             if (phase_ != Phase::kOpen) {
                 if (!connects()) {
@@ -127,7 +203,7 @@ class NcclTransport final : public StreamTransport {
                 }
                 continue;
             }
-            std::optional<Received> got = local_->receive(std::min(until, next_step()));
+            std::optional<Received> got = local_->receive(std::min(until, next));
             if (got) return Received{members_[got->from], std::move(got->packet)};
         }
     }
@@ -138,26 +214,42 @@ class NcclTransport final : public StreamTransport {
         if (open_.load(std::memory_order_acquire)) local_->wake();
     }
 
-    Status health() const override { return health_.clone(); }
+    Status health() const override {
+        const std::lock_guard lock(stepping_);
+        return health_.clone();
+    }
     bool alive(uint32_t peer) const override { return place_of(peer) == kElsewhere || local_->alive(uint32_t(place_[peer])); }
     void end_writes() override {
         StreamTransport::end_writes();
-        ends_ = true;
+        {
+            const std::lock_guard lock(users_mutex_);
+            ends_ = true;
+            users_changed_.notify_all();
+        }
         if (open_.load(std::memory_order_acquire)) local_->end_writes();
         wake();
     }
 
-    void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) override {
-        if (place_of(peer) != kElsewhere) return local_->open_window(window, uint32_t(place_[peer]), memory);
-        StreamTransport::open_window(window, peer, memory);
+    void open_window(uint64_t window, uint32_t peer, WindowMemory memory) override {
+        if (place_of(peer) != kElsewhere) return local_->open_window(window, uint32_t(place_[peer]), std::move(memory));
+        StreamTransport::open_window(window, peer, std::move(memory));
     }
     void close_window(uint64_t window) override {
         StreamTransport::close_window(window);
         if (open_.load(std::memory_order_acquire)) local_->close_window(window);
     }
-    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) override {
-        if (place_of(to) != kElsewhere) return local_->write(uint32_t(place_[to]), window, copies);
-        return StreamTransport::write(to, window, copies);
+    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu) override {
+        if (place_of(to) != kElsewhere) return local_->write(uint32_t(place_[to]), window, copies, on_gpu);
+        return StreamTransport::write(to, window, copies, on_gpu);
+    }
+    bool may_write_gpu(uint32_t peer) override {
+        if (!open_.load(std::memory_order_acquire)) return false;
+        if (place_[peer] != kElsewhere) return local_->may_write_gpu(uint32_t(place_[peer]));
+        // Not with a lock that the communication thread takes: the driver may wait for a round that a peer never enters.
+        const std::lock_guard lock(making_);
+        const CudaScope scope(device_->ordinal());
+        Pair& p = pairs_[peer];
+        return p.packed.make() && p.arrived.make();
     }
 
     Result<bool> reaches(uint32_t peer) override {
@@ -183,7 +275,13 @@ class NcclTransport final : public StreamTransport {
         cudaStream_t stream = nullptr;
         Twin out, in;
         size_t next_out = kFrame, next_in = kFrame;
-        bool connected = false, enqueued = false, under_way = false;
+        // From GPU to GPU, behind the frames: what this round carries, and what its frames announce for the next.
+        Chunks packed, arrived;
+        Pieces gpu_out, gpu_in, next_gpu_out, next_gpu_in;
+        std::vector<WindowUser> users, next_users;  // of what comes
+        cudaEvent_t went[2] = {};                   // the last two chunks
+        size_t chunk = 0;                           // that goes now
+        bool enqueued = false, under_way = false;
         std::atomic<bool> over{false};
         bool said = false;  // something, in the round that is under way
         int rests = 0;      // since somebody said something
@@ -215,6 +313,7 @@ class NcclTransport final : public StreamTransport {
 
     // As far as it goes without waiting.
     void step() {
+        const std::lock_guard lock(stepping_);
         const CudaScope scope(device_->ordinal());
         while (connects() && advance()) {
         }
@@ -234,7 +333,19 @@ class NcclTransport final : public StreamTransport {
     void abort(Pair& p) {
         if (!p.comm) return;
         nccl_.CommAbort(std::exchange(p.comm, nullptr));
-        cudaStreamSynchronize(p.stream);
+        for (cudaStream_t s : {p.stream, p.packed.stream, p.arrived.stream}) {
+            if (s) cudaStreamSynchronize(s);
+        }
+        drop_users(p.users);
+        drop_users(p.next_users);
+    }
+    // Once the group has ended nobody may receive any more.
+    void wait_for_users(std::unique_lock<std::mutex>& lock) override {
+        if (!ends_) return StreamTransport::wait_for_users(lock);
+        lock.unlock();
+        step();
+        std::this_thread::sleep_for(kPoll);
+        lock.lock();
     }
 
     // True: a phase is over.
@@ -242,6 +353,7 @@ class NcclTransport final : public StreamTransport {
         switch (phase_) {
             case Phase::kBegin:
                 if (!check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream") ||
+                    !check(cudaError_t(cuda::load_move_blocks(generation())), "a kernel") ||
                     !check(cards_.make(ranks_ * ranks_ * sizeof(nccl::UniqueId)) ? cudaSuccess : cudaErrorMemoryAllocation,
                            "memory"))
                     return false;
@@ -348,6 +460,9 @@ class NcclTransport final : public StreamTransport {
             if (place_[r] != kElsewhere) continue;
             Pair& p = pairs_[r];
             const uint32_t first = std::min(rank_, r), second = std::max(rank_, r);
+            for (cudaEvent_t& e : p.went) {
+                if (!check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "an event")) return false;
+            }
             if (!check(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking), "a stream") ||
                 !check(p.out.make(kLargeFrame) && p.in.make(kLargeFrame) ? cudaSuccess : cudaErrorMemoryAllocation, "memory") ||
                 !begin_comm(p.comm, 2, &ids[size_t(first) * ranks_ + second], rank_ == first ? 0 : 1))
@@ -371,7 +486,9 @@ class NcclTransport final : public StreamTransport {
     void go_on(uint32_t r) {
         Pair& p = pairs_[r];
         if (p.under_way && !finish_round(r)) return;
-        if (!p.under_way && Clock::now() >= p.due) begin_round(r);
+        if (p.under_way || Clock::now() < p.due) return;
+        begin_round(r);
+        finish_round(r);  // as far as it goes
     }
 
     // Bytes of records for this round.
@@ -395,48 +512,133 @@ class NcclTransport final : public StreamTransport {
             used += sizeof record + record.bytes;
             record_has_left(r, record);
         }
-        const Frame frame{used, more ? kLargeFrame : kFrame};
+        p.next_gpu_out = {};
+        while (!more && p.next_gpu_out.room() > 0 && next_gpu_piece(r, p.next_gpu_out.room(), record, body)) {
+            if (room - used < sizeof record) break;
+            std::memcpy(p.out.host + sizeof(Frame) + used, &record, sizeof record);
+            used += sizeof record;
+            p.next_gpu_out.add(const_cast<uint8_t*>(body), record.bytes);
+            record_has_left(r, record);
+        }
+        const size_t left = !more && next_gpu_piece(r, kGpuChunk, record, body) ? gpu_pieces_left(r) : 0;
+        const size_t list = (sizeof(Frame) + (left + kGpuBytes / kGpuChunk) * sizeof record + kFrame - 1) / kFrame * kFrame;
+        const Frame frame{used, more ? kLargeFrame : std::min(list, kLargeFrame)};
         std::memcpy(p.out.host, &frame, sizeof frame);
         return used;
     }
 
+    int generation() const { return device_->cuda()->kernel_generation(); }
+
     void begin_round(uint32_t r) {
         Pair& p = pairs_[r];
-        const size_t out = p.next_out, in = p.next_in;
+        p.gpu_out = std::exchange(p.next_gpu_out, {});
+        p.gpu_in = std::exchange(p.next_gpu_in, {});
+        p.users = std::exchange(p.next_users, {});
+        const size_t out = p.next_out;
         p.said = fill(r, out - sizeof(Frame)) > 0;
         Frame frame;
         std::memcpy(&frame, p.out.host, sizeof frame);
         p.next_out = size_t(frame.next);
         p.under_way = true;
         p.enqueued = p.over = false;
+        p.chunk = 0;
+        if (check(cudaMemcpyAsync(p.out.device, p.out.host, out, cudaMemcpyHostToDevice, p.stream), "a copy") && pack(p, 0) &&
+            pack(p, 1))
+            send_chunk(r, out);
+    }
+
+    // Into the memory of the chunk before the last one.
+    bool pack(Pair& p, size_t chunk) {
+        if (chunk >= p.gpu_out.chunks()) return true;
+        Chunks& to = p.packed;
+        return (chunk < 2 || check(cudaStreamWaitEvent(to.stream, p.went[chunk % 2], 0), "an event")) &&
+               check(cudaError_t(p.gpu_out.move(chunk, true, to.memory[chunk % 2], generation(), to.stream)), "packing") &&
+               check(cudaEventRecord(to.moved[chunk % 2], to.stream), "an event");
+    }
+
+    // The next chunk each way; the first one goes with the frames.
+    bool send_chunk(uint32_t r, size_t frame_bytes) {
+        Pair& p = pairs_[r];
         const int other = rank_ < r ? 1 : 0;
-        (void)(check(cudaMemcpyAsync(p.out.device, p.out.host, out, cudaMemcpyHostToDevice, p.stream), "a copy") &&
-               taken(nccl_.GroupStart(), "a round") &&
-               taken(nccl_.Send(p.out.device, out, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r)) &&
-               taken(nccl_.Recv(p.in.device, in, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r)) &&
-               taken(nccl_.GroupEnd(), "a round", int32_t(r)));
+        const size_t out = p.gpu_out.bytes_of(p.chunk), in = p.gpu_in.bytes_of(p.chunk), half = p.chunk % 2;
+        const auto send = [&](const uint8_t* bytes, size_t n) {
+            return n == 0 || taken(nccl_.Send(bytes, n, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r));
+        };
+        const auto receive = [&](uint8_t* bytes, size_t n) {
+            return n == 0 || taken(nccl_.Recv(bytes, n, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r));
+        };
+        if (out > 0 && !check(cudaStreamWaitEvent(p.stream, p.packed.moved[half], 0), "an event")) return false;
+        if (in > 0 && p.chunk >= 2 && !check(cudaStreamWaitEvent(p.stream, p.arrived.moved[half], 0), "an event")) return false;
+        return taken(nccl_.GroupStart(), "a round") &&
+               (p.chunk > 0 || (send(p.out.device, frame_bytes) && receive(p.in.device, p.next_in))) &&
+               send(p.packed.memory[half], out) && receive(p.arrived.memory[half], in) &&
+               taken(nccl_.GroupEnd(), "a round", int32_t(r));
+    }
+
+    // What came with the chunk goes where it belongs, and the one behind the next is packed.
+    bool chunk_is_enqueued(Pair& p) {
+        const size_t half = p.chunk % 2;
+        if (!check(cudaEventRecord(p.went[half], p.stream), "an event") || !pack(p, p.chunk + 2)) return false;
+        if (p.gpu_in.bytes_of(p.chunk) == 0) return true;
+        Chunks& from = p.arrived;
+        return check(cudaStreamWaitEvent(from.stream, p.went[half], 0), "an event") &&
+               check(cudaError_t(p.gpu_in.move(p.chunk, false, from.memory[half], generation(), from.stream)), "unpacking") &&
+               check(cudaEventRecord(from.moved[half], from.stream), "an event");
+    }
+
+    // How long this thread looks again and again, in place of sleeping: NCCL, which takes the next group when it has enqueued the
+    // last one, tells nobody, and each message of a transfer is a round.
+    Time spins_until(const Pair& p) const {
+        const bool busy = p.said || p.rests == 0;
+        return Clock::now() + (busy ? kBusySpin : kSpin);
+    }
+
+    bool enqueue_round(uint32_t r) {
+        Pair& p = pairs_[r];
+        const size_t chunks = std::max<size_t>({1, p.gpu_out.chunks(), p.gpu_in.chunks()});
+        for (const Time until = spins_until(p);;) {
+            if (done(p.comm, "a round", int32_t(r))) {
+                if (!chunk_is_enqueued(p)) return false;
+                if (++p.chunk == chunks) break;
+                if (!send_chunk(r, 0)) return false;
+            } else if (!health_.ok() || Clock::now() > until) {
+                return false;
+            }
+        }
+        for (size_t half = 0; half < std::min<size_t>(2, p.gpu_in.chunks()); ++half) {
+            if (!check(cudaStreamWaitEvent(p.stream, p.arrived.moved[half], 0), "an event")) return false;
+        }
+        p.enqueued = true;
+        return check(cudaMemcpyAsync(p.in.host, p.in.device, p.next_in, cudaMemcpyDeviceToHost, p.stream), "a copy") &&
+               check(cudaLaunchHostFunc(p.stream, &round_is_over, new Over{&p.over, local_}), "a call");
     }
 
     // Whether it is over.
     bool finish_round(uint32_t r) {
         Pair& p = pairs_[r];
-        if (!p.enqueued) {  // the first one connects the two
-            if (!done(p.comm, "a round", int32_t(r))) return false;
-            p.enqueued = true;
-            if (!check(cudaMemcpyAsync(p.in.host, p.in.device, p.next_in, cudaMemcpyDeviceToHost, p.stream), "a copy") ||
-                !check(cudaLaunchHostFunc(p.stream, &round_is_over, new Over{&p.over, local_}), "a call"))
-                return false;
+        if (!p.enqueued && !enqueue_round(r)) return false;
+        for (const Time until = spins_until(p); !p.over;) {
+            if (p.rests > 0 || Clock::now() > until) return false;
         }
-        if (!p.over) return false;
         p.under_way = false;
+        drop_users(p.users);
+        if (p.gpu_out.bytes() > 0 && p.next_gpu_out.bytes() == 0) {
+            const std::lock_guard lock(mutex_of(r));
+            gpu_pieces_have_left(r);
+        }
         Frame frame;
         std::memcpy(&frame, p.in.host, sizeof frame);
-        if (frame.used > p.next_in - sizeof frame || (frame.next != kFrame && frame.next != kLargeFrame))
+        if (frame.used > p.next_in - sizeof frame || frame.next % kFrame != 0 || frame.next == 0 || frame.next > kLargeFrame)
             return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no frame", r).rank(int32_t(r)));
         for (size_t at = sizeof frame, end = sizeof frame + size_t(frame.used); at < end;) {
             Record record;
             std::memcpy(&record, p.in.host + at, sizeof record);
             at += sizeof record;
+            if (record.kind == Record::Kind::kGpuBytes) {
+                if (!expect_gpu_bytes(r, record))
+                    return give_up(fail(TA_E_PEER_LOST, "rank %u sends blocks that nobody asked for", r).rank(int32_t(r)));
+                continue;
+            }
             if (record.bytes > end - at)
                 return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no record", r).rank(int32_t(r)));
             std::optional<Packet> packet =
@@ -446,9 +648,26 @@ class NcclTransport final : public StreamTransport {
         }
         p.next_in = size_t(frame.next);
         // Both know what both have said, so they rest for the same time.
-        const bool active = p.said || frame.used > 0 || p.next_in > kFrame || p.next_out > kFrame;
-        p.rests = active ? 0 : std::min(p.rests + 1, 10);
-        p.due = Clock::now() + (active ? Clock::duration(0) : std::min(kLongestRest, kShortestRest * (1 << p.rests)));
+        const bool active =
+            p.said || frame.used > 0 || p.next_in > kFrame || p.next_out > kFrame || p.gpu_in.bytes() + p.gpu_out.bytes() > 0;
+        p.rests = active ? 0 : std::min(p.rests + 1, 8 * kRestsOfOneLength);
+        const auto rest = std::min(kLongestRest, kShortestRest * (1 << p.rests / kRestsOfOneLength));
+        p.due = Clock::now() + (active ? Clock::duration(0) : rest);
+        return true;
+    }
+
+    // Where a piece of what comes in the next round goes; nowhere, if its window is closed.
+    bool expect_gpu_bytes(uint32_t r, const Record& record) {
+        Pair& p = pairs_[r];
+        if (!p.arrived.made || record.bytes == 0 || record.bytes > p.next_gpu_in.room()) return false;
+        WindowUser window = use_window(r, record);
+        if (!window) {
+            p.next_gpu_in.add(nullptr, record.bytes);
+            return true;
+        }
+        const auto add = [&](uint8_t* memory, uint64_t, uint64_t n) { p.next_gpu_in.add(memory, n); };
+        if (!window->visit(record.at, record.bytes, add)) return false;
+        p.next_users.push_back(std::move(window));
         return true;
     }
 
@@ -501,6 +720,8 @@ class NcclTransport final : public StreamTransport {
     const std::shared_ptr<Device> device_;
     const bool apart_, adopted_;
 
+    std::mutex making_;            // of Chunks
+    mutable std::mutex stepping_;  // what step() touches: the communication thread's, but for wait_for_users()
     Phase phase_ = Phase::kBegin;
     Status health_;
     nccl::Comm world_;

@@ -12,8 +12,8 @@ void StreamTransport::send(uint32_t to, Packet packet, bool) {
 }
 
 // The bytes go the way of packets: those sent behind them come behind them.
-Status StreamTransport::write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) {
-    Write write{window, copies};
+Status StreamTransport::write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu) {
+    Write write{window, copies, on_gpu};
     Peer& peer = peers_[to];
     {
         const std::lock_guard lock(peer.mutex);
@@ -35,14 +35,70 @@ void StreamTransport::end_writes() {
     written_.notify_all();
 }
 
-void StreamTransport::open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) {
+void StreamTransport::open_window(uint64_t window, uint32_t peer, WindowMemory memory) {
     const std::lock_guard lock(windows_mutex_);
-    windows_.emplace(window, Window{peer, memory});
+    windows_.emplace(window, Window{peer, std::make_shared<const WindowMemory>(std::move(memory))});
 }
 
 void StreamTransport::close_window(uint64_t window) {
+    std::weak_ptr<const WindowMemory> used;
+    {
+        const std::lock_guard lock(windows_mutex_);
+        const auto found = windows_.find(window);
+        if (found == windows_.end()) return;
+        used = found->second.memory;
+        windows_.erase(found);
+    }
+    std::unique_lock lock(users_mutex_);
+    while (!used.expired()) wait_for_users(lock);
+}
+
+void StreamTransport::drop_users(std::vector<WindowUser>& users) {
+    const std::lock_guard lock(users_mutex_);
+    if (users.empty()) return;
+    users.clear();
+    users_changed_.notify_all();
+}
+
+const StreamTransport::Window* StreamTransport::find_window(uint32_t from, uint64_t window) const {
+    const auto found = windows_.find(window);
+    return found == windows_.end() || found->second.peer != from ? nullptr : &found->second;
+}
+
+StreamTransport::WindowUser StreamTransport::use_window(uint32_t from, const Record& record) {
     const std::lock_guard lock(windows_mutex_);
-    windows_.erase(window);
+    const Window* const window = find_window(from, record.window);
+    return window && window->memory->on_gpu ? window->memory : nullptr;
+}
+
+// To what goes next of a write; false: all has been taken.
+bool StreamTransport::skip_to_next(Outbound& out) {
+    const std::span<const RemoteCopy> copies = out.write->copies;
+    while (out.copy < copies.size() && out.at == copies[out.copy].bytes) ++out.copy, out.at = 0;
+    return out.copy < copies.size();
+}
+
+bool StreamTransport::next_gpu_piece(uint32_t to, size_t most, Record& record, const uint8_t*& from) {
+    std::deque<Outbound>& leaving = peers_[to].leaving;
+    if (leaving.empty() || !leaving.front().write || !leaving.front().write->on_gpu) return false;
+    Outbound& out = leaving.front();
+    if (!skip_to_next(out)) return false;
+    const RemoteCopy& c = out.write->copies[out.copy];
+    record = {uint32_t(std::min(c.bytes - out.at, most)), Record::Kind::kGpuBytes, out.write->window, c.to + out.at};
+    from = c.from + out.at;
+    return true;
+}
+
+size_t StreamTransport::gpu_pieces_left(uint32_t to) const {
+    const Outbound& out = peers_[to].leaving.front();
+    return out.write->copies.size() - out.copy;
+}
+
+void StreamTransport::gpu_pieces_have_left(uint32_t to) {
+    std::deque<Outbound>& leaving = peers_[to].leaving;
+    if (leaving.empty() || !leaving.front().write || !leaving.front().write->on_gpu || skip_to_next(leaving.front())) return;
+    finish(leaving.front());
+    leaving.pop_front();
 }
 
 bool StreamTransport::next_record(uint32_t to, size_t most, Record& record, const uint8_t*& body) {
@@ -55,13 +111,12 @@ bool StreamTransport::next_record(uint32_t to, size_t most, Record& record, cons
             body = out.packet.data() + out.at;
             return true;
         }
-        const std::span<const RemoteCopy> copies = out.write->copies;
-        while (out.copy < copies.size() && out.at == copies[out.copy].bytes) ++out.copy, out.at = 0;
-        if (out.copy == copies.size()) {
+        if (out.write->on_gpu) return false;
+        if (!skip_to_next(out)) {
             finish(out);
             continue;
         }
-        const RemoteCopy& c = copies[out.copy];
+        const RemoteCopy& c = out.write->copies[out.copy];
         record = {uint32_t(std::min(c.bytes - out.at, most)), Record::Kind::kBytes, out.write->window, c.to + out.at};
         body = c.from + out.at;
         return true;
@@ -90,11 +145,13 @@ void StreamTransport::finish(Outbound& out) {
 
 // Where a record for a window goes; nullptr: the window is closed, or not that peer's.
 uint8_t* StreamTransport::place_of(uint32_t from, const Record& record) const {
-    const auto found = windows_.find(record.window);
-    if (found == windows_.end() || found->second.peer != from) return nullptr;
-    const std::span<uint8_t> memory = found->second.memory;
-    const uint64_t at = record.address - reinterpret_cast<uintptr_t>(memory.data());
-    return at <= memory.size() && record.bytes <= memory.size() - at ? memory.data() + at : nullptr;
+    const Window* const window = find_window(from, record.window);
+    if (!window || window->memory->on_gpu) return nullptr;
+    uint8_t* place = nullptr;
+    window->memory->visit(record.at, record.bytes, [&](uint8_t* memory, uint64_t, uint64_t n) {
+        place = n == record.bytes ? memory : nullptr;  // the host's is one part
+    });
+    return place;
 }
 
 }  // namespace ta::share

@@ -17,10 +17,11 @@ struct Record {
         kPacket = 1,  // a part of a packet
         kPacketEnd,   // its last part
         kBytes,       // for a window
+        kGpuBytes,    // for one on a GPU: they come another way
     };
     uint32_t bytes;  // that follow
     Kind kind;
-    uint64_t window, address;  // of kBytes
+    uint64_t window, at;  // of bytes: where they go in that window
 };
 static_assert(sizeof(Record) == 24);
 
@@ -30,9 +31,9 @@ class StreamTransport : public Transport {
 
     void send(uint32_t to, Packet packet, bool heartbeat) override;
     void end_writes() override;
-    void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) override;
+    void open_window(uint64_t window, uint32_t peer, WindowMemory memory) override;
     void close_window(uint64_t window) override;
-    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) override;
+    Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu) override;
 
   protected:
     // Something has been added for the peer; under its mutex.
@@ -43,6 +44,19 @@ class StreamTransport : public Transport {
     void record_has_left(uint32_t to, const Record& record);
     std::mutex& mutex_of(uint32_t to) { return peers_[to].mutex; }
     std::vector<Packet> take_packets(uint32_t to);  // that have not begun to leave; under its mutex
+    // The same of what a GPU has for a GPU, once no record is before it. The write is over when gpu_pieces_have_left() is called
+    // after its last piece was taken.
+    bool next_gpu_piece(uint32_t to, size_t most, Record& record, const uint8_t*& from);
+    void gpu_pieces_have_left(uint32_t to);
+    size_t gpu_pieces_left(uint32_t to) const;  // of that write, at least
+    // The window that such a piece is for, if it may go there. It is not closed before the user is gone.
+    using WindowUser = std::shared_ptr<const WindowMemory>;
+    WindowUser use_window(uint32_t from, const Record& record);
+    // Lets users go: who closes their windows waits for that.
+    void drop_users(std::vector<WindowUser>& users);
+    virtual void wait_for_users(std::unique_lock<std::mutex>& lock) { users_changed_.wait(lock); }
+    std::mutex users_mutex_;
+    std::condition_variable users_changed_;
 
     // What comes; one thread. `read(to)` copies the body of the record. The packet that is whole with it.
     template <class Read>
@@ -52,6 +66,7 @@ class StreamTransport : public Transport {
             if (uint8_t* const to = place_of(from, record)) read(to);
             return {};
         }
+        if (record.kind == Record::Kind::kGpuBytes) return {};
         Packet& coming = peers_[from].coming;
         const size_t before = coming.size();
         coming.resize(before + record.bytes);
@@ -64,6 +79,7 @@ class StreamTransport : public Transport {
     struct Write {
         uint64_t window;
         std::span<const RemoteCopy> copies;
+        bool on_gpu;
         bool done = false;
     };
     struct Outbound {
@@ -78,9 +94,11 @@ class StreamTransport : public Transport {
     };
     struct Window {
         uint32_t peer;
-        std::span<uint8_t> memory;
+        WindowUser memory;
     };
+    const Window* find_window(uint32_t from, uint64_t window) const;
     uint8_t* place_of(uint32_t from, const Record& record) const;
+    static bool skip_to_next(Outbound& out);
     void finish(Outbound& out);
 
     std::vector<Peer> peers_;

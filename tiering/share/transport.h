@@ -23,11 +23,40 @@ inline Time time_after(int64_t nanoseconds) {
     return nanoseconds < 0 ? Time::max() : Clock::now() + std::chrono::nanoseconds(std::min(nanoseconds, kYears));
 }
 
-// Bytes for memory that the peer named.
+// Bytes for a window of the peer.
 struct RemoteCopy {
-    uint64_t to;  // address there
+    uint64_t to;  // offset there
     const uint8_t* from;
     size_t bytes;
+};
+
+// Memory that a peer may write to: parts, counted as if they lay one behind the other.
+class WindowMemory {
+  public:
+    explicit WindowMemory(std::vector<std::span<uint8_t>> parts, bool gpu = false) : on_gpu(gpu), parts_(std::move(parts)) {
+        for (const auto& p : parts_) ends_.push_back(bytes() + p.size());
+    }
+    uint64_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
+    // Calls fn(memory, from, n) for each piece of [at, at + n): `from` is its offset in that range. False: that is not all in the
+    // window, and nothing was called.
+    template <class Fn>
+    bool visit(uint64_t at, uint64_t n, Fn&& fn) const {
+        if (at > bytes() || n > bytes() - at) return false;
+        auto part = size_t(std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin());
+        for (uint64_t done = 0; done < n; ++part) {
+            const uint64_t skip = at + done - (ends_[part] - parts_[part].size());
+            const uint64_t piece = std::min(n - done, parts_[part].size() - skip);
+            fn(parts_[part].data() + skip, done, piece);
+            done += piece;
+        }
+        return true;
+    }
+
+    const bool on_gpu;  // of this rank; else in the host's memory
+
+  private:
+    std::vector<std::span<uint8_t>> parts_;
+    std::vector<uint64_t> ends_;
 };
 
 // Memory of a rank's GPU, as messages name it.
@@ -63,10 +92,14 @@ class Transport {
 
     // Memory of this rank that a peer may write to under that number, until it is closed. close_window() returns when nobody
     // writes there any more. Numbers are never used again.
-    virtual void open_window(uint64_t window, uint32_t peer, std::span<uint8_t> memory) = 0;
+    virtual void open_window(uint64_t window, uint32_t peer, WindowMemory memory) = 0;
     virtual void close_window(uint64_t window) = 0;
-    // Writes into a window of a peer, and waits until it is done. TA_E_STALE: it is closed, or was never open.
-    virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies) = 0;
+    // Writes into a window of a peer, and waits until it is done. `on_gpu`: it is one on the peer's GPU, and so are the bytes on
+    // this rank's. What is for a window that is closed goes nowhere: who closed it says why.
+    virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu = false) = 0;
+    // Whether this rank may open windows on its GPU for the peer, and write into those of the peer; where there is no memory for
+    // that the answer is no, for this time.
+    virtual bool may_write_gpu(uint32_t) { return false; }
 
     // Whether this rank's GPU reads and writes what the peer's GPU has; a CPU reaches nothing. Of a group that is ready.
     virtual Result<bool> reaches(uint32_t peer) = 0;

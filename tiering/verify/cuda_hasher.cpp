@@ -146,18 +146,20 @@ class CudaVerifier final : public BlockVerifier {
         return check.wait(statuses);
     }
     Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival) override {
-        return start(blocks, false, arrival);
+        return start(blocks, false, &arrival);
     }
     Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks,
-                                                         const DeviceTransfer& arrival) override {
+                                                         const DeviceTransfer* arrival) override {
         return start(blocks, true, arrival);
     }
 
   private:
-    Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, bool adopt, const DeviceTransfer& arrival) {
+    Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, bool adopt,
+                                                const DeviceTransfer* arrival) {
         auto check = std::make_unique<CudaCheck>(checks_, blocks);
         // All transfers of this device are CUDA's.
-        TA_RETURN_IF_ERROR(check->start(blocks, adopt, static_cast<const CudaTransfer&>(arrival).done()));
+        const cudaEvent_t there = arrival ? static_cast<const CudaTransfer*>(arrival)->done() : nullptr;
+        TA_RETURN_IF_ERROR(check->start(blocks, adopt, there));
         return std::unique_ptr<ArrivalCheck>(std::move(check));
     }
 

@@ -48,7 +48,7 @@ class HostVerifier final : public BlockVerifier {
         }
         return {};
     }
-    Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks, const DeviceTransfer&) override {
+    Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks, const DeviceTransfer*) override {
         return std::unique_ptr<ArrivalCheck>(std::make_unique<AdoptWhenWaited>(*this, pages_, blocks));
     }
 

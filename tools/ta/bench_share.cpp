@@ -1,6 +1,7 @@
 #include "tools/ta/bench_share.h"
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cmath>
@@ -53,9 +54,10 @@ class Site {
     Site(const Site&) = delete;
     Site& operator=(const Site&) = delete;
 
-    void join(const ta_group_id& id, uint32_t rank, uint32_t ranks) {
+    void join(const BenchShareOptions& options, const ta_group_id& id, uint32_t rank, uint32_t ranks) {
         auto o = sized<ta_group_options>();
-        o.kind = TA_GROUP_LOCAL;
+        o.kind = options.kind;
+        o.hosts_apart = options.hosts_apart;
         o.id = &id;
         o.rank = rank;
         o.ranks = ranks;
@@ -88,6 +90,26 @@ class Site {
             TA_CHECK(ta_plan_end(plan_, &error));
         }
         machine_.wait();
+    }
+    // Fills a sequence with the chunks of a prompt that attend; seconds of their attention.
+    double compute(ta_seq seq, int64_t tokens) {
+        const Rows q(machine_, kChunk, kQHeads, kHeadDim), out(machine_, kChunk, kQHeads, kHeadDim);
+        double seconds = 0;
+        for (int64_t left = tokens; left > 0; left -= kChunk) {
+            const auto n = int32_t(std::min(left, kChunk));
+            const ta_tensor k = k_.first(n), v = v_.first(n), qt = q.first(n), ot = out.first(n);
+            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &n, &error));
+            for (uint32_t layer = 0; layer < layers_; ++layer) {
+                TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
+                machine_.wait();
+                const auto start = Clock::now();
+                TA_CHECK(ta_attend(plan_, layer, &qt, &ot, nullptr, nullptr, &error));
+                machine_.wait();
+                seconds += std::chrono::duration<double>(Clock::now() - start).count();
+            }
+            TA_CHECK(ta_plan_end(plan_, &error));
+        }
+        return seconds;
     }
     void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
 
@@ -134,11 +156,12 @@ class Site {
 // A site for each rank, joined to one group.
 class Ranks {
   public:
-    Ranks(const Machines& machines, uint32_t layers, uint64_t pool_bytes) : together_(ptrdiff_t(machines.size())) {
+    Ranks(const Machines& machines, const BenchShareOptions& options, uint32_t layers, uint64_t pool_bytes)
+        : together_(ptrdiff_t(machines.size())) {
         for (const auto& m : machines) sites_.push_back(std::make_unique<Site>(*m, layers, pool_bytes));
         ta_group_id id;
-        TA_CHECK(ta_group_make_id(TA_GROUP_LOCAL, &id, &error));
-        for (uint32_t r = 0; r < sites_.size(); ++r) sites_[r]->join(id, r, uint32_t(sites_.size()));
+        TA_CHECK(ta_group_make_id(options.kind, &id, &error));
+        for (uint32_t r = 0; r < sites_.size(); ++r) sites_[r]->join(options, id, r, uint32_t(sites_.size()));
         for (const auto& s : sites_) s->wait_connected();
     }
     Site& operator[](size_t rank) const { return *sites_[rank]; }
@@ -228,7 +251,7 @@ void compare_attend(const Machines& machines, const BenchShareOptions& options, 
         with_16_bits.p = TA_P_U16;
         fine = measure_attend(whole, seqs, with_16_bits, 1, nobody);
     }
-    Ranks ranks(machines, layers, blocks * block / machines.size() + chunk_bytes);
+    Ranks ranks(machines, options, layers, blocks * block / machines.size() + chunk_bytes);
     std::vector<Attended> spread(ranks.size());
     ranks.each([&](size_t r) {
         std::vector<ta_seq> seqs;
@@ -322,13 +345,14 @@ void bench_transfers(const Machines& machines, const BenchShareOptions& options,
     if (machines.size() != 2) throw Failure("transfers are measured between two ranks");
     const double link = machines[0]->peer_bytes_per_s(*machines[1], false),
                  link_both = machines[0]->peer_bytes_per_s(*machines[1], true);
+    const double nccl = machines[0]->nccl_bytes_per_s(*machines[1]);
     uint64_t tags = 0;
     for (const uint32_t layers : {1u, 32u, 113u}) {  // 70 KB, 2.26 MB, 8 MB
         const uint64_t block = Site(*machines[0], layers, uint64_t{256} << 20).block_bytes();
         const auto most = std::clamp<uint64_t>(options.memory_bytes / 4 / block, 1, 16384);
         for (uint64_t n = 16; n <= most || n == 16; n *= 4) {
             const uint64_t blocks = std::min(n, most);
-            Ranks ranks(machines, layers, (2 * blocks + 3 * kChunk / 64 + 16) * block * 9 / 8);
+            Ranks ranks(machines, options, layers, (2 * blocks + 3 * kChunk / 64 + 16) * block * 9 / 8);
             std::vector<ta_seq> seqs(2);
             ranks.each([&](size_t r) { ranks[r].fill(seqs[r] = ranks[r].create(), int64_t(blocks) * 64); });
             for (const bool both : {false, true}) {
@@ -348,17 +372,128 @@ void bench_transfers(const Machines& machines, const BenchShareOptions& options,
                      {"p50_us", 1e6 * median(seconds)},
                      {"gb_s", 1e-9 * rate},
                      {"link_gb_s", 1e-9 * ceiling},
-                     {"percent", 100 * rate / ceiling}});
+                     {"percent", 100 * rate / ceiling},
+                     {"nccl_gb_s", 1e-9 * nccl}});
             }
         }
     }
+}
+
+// Decode at both ranks, alone and while sequences go from the first to the second all the time.
+void bench_beside(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    if (machines.size() != 2) throw Failure("transfers are measured between two ranks");
+    constexpr uint32_t kLayers = 32;
+    const uint64_t block = Site(*machines[0], kLayers, uint64_t{256} << 20).block_bytes();
+    const uint64_t blocks = std::clamp<uint64_t>(options.memory_bytes / 8 / block, 1, 512);
+    Ranks ranks(machines, options, kLayers, (3 * blocks + 3 * kChunk / 64 + 16) * block * 9 / 8);
+    std::vector<ta_seq> seqs(2);
+    ta_seq sent = 0;
+    ranks.each([&](size_t r) {
+        ranks[r].fill(seqs[r] = ranks[r].create(), int64_t(blocks) * 64);
+        if (r == 0) ranks[r].fill(sent = ranks[r].create(), int64_t(blocks) * 64);
+    });
+    const Case decode{"decode", 1, 1, int64_t(blocks) * 64, TA_P_DEFAULT};
+    const auto measure = [&](size_t r, int repeats) {
+        return median(measure_attend(ranks[r], {seqs[r]}, decode, repeats, [] {}).seconds);
+    };
+    double alone[2], beside[2];
+    for (size_t r = 0; r < 2; ++r) alone[r] = measure(r, 20 * options.repeats);
+    uint64_t tags = 0, bytes = 0;
+    double seconds = 0;
+    for (size_t r = 0; r < 2; ++r) {
+        std::atomic<bool> over{false};
+        std::exception_ptr failure;
+        std::jthread transfers([&] {
+            try {
+                while (!over) {
+                    seconds += transfer(ranks, {{0, sent}}, tags);
+                    bytes += blocks * block;
+                }
+            } catch (...) {
+                failure = std::current_exception();
+            }
+        });
+        beside[r] = measure(r, 20 * options.repeats);
+        over = true;
+        transfers.join();
+        if (failure) std::rethrow_exception(failure);
+    }
+    for (size_t r = 0; r < 2; ++r) {
+        row({{"part", "beside"},
+             {"what", r == 0 ? "decode at the source" : "decode at the destination"},
+             {"tokens", uint64_t(decode.tokens)},
+             {"alone_us", 1e6 * alone[r]},
+             {"beside_us", 1e6 * beside[r]},
+             {"loses_percent", 100 * (beside[r] / alone[r] - 1)},
+             {"block_bytes", block},
+             {"transfers_gb_s", 1e-9 * double(bytes) / seconds}});
+    }
+}
+
+// A published prefix of which the second rank fetches what the first one has, against the attention that computing it takes.
+void bench_prefix(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    if (machines.size() != 2) throw Failure("a prefix is fetched by one rank from another");
+    constexpr uint32_t kLayers = 32;
+    const uint64_t block = Site(*machines[0], kLayers, uint64_t{256} << 20).block_bytes();
+    const uint64_t blocks = std::clamp<uint64_t>(options.memory_bytes / 2 / block, 1, 32768 / 64);
+    const auto tokens = int64_t(blocks) * 64;
+    Ranks ranks(machines, options, kLayers, (2 * blocks + 3 * kChunk / 64 + 16) * block * 9 / 8);
+    auto o = sized<ta_namespace_options>();
+    o.salt[0] = 1;
+    ta_namespace spaces[2];
+    for (size_t r = 0; r < 2; ++r) {
+        TA_CHECK(ta_namespace_create(ranks[r].pool(), &o, &spaces[r], &error));
+        TA_CHECK(ta_namespace_join(ranks[r].group(), ranks[r].pool(), spaces[r], &error));
+    }
+    // The prompt at the first rank, chunk by chunk; what its attention takes is its price.
+    const ta_seq seq = ranks[0].create();
+    const double computed = ranks[0].compute(seq, tokens);
+    std::vector<uint8_t> keys(size_t(blocks) * 32);
+    std::vector<double> seconds;
+    std::vector<ta_prefix_place> places(blocks);
+    for (int i = 0; i < options.repeats + 1; ++i) {
+        for (size_t k = 0; k < keys.size(); ++k) keys[k] = uint8_t(k / 32 * 131 + k + size_t(i) * 7);  // other keys each time
+        TA_CHECK(ta_seq_publish(ranks[0].pool(), seq, spaces[0], keys.data(), blocks, &error));
+        do {
+            TA_CHECK(ta_namespace_lookup(ranks[1].group(), ranks[1].pool(), spaces[1], keys.data(), blocks, -1, places.data(),
+                                         &error));
+        } while (places.back().answer != TA_PREFIX_YES);
+        const auto start = Clock::now();
+        ta_ticket ticket = 0;
+        TA_CHECK(ta_namespace_fetch(ranks[1].group(), ranks[1].pool(), spaces[1], keys.data(), blocks, &ticket, &error));
+        auto info = sized<ta_transfer_info>();
+        TA_CHECK(ta_transfer_wait(ranks[1].group(), ticket, -1, &info, &error));
+        const double s = std::chrono::duration<double>(Clock::now() - start).count();
+        if (info.state != TA_MOVE_DONE) throw Failure(std::string("a fetch ended: ") + info.reason);
+        ta_seq got = 0;
+        int64_t length = 0;
+        TA_CHECK(ta_seq_match_prefix(ranks[1].pool(), spaces[1], keys.data(), blocks, &got, &length, &error));
+        if (length != tokens) throw Failure("a fetch brought " + std::to_string(length) + " tokens");
+        TA_CHECK(ta_seq_verify(ranks[1].pool(), got, &error));
+        ranks[1].release(got);
+        if (i > 0) seconds.push_back(s);
+        // So that the next ones are fetched again.
+        TA_CHECK(ta_namespace_leave(ranks[1].group(), ranks[1].pool(), spaces[1], &error));
+        TA_CHECK(ta_namespace_destroy(ranks[1].pool(), spaces[1], &error));
+        TA_CHECK(ta_namespace_create(ranks[1].pool(), &o, &spaces[1], &error));
+        TA_CHECK(ta_namespace_join(ranks[1].group(), ranks[1].pool(), spaces[1], &error));
+    }
+    const double fetched = median(seconds);
+    row({{"part", "prefix"},
+         {"tokens", uint64_t(tokens)},
+         {"layers", kLayers},
+         {"bytes", blocks * block},
+         {"fetch_ms", 1e3 * fetched},
+         {"attention_ms", 1e3 * computed},
+         {"times_faster", computed / fetched}});
 }
 
 struct Part {
     const char* name;
     void (*run)(const Machines& machines, const BenchShareOptions& options, const Row& row);
 };
-constexpr Part kParts[] = {{"partitioned", bench_partitioned}, {"transfers", bench_transfers}};
+constexpr Part kParts[] = {
+    {"partitioned", bench_partitioned}, {"transfers", bench_transfers}, {"beside", bench_beside}, {"prefix", bench_prefix}};
 
 }  // namespace
 

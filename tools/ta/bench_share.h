@@ -16,7 +16,9 @@ namespace ta::tools {
 std::string bench_share_parts();
 
 struct BenchShareOptions {
-    std::vector<std::string> parts;             // empty: all
+    std::vector<std::string> parts;  // empty: all
+    ta_group_kind kind = TA_GROUP_LOCAL;
+    bool hosts_apart = false;                   // of TA_GROUP_NCCL
     uint64_t memory_bytes = uint64_t{4} << 30;  // that a case may take on each rank
     int repeats = 15;
 };

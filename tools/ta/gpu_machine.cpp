@@ -1,7 +1,9 @@
 // Compiled where there is CUDA.
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "tools/ta/machine.h"
 
@@ -99,6 +101,44 @@ class GpuMachine final : public Machine {
             for (void* m : memory[e]) cudaFree(m);
         }
         return double(kBytes) * kCopies * (both ? 2 : 1) / (1e-3 * longest);
+    }
+
+    double nccl_bytes_per_s(Machine& other) override {
+        constexpr size_t kBytes = size_t{256} << 20;
+        constexpr int kMessages = 8, kUint8 = 1;
+        using Comm = struct ncclComm*;
+        void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+        if (!library) return 0;
+        const auto init = reinterpret_cast<int (*)(Comm*, int, const int*)>(dlsym(library, "ncclCommInitAll"));
+        const auto abort = reinterpret_cast<int (*)(Comm)>(dlsym(library, "ncclCommAbort"));
+        const auto begin = reinterpret_cast<int (*)()>(dlsym(library, "ncclGroupStart"));
+        const auto end = reinterpret_cast<int (*)()>(dlsym(library, "ncclGroupEnd"));
+        const auto send =
+            reinterpret_cast<int (*)(const void*, size_t, int, int, Comm, cudaStream_t)>(dlsym(library, "ncclSend"));
+        const auto receive = reinterpret_cast<int (*)(void*, size_t, int, int, Comm, cudaStream_t)>(dlsym(library, "ncclRecv"));
+        auto& peer = dynamic_cast<GpuMachine&>(other);
+        const int ordinals[2] = {ordinal_, peer.ordinal_};
+        Comm comms[2] = {};
+        if (!init || !abort || !begin || !end || !send || !receive || init(comms, 2, ordinals) != 0) return 0;
+        void *const from = allocate(kBytes), *const to = peer.allocate(kBytes);
+        double seconds = 0;
+        bool good = true;
+        for (const int round : {0, 1}) {  // the first one connects
+            wait();
+            peer.wait();
+            const auto start = std::chrono::steady_clock::now();
+            for (int i = 0; i < (round == 0 ? 1 : kMessages) && good; ++i) {
+                good = begin() == 0 && send(from, kBytes, kUint8, 1, comms[0], stream_) == 0 &&
+                       receive(to, kBytes, kUint8, 0, comms[1], peer.stream_) == 0 && end() == 0;
+            }
+            wait();
+            peer.wait();
+            seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        }
+        for (Comm c : comms) abort(c);
+        release(from);
+        peer.release(to);
+        return good ? double(kBytes) * kMessages / seconds : 0;
     }
 
     // 16 MiB pieces, as fast as the copy engines go.

@@ -54,6 +54,8 @@ class Machine {
     virtual std::function<void()> capture(const std::function<void()>& calls) = 0;
     // Bytes/s of large copies to the memory of another machine of the same kind, `both`: and back beside them (the sum).
     virtual double peer_bytes_per_s(Machine& other, bool both) = 0;
+    // Bytes/s of NCCL's own messages to it, of 256 MiB each; 0: there is no NCCL.
+    virtual double nccl_bytes_per_s(Machine&) { return 0; }
     // Bytes/s of large copies between the device tier and host memory, one direction alone and both together (the sum): the
     // ceiling of moves. `to_host` counts for one direction only.
     virtual double copy_bytes_per_s(bool to_host, bool both) = 0;

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -131,6 +132,10 @@ int main(int argc, char** argv) {
         ->delimiter(',')
         ->capture_default_str();
     share->add_option("--parts", share_options.parts, bench_share_parts())->delimiter(',');
+    share->add_option("--kind", share_options.kind, "of the group")
+        ->transform(CLI::CheckedTransformer(
+            std::map<std::string, ta_group_kind>{{"local", TA_GROUP_LOCAL}, {"host", TA_GROUP_HOST}, {"nccl", TA_GROUP_NCCL}}));
+    share->add_flag("--hosts-apart", share_options.hosts_apart, "an NCCL group takes each rank for one of another host");
     share->add_option("--memory", share_options.memory_bytes, "bytes that a case may take on each rank")
         ->transform(CLI::AsSizeValue(false));
     share->add_option("--repeats", share_options.repeats, "of each case")->check(CLI::Range(3, 10000));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -24,15 +25,15 @@ struct OfferHeader {
 OfferHeader offer_of(const Pool& pool);
 
 struct ReadyHeader {
-    uint64_t window;
-    uint64_t address;  // of the first block; the others follow without gaps
+    uint64_t window;  // in which the blocks follow each other without gaps
+    uint64_t on_gpu;  // 0: no
     uint64_t blocks;
 };  // then their positions in the offer
 
 struct SentHeader {
     uint64_t window;
     uint64_t blocks;
-};  // then the XXH3 of each slot
+};  // then the XXH3 of each slot; of a window on a GPU 0, or kElsewhere for a block that is not in the GPU's memory and was not sent
 
 struct AskLeaseHeader {
     uint64_t blocks;
@@ -45,6 +46,7 @@ struct LeasedHeader {
 };  // then the offset of each in that memory, or kElsewhere
 
 inline constexpr uint64_t kElsewhere = ~uint64_t{0};  // where no other GPU reads it
+inline constexpr size_t kWindows = 2;                 // of a transfer at once
 
 struct FetchHeader {
     SpaceName space;
@@ -66,10 +68,13 @@ struct Transfers::Outgoing {
     // What another rank wants to fetch, until the lane has looked for it.
     Tenant space = 0;
     std::vector<WantedBlock> wanted;
-    // Guarded by mutex_: the window that is to be written and the positions of its blocks in the list, from kReady to kSent.
-    bool writing = false;
-    ReadyHeader ready{};
-    std::vector<uint64_t> positions;
+    // A window that is to be written, and the positions of its blocks in the list: from kReady to kSent.
+    struct Asked {
+        uint64_t window;
+        bool on_gpu;
+        std::vector<uint64_t> positions;
+    };
+    std::deque<Asked> asked;  // guarded by mutex_
     // What the destination reads itself, until the transfer ends: where blocks lie they stay.
     bool leased = false;  // guarded by mutex_, as its positions until the lane has them
     std::vector<uint64_t> leased_positions;
@@ -96,7 +101,7 @@ struct Transfers::Incoming {
         : hold(pool.residency()),
           spaces(pool.prefixes()),
           others_see(pool.residency(), mine),
-          staging(pool.context().allocator()) {}
+          staging{Buffer(pool.context().allocator()), Buffer(pool.context().allocator())} {}
     Residency::BlockHold hold;
     std::vector<uint8_t> offer_bytes;
     OfferHeader offer{};
@@ -106,27 +111,38 @@ struct Transfers::Incoming {
     std::vector<BlockPtr> blocks;  // [list.size()], those that are there
     Residency::Loading mine;
     Residency::LoadHold others_see;
-    size_t next = 0;  // in the list: those before are there or in the window
-    Buffer staging;
-    std::vector<uint64_t> positions;  // in the list, of the blocks in the window
-    uint64_t open_window = 0;         // 0: none
-    // Guarded by mutex_: the window for which kSent has to come, 0: none; what it brought.
-    uint64_t awaited = 0;
-    std::vector<uint64_t> hashes;
+    // Windows are asked for while those before fill, first on the GPU, then for the rest in the host's memory.
+    bool by_gpu = false;
+    size_t next = 0;  // in the list: those before are there or in a window, or elsewhere
+    struct Window {
+        uint64_t number;
+        bool on_gpu;
+        std::vector<uint64_t> positions;  // in the list
+        uint8_t* memory = nullptr;        // of the host
+        std::vector<BlockPtr> blocks;     // on the GPU
+        // Guarded by mutex_: kSent, and what it said.
+        bool filled = false;
+        std::vector<uint64_t> said;
+    };
+    std::deque<Window> windows;  // that are open, oldest first; the lane's, which changes their number under mutex_
+    Buffer staging[kWindows];
+    size_t uses_of_staging = 0;
+    std::vector<uint64_t> positions;  // of what is leased
+    // Guarded by mutex_.
     bool asked_lease = false;
     LeasedHeader leased{};
     std::vector<uint64_t> offsets;  // of `positions`
     std::unique_ptr<Fetch> fetch;   // nullptr: a sequence comes
 };
 
-// Blocks that are on their way from another GPU.
+// Blocks that come from another GPU.
 struct Transfers::Pull {
     std::vector<uint64_t> positions;  // in the list
     std::vector<BlockPtr> blocks;
     std::vector<PlacedBlock> placed;
     uint64_t bytes = 0;
-    std::unique_ptr<DeviceTransfer> transfer;
-    std::unique_ptr<ArrivalCheck> check;  // goes before what it checks
+    std::unique_ptr<DeviceTransfer> transfer;  // nullptr: they are here
+    std::unique_ptr<ArrivalCheck> check;       // goes before what it checks
 };
 
 struct Transfers::Transfer {

@@ -381,15 +381,13 @@ Status Transfers::on_ready(const Message& m) {
     PayloadReader payload(m.payload);
     ReadyHeader ready{};
     std::vector<uint64_t> positions;
-    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && !t->out->writing &&
+    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && t->out->asked.size() < kWindows &&
                       std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < t->out->list.size(); });
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
             .rank(int32_t(m.header.from));
     }
-    t->out->writing = true;
-    t->out->ready = ready;
-    t->out->positions = std::move(positions);
+    t->out->asked.push_back({ready.window, ready.on_gpu != 0, std::move(positions)});
     t->phase = Phase::kMoving;
     t->progress.state = TA_MOVE_RUNNING;
     touch(*t);
@@ -402,12 +400,15 @@ Status Transfers::on_sent(const Message& m) {
     if (!t || t->phase != Phase::kMoving) return {};
     PayloadReader payload(m.payload);
     SentHeader sent{};
-    std::vector<uint64_t> hashes;
-    if (!payload.get(sent) || !payload.get_rest(sent.blocks, hashes) || sent.window == 0 ||
-        sent.window != std::exchange(t->in->awaited, 0) || hashes.size() != t->in->positions.size()) {
+    std::vector<uint64_t> said;
+    std::deque<Incoming::Window>& windows = t->in->windows;
+    const auto w = std::find_if(windows.begin(), windows.end(), [](const Incoming::Window& x) { return !x.filled; });
+    if (!payload.get(sent) || !payload.get_rest(sent.blocks, said) || w == windows.end() || sent.window != w->number ||
+        said.size() != w->positions.size()) {
         return fail(TA_E_PEER_LOST, "rank %u sent blocks that nobody asked for", m.header.from).rank(int32_t(m.header.from));
     }
-    t->in->hashes = std::move(hashes);
+    w->filled = true;
+    w->said = std::move(said);
     touch(*t);
     coming_.post(guarded(t, &Transfers::take_in_window));
     return {};
@@ -476,7 +477,7 @@ void Transfers::let_go(Transfer& t, bool done) {
         t.out.reset();
     }
     if (t.in) {
-        if (t.in->open_window != 0) group_.transport().close_window(t.in->open_window);
+        for (const Incoming::Window& w : t.in->windows) group_.transport().close_window(w.number);
         t.in.reset();
     }
     t.pool.reset();

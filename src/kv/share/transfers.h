@@ -105,6 +105,8 @@ class Transfers final : public Group::Service {
     // Tasks of the lanes. A failure cancels the transfer.
     Status offer_published(Transfer& t);
     Status write_window(Transfer& t);
+    Status write_host_window(Transfer& t, uint64_t window, std::span<const uint64_t> positions, std::vector<uint64_t>& hashes);
+    Status write_gpu_window(Transfer& t, uint64_t window, std::span<const uint64_t> positions, std::vector<uint64_t>& where);
     Status lease(Transfer& t);
     Status next_leg(Transfer& t);
     Status prepare_leg(Transfer& t);
@@ -118,11 +120,16 @@ class Transfers final : public Group::Service {
     void share_present(Transfer& t);
     void remember_arrived(const Transfer& t);
     Status ask_for_blocks(Transfer& t);
+    Status ask_for_windows(Transfer& t);
+    Result<bool> open_window(Transfer& t);
+    Status take_in_host_window(Transfer& t);
+    Status take_in_gpu_window(Transfer& t);
+    Result<Pull> take_room(Transfer& t, std::span<const uint64_t> positions);
     Status take_in_leased(Transfer& t);
     Status pull(Transfer& t, std::span<const uint64_t> positions, std::span<const uint64_t> offsets);
     Result<Pull> start_pull(Transfer& t, std::span<const uint64_t> positions, std::span<uint8_t* const> from);
+    Status start_check(Transfer& t, Pull& pull);
     Status finish_pull(Transfer& t, Pull& pull);
-    Status ask_for_window(Transfer& t);
     Status land(Transfer& t);
     void let_go(Transfer& t, bool done);
 

@@ -11,7 +11,8 @@ namespace {
 
 constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // that are copied at once, while those before are checked
 constexpr size_t kPullsUnderWay = 4;
-constexpr size_t kEngineBytes = size_t{1} << 20;  // from this size on blocks go by copy engine
+constexpr size_t kEngineBytes = size_t{1} << 20;         // from this size on blocks go by copy engine
+constexpr uint64_t kGpuWindowBytes = uint64_t{1} << 30;  // or a quarter of the pool
 
 }  // namespace
 
@@ -42,17 +43,21 @@ Status Transfers::begin_moving(Transfer& t) {
     return ask_for_blocks(t);
 }
 
-// Full blocks first, where this rank can read them itself; the rest by windows.
+// Full blocks first: this rank reads them itself where it can, or they come from GPU to GPU. The rest comes by the host's memory.
 Status Transfers::ask_for_blocks(Transfer& t) {
     Incoming& in = *t.in;
     in.positions.clear();
-    Result<bool> reaches = t.pool->context().device() ? group_.transport().reaches(t.progress.peer) : Result<bool>(false);
+    const bool has_gpu = t.pool->context().device() != nullptr;
+    Result<bool> reaches = has_gpu ? group_.transport().reaches(t.progress.peer) : Result<bool>(false);
     if (reaches.ok() && reaches.value()) {
         for (size_t i = 0; i < in.list.size(); ++i) {
             if (!in.blocks[i] && in.list[i].tokens == uint32_t(kPageTokens)) in.positions.push_back(i);
         }
     }
-    if (in.positions.empty()) return ask_for_window(t);
+    if (in.positions.empty()) {
+        in.by_gpu = has_gpu && group_.transport().may_write_gpu(t.progress.peer);
+        return ask_for_windows(t);
+    }
     const std::lock_guard lock(mutex_);
     if (t.phase != Phase::kMoving) return {};
     in.asked_lease = true;
@@ -76,7 +81,7 @@ Status Transfers::take_in_leased(Transfer& t) {
         offsets.push_back(in.offsets[i]);
     }
     if (!positions.empty()) TA_RETURN_IF_ERROR(pull(t, positions, offsets));
-    return ask_for_window(t);
+    return ask_for_windows(t);
 }
 
 // A part of it while the parts before are checked.
@@ -113,8 +118,8 @@ Status Transfers::pull(Transfer& t, std::span<const uint64_t> positions, std::sp
     return {};
 }
 
-Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint64_t> positions,
-                                              std::span<uint8_t* const> from) {
+// Blocks for what comes.
+Result<Transfers::Pull> Transfers::take_room(Transfer& t, std::span<const uint64_t> positions) {
     Incoming& in = *t.in;
     Pool& pool = *t.pool;
     Pull p;
@@ -126,36 +131,55 @@ Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint6
     } else if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) {
         return s;
     }
-    std::vector<DeviceCopy> copies;
+    for (size_t n = p.blocks.size(); n < positions.size(); ++n) {  // one by one, while others leave
+        Result<BlockPtr> block = pool.residency().new_block(kinds[n], in.mine);
+        if (!block.ok()) {
+            return std::move(block)
+                .status()
+                .block(int64_t(in.list[size_t(positions[n])].index))
+                .rank(int32_t(group_.settings().rank));
+        }
+        p.blocks.push_back(block.take());
+    }
     for (size_t n = 0; n < positions.size(); ++n) {
         const StoredBlock& b = in.list[size_t(positions[n])];
-        if (n >= p.blocks.size()) {  // one by one, while others leave
-            Result<BlockPtr> block = pool.residency().new_block(kinds[n], in.mine);
-            if (!block.ok()) return std::move(block).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
-            p.blocks.push_back(block.take());
-        }
         Block& block = *p.blocks[n];
         if (in.tenant != 0) block.set_tenant(in.tenant);
         p.positions.push_back(positions[n]);
         p.placed.push_back({&block, b.index, block.slot(), kinds[n], b.content_id});
-        copies.push_back({block.slot(), from[n], pool.geometry().slot_bytes(kinds[n])});
-        p.bytes += copies.back().bytes;
+        p.bytes += pool.geometry().slot_bytes(kinds[n]);
     }
+    return p;
+}
+
+Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint64_t> positions,
+                                              std::span<uint8_t* const> from) {
+    Result<Pull> room = take_room(t, positions);
+    if (!room.ok()) return room;
+    Pull p = room.take();
+    std::vector<DeviceCopy> copies;
+    for (size_t n = 0; n < p.placed.size(); ++n)
+        copies.push_back({p.placed[n].slot, from[n], t.pool->geometry().slot_bytes(p.placed[n].kind)});
     CopyOptions options;
     options.route = p.bytes >= kEngineBytes * copies.size() ? MoveRoute::kCopyEngine : MoveRoute::kKernel;
-    Result<std::unique_ptr<DeviceTransfer>> transfer = pool.context().device()->start_copy(copies, options);
+    Result<std::unique_ptr<DeviceTransfer>> transfer = t.pool->context().device()->start_copy(copies, options);
     if (!transfer.ok()) return std::move(transfer).status();
     p.transfer = transfer.take();
-    Result<std::unique_ptr<ArrivalCheck>> check = pool.residency().verifier()->start_adopting(p.placed, *p.transfer);
+    TA_RETURN_IF_ERROR(start_check(t, p));
+    return p;
+}
+
+Status Transfers::start_check(Transfer& t, Pull& p) {
+    Result<std::unique_ptr<ArrivalCheck>> check = t.pool->residency().verifier()->start_adopting(p.placed, p.transfer.get());
     if (!check.ok()) return std::move(check).status();
     p.check = check.take();
-    return p;
+    return {};
 }
 
 // The hash of each page says that it is what the source sealed; what attention can compute with, the source's kernels wrote.
 Status Transfers::finish_pull(Transfer& t, Pull& p) {
     Incoming& in = *t.in;
-    TA_RETURN_IF_ERROR(p.transfer->wait());
+    if (p.transfer) TA_RETURN_IF_ERROR(p.transfer->wait());
     std::vector<Status> statuses(p.placed.size());
     TA_RETURN_IF_ERROR(p.check->wait(statuses));
     for (Status& s : statuses) {
@@ -238,51 +262,116 @@ void Transfers::share_present(Transfer& t) {
     t.progress.blocks_shared += shared;
 }
 
-// Names memory for the next blocks; where there are none left, the sequence is made.
-Status Transfers::ask_for_window(Transfer& t) {
+// Where there are no blocks left, the sequence is made.
+Status Transfers::ask_for_windows(Transfer& t) {
     Incoming& in = *t.in;
-    const Geometry& g = t.pool->geometry();
-    in.positions.clear();
-    size_t bytes = 0;
-    for (; in.next < in.list.size(); ++in.next) {
-        if (in.blocks[in.next]) continue;
-        const size_t more = g.slot_bytes(PageKind(in.list[in.next].kind));
-        if (!in.positions.empty() && bytes + more > group_.settings().staging_bytes) break;
-        bytes += more;
-        in.positions.push_back(in.next);
+    for (;;) {
+        while (in.windows.size() < kWindows) {
+            Result<bool> opened = open_window(t);
+            if (!opened.ok()) return std::move(opened).status();
+            if (!opened.value()) break;
+        }
+        if (!in.windows.empty() || t.phase != Phase::kMoving) return {};
+        if (!in.by_gpu) return in.fetch ? land_leg(t) : land(t);
+        in.by_gpu = false;
+        in.next = 0;
     }
-    if (in.positions.empty()) return in.fetch ? land_leg(t) : land(t);
-    if (!in.staging.reserve(bytes)) {
-        return fail(TA_E_MEMORY, "no %zu bytes of host memory for blocks that arrive", bytes)
-            .bytes(bytes)
-            .rank(int32_t(group_.settings().rank));
-    }
-    const std::lock_guard lock(mutex_);
-    if (t.phase != Phase::kMoving) return {};
-    in.awaited = in.open_window = uint64_t(group_.settings().rank + 1) << 40 | ++windows_;
-    group_.transport().open_window(in.open_window, t.progress.peer, {in.staging.data(), bytes});
-    const ReadyHeader ready{in.open_window, reinterpret_cast<uintptr_t>(in.staging.data()), in.positions.size()};
-    touch(t);
-    group_.send(t.progress.peer, MessageType::kReady, t.channel,
-                PayloadWriter().put(ready).put_all(std::span<const uint64_t>(in.positions)).bytes());
-    return {};
 }
 
+// Names memory for the next blocks; false: there are none left.
+Result<bool> Transfers::open_window(Transfer& t) {
+    Incoming& in = *t.in;
+    const Geometry& g = t.pool->geometry();
+    Incoming::Window w{};
+    w.on_gpu = in.by_gpu;
+    const uint64_t most =
+        w.on_gpu ? std::min(kGpuWindowBytes, t.pool->blocks().budget() / 4) : group_.settings().staging_bytes / kWindows;
+    size_t bytes = 0;
+    for (; in.next < in.list.size(); ++in.next) {
+        const StoredBlock& b = in.list[in.next];
+        if (in.blocks[in.next] || (w.on_gpu && b.tokens != uint32_t(kPageTokens))) continue;
+        const size_t more = g.slot_bytes(PageKind(b.kind));
+        if (!w.positions.empty() && bytes + more > most) break;
+        bytes += more;
+        w.positions.push_back(in.next);
+    }
+    if (w.positions.empty()) return false;
+    std::vector<std::span<uint8_t>> parts;
+    if (w.on_gpu) {
+        Result<Pull> room = take_room(t, w.positions);
+        if (!room.ok()) return std::move(room).status();
+        for (const PlacedBlock& b : room.value().placed) parts.emplace_back(b.slot, g.slot_bytes(b.kind));
+        w.blocks = std::move(room.value().blocks);
+    } else {
+        Buffer& staging = in.staging[in.uses_of_staging++ % kWindows];
+        if (!staging.reserve(bytes)) {
+            return fail(TA_E_MEMORY, "no %zu bytes of host memory for blocks that arrive", bytes)
+                .bytes(bytes)
+                .rank(int32_t(group_.settings().rank));
+        }
+        w.memory = staging.data();
+        parts.emplace_back(w.memory, bytes);
+    }
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return false;
+    w.number = uint64_t(group_.settings().rank + 1) << 40 | ++windows_;
+    const PayloadWriter ready = PayloadWriter()
+                                    .put(ReadyHeader{w.number, w.on_gpu, w.positions.size()})
+                                    .put_all(std::span<const uint64_t>(w.positions));
+    in.windows.push_back(std::move(w));
+    group_.transport().open_window(in.windows.back().number, t.progress.peer,
+                                   WindowMemory(std::move(parts), in.windows.back().on_gpu));
+    touch(t);
+    group_.send(t.progress.peer, MessageType::kReady, t.channel, ready.bytes());
+    return true;
+}
+
+// The oldest one.
 Status Transfers::take_in_window(Transfer& t) {
     Incoming& in = *t.in;
+    const Incoming::Window& w = in.windows.front();
+    group_.transport().close_window(w.number);
+    TA_RETURN_IF_ERROR(w.on_gpu ? take_in_gpu_window(t) : take_in_host_window(t));
+    Incoming::Window over{};  // its blocks go without the lock
+    {
+        const std::lock_guard lock(mutex_);
+        std::swap(over, in.windows.front());
+        in.windows.pop_front();
+    }
+    return ask_for_windows(t);
+}
+
+Status Transfers::take_in_gpu_window(Transfer& t) {
+    Incoming::Window& w = t.in->windows.front();
+    Pull p;
+    for (size_t n = 0; n < w.positions.size(); ++n) {
+        if (w.said[n] == kElsewhere) continue;
+        const StoredBlock& b = t.in->list[size_t(w.positions[n])];
+        p.positions.push_back(w.positions[n]);
+        p.placed.push_back({w.blocks[n].get(), b.index, w.blocks[n]->slot(), PageKind(b.kind), b.content_id});
+        p.blocks.push_back(std::move(w.blocks[n]));
+        p.bytes += t.pool->geometry().slot_bytes(PageKind(b.kind));
+    }
+    if (p.placed.empty()) return {};
+    TA_RETURN_IF_ERROR(start_check(t, p));
+    return finish_pull(t, p);
+}
+
+Status Transfers::take_in_host_window(Transfer& t) {
+    Incoming& in = *t.in;
     Pool& pool = *t.pool;
-    group_.transport().close_window(std::exchange(in.open_window, 0));
+    const Incoming::Window& w = in.windows.front();
     char from[32];
     std::snprintf(from, sizeof from, "what rank %u sent", t.progress.peer);
-    uint8_t* slot = in.staging.data();
-    for (size_t n = 0; n < in.positions.size(); ++n) {
+    uint8_t* slot = w.memory;
+    for (size_t n = 0; n < w.positions.size(); ++n) {
         if (t.phase != Phase::kMoving) return {};
         TA_RETURN_IF_ERROR(pool.check_open());
-        const StoredBlock& b = in.list[size_t(in.positions[n])];
+        const StoredBlock& b = in.list[size_t(w.positions[n])];
         const auto kind = PageKind(b.kind);
         const std::span<uint8_t> bytes(slot, pool.geometry().slot_bytes(kind));
         slot += bytes.size();
-        if (hash_bytes(bytes.data(), bytes.size()) != in.hashes[n]) {
+        if (hash_bytes(bytes.data(), bytes.size()) != w.said[n]) {
             return fail(TA_E_CORRUPT, "the block arrived damaged from rank %u", t.progress.peer)
                 .block(int64_t(b.index))
                 .rank(int32_t(t.progress.peer));
@@ -292,14 +381,14 @@ Status Transfers::take_in_window(Transfer& t) {
         if (!block.ok()) return std::move(block).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
         if (in.tenant != 0) block.value()->set_tenant(in.tenant);
         TA_RETURN_IF_ERROR(fill_block(pool, *block.value(), b, bytes));
-        in.blocks[size_t(in.positions[n])] = block.value();
+        in.blocks[size_t(w.positions[n])] = block.value();
         in.others_see.add({block.take(), b.index});
         const std::lock_guard lock(mutex_);
         ++t.progress.blocks_moved;
         t.progress.bytes_moved += bytes.size();
         touch(t);
     }
-    return ask_for_window(t);
+    return {};
 }
 
 void Transfers::remember_arrived(const Transfer& t) {

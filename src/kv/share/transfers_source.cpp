@@ -5,6 +5,13 @@
 #include "src/kv/share/transfer.h"
 
 namespace ta::share {
+namespace {
+
+Status lost_bits(const StoredBlock& b) {
+    return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
+}
+
+}  // namespace
 
 OfferHeader offer_of(const Pool& pool) {
     OfferHeader offer{};
@@ -14,37 +21,77 @@ OfferHeader offer_of(const Pool& pool) {
     return offer;
 }
 
+// The oldest of those that are asked for.
 Status Transfers::write_window(Transfer& t) {
     Outgoing& out = *t.out;
+    TA_RETURN_IF_ERROR(t.pool->check_open());
+    uint64_t window;
+    bool on_gpu;
+    std::vector<uint64_t> positions, said;
+    {
+        const std::lock_guard lock(mutex_);
+        const Outgoing::Asked& asked = out.asked.front();
+        window = asked.window, on_gpu = asked.on_gpu, positions = asked.positions;
+    }
+    TA_RETURN_IF_ERROR(on_gpu ? write_gpu_window(t, window, positions, said) : write_host_window(t, window, positions, said));
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return {};
+    for (size_t n = 0; n < said.size(); ++n) {
+        if (on_gpu && said[n] == kElsewhere) continue;
+        ++t.progress.blocks_moved;
+        t.progress.bytes_moved += t.pool->geometry().slot_bytes(PageKind(out.list[size_t(positions[n])].kind));
+    }
+    touch(t);
+    out.asked.pop_front();
+    group_.send(t.progress.peer, MessageType::kSent, t.channel,
+                PayloadWriter().put(SentHeader{window, said.size()}).put_all(std::span<const uint64_t>(said)).bytes());
+    return {};
+}
+
+Status Transfers::write_host_window(Transfer& t, uint64_t window, std::span<const uint64_t> positions,
+                                    std::vector<uint64_t>& hashes) {
+    const Outgoing& out = *t.out;
     const Pool& pool = *t.pool;
-    std::vector<uint64_t> hashes;
     std::vector<uint8_t> slot;
-    uint64_t to = out.ready.address, bytes = 0;  // nobody else looks at these two while `writing`
-    for (const uint64_t position : out.positions) {
+    uint64_t to = 0;
+    for (const uint64_t position : positions) {
         if (t.phase != Phase::kMoving) return {};
         TA_RETURN_IF_ERROR(pool.check_open());
         const StoredBlock& b = out.list[size_t(position)];
         Result<PageKind> kind = copy_slot(*t.pool, *out.snapshot.blocks[size_t(position)], b.index, b.tokens, slot);
         if (!kind.ok()) return std::move(kind).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
-        if (kind.value() != PageKind(b.kind)) {
-            return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
-        }
+        if (kind.value() != PageKind(b.kind)) return lost_bits(b);
         hashes.push_back(hash_bytes(slot.data(), slot.size()));
         const RemoteCopy copy{to, slot.data(), slot.size()};
-        TA_RETURN_IF_ERROR(group_.transport().write(t.progress.peer, out.ready.window, {&copy, 1}));
+        TA_RETURN_IF_ERROR(group_.transport().write(t.progress.peer, window, {&copy, 1}));
         to += slot.size();
-        bytes += slot.size();
     }
-    const std::lock_guard lock(mutex_);
-    if (t.phase != Phase::kMoving) return {};
-    t.progress.blocks_moved += out.positions.size();
-    t.progress.bytes_moved += bytes;
-    touch(t);
-    out.writing = false;
-    const SentHeader sent{out.ready.window, hashes.size()};
-    group_.send(t.progress.peer, MessageType::kSent, t.channel,
-                PayloadWriter().put(sent).put_all(std::span<const uint64_t>(hashes)).bytes());
     return {};
+}
+
+// What lies in the GPU's memory goes from there; `where`: 0 for it, kElsewhere for the rest.
+Status Transfers::write_gpu_window(Transfer& t, uint64_t window, std::span<const uint64_t> positions,
+                                   std::vector<uint64_t>& where) {
+    const Outgoing& out = *t.out;
+    Pool& pool = *t.pool;
+    Device* const device = pool.context().device();
+    const bool may = device && group_.transport().may_write_gpu(t.progress.peer);
+    const ReadingBlocks reading(pool.blocks());
+    if (may) TA_RETURN_IF_ERROR(device->wait_for_steps());  // which write them
+    std::vector<RemoteCopy> copies;
+    uint64_t to = 0;
+    for (const uint64_t position : positions) {
+        const StoredBlock& b = out.list[size_t(position)];
+        const Block& block = *out.snapshot.blocks[size_t(position)];
+        const Place at = pool.blocks().place_of(block);
+        if (at.kind != PageKind(b.kind)) return lost_bits(b);
+        const uint64_t bytes = pool.geometry().slot_bytes(at.kind);
+        const bool here = may && at.tier == TierKind::kDevice && block.sealed();
+        if (here) copies.push_back({to, at.address, bytes});
+        where.push_back(here ? 0 : kElsewhere);
+        to += bytes;
+    }
+    return copies.empty() ? Status() : group_.transport().write(t.progress.peer, window, copies, true);
 }
 
 // What lies in the device's memory is read there by the destination. The blocks stay where they are until the lease ends.
@@ -71,9 +118,7 @@ Status Transfers::lease(Transfer& t) {
         const StoredBlock& b = out.list[size_t(position)];
         const Block& block = *out.snapshot.blocks[size_t(position)];
         const Place at = pool.blocks().place_of(block);
-        if (at.kind != PageKind(b.kind)) {
-            return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
-        }
+        if (at.kind != PageKind(b.kind)) return lost_bits(b);
         const bool there = leased.bytes > 0 && at.tier == TierKind::kDevice && block.sealed();
         offsets.push_back(there ? uint64_t(at.address - pool.blocks().device_memory().memory) : kElsewhere);
         moved += there;

@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (lane != 0) return;
     const SlotTrailer& t = *trailer;
     const bool named = t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(task.kind) &&
-                       t.fingerprint == a.fingerprint && t.block_index == task.block_index &&
-                       t.content_id == task.content_id && t.tokens == kPageTokens && t.layers == a.layers;
+                       t.fingerprint == a.fingerprint && t.block_index == task.block_index && t.content_id == task.content_id &&
+                       t.tokens == kPageTokens && t.layers == a.layers;
     if (!named || hashes[layer] != hash) mismatch[page] = named ? 1 : 2;
     if (kJob == Job::kAdopt) {
         identity.content_id = task.adopted_id;

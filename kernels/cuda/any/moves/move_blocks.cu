@@ -11,8 +11,7 @@
 namespace ta::cuda {
 namespace {
 
-// H200, 2026-11-21, test_kernels.cuda.move_blocks --bench: the least that keeps the bus busy in both directions.
-constexpr int kCtas = 16, kStages = 4;
+constexpr int kStages = 4;
 constexpr uint32_t kPieceBytes = 16384;
 constexpr int kLoadThreads = 512;  // before sm_90
 
@@ -139,7 +138,13 @@ __global__ void __launch_bounds__(kLoadThreads) move_blocks_kernel(const __grid_
 }
 
 template <int kTasks>
-cudaError_t launch(const BlockCopy* copies, size_t n, bool bulk, cudaStream_t stream) {
+cudaError_t load(bool bulk) {
+    return cudaFuncSetAttribute(move_blocks_kernel<kTasks>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                bulk ? int(kStages * kPieceBytes) : 0);
+}
+
+template <int kTasks>
+cudaError_t launch(const BlockCopy* copies, size_t n, bool bulk, int most_ctas, cudaStream_t stream) {
     Tasks<kTasks> t;
     t.n = uint32_t(n);
     t.pieces = 0;
@@ -149,17 +154,20 @@ cudaError_t launch(const BlockCopy* copies, size_t n, bool bulk, cudaStream_t st
         t.pieces += pieces_of(words);
     }
     const size_t ring = bulk ? kStages * kPieceBytes : 0;
-    if (const cudaError_t e =
-            cudaFuncSetAttribute(move_blocks_kernel<kTasks>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(ring));
-        e != cudaSuccess)
-        return e;
-    const auto ctas = unsigned(std::min<uint32_t>(kCtas, t.pieces));
+    if (const cudaError_t e = load<kTasks>(bulk); e != cudaSuccess) return e;
+    const auto ctas = unsigned(std::min(uint32_t(most_ctas), t.pieces));
     return launch_kernel(move_blocks_kernel<kTasks>, ctas, bulk ? 32 : kLoadThreads, ring, stream, t);
 }
 
 }  // namespace
 
-int launch_move_blocks(const BlockCopy* copies, size_t n, int generation, CUstream_st* stream) {
+int load_move_blocks(int generation) {
+    const bool bulk = generation >= 9;
+    const cudaError_t e = load<kFewTasks>(bulk);
+    return e != cudaSuccess ? e : load<kManyTasks>(bulk);
+}
+
+int launch_move_blocks(const BlockCopy* copies, size_t n, int generation, CUstream_st* stream, int ctas) {
     constexpr uint64_t kMostBytes = uint64_t{1} << 34;  // of one: words and pieces of a launch fit 32 bits
     for (size_t i = 0; i < n; ++i) {
         if (((copies[i].to | copies[i].from | copies[i].bytes) & 15) || copies[i].bytes == 0 || copies[i].bytes > kMostBytes)
@@ -168,8 +176,8 @@ int launch_move_blocks(const BlockCopy* copies, size_t n, int generation, CUstre
     while (n > 0) {
         const size_t now = std::min<size_t>(n, kManyTasks);
         const bool bulk = generation >= 9;
-        const cudaError_t e =
-            now <= kFewTasks ? launch<kFewTasks>(copies, now, bulk, stream) : launch<kManyTasks>(copies, now, bulk, stream);
+        const cudaError_t e = now <= kFewTasks ? launch<kFewTasks>(copies, now, bulk, ctas, stream)
+                                               : launch<kManyTasks>(copies, now, bulk, ctas, stream);
         if (e != cudaSuccess) return e;
         copies += now;
         n -= now;
