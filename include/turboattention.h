@@ -875,7 +875,7 @@ typedef int32_t ta_peer_route;
 enum ta_peer_route_code {
     TA_ROUTE_HOST_MEMORY = 1, /* through host memory */
     TA_ROUTE_GPU_MEMORY = 2,  /* each GPU reads the memory of the other */
-    TA_ROUTE_NCCL = 3         /* through host memory of both and NCCL */
+    TA_ROUTE_NCCL = 3         /* by NCCL's messages */
 };
 
 typedef int32_t ta_group_state;
