@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(32) count_window_pages(const __grid_constant__
         int32_t upto = 0;
         if (seq < a.batch) {
             const SequenceArgs s = a.sequences[seq];
-            const BlockWalk walk = BlockWalk::of<true>(a, seq);
+            const BlockWalk walk = walk_of<true>(a, seq);
             if (s.n_query > 0) upto = walk.pages((s.n_keys + kPageTokens - 1) / kPageTokens) - first_page(a, s, walk);
         }
 #pragma unroll

@@ -9,6 +9,7 @@
 #include <span>
 
 #include "kernels/cuda/any/decode/params.h"
+#include "kernels/cuda/common/block_walk.h"
 
 namespace ta::cuda {
 
@@ -51,9 +52,8 @@ inline void count_pages(std::span<const SequenceArgs> sequences, int32_t* pages_
     pages_before[0] = 0;
     for (size_t s = 0; s < sequences.size(); ++s) {
         const int32_t blocks = sequences[s].n_query > 0 ? (sequences[s].n_keys + kPageTokens - 1) / kPageTokens : 0;
-        const int32_t first = first_block ? first_block[s] : 0;
-        const int32_t pages = blocks > first ? (blocks - first + block_stride - 1) / block_stride : 0;
-        pages_before[s + 1] = pages_before[s] + pages;
+        const BlockWalk walk{first_block ? first_block[s] : 0, block_stride};
+        pages_before[s + 1] = pages_before[s] + walk.pages(blocks);
     }
 }
 

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         for (int n = 0; n < kTiles; ++n) rows.q_scale[n] = memory.queries[0].scale[4 * n + lane % 4];
         HalfQueries<D, 4> q;
         q.load(memory, 0, lane);
-        const BlockWalk walk = BlockWalk::of<kTiered>(p.a, at.seq);
+        const BlockWalk walk = walk_of<kTiered>(p.a, at.seq);
         const int32_t first = first_page(p.a, seg.s, walk) + at.page;
         const uint32_t place = mass_place(p, seg.s, seg.head);
         for (int32_t page = first; page < first + pages; ++page) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/any/decode/cut.cuh"
+#include "kernels/cuda/common/block_walk.h"
 
 namespace ta::cuda {
 
@@ -64,20 +65,12 @@ struct DecodeCursor {
     }
 };
 
-// The blocks of a sequence that a call reads, its pages.
-struct BlockWalk {
-    int32_t first = 0, stride = 1;
-
-    // kTiered: they may not be all.
-    template <bool kTiered>
-    static __device__ __forceinline__ BlockWalk of(const AttendArgs& a, int32_t seq) {
-        if (kTiered && a.first_block) return {a.first_block[seq], a.block_stride};
-        return {};
-    }
-    __device__ __forceinline__ int32_t block(int32_t page) const { return first + page * stride; }
-    // Pages before a block.
-    __device__ __forceinline__ int32_t pages(int32_t blocks) const { return max(0, (blocks - first + stride - 1) / stride); }
-};
+// kTiered: a sequence's pages may not be all of its blocks.
+template <bool kTiered>
+__device__ __forceinline__ BlockWalk walk_of(const AttendArgs& a, int32_t seq) {
+    if (kTiered && a.first_block) return {a.first_block[seq], a.block_stride};
+    return {};
+}
 
 // The first page that a sequence's queries see.
 __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const SequenceArgs& s, const BlockWalk& walk) {
@@ -108,7 +101,7 @@ class PieceLoader {
     __device__ __forceinline__ void touch_next_segment() const {
         DecodeCursor next = at_;
         next.next_segment(p_);
-        const BlockWalk walk = BlockWalk::of<kTiered>(p_.a, next.seq);
+        const BlockWalk walk = walk_of<kTiered>(p_.a, next.seq);
         const uint64_t* entry = p_.a.table + next.s.first_entry + walk.block(first_page(p_.a, next.s, walk) + lane_);
         uint64_t unused;
         if (lane_ < next.pages) asm volatile("ld.global.ca.u64 %0, [%1];" : "=l"(unused) : "l"(entry));
@@ -200,7 +193,7 @@ class PieceLoader {
         channel_offset_ = h.channel_offset;
         segment_left_ = min(at_.pages - at_.page, left_);
         left_ -= segment_left_;
-        const BlockWalk walk = BlockWalk::of<kTiered>(p_.a, at_.seq);
+        const BlockWalk walk = walk_of<kTiered>(p_.a, at_.seq);
         next_entry_ = p_.a.table + at_.s.first_entry + walk.block(first_page(p_.a, at_.s, walk) + at_.page + lane_);
         following_ = load_entry(0);
     }
