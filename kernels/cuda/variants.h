@@ -31,8 +31,8 @@ struct PrefillVariant {
 
     // Why the kernel cannot run a call, or nullptr if it can.
     const char* (*refusal)(const AttendArgs& args);
-    // The schedule of a call, which a launch reads from device memory.
-    PrefillPlan (*plan)(std::span<const SequenceArgs> sequences, const PrefillShape& shape);
+    // The schedule of a call, which a launch reads from device memory. `walks`: as for PrefillPlan.
+    PrefillPlan (*plan)(std::span<const SequenceArgs> sequences, const PrefillShape& shape, std::span<const BlockWalk> walks);
     // Memory for the parts of split tiles, whatever the schedule.
     size_t (*workspace_bytes)(int head_dim, int ctas);
     // Loads the kernel that a captured call takes.
@@ -42,8 +42,8 @@ struct PrefillVariant {
 
 inline constexpr PrefillVariant kPrefillVariants[] = {
     {9, 9, kPrefillRows, prefill_refusal,
-     [](std::span<const SequenceArgs> sequences, const PrefillShape& s) {
-         return PrefillPlan(sequences, s.group, s.causal, s.window, s.kv_heads, s.ctas, s.cut_every);
+     [](std::span<const SequenceArgs> sequences, const PrefillShape& s, std::span<const BlockWalk> walks) {
+         return PrefillPlan(sequences, s.group, s.causal, s.window, s.kv_heads, s.ctas, s.cut_every, walks);
      },
      prefill_workspace_bytes, load_prefill, launch_prefill},
 };

@@ -52,7 +52,8 @@ struct AttendArgs {
     const int32_t* first_position;
     const uint64_t* table;
     // [batch] the first block of each sequence that is read, and every block_stride-th after it: those of one rank of several.
-    // pages_before counts these. nullptr: all blocks. The decode kernel's alone, and not beside first_position.
+    // pages_before counts these. nullptr: all blocks. The decode kernel's alone, and not beside first_position: the prefill kernel
+    // has them from its schedule.
     const int32_t* first_block;
     int32_t block_stride = 1;
     const HeadArgs* heads;  // [kv_heads]; nullptr when no page is a channel page

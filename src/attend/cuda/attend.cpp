@@ -97,9 +97,10 @@ int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
     return (most + tokens - 1) / tokens;
 }
 
-ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences) : kernel(key.kernel), ctas(key.ctas) {
+ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, std::span<const cuda::BlockWalk> walks)
+    : kernel(key.kernel), ctas(key.ctas) {
     if (kernel) {
-        tiles = kernel->plan(sequences, {key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every});
+        tiles = kernel->plan(sequences, {key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every}, walks);
         bytes = tiles.bytes();
         return;
     }

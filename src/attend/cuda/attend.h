@@ -70,8 +70,9 @@ struct ManyRows {
     int max_rows_of_one = 0;                       // query tokens x group of any of them
 
     ManyRows() = default;
-    // Those without queries are left out.
-    ManyRows(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences);
+    // Those without queries are left out. `walks`: which of each sequence's blocks a prefill kernel reads; empty: all.
+    ManyRows(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences,
+             std::span<const cuda::BlockWalk> walks = {});
     // Writes the `bytes` of the same sequences to host memory.
     void write(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences, uint8_t* to) const;
 };

@@ -34,7 +34,7 @@ Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const Cud
     // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
     // finds nothing to do; its step is refused when it ends.
     if (key.kernel && tables.lacks_blocks()) prompts.clear();
-    schedule.rows = ManyRows(key, prompts);
+    schedule.rows = ManyRows(key, prompts, tables.walks());
     const size_t bytes = schedule.rows.bytes;
     const size_t room = std::max<size_t>(bytes, 1 << 16);
     const bool renews = schedule.captured && schedule.table != tables.moves_of_entries();

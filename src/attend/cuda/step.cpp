@@ -421,7 +421,8 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool observe
 Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
     const ManyRowsKey key = choose_for_many_rows(device_, p, a);
-    if (!key.kernel && CaptureScope::captured()) a.may_lack_pages = tables_.may_lack_blocks();  // when it is replayed
+    // Decode, which takes the rows of a prompt by their places, passes over other ranks' blocks one by one.
+    if (!key.kernel && (tables_.block_stride() > 1 || CaptureScope::captured())) a.may_lack_pages = tables_.may_lack_blocks();
     // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
     // with other steps: what it captures takes the one for all of them, which is loaded by then.
     if (key.kernel && !CaptureScope::captured()) {

@@ -224,11 +224,11 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
             const Block::Stored at = block.stored();
             const bool here = at.slot && is_here(b);
             *patch++ = {entry++, here ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : cuda::kEntryDropped};
-            row.lacks_blocks |= !here;
+            row.lacks_blocks |= !at.slot && is_here(b);
         }
         // A graph of the step serves others, in which the ranks have other blocks.
         may_lack_blocks_ |= partition != nullptr;
-        lacks_blocks_ |= row.lacks_blocks || partition;
+        lacks_blocks_ |= row.lacks_blocks;
         for (const StepBlock& t : m.touched) *patch++ = {entry++, is_here(t.index) ? page_of(t) : cuda::kEntryDropped};
     }
     args.patches = first;
@@ -246,6 +246,7 @@ void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinn
     const Partition* const partition = batch > 0 ? step.members[0].sequence->partition.get() : nullptr;
     block_stride_ = partition ? int32_t(partition->exchange->ranks()) : 1;
     members_.clear();
+    walks_.clear();
     max_rows_ = 0;
     any_prefill_ = false;
     for (size_t i = 0; i < batch; ++i) {
@@ -259,6 +260,7 @@ void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinn
         if (!to_decode) s.n_query = 0;
         decode[i] = s;
         first_block[i] = partition ? m.sequence->partition->first_own() : 0;
+        walks_.push_back({first_block[i], block_stride_});
     }
     cuda::count_pages(decode, pages_before);
     cuda::count_pages(decode, own_pages_before, first_block, block_stride_);

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/tables/step_tables.h"
+#include "kernels/cuda/common/block_walk.h"
 #include "src/attend/step.h"
 #include "src/device/cuda/memory.h"
 
@@ -43,6 +44,7 @@ class CudaTables {
     int max_decode_rows() const { return max_rows_; }  // of the sequences that decode takes, query tokens x group
     bool any_prefill() const { return any_prefill_; }  // a sequence is left for prefill
     std::span<const cuda::SequenceArgs> members() const { return members_; }  // with all of their query tokens
+    std::span<const cuda::BlockWalk> walks() const { return walks_; }         // of each, its blocks here
 
     static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
@@ -51,8 +53,8 @@ class CudaTables {
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
     bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
-    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped, or are other ranks'
-    bool may_lack_blocks() const { return may_lack_blocks_; }         // in another step of its kind, too
+    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
+    bool may_lack_blocks() const { return may_lack_blocks_; }         // in another step of its kind, too, or are other ranks'
     bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
     // What captured launches point at. The workspace's pages are in the tables.
@@ -112,6 +114,7 @@ class CudaTables {
     int32_t block_stride_ = 1;
     bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, may_lack_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;
+    std::vector<cuda::BlockWalk> walks_;
     PinnedBuffer pinned_[4];
     uint64_t uploads_ = 0;
 };

@@ -40,11 +40,22 @@ struct Call {
     bool causal;
     int window;
     int cut_every;
+    int ranks = 1;
 };
+
+// Of the first keys of a sequence, those in the walk's blocks.
+int32_t count_keys(const BlockWalk& walk, int32_t keys) {
+    int32_t n = 0;
+    for (int32_t block = walk.first; block * kPageTokens < keys; block += walk.stride)
+        n += std::min(kPageTokens, keys - block * kPageTokens);
+    return n;
+}
 
 void check(const Call& c, const std::vector<Lengths>& lengths) {
     const std::vector<SequenceArgs> sequences = sequences_of(lengths);
-    const PrefillPlan plan(sequences, c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every);
+    std::vector<BlockWalk> walks;
+    for (size_t n = 0; c.ranks > 1 && n < lengths.size(); ++n) walks.push_back({int32_t(n + 1) % c.ranks, c.ranks});
+    const PrefillPlan plan(sequences, c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every, walks);
     ASSERT_LE(plan.slots(), prefill_slots(c.ctas));
     ASSERT_LE(size_t(plan.slots()) * kPrefillWarps * part_bytes(128), prefill_workspace_bytes(128, c.ctas));
 
@@ -56,6 +67,7 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
     size_t tiles = 0;
     for (size_t n = 0; n < sequences.size(); ++n) {
         const SequenceArgs& s = sequences[n];
+        const BlockWalk walk = walks.empty() ? BlockWalk{} : walks[n];
         const int64_t rows = int64_t(s.n_query) * c.group;
         for (int64_t row = 0; row < rows; row += kPrefillRows, ++tiles) {
             const auto& of_tile = parts[{int(n), int(row)}];
@@ -65,8 +77,8 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
             int32_t low = INT32_MAX, high = 0;  // what its rows see
             for (int64_t r = row; r < std::min(row + kPrefillRows, rows); ++r) {
                 const KeyRange seen = visible_keys(c.causal, c.window, s.n_keys, s.n_keys - s.n_query + int(r / c.group));
-                low = std::min(low, seen.begin / kPageTokens),
-                high = std::max(high, (seen.end + kPageTokens - 1) / kPageTokens);
+                low = std::min(low, count_keys(walk, seen.begin) / kPageTokens),
+                high = std::max(high, (count_keys(walk, seen.end) + kPageTokens - 1) / kPageTokens);
             }
             int32_t page = first.page_begin;
             ASSERT_TRUE(page <= low || high <= low);
@@ -77,6 +89,9 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
                 ASSERT_EQ(t->n_query, s.n_query);
                 ASSERT_EQ(t->row, s.row);
                 ASSERT_EQ(t->first_entry, s.first_entry);
+                ASSERT_EQ(t->own_keys, count_keys(walk, s.n_keys));
+                ASSERT_EQ(t->walk.first, walk.first);
+                ASSERT_EQ(t->walk.stride, walk.stride);
                 ASSERT_EQ(t->page_begin, page);
                 ASSERT_TRUE(t->page_end > page || t->parts == 1) << "an empty part";
                 ASSERT_TRUE((t->page_end - first.page_begin) % c.cut_every == 0 || part == t->parts - 1)
@@ -112,7 +127,8 @@ TEST(PrefillSchedule, HasEachRowOnce) {
                      random.chance(20) ? 0 : 1 + upto(160),
                      random.chance(70),
                      random.chance(20) ? 1 + upto(3000) : 0,
-                     random.chance(30) ? 64 : 2};
+                     random.chance(30) ? 64 : 2,
+                     random.chance(50) ? 1 : 2 + upto(6)};
         std::vector<Lengths> lengths;
         for (int s = upto(5); s >= 0; --s) {
             const int keys = upto(random.chance(30) ? 40000 : 700);

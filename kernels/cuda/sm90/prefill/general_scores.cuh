@@ -86,13 +86,9 @@ struct LaneBlock {
     RowInfo* rows;    // the first one's
     RowInfo info[2];  // what is there
     float scale[2];
-    int i, first_key;  // of its columns
-    TA_DEVICE LaneBlock(RowInfo* rows, float unit, int key, int i)
-        : rows(rows),
-          info{rows[0], rows[8]},
-          scale{info[0].scale * unit, info[1].scale * unit},
-          i(i),
-          first_key(key + lane_token(i)) {}
+    int i;  // of its columns
+    TA_DEVICE LaneBlock(RowInfo* rows, float unit, int i)
+        : rows(rows), info{rows[0], rows[8]}, scale{info[0].scale * unit, info[1].scale * unit}, i(i) {}
 };
 
 // The integers become the bits of floats.
@@ -119,15 +115,18 @@ TA_DEVICE void add_turning(const AttendArgs& args, const Tile& tile, int row_in_
     for (int n = 0; n < 64; ++n) s[n] = __float_as_int(x[n]);
 }
 
-// Softcap and ALiBi.
-TA_DEVICE void apply_options(int32_t (&s)[64], const LaneBlock& lane, const ScoreOptions& options) {
+// Softcap and ALiBi. `key`: the block's first, among those of the sequence's pages.
+TA_DEVICE void apply_options(int32_t (&s)[64], const LaneBlock& lane, const ScoreOptions& options, const BlockWalk& walk,
+                             int key) {
+    const int page = key / kPageTokens;
+    const int first[2] = {walk.block(page) * kPageTokens, (walk.block(page + 1) - 1) * kPageTokens};  // less the columns before
 #pragma unroll
     for (int n = 0; n < 64; ++n) {
         const int row = n / 2 % 2;
         float x = __int_as_float(s[n]);
         if (options.softcap > 0.0f) x = soft_capped(x + lane.info[row].bias, options);
-        const int key = lane.first_key + column_token(n / 4, n % 2);
-        s[n] = __float_as_int(fmaf(lane.info[row].slope, float(key - lane.info[row].position), x));
+        const int place = first[n / 32] + lane_token(lane.i) + column_token(n / 4, n % 2);
+        s[n] = __float_as_int(fmaf(lane.info[row].slope, float(place - lane.info[row].position), x));
     }
 }
 

@@ -340,7 +340,7 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 if (bits_there) {
                     scales.read_channels<D>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
                 } else {
-                    const int valid = there ? tile.rows.n_keys - (page + p) * kPageTokens : 0;
+                    const int valid = there ? tile.rows.own_keys - (page + p) * kPageTokens : 0;
                     scales.read_tokens<D>(shared.raw[raw][p], valid, part);
                 }
             }

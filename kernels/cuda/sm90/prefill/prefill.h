@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels/cuda/common/attend_args.h"
+#include "kernels/cuda/common/block_walk.h"
 
 namespace ta::cuda {
 
@@ -23,13 +24,15 @@ inline constexpr int kLongTilePages = 64;  // tiles with as many pages, on the a
 // The same rows of each kv head.
 struct alignas(16) PrefillTile {
     int32_t first_row, first_token;             // of the sequence's n_query * group; its query token
-    int32_t page_begin, page_end;               // pages that at least one row sees; none: page_begin == page_end
+    int32_t page_begin, page_end;               // pages of `walk` that at least one row sees; none: page_begin == page_end
     int32_t n_keys, n_query, row, first_entry;  // of the sequence, as in SequenceArgs
+    BlockWalk walk;                             // the sequence's pages
+    int32_t own_keys;                           // in these pages
     int32_t sequence;
     int32_t part, parts;  // which part of these pages this is, of how many
     int32_t first_slot;   // of several parts: that of kv head 0, part 0; a head's parts follow each other
 };
-static_assert(sizeof(PrefillTile) == 48);
+static_assert(sizeof(PrefillTile) == 64);
 
 // The schedule begins with this; the tiles follow, those with the most pages first, then uint32 arrivals [slots][warps]. Item n
 // of a launch is tile n / kv_heads of head n % kv_heads. All counters are 0 between launches: the last to come sees to it.
@@ -45,9 +48,9 @@ class PrefillPlan {
   public:
     PrefillPlan() = default;
     // `ctas`: of the launch; 0: tiles are not split. `cut_every`, even: parts begin so many pages, or a multiple, behind the
-    // first that the tile's rows see.
+    // first that the tile's rows see. `walks`: which blocks of each sequence are its pages; empty: all.
     PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas,
-                int32_t cut_every = 2);
+                int32_t cut_every = 2, std::span<const BlockWalk> walks = {});
 
     size_t bytes() const;
     // Writes the schedule, `bytes` long, to host memory.

@@ -407,10 +407,12 @@ TA_DEVICE void start_rows(const AttendArgs& args, const Tile& tile, int row_in_t
         const RowPlace at(args, tile, row_in_tile - (lane >> 2) + lane);
         const bool exists = at.token < tile.rows.n_query;
         to.position = tile.rows.n_keys - tile.rows.n_query + at.token;
-        const KeyRange seen = visible_keys(args.causal, args.window, tile.rows.n_keys, to.position);
+        KeyRange seen = visible_keys(args.causal, args.window, tile.rows.n_keys, to.position);
+        const BlockWalk walk = tile.rows.walk;
+        if (walk.stride > 1) seen = {walk.keys(seen.begin), walk.keys(seen.end)};
         // A row that does not exist sees all keys, so that no block takes a slower path because of it.
         to.key_begin = exists ? seen.begin : 0;
-        to.key_end = exists ? seen.end : tile.rows.n_keys;
+        to.key_end = exists ? seen.end : tile.rows.own_keys;
         to.slope = 0.0f;
         if (args.alibi_slope && exists) to.slope = args.alibi_slope[at.head] * 1.44269504f;
         to.natural = kNever;

@@ -164,12 +164,15 @@ std::vector<Cut> choose_cuts(std::span<const PrefillTile> tiles, const Shape& sh
 }  // namespace
 
 PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas,
-                         int32_t cut_every) {
+                         int32_t cut_every, std::span<const BlockWalk> walks) {
     // A counting sort by pages: this runs once per step, and the rows may be hundreds of thousands.
     constexpr int kClasses = 1024;
     std::array<int32_t, kClasses> place{};
+    const auto pages_for = [](int32_t keys) { return (keys + kPageTokens - 1) / kPageTokens; };
+    const auto walk_of = [&](size_t n) { return walks.empty() ? BlockWalk{} : walks[n]; };
     int32_t most_pages = 1;
-    for (const SequenceArgs& s : sequences) most_pages = std::max(most_pages, (s.n_keys + kPageTokens - 1) / kPageTokens);
+    for (size_t n = 0; n < sequences.size(); ++n)
+        most_pages = std::max(most_pages, pages_for(walk_of(n).keys(sequences[n].n_keys)));
     const auto class_of = [&](const PrefillTile& t) {
         return kClasses - 1 - int(int64_t(pages_of(t)) * (kClasses - 1) / most_pages);
     };
@@ -188,6 +191,7 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
     std::vector<PrefillTile> tiles;
     for (size_t n = 0; n < sequences.size(); ++n) {
         const SequenceArgs& s = sequences[n];
+        const BlockWalk walk = walk_of(n);
         const int64_t rows = int64_t(s.n_query) * group;
         const int position = s.n_keys - s.n_query;
         for (int64_t row = 0; row < rows; row += kPrefillRows) {
@@ -198,8 +202,9 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
             PrefillTile t{};
             t.first_row = int32_t(row);
             t.first_token = int32_t(row / group);
-            t.page_begin = low.begin / kPageTokens;
-            t.page_end = std::max(t.page_begin, (high.end + kPageTokens - 1) / kPageTokens);
+            t.page_begin = walk.keys(low.begin) / kPageTokens;
+            t.page_end = std::max(t.page_begin, pages_for(walk.keys(high.end)));
+            t.walk = walk, t.own_keys = walk.keys(s.n_keys);
             t.n_keys = s.n_keys, t.n_query = s.n_query, t.row = s.row, t.first_entry = s.first_entry;
             t.sequence = int32_t(n);
             t.parts = 1;

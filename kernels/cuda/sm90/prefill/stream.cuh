@@ -135,7 +135,7 @@ class PageStream {
                 continue;
             }
             if (page == batch + 32) {
-                find_addresses(args, load_entry(args, first_entry_, page, page_end, lane), lane);
+                find_addresses(args, load_entry(args, first_entry_, walk_, page, page_end, lane), lane);
                 continue;
             }
             const uint32_t slot = uint32_t(issued) % kRawBlocks, round = uint32_t(issued) / kRawBlocks;
@@ -205,17 +205,19 @@ class PageStream {
             __syncwarp();
             for (int row = lane; row < kPrefillRows && !end; row += 32) prefetch_query<D>(args, next_, row);
         } else {
-            next_entry_[lane] = load_entry(args, next_.rows.first_entry, next_.rows.page_begin, next_.rows.page_end, lane);
+            const PrefillTile& next = next_.rows;
+            next_entry_[lane] = load_entry(args, next.first_entry, next.walk, next.page_begin, next.page_end, lane);
             known_ = kEntries;
         }
         return true;
     }
 
-    TA_DEVICE static uint64_t load_entry(const AttendArgs& args, int first_entry, int page, int page_end, int lane) {
-        return page + lane < page_end ? __ldg(args.table + first_entry + page + lane) : 0;
+    TA_DEVICE static uint64_t load_entry(const AttendArgs& args, int first_entry, const BlockWalk& walk, int page, int page_end,
+                                         int lane) {
+        return page + lane < page_end ? __ldg(args.table + first_entry + walk.block(page + lane)) : 0;
     }
     TA_DEVICE void start_tile(const AttendArgs& args, int lane) {
-        head_ = next_.head, first_entry_ = next_.rows.first_entry;
+        head_ = next_.head, first_entry_ = next_.rows.first_entry, walk_ = next_.rows.walk;
         page_ = next_.rows.page_begin, page_end_ = next_.rows.page_end;
         known_ = kNothing;
         __syncwarp();
@@ -245,6 +247,7 @@ class PageStream {
     Known known_;
     int item_;
     int head_, first_entry_, page_, page_end_, batch_, issued_, published_;
+    BlockWalk walk_;
     Ring<kTiles> tile_ring_;
 };
 

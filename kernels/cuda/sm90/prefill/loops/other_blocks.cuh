@@ -33,10 +33,10 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::make_general_p(const Att
     alignas(16) float saved[D / 2];
     save_registers(saved, o);
     const ScoreOptions options = score_options(args);
-    const LaneBlock at(info, unit, mask.key, i);
+    const LaneBlock at(info, unit, i);
     scale_scores(s, at, scales);
     if (__any_sync(~0u, has_turning(scales))) add_turning(args, tile, row_in_tile, scales, i, s);
-    if (kOptions) apply_options(s, at, options);
+    if (kOptions) apply_options(s, at, options, tile.rows.walk, mask.key);
     general_scores<kOptions>(s, at, scales, options, mask, scores, rows.exact);
     make_p(scores, p);
     restore_registers(o, saved);
