@@ -54,6 +54,7 @@ struct AttendCall {
     std::span<const AttendSequence> sequences;    // on a CPU
     TensorView q, out;
     float* lse = nullptr;
+    bool lse_of_o = false;  // lse may be that of sums rounded as O's are: it is for a merge alone
     AttendSettings settings;
     const float* rotation_signs = nullptr;  // nullptr: no rotation
     const float* k_offset = nullptr;        // [kv_heads, head_dim] or nullptr

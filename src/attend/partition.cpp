@@ -90,6 +90,7 @@ Status PartitionedStep::attend(uint32_t layer, const AttendCall& call) {
     AttendCall own = call;
     if (call.q.tokens == 0) return backend_.attend(layer, own);
     TA_RETURN_IF_ERROR(backend_.parts().reserve(own));
+    own.lse_of_o = !call.lse;
     if (step_.exchange->rank() != 0) own.settings.sinks = nullptr;  // they join the denominator once
     TA_RETURN_IF_ERROR(backend_.attend(layer, own));
     step_.outputs.heads = call.q.heads;

@@ -62,6 +62,9 @@ struct AttendArgs {
 
     TensorArgs q, out;
     float* lse;  // [rows, q_heads] natural logarithm, or nullptr
+    // The same, of the sums that O was divided by, rounded as they may be: enough to merge O with that of other keys. The prefill
+    // kernel's alone, which takes no longer for it; not beside lse.
+    float* lse_of_o;
 
     const float* signs;     // [head_dim] +1 or -1: queries are rotated; nullptr: they are not
     const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr

@@ -62,9 +62,9 @@ class CudaStep final : public StepBackend {
     Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
-    Status prepare_launches(const AttendArgs& args, ta_p p, bool observed, Launches& launches);
+    Status prepare_launches(const AttendArgs& args, const AttendCall& call, bool observed, Launches& launches);
     Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool observed, AttendWork& work);
-    Status prepare_prefill(AttendArgs args, ta_p p, AttendWork& work);
+    Status prepare_prefill(AttendArgs args, const AttendCall& call, AttendWork& work);
     Status prepare_observed(const AttendArgs& args, ta_p p);
     Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, AttendWork& work);
     Status reserve_workspace(const AttendWork& work);
@@ -327,7 +327,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     // A graph is replayed in any turn.
     const bool observed = pool_.observes(layer, capture.captured() ? 0 : step_->turn);
     Launches launches;
-    TA_RETURN_IF_ERROR(prepare_launches(args, call.settings.p, observed, launches));
+    TA_RETURN_IF_ERROR(prepare_launches(args, call, observed, launches));
     bool staged = false;
     if (!capture.captured()) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
     // Decode may start while the kernel before it runs, and reads the tables at once.
@@ -384,14 +384,15 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
 }
 
 // A call by hand gets what it would need to be observed even where it is not: a graph may observe it.
-Status CudaStep::prepare_launches(const AttendArgs& a, ta_p p, bool observed, Launches& l) {
+Status CudaStep::prepare_launches(const AttendArgs& a, const AttendCall& call, bool observed, Launches& l) {
+    const ta_p p = call.settings.p;
     const int rows = tables_.max_decode_rows();
     l.any_decode = rows > 0;
     l.any_prefill = tables_.any_prefill();
     if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, observed, l.decode));
     observed_.clear();
     if (l.any_prefill) {
-        TA_RETURN_IF_ERROR(prepare_prefill(a, p, l.prefill));
+        TA_RETURN_IF_ERROR(prepare_prefill(a, call, l.prefill));
         if (observed || (mass_.on() && !CaptureScope::captured())) TA_RETURN_IF_ERROR(prepare_observed(a, p));
     }
     if (!observed) {
@@ -418,11 +419,12 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool observe
     return reserve_workspace(work);
 }
 
-Status CudaStep::prepare_prefill(AttendArgs a, ta_p p, AttendWork& work) {
+Status CudaStep::prepare_prefill(AttendArgs a, const AttendCall& call, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
-    const ManyRowsKey key = choose_for_many_rows(device_, p, a);
+    const ManyRowsKey key = choose_for_many_rows(device_, call.settings.p, a);
     // Decode, which takes the rows of a prompt by their places, passes over other ranks' blocks one by one.
     if (!key.kernel && (tables_.block_stride() > 1 || CaptureScope::captured())) a.may_lack_pages = tables_.may_lack_blocks();
+    if (key.kernel && call.lse_of_o) a.lse_of_o = std::exchange(a.lse, nullptr);
     // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
     // with other steps: what it captures takes the one for all of them, which is loaded by then.
     if (key.kernel && !CaptureScope::captured()) {

@@ -115,10 +115,11 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
                 store_channels(static_cast<float*>(args.out.data) + to, x[e]);
             }
         }
-        if (args.lse && i == 0) {
+        float* const to_lse = args.lse ? args.lse : args.lse_of_o;
+        if (to_lse && i == 0) {
             const RowPlace at(args, tile, row_in_tile + 8 * which);
             const float lse = (m[which] + log2f(l[which]) - log2f(kUnit) + shift[which]) * kLn2;
-            args.lse[int64_t(tile.rows.row + at.token) * (args.kv_heads * args.group) + at.head] =
+            to_lse[int64_t(tile.rows.row + at.token) * (args.kv_heads * args.group) + at.head] =
                 l[which] > 0.0f ? lse : -INFINITY;
         }
     }
