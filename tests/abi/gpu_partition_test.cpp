@@ -8,6 +8,7 @@
 
 #include "support/gpu.h"
 #include "support/spread.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 namespace {
@@ -68,9 +69,13 @@ class GpuPartition : public ::testing::TestWithParam<Places> {
     }
     Spread make(
         uint32_t bits = 4, const Spread::Change& change = [](auto&) {}) const {
+        return make(pool_shape(bits), change);
+    }
+    Spread make(
+        const ta_kv_pool_options& pool, const Spread::Change& change = [](auto&) {}) const {
         std::vector<Context> contexts;
         for (const int d : devices_) contexts.push_back(context_on(d));
-        Spread s(std::move(contexts), context_on(0), bits, change,
+        Spread s(std::move(contexts), context_on(0), pool, change,
                  [this](uint32_t rank, const Calls& calls) { return run(rank, calls); });
         for (uint32_t r = 0; r < s.ranks.size(); ++r) set_stream(s.ranks[r].plan, r);
         set_stream(s.whole_plan, Spread::kWhole);
@@ -78,6 +83,8 @@ class GpuPartition : public ::testing::TestWithParam<Places> {
         if (std::count(devices_.begin(), devices_.end(), kCpu)) s.tolerance = 4e-4;
         return s;
     }
+
+    void check_graphs(int32_t tokens, int steps, const Asked& asked, double tolerance) const;
 
     std::vector<int> devices_;
     bool by_kernel_ = true;  // parts go from GPU to GPU
@@ -109,6 +116,142 @@ TEST_P(GpuPartition, EveryRankHasTheResultsOfOne) {
         s.expect_step({b}, asking(0, 5, 5));
         s.expect_step({a}, asking(2500, 2500, 4));  // more rows than one exchange takes
         s.expect_step({a, b}, asking(1, 1, 8));
+    }
+}
+
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double squares = a.size() == b.size() ? 0.0 : INFINITY;
+    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) squares += std::pow(double(a[i]) - double(b[i]), 2);
+    return std::sqrt(squares);
+}
+
+// Sequences of a spread, and each once more on the whole's GPU for steps with P of 16 bits. P of prompts has 8: the ranks' results
+// are to be about as far from those steps' as one GPU's results of 8 bits are.
+class Prompts {
+  public:
+    explicit Prompts(Spread& spread) : spread_(spread) {}
+    size_t add(const ta_partition_options& options) {
+        fine_.push_back(make_sequence(spread_.whole));
+        return spread_.add(options);
+    }
+    void expect_step(const std::vector<size_t>& members, const Asked& asked, double more = 2e-3) const {
+        Asked with_16_bits = asked;
+        with_16_bits.options.p = TA_P_U16;
+        std::vector<ta_seq> fine;
+        for (const size_t m : members) fine.push_back(fine_[m]);
+        const Given want = spread_.whole_step_of(fine, with_16_bits), one = spread_.whole_step(members, asked);
+        ASSERT_EQ(want.status, TA_OK) << want.text;
+        const std::vector<Given> given = spread_.steps(members, asked);
+        const double size = distance(want.out, std::vector<float>(want.out.size()));
+        for (const Given& g : given) {
+            ASSERT_EQ(g.status, TA_OK) << g.text;
+            EXPECT_LT(distance(g.out, want.out), 2.0 * distance(one.out, want.out) + more * size);
+            if (asked.lse) EXPECT_LT(largest_difference(g.lse, want.lse), 1e-2 + 2 * more);
+            EXPECT_TRUE(same_bits(g.out, given[0].out) && same_bits(g.lse, given[0].lse));
+        }
+    }
+
+  private:
+    Spread& spread_;
+    std::vector<ta_seq> fine_;
+};
+
+Asked asking_as_usual(int32_t n_new, int32_t n_query, int32_t group, bool lse) {
+    Asked asked = asking(n_new, n_query, group);
+    asked.options.p = TA_P_DEFAULT;
+    asked.lse = lse;
+    return asked;
+}
+
+TEST_P(GpuPartition, PromptsOfAnyLength) {
+    for (const bool lse : {false, true}) {
+        uint32_t bits = 2;
+        for (const int32_t group : {1, 4, 5, 8}) {
+            SCOPED_TRACE("group " + std::to_string(group) + ", " + std::to_string(bits) + " bits" + (lse ? ", LSE" : ""));
+            Spread s = make(bits);
+            Prompts p(s);
+            const size_t a = p.add(partition_options(7)), b = p.add(partition_options(3, 1));
+            p.expect_step({a}, asking_as_usual(700, 700, group, lse));
+            for (const int32_t tokens : {1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300}) {
+                Asked asked = asking_as_usual(tokens, tokens, group, lse);
+                asked.more = 37;  // the second one's
+                p.expect_step({a, b}, asked);
+            }
+            p.expect_step({b}, asking_as_usual(0, 200, group, lse));
+            bits = bits == 8 ? 2 : 2 * bits;
+        }
+    }
+}
+
+TEST_P(GpuPartition, OptionsHoldOverAllRanks) {
+    const std::function<void(Asked&)> options[] = {
+        [](Asked& x) { x.options.window = 70; },  // some ranks have none of these keys
+        [](Asked& x) { x.options.window = 500; },
+        [](Asked& x) { x.options.mask = TA_MASK_FULL, x.options.window = 100; },
+        [](Asked& x) { x.options.softcap = 5.0f; },
+        [](Asked& x) {
+            x.sinks = {0.5f, -1.0f, 6.0f, 2.0f};
+        },
+        [](Asked& x) {
+            x.slopes = {0.01f, 0.02f, 0.0f, 0.5f};
+        },
+        [](Asked& x) { x.options.exp = TA_EXP_SAS; },
+        [](Asked& x) {
+            x.options.window = 300, x.options.softcap = 20.0f;
+            x.sinks = {0.5f, -1.0f, 6.0f, 2.0f}, x.slopes = {0.01f, 0.02f, 0.0f, 0.5f};
+        },
+    };
+    Spread s = make();
+    Prompts p(s);
+    const size_t a = p.add(partition_options(1, 1)), b = p.add(partition_options(2));
+    p.expect_step({a, b}, asking_as_usual(900, 900, 2, false));
+    for (size_t n = 0; n < std::size(options); ++n) {
+        for (const int32_t tokens : {1, 6, 150}) {
+            SCOPED_TRACE("options " + std::to_string(n) + ", " + std::to_string(tokens) + " tokens");
+            Asked asked = asking_as_usual(tokens, tokens, 2, n % 2 != 0);
+            asked.more = tokens / 2;
+            options[n](asked);
+            // SAS drops what is far below a rank's own maxima.
+            p.expect_step({a, b}, asked, asked.options.exp == TA_EXP_SAS ? 0.05 : 2e-3);
+        }
+    }
+}
+
+// Steps over a sequence that is not spread, between those over one that is, in the same plan.
+TEST_P(GpuPartition, PlansTakePlainSequencesInTurn) {
+    const auto rank =
+        uint32_t(std::find_if(devices_.begin(), devices_.end(), [](int d) { return d != kCpu; }) - devices_.begin());
+    Spread s = make();
+    Prompts p(s);
+    const size_t a = p.add(partition_options(1));
+    const ta_seq plain = make_sequence(s.ranks[rank].pool), beside = make_sequence(s.whole);
+    for (const int32_t tokens : {300, 70, 200}) {
+        const Asked asked = asking_as_usual(tokens, tokens, 4, false);
+        p.expect_step({a}, asked);
+        const Given got = run(rank, {s.ranks[rank].plan, {plain}, asked}), want = s.whole_step_of({beside}, asked);
+        ASSERT_EQ(got.status, TA_OK) << got.text;
+        EXPECT_TRUE(same_bits(got.out, want.out));
+    }
+}
+
+// Blocks that get little attention go to host memory, at each rank those of its own.
+TEST_P(GpuPartition, BlocksLeaveByTheirAttention) {
+    ta_kv_pool_options pool = pool_shape();
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 64 << 20;
+    tiers.eviction = TA_EVICT_ATTENTION;
+    pool.tiers = &tiers;
+    pool.budget_bytes = 300 << 10;
+    Spread s = make(pool);
+    Prompts p(s);
+    const size_t a = p.add(partition_options(1, 1));
+    for (int i = 0; i < 16; ++i) {
+        p.expect_step({a}, asking_as_usual(300, 300, 4, i % 2 == 0));
+        p.expect_step({a}, asking_as_usual(1, 1, 4, i % 2 == 0));
+    }
+    for (uint32_t r = 0; r < s.ranks.size(); ++r) {
+        EXPECT_GT(residency(s.ranks[r].pool, s.seqs[a][r]).host_blocks, 0u) << "rank " << r;
+        verify(s.ranks[r].pool, s.seqs[a][r]);
     }
 }
 
@@ -219,34 +362,33 @@ TEST_P(GpuPartition, PlansComeAndGo) {
     }
 }
 
-// What ranks capture in their first step is replayed in later ones, whatever blocks they have by then.
-TEST_P(GpuPartition, GraphsHaveTheExchange) {
-    if (std::count(devices_.begin(), devices_.end(), kCpu)) GTEST_SKIP() << "a rank has no graphs";
+// Steps of so many tokens. What ranks capture in their first one is replayed in later ones, whatever blocks they have by then.
+void GpuPartition::check_graphs(int32_t tokens, int steps, const Asked& asked, double tolerance) const {
     constexpr int64_t kQHeads = kHeads * 4;
+    const int64_t row = tokens * kRow, q_row = tokens * kQHeads * kDim;
     Spread s = make();
     const size_t a = s.add(partition_options(1));
+    s.tolerance = tolerance;
     s.expect_step({a}, asking(500, 2, 4));
-    Asked asked = asking(1, 1, 4);
     s.expect_step({a}, asked);  // what captured calls need is there
     std::vector<std::string> failures(s.ranks.size());
     std::vector<std::vector<std::vector<float>>> out(s.ranks.size());
-    constexpr int kSteps = 150;
     const auto rank_steps = [&](uint32_t r) {
         ta_error err;
         EXPECT_EQ(cudaSetDevice(device(r)), cudaSuccess);
-        Tensor kv(std::vector<float>(size_t(kRow)), 1, kHeads, kDim),
-            q(std::vector<float>(size_t(kQHeads * kDim)), 1, kQHeads, kDim),
-            o(std::vector<float>(size_t(kQHeads * kDim)), 1, kQHeads, kDim);
+        Tensor kv(std::vector<float>(size_t(row)), tokens, kHeads, kDim),
+            q(std::vector<float>(size_t(q_row)), tokens, kQHeads, kDim),
+            o(std::vector<float>(size_t(q_row)), tokens, kQHeads, kDim);
         const DeviceCopy k_copy(kv), q_copy(q), o_copy(o);
         const Plan& plan = s.ranks[r].plan;
         CapturedGraph graph;
         ta_status status = TA_OK;
-        for (int i = 0; i < kSteps; ++i) {
+        for (int i = 0; i < steps; ++i) {
             Random random{uint64_t(i)};
-            const std::vector<float> kv_now = random.normals(kRow), q_now = random.normals(kQHeads * kDim);
+            const std::vector<float> kv_now = random.normals(row), q_now = random.normals(q_row);
             cudaMemcpy(k_copy.view()->data, kv_now.data(), kv_now.size() * 4, cudaMemcpyHostToDevice);
             cudaMemcpy(q_copy.view()->data, q_now.data(), q_now.size() * 4, cudaMemcpyHostToDevice);
-            begin(plan, s.at({a}, r), {1}, {1});
+            begin(plan, s.at({a}, r), {tokens}, {tokens});
             if (!graph) {
                 graph.capture(stream(r), [&] {
                     for (uint32_t layer = 0; layer < kLayers && status == TA_OK; ++layer) {
@@ -277,12 +419,12 @@ TEST_P(GpuPartition, GraphsHaveTheExchange) {
     }
     // The whole's, one by one.
     EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < steps; ++i) {
         Random random{uint64_t(i)};
-        Tensor kv(random.normals(kRow), 1, kHeads, kDim), q(random.normals(kQHeads * kDim), 1, kQHeads, kDim),
-            o(std::vector<float>(size_t(kQHeads * kDim)), 1, kQHeads, kDim);
+        Tensor kv(random.normals(row), tokens, kHeads, kDim), q(random.normals(q_row), tokens, kQHeads, kDim),
+            o(std::vector<float>(size_t(q_row)), tokens, kQHeads, kDim);
         const DeviceCopy k_copy(kv), q_copy(q), o_copy(o);
-        begin(s.whole_plan, {s.whole_seqs[a]}, {1}, {1});
+        begin(s.whole_plan, {s.whole_seqs[a]}, {tokens}, {tokens});
         ta_error err;
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             require(ta_append(s.whole_plan.get(), layer, k_copy.view(), k_copy.view(), &err), err);
@@ -292,17 +434,24 @@ TEST_P(GpuPartition, GraphsHaveTheExchange) {
         EXPECT_EQ(cudaStreamSynchronize(stream(Spread::kWhole)), cudaSuccess);
         o_copy.fetch();
         for (size_t r = 0; r < s.ranks.size(); ++r) {
-            ASSERT_EQ(out[r].size(), size_t(kSteps)) << failures[r];
+            ASSERT_EQ(out[r].size(), size_t(steps)) << failures[r];
             EXPECT_TRUE(same_bits(out[r][size_t(i)], out[0][size_t(i)])) << "step " << i;
-            EXPECT_LT(largest_difference(out[r][size_t(i)], o.values()), 1e-4) << "step " << i;
+            EXPECT_LT(largest_difference(out[r][size_t(i)], o.values()), tolerance) << "step " << i;
         }
     }
     s.expect_step({a}, asked);  // eager again
 }
 
+TEST_P(GpuPartition, GraphsHaveTheExchange) {
+    if (std::count(devices_.begin(), devices_.end(), kCpu)) GTEST_SKIP() << "a rank has no graphs";
+    check_graphs(1, 150, asking(1, 1, 4), 1e-4);
+    check_graphs(40, 20, asking_as_usual(40, 40, 4, true), 2e-2);  // by the prefill kernel, P of 8 bits
+}
+
 INSTANTIATE_TEST_SUITE_P(Places, GpuPartition,
-                         ::testing::Values(Places{"OneGpu", {0, 0}}, Places{"GpuAndCpu", {0, kCpu}},
-                                           Places{"GpuAndTwoCpus", {kCpu, 0, kCpu}}, Places{"TwoGpus", {0, 1}}),
+                         ::testing::Values(Places{"OneGpu", {0, 0}}, Places{"OneGpuThrice", {0, 0, 0}},
+                                           Places{"GpuAndCpu", {0, kCpu}}, Places{"GpuAndTwoCpus", {kCpu, 0, kCpu}},
+                                           Places{"TwoGpus", {0, 1}}),
                          [](const auto& i) { return i.param.name; });
 
 }  // namespace

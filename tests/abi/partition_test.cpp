@@ -51,11 +51,10 @@ TEST(Partition, OptionsOfAttentionHoldOverAllRanks) {
     Spread s(3);
     const size_t a = s.add(partition_options(1));
     s.expect_step({a}, {500, 10});
-    const std::vector<float> sinks = {0.5f, -1.0f, 6.0f, 2.0f}, slopes = {0.01f, 0.02f, 0.0f, 0.5f};
     Asked asked{1, 1, 9};
-    asked.options.sinks = sinks.data();
+    asked.sinks = {0.5f, -1.0f, 6.0f, 2.0f};
     s.expect_step({a}, asked);
-    asked.options.alibi_slopes = slopes.data();
+    asked.slopes = {0.01f, 0.02f, 0.0f, 0.5f};
     s.expect_step({a}, asked);
     asked.options.window = 70;  // some ranks have none of these keys
     s.expect_step({a}, asked);

@@ -38,6 +38,9 @@ struct Asked {
     uint64_t seed = 1;
     int32_t group = 2;  // query heads for each kv head
     ta_attend_options options = fine_options();
+    int32_t more = 0;                            // tokens and queries of a sequence than the one before has
+    bool lse = true;                             // is asked for
+    std::vector<float> sinks = {}, slopes = {};  // [query heads], options'; empty: none
 };
 
 struct Given {
@@ -77,11 +80,21 @@ Given try_step(
         return false;
     };
     const Asked& asked = c.asked;
-    const auto n = int64_t(c.seqs.size());
-    const std::vector<int32_t> n_new(c.seqs.size(), asked.n_new), n_query(c.seqs.size(), asked.n_query);
-    if (!ok(ta_plan_begin(c.plan.get(), uint32_t(n), c.seqs.data(), n_new.data(), n_query.data(), &err))) return given;
+    std::vector<int32_t> n_new, n_query;
+    int64_t tokens = 0, rows = 0;
+    for (int32_t i = 0; i < int32_t(c.seqs.size()); ++i) {
+        tokens += n_new.emplace_back(asked.n_new + i * asked.more);
+        rows += n_query.emplace_back(asked.n_query + i * asked.more);
+    }
+    if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), &err)))
+        return given;
     Random random(asked.seed);
-    const int64_t q_heads = kHeads * asked.group, rows = n * asked.n_query;
+    const int64_t q_heads = kHeads * asked.group;
+    Tensor sinks(asked.sinks, !asked.sinks.empty(), q_heads, 1), slopes(asked.slopes, !asked.slopes.empty(), q_heads, 1);
+    const Copy sinks_copy(sinks), slopes_copy(slopes);
+    ta_attend_options options = asked.options;
+    if (!asked.sinks.empty()) options.sinks = static_cast<const float*>(sinks_copy.view()->data);
+    if (!asked.slopes.empty()) options.alibi_slopes = static_cast<const float*>(slopes_copy.view()->data);
     struct Layer {
         Layer(Random& random, int64_t tokens, int64_t rows, int64_t q_heads)
             : k(random.normals(tokens * kRow), tokens, kHeads, kDim),
@@ -94,11 +107,11 @@ Given try_step(
     };
     std::deque<Layer> layers;
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
-        layers.emplace_back(random, n * asked.n_new, rows, q_heads);
+        layers.emplace_back(random, tokens, rows, q_heads);
         const Layer& x = layers.back();
         if (!ok(ta_append(c.plan.get(), layer, x.k_copy.view(), x.v_copy.view(), &err))) break;
-        auto* const lse = static_cast<float*>(x.lse_copy.view()->data);
-        if (!ok(ta_attend(c.plan.get(), layer, x.q_copy.view(), x.out_copy.view(), lse, &asked.options, &err))) break;
+        auto* const lse = asked.lse ? static_cast<float*>(x.lse_copy.view()->data) : nullptr;
+        if (!ok(ta_attend(c.plan.get(), layer, x.q_copy.view(), x.out_copy.view(), lse, &options, &err))) break;
     }
     if (given.status == TA_OK) ok(ta_plan_end(c.plan.get(), &err));
     finish();
@@ -146,12 +159,10 @@ class Spread {
 
     explicit Spread(
         uint32_t n, uint32_t bits = 4, const Change& change = [](auto&) {})
-        : Spread(cpus(n), make_context(1), bits, change, [](uint32_t, const Calls& c) { return try_step(c); }) {}
-    Spread(std::vector<Context> contexts, Context of_whole, uint32_t bits, const Change& change, Run run)
-        : ranks(make_ranks(std::move(contexts), pool_shape(bits), change)),
-          context_(std::move(of_whole)),
-          run_(std::move(run)) {
-        whole = make_pool(context_, pool_shape(bits));
+        : Spread(cpus(n), make_context(1), pool_shape(bits), change, [](uint32_t, const Calls& c) { return try_step(c); }) {}
+    Spread(std::vector<Context> contexts, Context of_whole, const ta_kv_pool_options& pool, const Change& change, Run run)
+        : ranks(make_ranks(std::move(contexts), pool, change)), context_(std::move(of_whole)), run_(std::move(run)) {
+        whole = make_pool(context_, pool);
         whole_plan = make_plan(whole);
     }
 
@@ -187,6 +198,9 @@ class Spread {
     Given whole_step(const std::vector<size_t>& members, const Asked& asked) const {
         std::vector<ta_seq> all;
         for (const size_t m : members) all.push_back(whole_seqs[m]);
+        return whole_step_of(all, asked);
+    }
+    Given whole_step_of(const std::vector<ta_seq>& all, const Asked& asked) const {
         return run_(kWhole, {whole_plan, all, asked});
     }
 
