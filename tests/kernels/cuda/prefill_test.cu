@@ -79,6 +79,8 @@ void store(std::vector<uint8_t>& bytes, DType type, size_t i, float x) {
 constexpr int kRowsToCheck = 48;  // of a case; with few of them, a bound relative to the CPU's error is a matter of luck
 // Bounds: times the CPU's error, plus one of these. Where a few keys decide, a unit of P for 128 keys instead of 64 costs more.
 constexpr double kTimesCpu = 1.6, kBeyondCpu = 6e-4, kPeakyBeyond = 2e-3, kGridError = 0.01, kSasError = 0.02;
+// O is divided by the sum of the same rounded P, so that the rounding of a single one cancels. It does not where O is merged.
+constexpr double kHalfStepOfP = 0.5 / 128;
 
 struct Errors {
     double o = 0.0, merged_o = 0.0, cpu_o = 0.0, running_o = 0.0, norm = 0.0;  // sums of squares
@@ -468,7 +470,7 @@ class Problem {
         const double beyond = equal ? kGridError : c_.data == DataKind::kPeaky ? kPeakyBeyond : kBeyondCpu;
         const double bound = c_.exp == ExpMode::kSas ? kSasError * std::sqrt(e->norm)
                                                      : kTimesCpu * std::sqrt(e->cpu_o) + beyond * std::sqrt(e->norm);
-        return std::sqrt(std::max(e->o, e->merged_o)) <= bound;
+        return std::sqrt(e->o) <= bound && std::sqrt(e->merged_o) <= bound + kHalfStepOfP * std::sqrt(e->norm);
     }
 
     Case c_;
