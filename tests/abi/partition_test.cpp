@@ -47,6 +47,27 @@ TEST(Partition, ARankMayBeAheadInStepsWithoutQueries) {
     }
 }
 
+TEST(Partition, ARankMayReleaseItsSequenceWhileOthersAttend) {
+    for (const ta_partition_output output : {TA_OUTPUT_ALL, TA_OUTPUT_ONE}) {
+        Spread s(3, 4, [](ta_group_options& o) { o.operation_ms = 3000; });
+        for (uint64_t tag = 1; tag <= 30; ++tag) {
+            auto options = partition_options(tag);
+            options.output = output;
+            const size_t a = s.add(options);
+            std::vector<std::thread> threads;
+            for (uint32_t r = 0; r < 3; ++r) {
+                threads.emplace_back([&, r] {
+                    const Given given = s.step(r, {a}, {70, 2});
+                    EXPECT_EQ(given.status, TA_OK) << "rank " << r << ": " << given.text;
+                    EXPECT_EQ(ta_seq_release(s.ranks[r].pool.get(), s.seqs[a][r], nullptr), TA_OK);
+                });
+            }
+            for (std::thread& t : threads) t.join();
+            if (HasFailure()) return;
+        }
+    }
+}
+
 TEST(Partition, OptionsOfAttentionHoldOverAllRanks) {
     Spread s(3);
     const size_t a = s.add(partition_options(1));

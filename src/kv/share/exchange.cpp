@@ -295,7 +295,10 @@ void Exchange::end(uint64_t name, bool gave_up) noexcept {
     if (gave_up && c.nonce != 0) c.given_up = c.nonce;
     c.nonce = 0;
     c.tells = nullptr;
-    for (Peer& p : c.peers) p.parts.clear();
+    for (Peer& p : c.peers) {
+        p.parts.clear();
+        if (p.gone) p = {};
+    }
     erase_if_unknown(name);
 }
 
@@ -319,6 +322,7 @@ Status Exchange::on_message(const Message& m) {
         // It gave up the step that all agreed upon, and may not have known then whom to tell.
         if (c.tells && step.given_up == peer.used)
             fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
+        peer.gone = false;
         peer.nonce = step.nonce;
         peer.arguments = step.arguments;
         peer.area = step.area;
@@ -336,8 +340,11 @@ Status Exchange::on_message(const Message& m) {
     } else {
         StepEnd end{};
         if (!payload.get(end) || !payload.at_end()) return no_message(from);
-        if (end.nonce == 0) {  // it has no such sequence any more
-            peer = {};
+        if (end.nonce == 0) {
+            // If it was in this rank's step it has ended that. Its parts may not have been looked at here.
+            const bool was_in = c.bound != 0 || (peer.nonce != peer.used && peer.arguments == c.arguments);
+            peer.gone = true;
+            if (c.nonce == 0 || !was_in) peer = {};
         } else if (c.nonce == end.nonce && type == MessageType::kStepRefused) {
             fail_step(c, fail(TA_E_MISMATCH, "rank %u is in a step with other sequences, lengths or numbers of tokens", from)
                              .rank(int32_t(from)));

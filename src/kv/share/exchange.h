@@ -81,6 +81,7 @@ class Exchange final : public Group::Service {
         uint64_t arguments = 0;  // of that step
         MemoryName area;
         uint64_t used = 0;  // nonce of the last one that a step here exchanged with
+        bool gone = false;  // it has no such sequence any more; the rest serves the step that this rank is in
         std::deque<Part> parts;
     };
     // A channel is named by a tag.
