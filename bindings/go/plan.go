@@ -131,7 +131,6 @@ func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
 	if C.tago_plan_reserve(p.c, C.uint32_t(n)) == 0 {
 		return nil, errTooLarge
 	}
-	var newCounts, queryCounts *C.int32_t
 	if n > 0 {
 		ids := unsafe.Slice(p.c.seqs, n)
 		for i, seq := range seqs {
@@ -140,9 +139,10 @@ func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
 			}
 			ids[i] = C.ta_seq(seq.id.Load())
 		}
-		newCounts, queryCounts = counts(p.c.n_new, new), counts(p.c.n_query, queries)
+		counts(p.c.n_new, new)
+		counts(p.c.n_query, queries)
 	}
-	status := C.ta_plan_begin(p.c.plan, C.uint32_t(n), p.c.seqs, newCounts, queryCounts, &p.c.err)
+	status := C.tago_begin(p.c, C.uint32_t(n), given(new), given(queries))
 	if status != C.TA_OK {
 		return nil, p.result(status)
 	}
@@ -151,15 +151,18 @@ func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
 	return &p.step, nil
 }
 
-func counts(c *C.int32_t, n []int) *C.int32_t {
-	if n == nil {
-		return nil
-	}
+func counts(c *C.int32_t, n []int) {
 	list := unsafe.Slice(c, len(n))
 	for i, count := range n {
 		list[i] = int32Of(count)
 	}
-	return c
+}
+
+func given(n []int) C.int {
+	if n == nil {
+		return 0
+	}
+	return 1
 }
 
 // The step has ended: let go of its sequences.
@@ -267,7 +270,7 @@ func (s *Step) End() error {
 	}
 	p := s.plan
 	defer p.busy.Store(false)
-	if status := C.ta_plan_end(p.c.plan, &p.c.err); status != C.TA_OK {
+	if status := C.tago_end(p.c); status != C.TA_OK {
 		return p.result(status)
 	}
 	p.over()
@@ -282,7 +285,7 @@ func (s *Step) Abort() error {
 	p := s.plan
 	defer p.busy.Store(false)
 	p.over()
-	return p.result(C.ta_plan_abort(p.c.plan, &p.c.err))
+	return p.result(C.tago_abort(p.c))
 }
 
 func (s *Step) abort() {

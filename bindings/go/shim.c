@@ -50,6 +50,12 @@ int tago_plan_reserve(tago_plan* plan, uint32_t n) {
     return 1;
 }
 
+ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query) {
+    return ta_plan_begin(plan->plan, n, plan->seqs, n_new ? plan->n_new : NULL, n_query ? plan->n_query : NULL, &plan->err);
+}
+ta_status tago_end(tago_plan* plan) { return ta_plan_end(plan->plan, &plan->err); }
+ta_status tago_abort(tago_plan* plan) { return ta_plan_abort(plan->plan, &plan->err); }
+
 ta_status tago_append(tago_plan* plan, uint32_t layer, const char* k, const char* v) {
     const ta_tensor tk = with_data(&plan->a, k), tv = with_data(&plan->b, v);
     return ta_append(plan->plan, layer, &tk, &tv, &plan->err);

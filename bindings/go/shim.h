@@ -23,6 +23,10 @@ typedef struct tago_plan {
 tago_plan* tago_plan_create(ta_kv_pool* pool, ta_status* status, ta_error* err);
 void tago_plan_destroy(tago_plan* plan);
 int tago_plan_reserve(tago_plan* plan, uint32_t n);  // 0: no memory
+// The plan's calls; Go would box an incomplete ta_plan* for cgo's check, which allocates. n_new and n_query: whether there are any.
+ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query);
+ta_status tago_end(tago_plan* plan);
+ta_status tago_abort(tago_plan* plan);
 ta_status tago_append(tago_plan* plan, uint32_t layer, const char* k, const char* v);
 ta_status tago_attend(tago_plan* plan, uint32_t layer, const char* q, char* out, float* lse, const float* slopes,
                       const float* sinks);
