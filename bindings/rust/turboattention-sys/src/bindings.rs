@@ -34,6 +34,7 @@ pub const TA_E_MISMATCH: ta_status_code = 1795;
 pub const TA_E_INTERNAL: ta_status_code = 3841;
 pub type ta_status_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_error {
     pub code: ta_status,
     pub layer: i32,
@@ -115,6 +116,7 @@ pub const TA_MASK_CAUSAL: ta_mask_code = 0;
 pub const TA_MASK_FULL: ta_mask_code = 1;
 pub type ta_mask_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_tensor {
     pub struct_size: u32,
     pub dtype: ta_dtype,
@@ -139,6 +141,7 @@ pub struct ta_context {
 pub type ta_release_fn =
     ::std::option::Option<unsafe extern "C" fn(user: *mut ::std::os::raw::c_void)>;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_allocator {
     pub struct_size: u32,
     pub allocate: ::std::option::Option<
@@ -167,6 +170,7 @@ pub type ta_log_fn = ::std::option::Option<
     ),
 >;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_log_sink {
     pub struct_size: u32,
     pub level: ta_log_level,
@@ -175,6 +179,7 @@ pub struct ta_log_sink {
     pub release: ta_release_fn,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_context_options {
     pub struct_size: u32,
     pub device: ta_device_kind,
@@ -185,6 +190,7 @@ pub struct ta_context_options {
     pub log: *const ta_log_sink,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_context_info {
     pub struct_size: u32,
     pub device: ta_device_kind,
@@ -206,6 +212,7 @@ pub struct ta_kv_pool {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_numerics {
     pub struct_size: u32,
     pub profile: ta_profile,
@@ -250,6 +257,7 @@ pub struct ta_x_tier_tuning {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_tier_options {
     pub struct_size: u32,
     pub host_node: u32,
@@ -267,6 +275,7 @@ pub struct ta_tier_options {
     pub tuning: *const ta_x_tier_tuning,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_kv_pool_options {
     pub struct_size: u32,
     pub layers: u32,
@@ -281,6 +290,7 @@ pub struct ta_kv_pool_options {
     pub tiers: *const ta_tier_options,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_kv_pool_stats {
     pub struct_size: u32,
     pub sequences: u32,
@@ -306,6 +316,7 @@ pub struct ta_kv_pool_stats {
     pub low_block_bytes: u64,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_kv_pool_description {
     pub struct_size: u32,
     pub device: ta_device_kind,
@@ -330,6 +341,7 @@ pub type ta_progress_fn = ::std::option::Option<
     unsafe extern "C" fn(user: *mut ::std::os::raw::c_void, done: u64, total: u64) -> i32,
 >;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_progress {
     pub struct_size: u32,
     pub report: ta_progress_fn,
@@ -338,6 +350,7 @@ pub struct ta_progress {
 }
 pub type ta_namespace = u64;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_namespace_options {
     pub struct_size: u32,
     pub reserved: u32,
@@ -345,6 +358,7 @@ pub struct ta_namespace_options {
     pub salt: [u8; 32usize],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_namespace_stats {
     pub struct_size: u32,
     pub reserved: u32,
@@ -364,6 +378,7 @@ pub const TA_PREFIX_DROPPED: ta_prefix_event_kind_code = 3;
 pub const TA_PREFIX_MOVED: ta_prefix_event_kind_code = 4;
 pub type ta_prefix_event_kind_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_prefix_event {
     pub key: [u8; 32usize],
     pub number: u64,
@@ -375,6 +390,7 @@ pub type ta_save_flags = i32;
 pub const TA_SAVE_PUBLISHED: ta_save_flags_code = 1;
 pub type ta_save_flags_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_loaded_seq {
     pub saved: ta_seq,
     pub loaded: ta_seq,
@@ -388,6 +404,7 @@ pub const TA_MOVE_FAILED: ta_move_state_code = 4;
 pub const TA_MOVE_CANCELLED: ta_move_state_code = 5;
 pub type ta_move_state_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_move_info {
     pub struct_size: u32,
     pub state: ta_move_state,
@@ -401,6 +418,7 @@ pub struct ta_move_info {
     pub block: i64,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_residency {
     pub struct_size: u32,
     pub pinned_blocks: u32,
@@ -413,6 +431,7 @@ pub struct ta_residency {
     pub dropped_blocks: u64,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_tier_stats {
     pub struct_size: u32,
     pub state: ta_tier_state,
@@ -441,6 +460,7 @@ pub struct ta_tier_stats {
     pub requests_corrupt: u64,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_move_stats {
     pub struct_size: u32,
     pub reserved: u32,
@@ -477,6 +497,7 @@ pub struct ta_group {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_group_id {
     pub bytes: [u8; 128usize],
 }
@@ -501,6 +522,7 @@ pub struct ta_x_group_fault {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_group_options {
     pub struct_size: u32,
     pub rank: u32,
@@ -518,6 +540,7 @@ pub struct ta_group_options {
     pub reserved2: i32,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_group_info {
     pub struct_size: u32,
     pub state: ta_group_state,
@@ -529,6 +552,7 @@ pub struct ta_group_info {
     pub reason: [::std::os::raw::c_char; 192usize],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_group_peer {
     pub struct_size: u32,
     pub rank: u32,
@@ -542,6 +566,7 @@ pub const TA_SEND_COPY: ta_send_mode_code = 0;
 pub const TA_SEND_MOVE: ta_send_mode_code = 1;
 pub type ta_send_mode_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_transfer_info {
     pub struct_size: u32,
     pub state: ta_move_state,
@@ -565,6 +590,7 @@ pub const TA_PREFIX_NO: ta_prefix_answer_code = 1;
 pub const TA_PREFIX_YES: ta_prefix_answer_code = 2;
 pub type ta_prefix_answer_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_prefix_place {
     pub answer: ta_prefix_answer,
     pub rank: u32,
@@ -576,6 +602,7 @@ pub const TA_OUTPUT_HEADS: ta_partition_output_code = 1;
 pub const TA_OUTPUT_ONE: ta_partition_output_code = 2;
 pub type ta_partition_output_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_partition_options {
     pub struct_size: u32,
     pub output: ta_partition_output,
@@ -589,6 +616,7 @@ pub struct ta_plan {
     _unused: [u8; 0],
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_attend_options {
     pub struct_size: u32,
     pub mask: ta_mask,
@@ -606,6 +634,7 @@ pub const TA_DENSE_INT_FLASH: ta_dense_variant_code = 1;
 pub const TA_DENSE_INT_FLASH_HALF: ta_dense_variant_code = 2;
 pub type ta_dense_variant_code = i32;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_dense_options {
     pub struct_size: u32,
     pub variant: ta_dense_variant,
