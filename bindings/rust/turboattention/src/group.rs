@@ -274,7 +274,7 @@ impl Source for Handle {
         let mut info = ffi::ta_transfer_info::new();
         // SAFETY: the handle is alive, `info` writable.
         call(|err| unsafe { ffi::ta_transfer_query(self.raw.as_ptr(), ticket, &mut info, err) }).ok()?;
-        (info.seq != 0).then(|| info.seq)
+        (info.seq != 0).then_some(info.seq)
     }
     fn watcher(&self) -> &Watcher {
         &self.watcher
