@@ -1,4 +1,5 @@
 //! Wrong order, panics, threads, signals.
+#![deny(unsafe_op_in_unsafe_fn)]
 mod common;
 use common::*;
 use std::alloc::{GlobalAlloc, Layout, System};
