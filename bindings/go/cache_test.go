@@ -184,7 +184,10 @@ func TestMoves(t *testing.T) {
 }
 
 func TestDescribe(t *testing.T) {
-	p := newPool(t, tiered, func(o *PoolOptions) { o.Numerics.KOffset = make([]float32, layers*kvHeads*dim); o.Numerics.KOffset[5] = 2 })
+	p := newPool(t, tiered, func(o *PoolOptions) {
+		o.Numerics.KOffset = make([]float32, layers*kvHeads*dim)
+		o.Numerics.KOffset[5] = 2
+	})
 	d := must(p.Describe())(t)
 	if d.Layers != layers || d.KVHeads != kvHeads || d.HeadDim != dim || d.Bits != 4 || len(d.KBits) != layers*kvHeads ||
 		d.Numerics.Exp != ExpPoly || d.Numerics.Hadamard != On || d.Numerics.SinkBlocks != 1 || d.Numerics.KOffset[5] != 2 ||
