@@ -16,7 +16,8 @@ type ContextOptions struct {
 	Threads       int    // 1..1024, the calling one included; default: the CPUs that the process may run on
 	ISA           ISA    // default: the best that this CPU has
 
-	// Log gets what the library has to say, from any thread, up to LogLevel (default LogWarning). It must not block for long.
+	// Log gets what the library has to say, from any thread, up to LogLevel (default LogWarning). It must not block for long. A
+	// context whose Log refers to it is never collected: close it.
 	Log      func(level LogLevel, message string)
 	LogLevel LogLevel
 

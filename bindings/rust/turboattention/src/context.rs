@@ -25,6 +25,13 @@ pub unsafe trait HostAllocator: Send + Sync + 'static {
 }
 
 /// Who gets what the library has to say.
+///
+/// ```
+/// use turboattention::*;
+/// let log = Log::new(LogLevel::Info, |level, message| eprintln!("{:?}: {}", level, message));
+/// let context = Context::new(ContextOptions { log: Some(log), ..Default::default() })?;
+/// # Ok::<(), Error>(())
+/// ```
 pub struct Log {
     level: LogLevel,
     log: Box<LogFn>,

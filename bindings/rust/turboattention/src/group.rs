@@ -69,6 +69,26 @@ impl GroupOptions {
 
 /// This rank of a group of contexts. Clones are the same rank, which leaves the group, and so ends it, with the last of them and of its
 /// transfers.
+///
+/// ```
+/// # use turboattention::*;
+/// # fn main() -> Result<()> {
+/// # let pool = || Pool::new(&Context::new(ContextOptions::default())?, PoolOptions::new(1, 1, 64, 1 << 20));
+/// let (here, there) = (pool()?, pool()?); // of two contexts
+/// let id = GroupId::new(GroupKind::Local)?; // goes to all ranks
+/// let source = Group::join(here.context(), &GroupOptions::new(GroupKind::Local, id, 0, 2))?;
+/// let destination = Group::join(there.context(), &GroupOptions::new(GroupKind::Local, id, 1, 2))?;
+/// source.wait_ready()?;
+/// destination.wait_ready()?;
+///
+/// let seq = Sequence::new(&here)?;
+/// let send = source.send(&seq, 1, 42, SendMode::Copy)?; // to rank 1, with a number of the caller's
+/// let (copy, info) = destination.receive(&there, 0, 42)?.wait()?;
+/// send.wait()?;
+/// # assert_eq!((copy.len()?, info.tag), (0, 42));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Group(Arc<Handle>);
 

@@ -12,6 +12,14 @@ use crate::{ffi, Error, ErrorKind, MoveState, Pool, Result, Sequence, Tier};
 /// A batch of moves that was asked for. It goes on in the background, whether this is kept or not.
 ///
 /// As a future it ends as [`Move::wait`] does; any executor will do.
+///
+/// ```
+/// # use turboattention::*;
+/// async fn swap_out(seq: &Sequence) -> Result<u64> {
+///     let blocks = seq.len()? as u64 / 64;
+///     Ok(seq.move_to(Tier::Host, 0..blocks)?.await?.moved)
+/// }
+/// ```
 #[must_use = "whether the move succeeds is known when it is finished"]
 #[derive(Debug)]
 pub struct Move {

@@ -116,7 +116,7 @@ impl Plan {
     /// # }
     /// ```
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0499
     /// # use turboattention::*;
     /// # fn f(plan: &mut Plan, mut seq: Sequence) -> Result<()> {
     /// let step = plan.begin([(&mut seq, 1)])?;

@@ -9,6 +9,24 @@ pub type Key = [u8; 32];
 
 /// Keeps what a tenant publishes apart from others. Clones are the same namespace. It does not end with the last of them, but with its
 /// pool or by [`Namespace::destroy`].
+///
+/// ```
+/// # use turboattention::*;
+/// # fn main() -> Result<()> {
+/// # let pool = Pool::new(&Context::new(ContextOptions::default())?, PoolOptions::new(1, 1, 64, 1 << 20))?;
+/// # let (mut plan, mut a, x) = (Plan::new(&pool)?, Sequence::new(&pool)?, vec![0.5f32; 200 * 64]);
+/// # let mut step = plan.begin([(&mut a, 200)])?;
+/// # step.append(0, Tensor::new(&x, [200, 1, 64])?, Tensor::new(&x, [200, 1, 64])?)?;
+/// # step.end()?;
+/// let space = Namespace::new(&pool, [7; 32], 0)?; // secret random bytes, not sevens
+/// let keys = [[1; 32], [2; 32], [3; 32]]; // hashes of tokens 0..64, 0..128, 0..192 of `a`
+/// a.publish(&space, &keys)?;
+///
+/// let (b, length) = space.match_prefix(&[keys[0], keys[1], [9; 32]])?; // a request that begins like `a`
+/// assert_eq!((length, b.len()?), (128, 128));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Namespace {
     pool: Pool,

@@ -104,6 +104,15 @@ impl Sequence {
 
     /// Likewise, with a function that is told the bytes done and the total, and can stop the work. It may use this crate, but not the
     /// same pool.
+    ///
+    /// ```
+    /// # use turboattention::*;
+    /// # fn f(seq: Sequence, deadline: std::time::Instant) -> Result<()> {
+    /// use std::ops::ControlFlow::{Break, Continue};
+    /// seq.save_with("chat.seq", |_, _| if std::time::Instant::now() < deadline { Continue(()) } else { Break(()) })?;
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn save_with(&self, path: impl AsRef<Path>, mut progress: impl FnMut(u64, u64) -> ControlFlow<()>) -> Result<()> {
         let path = c_path(path.as_ref())?;
         with_progress(&mut progress, |progress, err| {
