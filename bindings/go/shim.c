@@ -53,8 +53,12 @@ int tago_plan_reserve(tago_plan* plan, uint32_t n) {
 ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query) {
     return ta_plan_begin(plan->plan, n, plan->seqs, n_new ? plan->n_new : NULL, n_query ? plan->n_query : NULL, &plan->err);
 }
-ta_status tago_end(tago_plan* plan) { return ta_plan_end(plan->plan, &plan->err); }
-ta_status tago_abort(tago_plan* plan) { return ta_plan_abort(plan->plan, &plan->err); }
+ta_status tago_end(tago_plan* plan) {
+    return ta_plan_end(plan->plan, &plan->err);
+}
+ta_status tago_abort(tago_plan* plan) {
+    return ta_plan_abort(plan->plan, &plan->err);
+}
 
 ta_status tago_append(tago_plan* plan, uint32_t layer, const char* k, const char* v) {
     const ta_tensor tk = with_data(&plan->a, k), tv = with_data(&plan->b, v);
@@ -72,15 +76,21 @@ ta_status tago_attend(tago_plan* plan, uint32_t layer, const char* q, char* out,
 
 /* ------------------------------------------------------------------------------------------------------------ callbacks */
 
-static void release(void* user) { tagoRelease((uintptr_t)user); }
+static void release(void* user) {
+    tagoRelease((uintptr_t)user);
+}
 static void log_message(ta_log_level level, const char* message, void* user) {
     tagoLog((uintptr_t)user, level, (char*)(uintptr_t)message);
 }
-static void* allocate(size_t bytes, size_t alignment, void* user) { return tagoAllocate((uintptr_t)user, bytes, alignment); }
+static void* allocate(size_t bytes, size_t alignment, void* user) {
+    return tagoAllocate((uintptr_t)user, bytes, alignment);
+}
 static void deallocate(void* ptr, size_t bytes, size_t alignment, void* user) {
     tagoDeallocate((uintptr_t)user, ptr, bytes, alignment);
 }
-static int32_t report(void* user, uint64_t done, uint64_t total) { return tagoReport((uintptr_t)user, done, total); }
+static int32_t report(void* user, uint64_t done, uint64_t total) {
+    return tagoReport((uintptr_t)user, done, total);
+}
 
 static ta_progress progress_of(uintptr_t handle) {
     return (ta_progress){.struct_size = sizeof(ta_progress), .report = handle ? report : NULL, .user = (void*)handle};

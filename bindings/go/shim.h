@@ -46,7 +46,8 @@ ta_status tago_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags fl
 ta_status tago_kv_pool_load(ta_kv_pool* pool, const char* path, uintptr_t progress, ta_loaded_seq* loaded, uint64_t most,
                             uint64_t* n, ta_error* err);
 
-ta_status tago_group_create(ta_context* context, ta_group_options* options, const ta_group_id* id, ta_group** out, ta_error* err);
+ta_status tago_group_create(ta_context* context, ta_group_options* options, const ta_group_id* id, ta_group** out,
+                            ta_error* err);
 
 // Tensors come as ta_tensor without data, in order, and the data as pointers of their own.
 ta_status tago_attend_dense(ta_context* context, const ta_tensor* qkvo, const char* q, const char* k, const char* v, char* out,

@@ -22,7 +22,8 @@ int main(void) {
     ta_plan* plan;
     ta_seq seq;
     ta_context_options co = {.struct_size = sizeof co, .threads = 1};
-    ta_kv_pool_options po = {.struct_size = sizeof po, .layers = 1, .kv_heads = 1, .head_dim = DIM, .bits = 8, .budget_bytes = 1 << 20};
+    ta_kv_pool_options po = {
+        .struct_size = sizeof po, .layers = 1, .kv_heads = 1, .head_dim = DIM, .bits = 8, .budget_bytes = 1 << 20};
     CHECK(ta_context_create(&co, &context, &err));
     CHECK(ta_kv_pool_create(context, &po, &pool, &err));
     CHECK(ta_plan_create(pool, NULL, &plan, &err));
@@ -33,7 +34,8 @@ int main(void) {
     for (int round = 0; round < ROUNDS; ++round) {
         const double start = now();
         for (int i = 0; i < STEPS; ++i) {
-            ta_tensor t = ta_tensor_make(x, TA_DTYPE_F32, TOKENS, 1, DIM), o = ta_tensor_make(out, TA_DTYPE_F32, TOKENS, 1, DIM);
+            ta_tensor t = ta_tensor_make(x, TA_DTYPE_F32, TOKENS, 1, DIM),
+                      o = ta_tensor_make(out, TA_DTYPE_F32, TOKENS, 1, DIM);
             CHECK(ta_plan_begin(plan, 1, &seq, &n, NULL, &err));
             CHECK(ta_append(plan, 0, &t, &t, &err));
             CHECK(ta_attend(plan, 0, &t, &o, NULL, NULL, &err));

@@ -102,7 +102,17 @@ fn threads() {
     send::<Calibrator>();
     send::<Move>();
     send::<Receive>();
+    not_sync::<Plan, _>();
+    not_sync::<Step<'_>, _>();
+    not_sync::<Calibrator, _>();
 }
+
+/// Two impls, so that nobody can say which, of a type that is Sync.
+trait NotSync<A> {}
+struct Sync_;
+impl<T> NotSync<()> for T {}
+impl<T: Sync> NotSync<Sync_> for T {}
+fn not_sync<T: NotSync<A>, A>() {}
 
 /// Many threads work on one pool, until another one closes it.
 #[test]
