@@ -23,8 +23,8 @@ type DenseOptions struct {
 
 var errOffsets = refuse(ErrInvalid, "offsets need one number more than there are sequences")
 
-// AttendDense is attention over plain tensors, without a pool: q and out [query tokens, query heads, head dim], k and v [keys, kv heads,
-// head dim]. It is quantized to INT8 on the way. options may be nil.
+// AttendDense is attention over plain tensors, without a pool: q and out [query tokens, query heads, head dim], k and v [keys,
+// kv heads, head dim]. It is quantized to INT8 on the way. options may be nil.
 func (c *Context) AttendDense(q, k, v, out Tensor, options *DenseOptions) error {
 	if !c.enter() {
 		return errClosedContext
@@ -73,8 +73,8 @@ type State struct {
 
 var errStates = refuse(ErrInvalid, "1 to 64 states, all of one shape")
 
-// MergeStates merges attention of the same queries over disjoint sets of keys, in the order of the list, into attention over all of
-// them. lse may be none; stream is a cudaStream_t of a GPU context, else nil.
+// MergeStates merges attention of the same queries over disjoint sets of keys, in the order of the list, into attention over
+// all of them. lse may be none; stream is a cudaStream_t of a GPU context, else nil.
 func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream unsafe.Pointer) error {
 	if !c.enter() {
 		return errClosedContext

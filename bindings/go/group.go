@@ -116,8 +116,8 @@ func (g *Group) State() (GroupState, error) {
 	return GroupState(state), err
 }
 
-// WaitReady waits until all ranks have joined. It returns why the group has ended where that happens first, and ctx's error where ctx
-// ends first.
+// WaitReady waits until all ranks have joined. It returns why the group has ended where that happens first, and ctx's error
+// where ctx ends first.
 func (g *Group) WaitReady(ctx context.Context) error {
 	err := wait(ctx, func(time.Duration) (bool, error) {
 		state, err := g.State()
@@ -210,8 +210,8 @@ type Transfer struct {
 	seq   *Sequence // of a receive that is done
 }
 
-// Send offers a sequence to another rank, where Receive with the same tag takes it. Under [SendMove] the sequence is as in an open step
-// until the end; then it is the other rank's, and calls on it fail with [ErrStale].
+// Send offers a sequence to another rank, where Receive with the same tag takes it. Under [SendMove] the sequence is as in an
+// open step until the end; then it is the other rank's, and calls on it fail with [ErrStale].
 func (g *Group) Send(seq *Sequence, to int, tag uint64, mode SendMode) (*Transfer, error) {
 	t := &Transfer{group: g}
 	err := g.with(seq.pool, func(e *C.ta_error) C.ta_status {
@@ -223,8 +223,8 @@ func (g *Group) Send(seq *Sequence, to int, tag uint64, mode SendMode) (*Transfe
 	return t, nil
 }
 
-// Receive takes a sequence that rank from sends with this tag into a pool of the same shape and settings: TransferInfo.Sequence of
-// Wait. If nobody waits for it, it is released some time after the transfer became unreachable.
+// Receive takes a sequence that rank from sends with this tag into a pool of the same shape and settings: TransferInfo.Sequence
+// of Wait. If nobody waits for it, it is released some time after the transfer became unreachable.
 func (g *Group) Receive(pool *Pool, from int, tag uint64) (*Transfer, error) {
 	t := &Transfer{group: g, pool: pool}
 	err := g.with(pool, func(e *C.ta_error) C.ta_status {
@@ -336,8 +336,8 @@ type PartitionOptions struct {
 	Tag        uint64 // of the sequence in the group; no other partitioned sequence of this rank has it
 }
 
-// Partition spreads the sequence over the ranks of a group, which all make this call on a sequence of the same length with the same
-// options, and the same calls on it from then on. docs/sharing.md has which of these wait for other ranks.
+// Partition spreads the sequence over the ranks of a group, which all make this call on a sequence of the same length with the
+// same options, and the same calls on it from then on. docs/sharing.md has which of these wait for other ranks.
 func (s *Sequence) Partition(group *Group, options PartitionOptions) error {
 	o := C.ta_partition_options{output: C.ta_partition_output(options.Output), first_rank: uint32Of(options.FirstRank),
 		output_rank: uint32Of(options.OutputRank), tag: C.uint64_t(options.Tag)}

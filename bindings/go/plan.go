@@ -87,8 +87,8 @@ func (p *Plan) Close() error {
 	return nil
 }
 
-// SetStream has the plan's later calls enqueue on a CUDA stream (a cudaStream_t), which must outlive them; nil: the legacy default
-// stream.
+// SetStream has the plan's later calls enqueue on a CUDA stream (a cudaStream_t), which must outlive them; nil: the legacy
+// default stream.
 func (p *Plan) SetStream(stream unsafe.Pointer) error {
 	if err := p.take(); err != nil {
 		return err
@@ -103,8 +103,8 @@ func (p *Plan) Step(seqs []*Sequence, new []int, f func(*Step) error) error {
 	return p.StepQueries(seqs, new, nil, f)
 }
 
-// StepQueries is Step with queries[i] query tokens for seqs[i], the last ones of its length and new tokens. new nil: no new tokens;
-// queries nil: as new.
+// StepQueries is Step with queries[i] query tokens for seqs[i], the last ones of its length and new tokens. new nil: no new
+// tokens; queries nil: as new.
 func (p *Plan) StepQueries(seqs []*Sequence, new, queries []int, f func(*Step) error) error {
 	step, err := p.Begin(seqs, new, queries)
 	if err != nil {
@@ -117,8 +117,8 @@ func (p *Plan) StepQueries(seqs []*Sequence, new, queries []int, f func(*Step) e
 	return step.End()
 }
 
-// Begin opens a step without a function around it: End or Abort it. Arguments are those of StepQueries. A step waits for blocks that
-// come from disk, and for room, up to [TierOptions.BeginWaitMillis].
+// Begin opens a step without a function around it: End or Abort it. Arguments are those of StepQueries. A step waits for blocks
+// that come from disk, and for room, up to [TierOptions.BeginWaitMillis].
 func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
 	if err := p.take(); err != nil {
 		return nil, err
@@ -184,8 +184,8 @@ func (s *Step) take() error {
 	return nil
 }
 
-// Append quantizes the new tokens of a layer and appends them: k and v [sum of new, kv heads, head dim], the sequences one after the
-// other, keys after their rotary embedding. Each layer is appended once in a step.
+// Append quantizes the new tokens of a layer and appends them: k and v [sum of new, kv heads, head dim], the sequences one
+// after the other, keys after their rotary embedding. Each layer is appended once in a step.
 func (s *Step) Append(layer int, k, v Tensor) error {
 	if err := s.take(); err != nil {
 		return err
@@ -262,8 +262,8 @@ func (s *Step) Attend(layer int, q, out Tensor, options *AttendOptions) error {
 	return p.result(C.tago_attend(p.c, uint32Of(layer), q.chars(), out.chars(), o.LSE.c(), o.Slopes.c(), o.Sinks.c()))
 }
 
-// End commits: the new tokens belong to their sequences. When a layer lacks its append it fails with [ErrState], and the step is
-// still open.
+// End commits: the new tokens belong to their sequences. When a layer lacks its append it fails with [ErrState], and the step
+// is still open.
 func (s *Step) End() error {
 	if err := s.take(); err != nil {
 		return err

@@ -146,8 +146,8 @@ func cPath(path string) (*C.char, error) {
 	return C.CString(path), nil
 }
 
-// Close ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its plans
-// fail with [ErrClosed], also a Begin that waits.
+// Close ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
+// plans fail with [ErrClosed], also a Begin that waits.
 func (p *Pool) Close() error {
 	if p == nil {
 		return nil

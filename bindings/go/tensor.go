@@ -50,8 +50,8 @@ func StridedTensorOf[T Element](data []T, tokens, heads, dim, strideToken, strid
 	return t
 }
 
-// TensorAt is a view of memory that is not Go's: of a GPU, or of C. The caller keeps it valid until the work on it is done, on a GPU
-// beyond the call.
+// TensorAt is a view of memory that is not Go's: of a GPU, or of C. The caller keeps it valid until the work on it is done, on
+// a GPU beyond the call.
 func TensorAt(data unsafe.Pointer, dtype DType, tokens, heads, dim, strideToken, strideHead int) Tensor {
 	return Tensor{data: data, dtype: dtype, tokens: tokens, heads: heads, dim: dim, strideToken: strideToken, stride: strideHead,
 		foreign: true}

@@ -1,5 +1,5 @@
-// What a step of 64 tokens takes in C, in nanoseconds: the least of 30 rounds of 500 steps. The other languages' programs of this name do
-// the same work, so that the difference is theirs: begin, append, attend, end, truncate.
+// What a step of 64 tokens takes in C, in nanoseconds: the least of 30 rounds of 500 steps. The other languages' programs of
+// this name do the same work, so that the difference is theirs: begin, append, attend, end, truncate.
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>

@@ -80,7 +80,8 @@ fn vendored() {
     let steps = [
         Command::new("cmake")
             .args(["-DCMAKE_BUILD_TYPE=Release", "-DTA_BUILD_TESTS=OFF", "-DTA_BUILD_BENCH=OFF", "-DTA_BUILD_EXAMPLES=OFF"])
-            .args(["-DTA_BUILD_TOOLS=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"])
+            .args(["-DTA_BUILD_TOOLS=OFF", "-DTA_BUILD_SHARED=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"])
+            .arg(format!("-DTA_ENABLE_CUDA={}", if has("CUDA") { "ON" } else { "OFF" }))
             .arg(format!("-DCMAKE_INSTALL_PREFIX={}", prefix.display()))
             .arg("-S")
             .arg(&source)

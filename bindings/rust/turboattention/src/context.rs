@@ -12,8 +12,8 @@ use crate::{ffi, text, CpuIsa, DeviceKind, Error, ErrorKind, LogLevel, Result};
 /// Where the library gets host memory for pages and workspaces.
 ///
 /// # Safety
-/// `allocate` returns memory that fits the layout, is nobody else's and can be used until `deallocate`; or null. Both are called from
-/// any thread, also while a lock of the library is held: they must not call this crate.
+/// `allocate` returns memory that fits the layout, is nobody else's and can be used until `deallocate`; or null. Both are
+/// called from any thread, also while a lock of the library is held: they must not call this crate.
 pub unsafe trait HostAllocator: Send + Sync + 'static {
     /// Gets memory; null: there is none.
     fn allocate(&self, layout: Layout) -> *mut u8;
@@ -92,8 +92,8 @@ pub struct ContextInfo {
     pub device_bytes_peak: u64,
 }
 
-/// A device with its kernels and worker threads. Clones are the same context, which ends with the last of them and of what was made
-/// of it.
+/// A device with its kernels and worker threads. Clones are the same context, which ends with the last of them and of what was
+/// made of it.
 #[derive(Clone)]
 pub struct Context(Arc<Handle>);
 

@@ -38,8 +38,8 @@ pub struct State<'a> {
 }
 
 impl Context {
-    /// Attention over plain tensors, without a pool: q and out [query tokens, query heads, channels], k and v [keys, kv heads, channels].
-    /// Values are quantized to INT8 on the way.
+    /// Attention over plain tensors, without a pool: q and out [query tokens, query heads, channels], k and v [keys, kv heads,
+    /// channels]. Values are quantized to INT8 on the way.
     pub fn attend_dense(
         &self,
         q: Tensor<'_>,
@@ -78,8 +78,8 @@ impl Context {
         call(|err| unsafe { ffi::ta_attend_dense(self.raw(), q, k, v, out, lse, &raw, err) })
     }
 
-    /// Merges attention of the same queries over 1 to 64 disjoint sets of keys, in the order of the list, into attention over all of
-    /// them. `lse` gets [tokens, heads]; `stream` is the default on a CPU.
+    /// Merges attention of the same queries over 1 to 64 disjoint sets of keys, in the order of the list, into attention over
+    /// all of them. `lse` gets [tokens, heads]; `stream` is the default on a CPU.
     pub fn merge_states(
         &self,
         states: &[State<'_>],
@@ -152,7 +152,8 @@ impl Calibrator {
     pub fn finish(&self, low: u32) -> Result<BitMaps> {
         let n = self.heads;
         let mut maps = BitMaps { k_bits: vec![0; n], v_bits: vec![0; n], k_priority: vec![0.0; n], v_priority: vec![0.0; n] };
-        // SAFETY: the handle is alive, and not used by another thread, as it is not Sync; the lists have [layers, kv_heads] elements.
+        // SAFETY: the handle is alive, and not used by another thread, as it is not Sync; the lists have [layers, kv_heads]
+        // elements.
         call(|err| unsafe {
             let (k, v) = (maps.k_bits.as_mut_ptr(), maps.v_bits.as_mut_ptr());
             let (kp, vp) = (maps.k_priority.as_mut_ptr(), maps.v_priority.as_mut_ptr());

@@ -67,8 +67,8 @@ impl GroupOptions {
     }
 }
 
-/// This rank of a group of contexts. Clones are the same rank, which leaves the group, and so ends it, with the last of them and of its
-/// transfers.
+/// This rank of a group of contexts. Clones are the same rank, which leaves the group, and so ends it, with the last of them
+/// and of its transfers.
 ///
 /// ```
 /// # use turboattention::*;
@@ -203,7 +203,8 @@ impl Group {
         self.health()
     }
 
-    /// Nothing while the group connects or is ready, else why it has ended; [`Place::rank`](crate::Place::rank) is the rank at fault.
+    /// Nothing while the group connects or is ready, else why it has ended; [`Place::rank`](crate::Place::rank) is the rank at
+    /// fault.
     pub fn health(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_group_health(self.raw(), err) })
@@ -240,7 +241,8 @@ impl Group {
         Ok(GroupPeer { rank: peer.rank, route, bytes_per_s: peer.bytes_per_s, why: text(&peer.why) })
     }
 
-    /// Can be read (poll, epoll) while [`Group::take_finished`] has tickets, or since the state changed. It belongs to the group.
+    /// Can be read (poll, epoll) while [`Group::take_finished`] has tickets, or since the state changed. It belongs to the
+    /// group.
     pub fn descriptor(&self) -> Result<RawFd> {
         let mut descriptor = -1;
         // SAFETY: the handle is alive.
@@ -521,8 +523,8 @@ pub struct PartitionOptions {
 }
 
 impl Sequence {
-    /// Spreads it over the ranks of a group, which all make this call on a sequence of the same length with the same options, and the
-    /// same calls on it from then on. docs/sharing.md has which of these wait for other ranks.
+    /// Spreads it over the ranks of a group, which all make this call on a sequence of the same length with the same options,
+    /// and the same calls on it from then on. docs/sharing.md has which of these wait for other ranks.
     pub fn partition(&mut self, group: &Group, options: &PartitionOptions) -> Result<()> {
         let options = ffi::ta_partition_options {
             output: options.output as i32,

@@ -1,8 +1,8 @@
-//! Attention over very long, compressed KV caches: keys and values are kept as INT8, INT4 or INT2 pages, and attention runs on the
-//! integer codes. This is the safe layer over the C library of the same name.
+//! Attention over very long, compressed KV caches: keys and values are kept as INT8, INT4 or INT2 pages, and attention runs on
+//! the integer codes. This is the safe layer over the C library of the same name.
 //!
-//! A [`Context`] is a device, a [`Pool`] the cache, a [`Sequence`] one conversation in it, and a [`Plan`] makes steps over a batch
-//! of sequences:
+//! A [`Context`] is a device, a [`Pool`] the cache, a [`Sequence`] one conversation in it, and a [`Plan`] makes steps over a
+//! batch of sequences:
 //!
 //! ```
 //! use turboattention::*;
@@ -27,8 +27,8 @@
 //!
 //! # Life of objects
 //!
-//! Objects keep what they need alive, so they may be dropped in any order. [`Context`], [`Pool`], [`Namespace`] and [`Group`] are
-//! handles that can be cloned; the thing itself ends with the last of them. A [`Sequence`] is released when it is dropped.
+//! Objects keep what they need alive, so they may be dropped in any order. [`Context`], [`Pool`], [`Namespace`] and [`Group`]
+//! are handles that can be cloned; the thing itself ends with the last of them. A [`Sequence`] is released when it is dropped.
 //! [`Pool::close`] ends a pool for everybody who uses it, whose calls fail with [`ErrorKind::Closed`] from then on.
 //!
 //! # Threads
@@ -38,18 +38,20 @@
 //!
 //! # Panics
 //!
-//! A callback that panics does not unwind through the library. One of a log or an allocator counts as having done nothing; one of
-//! progress stops the work, and the panic goes on where the call was made. With `panic = "abort"` the process ends, as always.
+//! A callback that panics does not unwind through the library. One of a log or an allocator counts as having done nothing; one
+//! of progress stops the work, and the panic goes on where the call was made. With `panic = "abort"` the process ends, as
+//! always.
 //!
 //! # GPUs
 //!
-//! Work on a GPU goes on after the call that asked for it, so slices are refused there ([`ErrorKind::Invalid`]): views of GPU memory
-//! are made with [`Tensor::from_raw`], whose caller promises that it lives for long enough.
+//! Work on a GPU goes on after the call that asked for it, so slices are refused there ([`ErrorKind::Invalid`]): views of GPU
+//! memory are made with [`Tensor::from_raw`], whose caller promises that it lives for long enough.
 //!
 //! # Features
 //!
-//! `pkg-config` (default) links the installed library; `static` its archive; `vendored` builds it with cmake; `stub` links nothing
-//! and loads `libturboattention.so.0` at run time, for documentation, `cargo check`, and programs that go on without it.
+//! `pkg-config` (default) links the installed library; `static` its archive; `vendored` builds it with cmake, `cuda` with the
+//! kernels for GPUs; `stub` links nothing and loads `libturboattention.so.0` at run time, for documentation, `cargo check`, and
+//! programs that go on without it.
 #![deny(unsafe_op_in_unsafe_fn)]
 #![warn(missing_docs)]
 

@@ -16,7 +16,8 @@ impl Stream {
     /// A `cudaStream_t`.
     ///
     /// # Safety
-    /// It is valid for as long as anything that was given it, such as a plan, and until the work that was enqueued on it is done.
+    /// It is valid for as long as anything that was given it, such as a plan, and until the work that was enqueued on it is
+    /// done.
     pub unsafe fn from_raw(stream: *mut std::os::raw::c_void) -> Self {
         Stream(stream.cast())
     }
@@ -214,16 +215,16 @@ pub struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Quantizes the new tokens of a layer and appends them: k and v [sum of new tokens, kv heads, channels], the sequences one after
-    /// the other, keys after their rotary embedding. Each layer is appended once in a step.
+    /// Quantizes the new tokens of a layer and appends them: k and v [sum of new tokens, kv heads, channels], the sequences one
+    /// after the other, keys after their rotary embedding. Each layer is appended once in a step.
     pub fn append(&mut self, layer: u32, k: Tensor<'_>, v: Tensor<'_>) -> Result<()> {
         let (k, v) = (k.get(self.device)?, v.get(self.device)?);
         // SAFETY: the handle is alive and exclusively borrowed; the views are valid for as long as their makers promised.
         call(|err| unsafe { ffi::ta_append(self.plan.raw.as_ptr(), layer, k, v, err) })
     }
 
-    /// Attends with the step's queries to all tokens of their sequences, the new ones included: q and out [sum of queries, query
-    /// heads, channels].
+    /// Attends with the step's queries to all tokens of their sequences, the new ones included: q and out [sum of queries,
+    /// query heads, channels].
     pub fn attend(&mut self, layer: u32, q: Tensor<'_>, out: TensorMut<'_>) -> Result<()> {
         self.attend_raw(layer, &q, &out, None, None)
     }
@@ -252,12 +253,13 @@ impl Step<'_> {
         let options = options.map(|options| options.raw(self.device, q)).transpose()?;
         let options = options.as_ref().map_or(ptr::null(), |options| options);
         let (q, out) = (q.get(self.device)?, out.get(self.device)?);
-        // SAFETY: as append; lse and the options' lists are as long as q's shape, which the library compares with the step, says.
+        // SAFETY: as append; lse and the options' lists are as long as q's shape, which the library compares with the step,
+        // says.
         call(|err| unsafe { ffi::ta_attend(self.plan.raw.as_ptr(), layer, q, out, lse, options, err) })
     }
 
-    /// Commits: the new tokens belong to their sequences. When a layer lacks its append this fails with [`ErrorKind::State`], and the
-    /// step is aborted.
+    /// Commits: the new tokens belong to their sequences. When a layer lacks its append this fails with [`ErrorKind::State`],
+    /// and the step is aborted.
     pub fn end(self) -> Result<()> {
         // SAFETY: the handle is alive and exclusively borrowed.
         call(|err| unsafe { ffi::ta_plan_end(self.plan.raw.as_ptr(), err) })?;

@@ -13,8 +13,8 @@ use crate::{
     Switch, P,
 };
 
-/// The numeric settings of a pool; docs/numerics.md explains them. Make them with `..Default::default()`, which is what the profile
-/// says.
+/// The numeric settings of a pool; docs/numerics.md explains them. Make them with `..Default::default()`, which is what the
+/// profile says.
 #[derive(Clone, Debug, Default)]
 pub struct Numerics {
     /// Decides every field below that is at its default.
@@ -49,8 +49,8 @@ pub struct Numerics {
     pub k_turning: Switch,
 }
 
-/// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None` is at
-/// its default.
+/// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None`
+/// is at its default.
 #[derive(Clone, Debug, Default)]
 pub struct TierOptions {
     /// 1 + the NUMA node of the host tier.
@@ -234,8 +234,8 @@ impl Pool {
         Ok(Pool(Arc::new(Handle { raw, context: context.clone(), watcher: Watcher::default() })))
     }
 
-    /// Ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its plans
-    /// fail with [`ErrorKind::Closed`], also a begin that waits.
+    /// Ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
+    /// plans fail with [`ErrorKind::Closed`], also a begin that waits.
     pub fn close(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_kv_pool_close(self.raw(), err) })

@@ -7,8 +7,8 @@ use crate::{ffi, Error, ErrorKind, Group, Pool, PrefixAnswer, PrefixEventKind, R
 /// Stands for all tokens up to the end of a block, and for the model: a cryptographic hash of the caller.
 pub type Key = [u8; 32];
 
-/// Keeps what a tenant publishes apart from others. Clones are the same namespace. It does not end with the last of them, but with its
-/// pool or by [`Namespace::destroy`].
+/// Keeps what a tenant publishes apart from others. Clones are the same namespace. It does not end with the last of them, but
+/// with its pool or by [`Namespace::destroy`].
 ///
 /// ```
 /// # use turboattention::*;
@@ -150,8 +150,8 @@ impl Namespace {
         list[..n as usize].iter().map(event).collect()
     }
 
-    /// Creates a sequence that begins with the blocks of the first keys, as many as are published without a gap, maybe none. Also
-    /// returns the number of their tokens.
+    /// Creates a sequence that begins with the blocks of the first keys, as many as are published without a gap, maybe none.
+    /// Also returns the number of their tokens.
     pub fn match_prefix(&self, keys: &[Key]) -> Result<(Sequence, usize)> {
         let (mut id, mut length) = (0, 0);
         // SAFETY: the handle is alive, the list has so many keys.

@@ -16,7 +16,8 @@ pub struct Sequence {
 
 impl Drop for Sequence {
     fn drop(&mut self) {
-        // SAFETY: the handle is alive. A sequence that has gone (a closed pool, a move to another rank) is not there to be released.
+        // SAFETY: the handle is alive. A sequence that has gone (a closed pool, a move to another rank) is not there to be
+        // released.
         let _ = call(|err| unsafe { ffi::ta_seq_release(self.pool.raw(), self.id, err) });
     }
 }
@@ -83,15 +84,15 @@ impl Sequence {
         call(|err| unsafe { ffi::ta_seq_truncate(self.pool.raw(), self.id, len, err) })
     }
 
-    /// How early its blocks leave a full tier under [`Eviction::Priority`](crate::Eviction::Priority): the lower the earlier; 0 at
-    /// first.
+    /// How early its blocks leave a full tier under [`Eviction::Priority`](crate::Eviction::Priority): the lower the earlier; 0
+    /// at first.
     pub fn set_priority(&self, priority: i32) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_set_priority(self.pool.raw(), self.id, priority, err) })
     }
 
-    /// Recomputes the hash of every full page, wherever it is. [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) names the first bad
-    /// one.
+    /// Recomputes the hash of every full page, wherever it is. [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) names the
+    /// first bad one.
     pub fn verify(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_verify(self.pool.raw(), self.id, err) })
@@ -102,8 +103,8 @@ impl Sequence {
         self.save_with(path, keep_on)
     }
 
-    /// Likewise, with a function that is told the bytes done and the total, and can stop the work. It may use this crate, but not the
-    /// same pool.
+    /// Likewise, with a function that is told the bytes done and the total, and can stop the work. It may use this crate, but
+    /// not the same pool.
     ///
     /// ```
     /// # use turboattention::*;
