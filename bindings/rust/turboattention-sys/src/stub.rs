@@ -26,11 +26,18 @@ pub(crate) fn open() -> Result<*mut c_void, String> {
     }
 }
 
-/// The address of a call, 0 where the library lacks it.
-pub(crate) fn find(library: *mut c_void, name: &str) -> usize {
-    debug_assert!(name.ends_with('\0'));
-    // SAFETY: as above.
-    unsafe { dlsym(library, name.as_ptr().cast()) as usize }
+/// A call of the library, if it has it.
+///
+/// # Safety
+/// `F` is the type of a pointer to a function of this name.
+pub(crate) unsafe fn find<F: Copy>(library: *mut c_void, name: &str) -> Option<F> {
+    assert!(name.ends_with('\0') && std::mem::size_of::<F>() == std::mem::size_of::<*mut c_void>());
+    let address = dlsym(library, name.as_ptr().cast());
+    if address.is_null() {
+        None
+    } else {
+        Some(std::mem::transmute_copy(&address))
+    }
 }
 
 /// What a call returns that cannot be made.
@@ -94,11 +101,11 @@ macro_rules! functions {
         fn calls() -> Result<&'static Calls, &'static str> {
             static ONCE: std::sync::Once = std::sync::Once::new();
             static mut CALLS: Result<Calls, String> = Err(String::new());
-            // SAFETY: written once, before anybody reads it. An Option of a function is its address, or 0.
+            // SAFETY: written once, before anybody reads it. The types are those of the header.
             unsafe {
                 ONCE.call_once(|| {
                     CALLS = stub::open().map(|library| Calls {
-                        $($name: std::mem::transmute(stub::find(library, concat!(stringify!($name), "\0"))),)*
+                        $($name: stub::find(library, concat!(stringify!($name), "\0")),)*
                     });
                 });
                 match &*std::ptr::addr_of!(CALLS) {
