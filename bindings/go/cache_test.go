@@ -1,0 +1,428 @@
+package turboattention
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"runtime/pprof"
+	"strings"
+	"testing"
+	"time"
+)
+
+var background = context.Background()
+
+func keys(n int, of byte) []Key {
+	list := make([]Key, n)
+	for i := range list {
+		list[i] = Key{of, byte(i), 1}
+	}
+	return list
+}
+
+func TestSequences(t *testing.T) {
+	p := newPool(t)
+	a := filled(t, p, 200)
+	b := must(a.Fork())(t)
+	check(t, b.Truncate(130))
+	check(t, b.Verify())
+	check(t, b.SetPriority(3))
+	wants(t, b.Truncate(131), ErrInvalid)
+	if length(t, a) != 200 || length(t, b) != 130 || a.ID() == b.ID() {
+		t.Error(length(t, a), length(t, b))
+	}
+	stats := must(p.Stats())(t)
+	if stats.Sequences != 2 || stats.Tokens != 330 || stats.SharedBlocks != 3 || stats.BytesUsed == 0 {
+		t.Errorf("%+v", stats)
+	}
+	check(t, a.Close())
+	check(t, a.Close())
+	_, err := a.Length()
+	wants(t, err, ErrStale)
+	if stats := must(p.Stats())(t); stats.Sequences != 1 {
+		t.Errorf("%+v", stats)
+	}
+}
+
+func TestNamespaces(t *testing.T) {
+	p := newPool(t)
+	space := must(p.NewNamespace([32]byte{1}, 0))(t)
+	_, err := p.NewNamespace([32]byte{1}, 0)
+	wants(t, err, ErrInvalid)
+	a, list := filled(t, p, 200), keys(3, 1)
+	wants(t, a.Publish(space, keys(4, 1)), ErrInvalid)
+	check(t, a.Publish(space, list))
+	check(t, a.Close())
+	b, n, err := space.Match(append(keys(2, 1), keys(1, 9)...))
+	check(t, err)
+	if n != 128 || length(t, b) != 128 {
+		t.Errorf("%d tokens", n)
+	}
+	events, hashed := must(space.TakeEvents(10))(t), must(space.HashKeys(list))(t)
+	if len(events) != 4 || events[0].Kind != EventReset || events[3].Kind != EventPublished {
+		t.Fatalf("%+v", events)
+	}
+	for _, event := range events[1:] {
+		if event.Key != hashed[event.Index] || event.Tier != TierDevice {
+			t.Errorf("%+v", event)
+		}
+	}
+	if s := must(space.Stats())(t); s.Entries != 3 || s.Hits != 2 || s.Misses != 1 || s.Published != 3 || s.BytesShared == 0 {
+		t.Errorf("%+v", s)
+	}
+	wants(t, space.Flush(), ErrUnsupported)
+	check(t, space.Destroy())
+	_, err = space.Stats()
+	wants(t, err, ErrStale)
+	wants(t, b.Publish(must(newPool(t).NewNamespace([32]byte{1}, 0))(t), list), ErrInvalid) // of another pool
+}
+
+func TestFiles(t *testing.T) {
+	p, folder := newPool(t), t.TempDir()
+	a := filled(t, p, 200)
+	want := attend(t, p, a)
+	path := filepath.Join(folder, "a")
+	calls := 0
+	check(t, a.Save(path, func(done, total uint64) error { calls++; return nil }))
+	if calls == 0 {
+		t.Error("no progress")
+	}
+	wants(t, a.Save(path, nil), ErrInvalid) // exists
+	b := must(p.LoadSequence(path, nil))(t)
+	same(t, want, attend(t, p, b))
+
+	mine := errors.New("mine")
+	if err := a.Save(path+"2", func(uint64, uint64) error { return mine }); err != mine {
+		t.Error(err)
+	}
+	func() {
+		defer func() {
+			if recover() != "oops" {
+				t.Error("the panic is gone")
+			}
+		}()
+		_ = a.Save(path+"2", func(uint64, uint64) error { panic("oops") })
+	}()
+	if _, err := os.Stat(path + "2"); !os.IsNotExist(err) {
+		t.Error(err)
+	}
+	wants(t, a.Save("a\x00b", nil), ErrInvalid)
+	_, err := p.LoadSequence(path+"3", nil)
+	wants(t, err, ErrIO)
+
+	all := filepath.Join(folder, "all")
+	check(t, p.Save(all, true, nil))
+	other := newPool(t)
+	loaded := must(other.Load(all, func(done, total uint64) error { return nil }))(t)
+	if len(loaded) != 2 {
+		t.Fatal(loaded)
+	}
+	same(t, want, attend(t, other, loaded[a.ID()]))
+	empty := filepath.Join(folder, "empty")
+	check(t, newPool(t).Save(empty, false, nil))
+	if loaded := must(other.Load(empty, nil))(t); len(loaded) != 0 {
+		t.Error(loaded)
+	}
+	data := must(os.ReadFile(path))(t)
+	data[len(data)/2] ^= 1
+	check(t, os.WriteFile(path+"4", data, 0o600))
+	_, err = p.LoadSequence(path+"4", nil)
+	wants(t, err, ErrCorrupt)
+}
+
+func tiered(o *PoolOptions) { o.Tiers = &TierOptions{HostBytes: 32 << 20, BeginWaitMillis: 50} }
+
+func TestMoves(t *testing.T) {
+	p := newPool(t, tiered)
+	a := filled(t, p, 700)
+	want := attend(t, p, a)
+	move := must(a.Move(1, 8, TierHost))(t)
+	info := must(move.Wait(background))(t)
+	if info.State != MoveDone || info.Moved != 8 || info.Block != -1 {
+		t.Errorf("%+v", info)
+	}
+	if again := must(move.Info())(t); *again != *info {
+		t.Errorf("%+v", again)
+	}
+	if r := must(a.Residency())(t); r.HostBlocks != 8 || r.DeviceBlocks != 3 || r.HostBytes == 0 {
+		t.Errorf("%+v", r)
+	}
+	same(t, want, attend(t, p, a))
+	if s := must(p.TierStats(TierHost))(t); s.Blocks != 8 || s.State != TierOK || s.Hits == 0 {
+		t.Errorf("%+v", s)
+	}
+	_, err := p.TierStats(TierDisk)
+	wants(t, err, ErrUnsupported)
+	if info := must(must(a.Prefetch(1, 8))(t).Wait(background))(t); info.Moved != 8 {
+		t.Errorf("%+v", info)
+	}
+	check(t, a.Pin(2, 3))
+	if r := must(a.Residency())(t); r.PinnedBlocks != 3 {
+		t.Errorf("%+v", r)
+	}
+	if info := must(must(a.Move(1, 8, TierHost))(t).Wait(background))(t); info.Skipped != 3 {
+		t.Errorf("%+v", info)
+	}
+	check(t, a.Unpin(2, 3))
+	wants(t, a.Unpin(2, 3), ErrState)
+	wants(t, a.Pin(-1, 3), ErrInvalid)
+	_, err = a.Move(0, 100, TierHost)
+	wants(t, err, ErrInvalid)
+	check(t, move.Cancel()) // done already
+	if s := must(p.MoveStats())(t); s.BytesAsked == 0 || s.BytesPrefetched == 0 || s.HostSteps == 0 {
+		t.Errorf("%+v", s)
+	}
+	var object map[string]any
+	check(t, json.Unmarshal([]byte(must(p.Metrics(JSON))(t)), &object))
+	if text := must(p.Metrics(OpenMetrics))(t); !strings.HasSuffix(text, "# EOF\n") {
+		t.Errorf("%q", text[len(text)-20:])
+	}
+	_, err = p.Metrics(7)
+	wants(t, err, ErrInvalid)
+}
+
+func TestDescribe(t *testing.T) {
+	p := newPool(t, tiered, func(o *PoolOptions) {
+		o.Numerics.KOffset = make([]float32, layers*kvHeads*dim)
+		o.Numerics.KOffset[5] = 2
+	})
+	d := must(p.Describe())(t)
+	if d.Layers != layers || d.KVHeads != kvHeads || d.HeadDim != dim || d.Bits != 4 || len(d.KBits) != layers*kvHeads ||
+		d.Numerics.Exp != ExpPoly || d.Numerics.Hadamard != On || d.Numerics.SinkBlocks != 1 || d.Numerics.KOffset[5] != 2 ||
+		d.Tiers == nil || d.Tiers.BeginWaitMillis != 50 || d.Device != CPU || d.BudgetBytes != 64<<20 || d.TokenBlockBytes == 0 {
+		t.Errorf("%+v", d)
+	}
+	again := must(p.context.NewPool(d.PoolOptions))(t)
+	defer again.Close()
+	if e := must(again.Describe())(t); e.Fingerprint != d.Fingerprint {
+		t.Error("a pool of the same options is another one")
+	}
+}
+
+func TestContextInfo(t *testing.T) {
+	c := must(NewContext(&ContextOptions{Threads: 2, ISA: ISAScalar}))(t)
+	defer c.Close()
+	info := must(c.Info())(t)
+	if info.Threads != 2 || info.ISA != ISAScalar || info.ISABest < ISAScalar || info.DeviceName == "" {
+		t.Errorf("%+v", info)
+	}
+	check(t, c.Health())
+	if Version() < 100 || ABIVersion() != 0 || !strings.HasPrefix(BuildInfo(), "turboattention ") {
+		t.Error(Version(), ABIVersion(), BuildInfo())
+	}
+	_, err := NewContext(&ContextOptions{Threads: -1})
+	wants(t, err, ErrInvalid)
+}
+
+func TestDenseAndMerge(t *testing.T) {
+	c := newContext(t)
+	const n = 96
+	tq, whole := TensorOf(q, 4, qHeads, dim), make([]float32, 4*qHeads*dim)
+	attend := func(from, to int, out []float32, lse []float32) {
+		check(t, c.AttendDense(tq, TensorOf(k[from*kvHeads*dim:], to-from, kvHeads, dim),
+			TensorOf(v[from*kvHeads*dim:], to-from, kvHeads, dim), TensorOf(out, 4, qHeads, dim),
+			&DenseOptions{Variant: DenseIntFlashHalf, Attend: AttendOptions{Mask: MaskFull, LSE: FloatsOf(lse)}}))
+	}
+	lse := make([]float32, 4*qHeads)
+	attend(0, n, whole, lse)
+	var states []State
+	for i := 0; i < 3; i++ {
+		out, lse := make([]float32, len(whole)), make([]float32, len(lse))
+		attend(i*n/3, (i+1)*n/3, out, lse)
+		states = append(states, State{TensorOf(out, 4, qHeads, dim), FloatsOf(lse)})
+	}
+	merged, mergedLSE := make([]float32, len(whole)), make([]float32, len(lse))
+	check(t, c.MergeStates(states, TensorOf(merged, 4, qHeads, dim), FloatsOf(mergedLSE), nil))
+	for i := range whole {
+		if d := whole[i] - merged[i]; d > 0.01 || d < -0.01 {
+			t.Fatalf("element %d: %v and %v", i, whole[i], merged[i])
+		}
+	}
+	wants(t, c.MergeStates(nil, TensorOf(merged, 4, qHeads, dim), Floats{}, nil), ErrInvalid)
+	wants(t, c.MergeStates(states, TensorOf(merged, 4, qHeads, dim), FloatsOf(mergedLSE[1:]), nil), ErrShape)
+	tk := TensorOf(k, n, kvHeads, dim)
+	check(t, c.AttendDense(tq, tk, tk, TensorOf(merged, 4, qHeads, dim), nil))
+	check(t, c.AttendDense(tq, tk, tk, TensorOf(merged, 4, qHeads, dim),
+		&DenseOptions{QOffsets: []int64{0, 1, 4}, KOffsets: []int64{0, 50, 96}}))
+	wants(t, c.AttendDense(tq, tk, tk, tq, &DenseOptions{Batch: 3, QOffsets: []int64{0, 4}}), ErrInvalid)
+}
+
+func TestCalibrator(t *testing.T) {
+	c := must(newContext(t).NewCalibrator(layers, kvHeads, dim))(t)
+	_, err := c.Finish(1)
+	wants(t, err, ErrState)
+	for layer := 0; layer < layers; layer++ {
+		check(t, c.Observe(layer, TensorOf(k, 100, kvHeads, dim), TensorOf(v, 100, kvHeads, dim)))
+	}
+	maps := must(c.Finish(1))(t)
+	if maps.KBits[0]+maps.KBits[1] != 6 || maps.KPriority[0] == 0 {
+		t.Errorf("%+v", maps)
+	}
+	newPool(t, func(o *PoolOptions) { o.KBits, o.VBits = maps.KBits, maps.VBits })
+	check(t, c.Close())
+	check(t, c.Close())
+	wants(t, c.Observe(0, TensorOf(k, 1, kvHeads, dim), TensorOf(v, 1, kvHeads, dim)), ErrClosed)
+}
+
+// Two ranks of a local group, each with a pool.
+func ranks(t *testing.T, change ...func(*PoolOptions)) (groups [2]*Group, pools [2]*Pool) {
+	t.Helper()
+	id := must(NewGroupID(GroupLocal))(t)
+	for i := range groups {
+		pools[i] = newPool(t, change...)
+		groups[i] = must(pools[i].context.JoinGroup(GroupOptions{Kind: GroupLocal, ID: id, Rank: i, Ranks: 2,
+			Operation: 5 * time.Second}))(t)
+		group := groups[i]
+		t.Cleanup(func() { group.Close() })
+	}
+	for _, group := range groups {
+		check(t, group.WaitReady(background))
+	}
+	return groups, pools
+}
+
+func TestTransfers(t *testing.T) {
+	groups, pools := ranks(t)
+	a := filled(t, pools[0], 300)
+	want := attend(t, pools[0], a)
+	receive := must(groups[1].Receive(pools[1], 0, 7))(t)
+	send := must(groups[0].Send(a, 1, 7, SendCopy))(t)
+	info := must(receive.Wait(background))(t)
+	if info.Length != 300 || info.Blocks != 5 || info.Peer != 0 || info.Tag != 7 || info.Rank != -1 || info.BytesMoved == 0 {
+		t.Errorf("%+v", info)
+	}
+	must(send.Wait(background))(t)
+	same(t, want, attend(t, pools[1], info.Sequence))
+	if again := must(receive.Info())(t); again.Sequence != info.Sequence {
+		t.Error("another sequence")
+	}
+	must(groups[0].Descriptor())(t)
+	if finished := must(groups[0].TakeFinished(9))(t); len(finished) != 1 || finished[0] != send.Ticket() {
+		t.Error(finished, send.Ticket())
+	}
+	move := must(groups[0].Send(a, 1, 8, SendMove))(t)
+	must(must(groups[1].Receive(pools[1], 0, 8))(t).Wait(background))(t)
+	must(move.Wait(background))(t)
+	_, err := a.Length()
+	wants(t, err, ErrStale)
+	check(t, a.Close())
+
+	if g := must(groups[1].Info())(t); g.State != GroupReady || g.Rank != 1 || g.Ranks != 2 || g.Kind != GroupLocal {
+		t.Errorf("%+v", g)
+	}
+	if peer := must(groups[1].Peer(0))(t); peer.Route != RouteHostMemory || peer.Rank != 0 {
+		t.Errorf("%+v", peer)
+	}
+
+	// nobody sends: a context ends the wait, Cancel the transfer
+	lonely := must(groups[1].Receive(pools[1], 0, 9))(t)
+	ctx, cancel := context.WithTimeout(background, 10*time.Millisecond)
+	defer cancel()
+	if _, err := lonely.Wait(ctx); err != context.DeadlineExceeded {
+		t.Error(err)
+	}
+	check(t, lonely.Cancel())
+	_, err = lonely.Wait(background)
+	wants(t, err, ErrCancelled)
+
+	check(t, groups[0].Abort())
+	wants(t, groups[0].Health(), ErrCancelled)
+	for start := time.Now(); groups[1].Health() == nil && time.Since(start) < 5*time.Second; { // until rank 1 has heard of it
+		time.Sleep(time.Millisecond)
+	}
+	wants(t, groups[1].WaitReady(background), ErrPeerLost)
+}
+
+func TestWaitingTakesNoThreads(t *testing.T) {
+	groups, pools := ranks(t)
+	ctx, cancel := context.WithCancel(background)
+	ended := make(chan error)
+	threads := pprof.Lookup("threadcreate").Count
+	before := threads()
+	for i := 0; i < 200; i++ {
+		receive := must(groups[1].Receive(pools[1], 0, uint64(i)))(t)
+		go func() { _, err := receive.Wait(ctx); ended <- err }()
+	}
+	time.Sleep(100 * time.Millisecond)
+	if n := threads() - before; n > 20 {
+		t.Errorf("%d threads for 200 waits", n)
+	}
+	cancel()
+	for i := 0; i < 200; i++ {
+		if err := <-ended; err != context.Canceled {
+			t.Error(err)
+		}
+	}
+}
+
+func TestFetch(t *testing.T) {
+	groups, pools := ranks(t)
+	var spaces [2]*Namespace
+	for i := range spaces {
+		spaces[i] = must(pools[i].NewNamespace([32]byte{1}, 0))(t)
+		check(t, spaces[i].Join(groups[i]))
+	}
+	wants(t, spaces[0].Join(groups[0]), ErrInvalid)
+	list := keys(3, 1)
+	check(t, filled(t, pools[0], 200).Publish(spaces[0], list))
+	ctx, cancel := context.WithTimeout(background, 5*time.Second)
+	defer cancel()
+	for places := make([]Place, 1); places[0].Answer != AnswerYes; {
+		places = must(spaces[1].LookupWait(ctx, groups[1], list))(t)
+	}
+	if info := must(must(spaces[1].Fetch(groups[1], list))(t).Wait(ctx))(t); info.Length != 192 {
+		t.Errorf("%+v", info)
+	}
+	if _, n, err := spaces[1].Match(list); n != 192 || err != nil {
+		t.Error(n, err)
+	}
+	check(t, spaces[1].Leave(groups[1]))
+	wants(t, spaces[1].Leave(groups[1]), ErrState)
+}
+
+func TestPartition(t *testing.T) {
+	groups, pools := ranks(t)
+	want := attend(t, pools[0], filled(t, pools[0], 300))
+	type result struct {
+		out []float32
+		err error
+	}
+	results := make(chan result)
+	for i := range groups {
+		go func(group *Group, pool *Pool) {
+			out := make([]float32, 300*qHeads*dim)
+			err := func() error {
+				seq, err := pool.NewSequence()
+				if err != nil {
+					return err
+				}
+				if err := seq.Partition(group, PartitionOptions{Tag: 5, Output: OutputAll}); err != nil {
+					return err
+				}
+				plan, err := pool.NewPlan()
+				if err != nil {
+					return err
+				}
+				if err := step(plan, seq, 300, out); err != nil {
+					return err
+				}
+				out = out[:qHeads*dim]
+				return plan.StepQueries([]*Sequence{seq}, nil, []int{1}, func(s *Step) error {
+					return s.Attend(0, TensorOf(q, 1, qHeads, dim), TensorOf(out, 1, qHeads, dim), nil)
+				})
+			}()
+			results <- result{out, err}
+		}(groups[i], pools[i])
+	}
+	for range groups {
+		r := <-results
+		check(t, r.err)
+		for i := range want {
+			if d := want[i] - r.out[i]; d > 1e-3 || d < -1e-3 {
+				t.Fatalf("element %d: %v and %v", i, want[i], r.out[i])
+			}
+		}
+	}
+}

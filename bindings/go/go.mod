@@ -1,0 +1,3 @@
+module turboattention
+
+go 1.19

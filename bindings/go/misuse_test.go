@@ -1,0 +1,301 @@
+package turboattention
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"turboattention/internal/forked"
+)
+
+var steps = flag.Int("steps", 20000, "steps of the leak test")
+
+func residentBytes(t *testing.T) int {
+	data := must(os.ReadFile("/proc/self/statm"))(t)
+	var size, resident int
+	must(fmt.Sscan(string(data), &size, &resident))(t)
+	return resident * os.Getpagesize()
+}
+
+// Steps, forks, errors and all that a request makes, again and again: the memory of the process stays as it is.
+func TestNothingLeaks(t *testing.T) {
+	p := newPool(t)
+	plan, out := newPlan(t, p), make([]float32, qHeads*dim)
+	base, done := filled(t, p, 64), 0
+	some := func(n int) {
+		for end := done + n; done < end; done++ {
+			check(t, step(plan, base, 1, out))
+			if done%32 == 0 {
+				check(t, base.Truncate(64))
+			}
+			if done%8 == 0 {
+				fork := must(base.Fork())(t)
+				wants(t, fork.Truncate(1000), ErrInvalid)
+				if done%16 == 0 {
+					check(t, fork.Close())
+				} // else its finalizer does
+				must(p.NewPlan())(t)
+			}
+			if done%500 == 0 {
+				must(p.Metrics(JSON))(t)
+				c := must(NewContext(&ContextOptions{Threads: 1, Log: func(LogLevel, string) {}}))(t)
+				must(c.NewPool(poolOptions()))(t)
+				runtime.GC()
+			}
+		}
+	}
+	some(*steps / 4)
+	runtime.GC()
+	before := residentBytes(t)
+	some(*steps - *steps/4)
+	runtime.GC()
+	if grown := residentBytes(t) - before; grown > 12<<20 {
+		t.Errorf("%d bytes more after %d steps", grown, *steps)
+	}
+}
+
+func TestUseAfterClose(t *testing.T) {
+	c := must(NewContext(nil))(t)
+	p := must(c.NewPool(poolOptions()))(t)
+	plan, seq, out := must(p.NewPlan())(t), filled(t, p, 10), make([]float32, qHeads*dim)
+	check(t, c.Close())
+	check(t, c.Close())
+	wants(t, c.Health(), ErrClosed)
+	_, err := c.NewPool(poolOptions())
+	wants(t, err, ErrClosed)
+	check(t, step(plan, seq, 1, out)) // children go on
+	s := must(plan.Begin([]*Sequence{seq}, []int{1}, nil))(t)
+	check(t, p.Close())
+	check(t, p.Close())
+	wants(t, s.Append(0, TensorOf(k, 1, kvHeads, dim), TensorOf(v, 1, kvHeads, dim)), ErrClosed)
+	check(t, s.Abort())
+	wants(t, s.Abort(), ErrState)
+	wants(t, step(plan, seq, 1, out), ErrClosed)
+	_, err = seq.Length()
+	wants(t, err, ErrClosed)
+	check(t, seq.Close())
+	check(t, plan.Close())
+	check(t, plan.Close())
+	wants(t, step(plan, seq, 1, out), ErrClosed)
+}
+
+// What is not closed is collected, parents and children in any order.
+func TestDroppedParents(t *testing.T) {
+	var released atomic.Int32
+	func() {
+		for i := 0; i < 10; i++ {
+			c := must(NewContext(&ContextOptions{Threads: 1, Allocator: &pages{ended: &released}}))(t)
+			p := must(c.NewPool(poolOptions()))(t)
+			plan := must(p.NewPlan())(t)
+			seq := must(p.NewSequence())(t)
+			c, p = nil, nil
+			runtime.GC()
+			check(t, step(plan, seq, 10, make([]float32, 10*qHeads*dim)))
+			must(plan.Begin([]*Sequence{seq}, []int{1}, nil))(t) // left open
+		}
+	}()
+	for start := time.Now(); released.Load() < 10; runtime.GC() {
+		if time.Since(start) > 10*time.Second {
+			t.Fatalf("%d of 10 contexts have ended", released.Load())
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// An Allocator that says when it has all its memory back.
+type pages struct {
+	sync.Mutex
+	lists  map[unsafe.Pointer][]byte
+	ended  *atomic.Int32
+	broken bool
+}
+
+func (p *pages) Allocate(bytes, alignment uintptr) unsafe.Pointer {
+	if p.broken {
+		panic("allocate")
+	}
+	list, err := syscall.Mmap(-1, 0, int(bytes), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
+	if err != nil {
+		return nil
+	}
+	p.Lock()
+	defer p.Unlock()
+	if p.lists == nil {
+		p.lists = map[unsafe.Pointer][]byte{}
+	}
+	p.lists[unsafe.Pointer(&list[0])] = list
+	return unsafe.Pointer(&list[0])
+}
+
+func (p *pages) Deallocate(data unsafe.Pointer, bytes, alignment uintptr) {
+	p.Lock()
+	defer p.Unlock()
+	_ = syscall.Munmap(p.lists[data])
+	delete(p.lists, data)
+	if len(p.lists) == 0 && p.ended != nil {
+		p.ended.Add(1)
+		p.ended = nil
+	}
+}
+
+func TestPanicsInCallbacks(t *testing.T) {
+	logged := make(chan string, 100)
+	allocator := &pages{}
+	c := must(NewContext(&ContextOptions{Threads: 1, LogLevel: LogDebug, Allocator: allocator,
+		Log: func(level LogLevel, message string) { logged <- message; panic("log") }}))(t)
+	defer c.Close()
+	p := must(c.NewPool(poolOptions()))(t)
+	defer p.Close()
+	seq, plan := must(p.NewSequence())(t), newPlan(t, p)
+	allocator.broken = true
+	wants(t, step(plan, seq, 1, make([]float32, qHeads*dim)), ErrMemory)
+	allocator.broken = false
+	check(t, step(plan, seq, 1, make([]float32, qHeads*dim)))
+	if len(logged) == 0 {
+		t.Error("nothing was logged")
+	}
+}
+
+func TestPlanIsExclusive(t *testing.T) {
+	p := newPool(t)
+	plan, seq, folder := newPlan(t, p), filled(t, p, 10), t.TempDir()
+	plan.busy.Store(true) // as while a call runs
+	wants(t, step(plan, seq, 1, nil), ErrBusy)
+	wants(t, plan.Close(), ErrBusy)
+	plan.busy.Store(false)
+	check(t, plan.SetStreamRefused())
+	check(t, seq.Save(filepath.Join(folder, "a"), nil))
+	wants(t, plan.Step([]*Sequence{nil}, []int{1}, nil), ErrInvalid)
+	wants(t, plan.Step([]*Sequence{seq}, []int{1, 2}, nil), ErrInvalid)
+	wants(t, plan.Step([]*Sequence{seq, seq}, []int{1, 1}, nil), ErrInvalid)
+	wants(t, plan.Step([]*Sequence{seq}, []int{-1}, nil), ErrInvalid)
+	wants(t, plan.Step([]*Sequence{seq}, []int{1 << 40}, nil), ErrInvalid)
+	wants(t, newPlan(t, newPool(t)).Step([]*Sequence{seq}, []int{1}, nil), ErrInvalid)
+}
+
+func (p *Plan) SetStreamRefused() error { // on a CPU there are no streams
+	if err := p.SetStream(nil); !errors.Is(err, ErrUnsupported) {
+		return fmt.Errorf("%v", err)
+	}
+	return nil
+}
+
+// Many goroutines work on one pool, until another one closes it.
+func TestRaces(t *testing.T) {
+	p := newPool(t, tiered)
+	space := must(p.NewNamespace([32]byte{1}, 0))(t)
+	var workers sync.WaitGroup
+	var made atomic.Int32
+	for i := 0; i < 4; i++ {
+		workers.Add(1)
+		go func(i int) {
+			defer workers.Done()
+			out := make([]float32, 70*qHeads*dim)
+			err := func() error {
+				plan, err := p.NewPlan()
+				if err != nil {
+					return err
+				}
+				defer plan.Close()
+				for {
+					seq, _, err := space.Match(keys(1, byte(i)))
+					if err != nil {
+						return err
+					}
+					if err := step(plan, seq, 70, out); err != nil {
+						return err
+					}
+					fork, err := seq.Fork()
+					if err != nil {
+						return err
+					}
+					move, err := seq.Move(0, 1, TierHost)
+					if err != nil {
+						return err
+					}
+					_ = seq.Publish(space, keys(1, byte(i)))
+					if _, err := move.Wait(background); errors.Is(err, ErrClosed) {
+						return err
+					}
+					if _, err := p.Stats(); err != nil {
+						return err
+					}
+					go fork.Close()
+					if err := seq.Close(); err != nil {
+						return err
+					}
+					made.Add(1)
+				}
+			}()
+			wants(t, err, ErrClosed)
+		}(i)
+	}
+	for made.Load() < 40 {
+		time.Sleep(time.Millisecond)
+	}
+	check(t, p.Close())
+	workers.Wait()
+}
+
+// Signals interrupt system calls of the library; what it does is the same.
+func TestSignals(t *testing.T) {
+	p := newPool(t, func(o *PoolOptions) { o.Tiers = &TierOptions{DiskBytes: 64 << 20, DiskFolder: t.TempDir()} })
+	a, folder := filled(t, p, 500), t.TempDir()
+	want := attend(t, p, a)
+	stop := make(chan bool)
+	var sender sync.WaitGroup
+	sender.Add(1)
+	go func() {
+		defer sender.Done()
+		for {
+			select {
+			case <-stop:
+				return
+			case <-time.After(50 * time.Microsecond):
+				_ = syscall.Kill(os.Getpid(), syscall.SIGURG)
+				_ = syscall.Kill(os.Getpid(), syscall.SIGWINCH)
+			}
+		}
+	}()
+	for i := 0; i < 10; i++ {
+		path := filepath.Join(folder, fmt.Sprint(i))
+		check(t, a.Save(path, nil))
+		same(t, want, attend(t, p, must(p.LoadSequence(path, nil))(t)))
+		must(must(a.Move(1, 6, TierDisk))(t).Wait(background))(t)
+		same(t, want, attend(t, p, a))
+	}
+	close(stop)
+	sender.Wait()
+}
+
+func TestForkedChild(t *testing.T) {
+	p := newPool(t)
+	plan, seq := newPlan(t, p), filled(t, p, 10)
+	wrong := forked.Handles(unsafe.Pointer(p.context.c), unsafe.Pointer(p.c), unsafe.Pointer(plan.c.plan), seq.ID())
+	if wrong != 0 {
+		t.Errorf("check %d of the child failed", wrong)
+	}
+	check(t, step(plan, seq, 1, make([]float32, qHeads*dim)))
+}
+
+func TestErrors(t *testing.T) {
+	_, err := newContext(t).NewPool(PoolOptions{})
+	var e *Error
+	if !errors.As(err, &e) || e.Argument != 1 || e.Sequence != -1 || !errors.Is(err, ErrInvalid) || errors.Is(err, ErrBusy) ||
+		!strings.Contains(err.Error(), "TA_E_INVALID") {
+		t.Errorf("%+v", e)
+	}
+	if Code(12345).String() != "unknown" || ErrForked.Error() != "TA_E_FORKED" {
+		t.Error("names")
+	}
+}

@@ -1,0 +1,191 @@
+package turboattention
+
+// #include <turboattention.h>
+import "C"
+
+import (
+	"context"
+	"time"
+	"unsafe"
+)
+
+// Waits until look says that it is done, or ctx is. look may block for as long as it is told, which is short: between looks no
+// thread of the system is taken.
+func wait(ctx context.Context, look func(time.Duration) (bool, error)) error {
+	if done, err := look(20 * time.Microsecond); done || err != nil {
+		return err
+	}
+	delay := 20 * time.Microsecond
+	timer := time.NewTimer(delay)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-timer.C:
+		}
+		if done, err := look(0); done || err != nil {
+			return err
+		}
+		if delay += delay / 4; delay > 2*time.Millisecond {
+			delay = 2 * time.Millisecond
+		}
+		timer.Reset(delay)
+	}
+}
+
+// Move is a batch of moves that was asked for, which goes on in the background.
+type Move struct {
+	pool   *Pool
+	ticket C.ta_ticket
+}
+
+// MoveInfo says how far a move is.
+type MoveInfo struct {
+	State   MoveState
+	Blocks  uint64 // asked for
+	Moved   uint64
+	Present uint64 // were there already
+	Skipped uint64 // not full, pinned, released, or on another move; of a prefetch also: no room
+	Failed  uint64
+	Status  Code  // of the first block that failed; 0: none
+	Block   int64 // its index in the sequence, -1: none
+}
+
+// Move asks for n blocks from first on to be in a tier, and makes colder blocks leave it where it is full.
+func (s *Sequence) Move(first, n int, tier Tier) (*Move, error) {
+	m := &Move{pool: s.pool}
+	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_move(s.pool.c, s.c(), first, n, C.ta_tier(tier), &m.ticket, e)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// Prefetch asks for n blocks from first on to be in the device tier, as many as fit.
+func (s *Sequence) Prefetch(first, n int) (*Move, error) {
+	m := &Move{pool: s.pool}
+	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_prefetch(s.pool.c, s.c(), first, n, &m.ticket, e)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// Pin keeps n full blocks from first on where they are, or faster. Pins are counted.
+func (s *Sequence) Pin(first, n int) error {
+	return s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_pin(s.pool.c, s.c(), first, n, e)
+	})
+}
+
+// Unpin takes a Pin back.
+func (s *Sequence) Unpin(first, n int) error {
+	return s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_unpin(s.pool.c, s.c(), first, n, e)
+	})
+}
+
+var errBlocks = refuse(ErrInvalid, "a range of blocks with a negative number")
+
+func (s *Sequence) blocks(first, n int, call func(first, n C.uint64_t, e *C.ta_error) C.ta_status) error {
+	if first < 0 || n < 0 {
+		return errBlocks
+	}
+	if !s.pool.enter() {
+		return errClosedPool
+	}
+	defer s.pool.leave()
+	e := newError()
+	return result(call(C.uint64_t(first), C.uint64_t(n), e), e)
+}
+
+// Residency says where the blocks of a sequence are.
+type Residency struct {
+	PinnedBlocks                         int
+	DeviceBlocks, HostBlocks, DiskBlocks uint64
+	DeviceBytes, HostBytes, DiskBytes    uint64
+	DroppedBlocks                        uint64 // in no tier
+}
+
+// Residency says where the blocks of the sequence are now.
+func (s *Sequence) Residency() (*Residency, error) {
+	p := s.pool
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	var r C.ta_residency
+	r.struct_size = C.uint32_t(unsafe.Sizeof(r))
+	e := newError()
+	if err := result(C.ta_seq_residency(p.c, s.c(), &r, e), e); err != nil {
+		return nil, err
+	}
+	return &Residency{int(r.pinned_blocks), uint64(r.device_blocks), uint64(r.host_blocks), uint64(r.disk_blocks),
+		uint64(r.device_bytes), uint64(r.host_bytes), uint64(r.disk_bytes), uint64(r.dropped_blocks)}, nil
+}
+
+func (m *Move) look(patience time.Duration, info *C.ta_move_info) error {
+	p := m.pool
+	if !p.enter() {
+		return errClosedPool
+	}
+	defer p.leave()
+	info.struct_size = C.uint32_t(unsafe.Sizeof(*info))
+	e := newError()
+	if patience > 0 {
+		return result(C.ta_move_wait(p.c, m.ticket, C.int64_t(patience.Nanoseconds()), info, e), e)
+	}
+	return result(C.ta_move_query(p.c, m.ticket, info, e), e)
+}
+
+func moveInfo(i *C.ta_move_info) *MoveInfo {
+	return &MoveInfo{MoveState(i.state), uint64(i.blocks), uint64(i.moved), uint64(i.present), uint64(i.skipped),
+		uint64(i.failed), Code(i.status), int64(i.block)}
+}
+
+// Info says how far the move is.
+func (m *Move) Info() (*MoveInfo, error) {
+	var info C.ta_move_info
+	if err := m.look(0, &info); err != nil {
+		return nil, err
+	}
+	return moveInfo(&info), nil
+}
+
+// Wait waits for the end of the move, or of ctx. A move of which a block failed, and one that was cancelled, give an error beside
+// the info.
+func (m *Move) Wait(ctx context.Context) (*MoveInfo, error) {
+	var info C.ta_move_info
+	err := wait(ctx, func(patience time.Duration) (bool, error) {
+		err := m.look(patience, &info)
+		return MoveState(info.state) >= MoveDone, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	switch MoveState(info.state) {
+	case MoveFailed:
+		err := refuse(Code(info.status), "a block could not move").(*Error)
+		err.Block = int64(info.block)
+		return moveInfo(&info), err
+	case MoveCancelled:
+		return moveInfo(&info), refuse(ErrCancelled, "the move was cancelled")
+	}
+	return moveInfo(&info), nil
+}
+
+// Cancel has blocks that have not moved yet stay where they are.
+func (m *Move) Cancel() error {
+	p := m.pool
+	if !p.enter() {
+		return errClosedPool
+	}
+	defer p.leave()
+	e := newError()
+	return result(C.ta_move_cancel(p.c, m.ticket, e), e)
+}

@@ -1,0 +1,295 @@
+package turboattention
+
+// #include "shim.h"
+import "C"
+
+import (
+	"math"
+	"runtime"
+	"sync/atomic"
+	"unsafe"
+)
+
+// Plan makes steps over batches of sequences of one pool. One goroutine at a time.
+type Plan struct {
+	c      *C.tago_plan
+	pool   *Pool
+	busy   atomic.Bool // a call runs
+	step   Step
+	seqs   []*Sequence // of the open step, so that none of them is collected
+	closed bool
+}
+
+// Step is what a plan does between Begin and End. It is the plan's: do not keep it.
+type Step struct {
+	plan *Plan
+	open bool
+}
+
+// NewPlan creates a plan of the pool.
+func (p *Pool) NewPlan() (*Plan, error) {
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	e := newError()
+	var status C.ta_status
+	c := C.tago_plan_create(p.c, &status, e)
+	if err := result(status, e); err != nil {
+		return nil, err
+	}
+	plan := &Plan{c: c, pool: p}
+	plan.step.plan = plan
+	runtime.SetFinalizer(plan, (*Plan).Close)
+	return plan, nil
+}
+
+var (
+	errBusyPlan   = refuse(ErrBusy, "another call on the plan runs; it takes one at a time")
+	errClosedPlan = refuse(ErrClosed, "the plan was closed")
+	errNoStep     = refuse(ErrState, "the step is over")
+	errCounts     = refuse(ErrInvalid, "a step needs a count for each of its sequences")
+	errOtherPool  = refuse(ErrInvalid, "a sequence of another pool")
+	errTooLarge   = refuse(ErrMemory, "no memory for the list of sequences")
+)
+
+func (p *Plan) take() error {
+	if !p.busy.CompareAndSwap(false, true) {
+		return errBusyPlan
+	}
+	if p.closed {
+		p.busy.Store(false)
+		return errClosedPlan
+	}
+	return nil
+}
+
+func (p *Plan) result(status C.ta_status) error {
+	if status == C.TA_OK {
+		return nil
+	}
+	return errorOf(status, &p.c.err)
+}
+
+// Close aborts an open step and ends the plan. While a call on the plan runs it fails with [ErrBusy] and does nothing.
+func (p *Plan) Close() error {
+	if err := p.take(); err != nil {
+		if err == errClosedPlan {
+			return nil
+		}
+		return err
+	}
+	defer p.busy.Store(false)
+	runtime.SetFinalizer(p, nil)
+	p.closed = true
+	p.over()
+	C.tago_plan_destroy(p.c)
+	return nil
+}
+
+// SetStream has the plan's later calls enqueue on a CUDA stream (a cudaStream_t), which must outlive them; nil: the legacy
+// default stream.
+func (p *Plan) SetStream(stream unsafe.Pointer) error {
+	if err := p.take(); err != nil {
+		return err
+	}
+	defer p.busy.Store(false)
+	return p.result(C.ta_plan_set_stream(p.c.plan, C.ta_stream(stream), &p.c.err))
+}
+
+// Step runs f in a step that brings new[i] tokens to seqs[i] and attends with them. When f returns nil the tokens belong to the
+// sequences; when it returns an error or panics the sequences are as before.
+func (p *Plan) Step(seqs []*Sequence, new []int, f func(*Step) error) error {
+	return p.StepQueries(seqs, new, nil, f)
+}
+
+// StepQueries is Step with queries[i] query tokens for seqs[i], the last ones of its length and new tokens. new nil: no new
+// tokens; queries nil: as new.
+func (p *Plan) StepQueries(seqs []*Sequence, new, queries []int, f func(*Step) error) error {
+	step, err := p.Begin(seqs, new, queries)
+	if err != nil {
+		return err
+	}
+	defer step.abort() // on an error, a panic, or runtime.Goexit
+	if err := f(step); err != nil {
+		return err
+	}
+	return step.End()
+}
+
+// Begin opens a step without a function around it: End or Abort it. Arguments are those of StepQueries. A step waits for blocks
+// that come from disk, and for room, up to [TierOptions.BeginWaitMillis].
+func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
+	if err := p.take(); err != nil {
+		return nil, err
+	}
+	defer p.busy.Store(false)
+	n := len(seqs)
+	if (new != nil && len(new) != n) || (queries != nil && len(queries) != n) || n > math.MaxInt32 {
+		return nil, errCounts
+	}
+	if C.tago_plan_reserve(p.c, C.uint32_t(n)) == 0 {
+		return nil, errTooLarge
+	}
+	if n > 0 {
+		ids := unsafe.Slice(p.c.seqs, n)
+		for i, seq := range seqs {
+			if seq == nil || seq.pool != p.pool {
+				return nil, errOtherPool
+			}
+			ids[i] = C.ta_seq(seq.id.Load())
+		}
+		counts(p.c.n_new, new)
+		counts(p.c.n_query, queries)
+	}
+	status := C.tago_begin(p.c, C.uint32_t(n), given(new), given(queries))
+	if status != C.TA_OK {
+		return nil, p.result(status)
+	}
+	p.seqs = append(p.seqs[:0], seqs...)
+	p.step.open = true
+	return &p.step, nil
+}
+
+func counts(c *C.int32_t, n []int) {
+	list := unsafe.Slice(c, len(n))
+	for i, count := range n {
+		list[i] = int32Of(count)
+	}
+}
+
+func given(n []int) C.int {
+	if n == nil {
+		return 0
+	}
+	return 1
+}
+
+// The step has ended: let go of its sequences.
+func (p *Plan) over() {
+	p.step.open = false
+	for i := range p.seqs {
+		p.seqs[i] = nil
+	}
+}
+
+func (s *Step) take() error {
+	if err := s.plan.take(); err != nil {
+		return err
+	}
+	if !s.open {
+		s.plan.busy.Store(false)
+		return errNoStep
+	}
+	return nil
+}
+
+// Append quantizes the new tokens of a layer and appends them: k and v [sum of new, kv heads, head dim], the sequences one
+// after the other, keys after their rotary embedding. Each layer is appended once in a step.
+func (s *Step) Append(layer int, k, v Tensor) error {
+	if err := s.take(); err != nil {
+		return err
+	}
+	p := s.plan
+	defer p.busy.Store(false)
+	if err := k.check(p.pool.context.device); err != nil {
+		return err
+	}
+	if err := v.check(p.pool.context.device); err != nil {
+		return err
+	}
+	k.shape(&p.c.a)
+	v.shape(&p.c.b)
+	return p.result(C.tago_append(p.c, uint32Of(layer), k.chars(), v.chars()))
+}
+
+// AttendOptions of [Step.Attend] and [Context.AttendDense]; a zero field is the default.
+type AttendOptions struct {
+	LSE     Floats // gets [query tokens, query heads]: natural log of the denominator, scale and sink included
+	Mask    Mask
+	Scale   float32 // multiplies q.k; default 1/sqrt(head dim)
+	Softcap float32 // c: score = c * tanh(score / c)
+	Window  int64   // keys a query sees, its own included
+	Slopes  Floats  // ALiBi, [query heads]
+	Sinks   Floats  // learned sink logits, [query heads]
+	Exp     Exp
+	P       P
+}
+
+func (o *AttendOptions) check(device Device, q *Tensor) error {
+	if err := o.LSE.check(device, q.tokens*q.heads); err != nil {
+		return err
+	}
+	if err := o.Slopes.check(device, q.heads); err != nil {
+		return err
+	}
+	return o.Sinks.check(device, q.heads)
+}
+
+func (o *AttendOptions) fill(c *C.ta_attend_options) {
+	c.mask, c.exp, c.p = C.ta_mask(o.Mask), C.ta_exp(o.Exp), C.ta_p(o.P)
+	c.scale, c.softcap, c.window = C.float(o.Scale), C.float(o.Softcap), C.int64_t(o.Window)
+}
+
+// Attend attends with the step's queries to all tokens of their sequences, the new ones included.
+//
+//	q        [sum of queries, query heads, head dim]
+//	out      as q; is written, and shares no memory with q
+//	options  may be nil
+func (s *Step) Attend(layer int, q, out Tensor, options *AttendOptions) error {
+	if err := s.take(); err != nil {
+		return err
+	}
+	p := s.plan
+	defer p.busy.Store(false)
+	var o AttendOptions
+	if options != nil {
+		o = *options
+	}
+	device := p.pool.context.device
+	if err := q.check(device); err != nil {
+		return err
+	}
+	if err := out.check(device); err != nil {
+		return err
+	}
+	if err := o.check(device, &q); err != nil {
+		return err
+	}
+	q.shape(&p.c.a)
+	out.shape(&p.c.b)
+	o.fill(&p.c.options)
+	return p.result(C.tago_attend(p.c, uint32Of(layer), q.chars(), out.chars(), o.LSE.c(), o.Slopes.c(), o.Sinks.c()))
+}
+
+// End commits: the new tokens belong to their sequences. When a layer lacks its append it fails with [ErrState], and the step
+// is still open.
+func (s *Step) End() error {
+	if err := s.take(); err != nil {
+		return err
+	}
+	p := s.plan
+	defer p.busy.Store(false)
+	if status := C.tago_end(p.c); status != C.TA_OK {
+		return p.result(status)
+	}
+	p.over()
+	return nil
+}
+
+// Abort gives the step up: sequences are as before Begin.
+func (s *Step) Abort() error {
+	if err := s.take(); err != nil {
+		return err
+	}
+	p := s.plan
+	defer p.busy.Store(false)
+	p.over()
+	return p.result(C.tago_abort(p.c))
+}
+
+func (s *Step) abort() {
+	if s.open {
+		_ = s.Abort()
+	}
+}

@@ -1,0 +1,236 @@
+package turboattention
+
+// #include <stdlib.h>
+// #include "shim.h"
+import "C"
+
+import (
+	"math"
+	"runtime"
+	"unsafe"
+)
+
+// Numerics are the numeric settings of a pool; a zero field is decided by the profile. docs/numerics.md explains them.
+type Numerics struct {
+	Profile        Profile
+	KGranularity   Granularity
+	VGranularity   Granularity
+	OpenScale      OpenScale
+	VExponents     Switch
+	FractionalZero Switch
+	VSearch        Switch
+	Hadamard       Switch
+	SinkBlocks     int // blocks at the start of a sequence that stay 8 bits; -1: none
+	Exp            Exp
+	P              P
+	NonFinite      NonFinite
+	HadamardSeed   uint64
+	KOffset        []float32 // [layers, kv heads, head dim] subtracted from K
+	KTurning       Switch
+}
+
+// TierOptions are the memory below the device tier; docs/tiers.md explains them.
+type TierOptions struct {
+	HostNode         int    // 1 + a NUMA node
+	HostBytes        uint64 // 0: no host tier
+	DiskBytes        uint64 // 0: no disk tier
+	DiskFolder       string // of a file without a name
+	DiskPath         string // a disk tier that lasts
+	HighPercent      int
+	LowPercent       int
+	Eviction         Eviction
+	DropColdest      Switch
+	BeginWaitMillis  int // how long a begin waits for room and for moves; -1: not at all
+	Staging          Staging
+	FallingPrecision Switch
+}
+
+// PoolOptions of [Context.NewPool]. Layers, KVHeads, HeadDim and BudgetBytes are required; a zero field else is the default.
+type PoolOptions struct {
+	Layers       int
+	KVHeads      int
+	HeadDim      int     // 64, 96, 128 or 256
+	Bits         int     // 8, 4 or 2; default 4
+	KBits, VBits []uint8 // [layers, kv heads], in place of Bits
+	BudgetBytes  uint64  // of the device tier
+	MaxSequences int
+	Numerics     Numerics
+	Tiers        *TierOptions // nil: the device tier alone
+}
+
+// Pool is a cache: the blocks of many sequences in one budget.
+type Pool struct {
+	use
+	c       *C.ta_kv_pool
+	context *Context
+}
+
+var errMaps = refuse(ErrShape, "a map of bits or offsets does not have the length that layers, heads and channels give")
+
+// NewPool creates an empty pool.
+func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
+	if !c.enter() {
+		return nil, errClosedContext
+	}
+	defer c.leave()
+	heads := float64(options.Layers) * float64(options.KVHeads)
+	n := &options.Numerics
+	wrong := func(length int, want float64) bool { return length != 0 && float64(length) != want }
+	if wrong(len(options.KBits), heads) || wrong(len(options.VBits), heads) || wrong(len(n.KOffset), heads*float64(options.HeadDim)) {
+		return nil, errMaps
+	}
+	co := C.ta_kv_pool_options{layers: uint32Of(options.Layers), kv_heads: uint32Of(options.KVHeads),
+		head_dim: uint32Of(options.HeadDim), bits: uint32Of(options.Bits), budget_bytes: C.uint64_t(options.BudgetBytes),
+		max_sequences: uint32Of(options.MaxSequences)}
+	cn := C.ta_numerics{profile: C.ta_profile(n.Profile), k_granularity: C.ta_granularity(n.KGranularity),
+		v_granularity: C.ta_granularity(n.VGranularity), open_scale: C.ta_open_scale(n.OpenScale),
+		v_exponents: C.ta_switch(n.VExponents), fractional_zero: C.ta_switch(n.FractionalZero),
+		v_search: C.ta_switch(n.VSearch), hadamard: C.ta_switch(n.Hadamard), sink_blocks: limited(n.SinkBlocks),
+		exp: C.ta_exp(n.Exp), p: C.ta_p(n.P), nonfinite: C.ta_nonfinite(n.NonFinite),
+		hadamard_seed: C.uint64_t(n.HadamardSeed), k_turning: C.ta_switch(n.KTurning)}
+	var ct *C.ta_tier_options
+	var folder, path *C.char
+	if t := options.Tiers; t != nil {
+		ct = &C.ta_tier_options{host_node: uint32Of(t.HostNode), host_bytes: C.uint64_t(t.HostBytes),
+			disk_bytes: C.uint64_t(t.DiskBytes), high_percent: limited(t.HighPercent), low_percent: limited(t.LowPercent),
+			eviction: C.ta_eviction(t.Eviction), drop_coldest: C.ta_switch(t.DropColdest),
+			begin_wait_ms: limited(t.BeginWaitMillis), staging: C.ta_staging(t.Staging),
+			falling_precision: C.ta_switch(t.FallingPrecision)}
+		var err error
+		if folder, err = cPath(t.DiskFolder); err != nil {
+			return nil, err
+		}
+		defer C.free(unsafe.Pointer(folder))
+		if path, err = cPath(t.DiskPath); err != nil {
+			return nil, err
+		}
+		defer C.free(unsafe.Pointer(path))
+	}
+	p := &Pool{context: c}
+	e := newError()
+	status := C.tago_kv_pool_create(c.c, &co, &cn, ct, first[C.uint8_t](options.KBits), first[C.uint8_t](options.VBits),
+		first[C.float](n.KOffset), folder, path, &p.c, e)
+	if err := result(status, e); err != nil {
+		return nil, err
+	}
+	runtime.SetFinalizer(p, (*Pool).Close)
+	return p, nil
+}
+
+// The first element of a slice as C sees it; nil of an empty one.
+func first[C, T any](list []T) *C {
+	if len(list) == 0 {
+		return nil
+	}
+	return (*C)(unsafe.Pointer(&list[0]))
+}
+
+// A number for C's 32 bits that must not turn into another valid one; -1 is one.
+func limited(n int) C.int32_t {
+	if n < math.MinInt32 || n > math.MaxInt32 {
+		return math.MinInt32
+	}
+	return C.int32_t(n)
+}
+
+// A path for C, to be freed; nil for an empty one.
+func cPath(path string) (*C.char, error) {
+	if path == "" {
+		return nil, nil
+	}
+	for i := 0; i < len(path); i++ {
+		if path[i] == 0 {
+			return nil, refuse(ErrInvalid, "a path with a NUL in it")
+		}
+	}
+	return C.CString(path), nil
+}
+
+// Close ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
+// plans fail with [ErrClosed], also a Begin that waits.
+func (p *Pool) Close() error {
+	if p == nil {
+		return nil
+	}
+	if !p.enter() {
+		return nil
+	}
+	defer p.leave()
+	if first, _ := p.close(); !first {
+		return nil
+	}
+	runtime.SetFinalizer(p, nil)
+	e := newError()
+	if err := result(C.ta_kv_pool_close(p.c, e), e); err != nil && err.(*Error).Code != ErrClosed {
+		return err
+	}
+	return nil
+}
+
+func (p *Pool) leave() {
+	if p.use.leave() {
+		C.ta_kv_pool_destroy(p.c)
+	}
+}
+
+var errClosedPool = refuse(ErrClosed, "the pool was closed")
+
+// PoolDescription is all that another holder of the pool may want to know.
+type PoolDescription struct {
+	PoolOptions              // as in effect: no field is at its default, but for granularities
+	Device            Device // of the pool's context
+	DeviceOrdinal     int
+	Fingerprint       uint64 // pools with the same one exchange files and sequences
+	TokenBlockBytes   uint64
+	ChannelBlockBytes uint64 // 0: there are none
+	LowBlockBytes     uint64
+}
+
+// Describe says what the pool is.
+func (p *Pool) Describe() (*PoolDescription, error) {
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	var d C.ta_kv_pool_description
+	d.struct_size = C.uint32_t(unsafe.Sizeof(d))
+	e := newError()
+	if err := result(C.ta_kv_pool_describe(p.c, &d, e), e); err != nil {
+		return nil, err
+	}
+	heads := int(d.layers * d.kv_heads)
+	n := d.numerics
+	out := &PoolDescription{
+		PoolOptions: PoolOptions{Layers: int(d.layers), KVHeads: int(d.kv_heads), HeadDim: int(d.head_dim), Bits: int(d.bits),
+			KBits: goBytes(d.k_bits, heads), VBits: goBytes(d.v_bits, heads), BudgetBytes: uint64(d.budget_bytes),
+			MaxSequences: int(d.max_sequences),
+			Numerics: Numerics{Profile: Profile(n.profile), KGranularity: Granularity(n.k_granularity),
+				VGranularity: Granularity(n.v_granularity), OpenScale: OpenScale(n.open_scale),
+				VExponents: Switch(n.v_exponents), FractionalZero: Switch(n.fractional_zero), VSearch: Switch(n.v_search),
+				Hadamard: Switch(n.hadamard), SinkBlocks: int(n.sink_blocks), Exp: Exp(n.exp), P: P(n.p),
+				NonFinite: NonFinite(n.nonfinite), HadamardSeed: uint64(n.hadamard_seed), KTurning: Switch(n.k_turning)}},
+		Device: Device(d.device), DeviceOrdinal: int(d.device_ordinal), Fingerprint: uint64(d.fingerprint),
+		TokenBlockBytes: uint64(d.token_block_bytes), ChannelBlockBytes: uint64(d.channel_block_bytes),
+		LowBlockBytes: uint64(d.low_block_bytes),
+	}
+	if n.k_offset != nil {
+		out.Numerics.KOffset = append([]float32(nil), unsafe.Slice((*float32)(n.k_offset), heads*out.HeadDim)...)
+	}
+	if t := d.tiers; t != nil {
+		out.Tiers = &TierOptions{HostNode: int(t.host_node), HostBytes: uint64(t.host_bytes), DiskBytes: uint64(t.disk_bytes),
+			HighPercent: int(t.high_percent), LowPercent: int(t.low_percent), Eviction: Eviction(t.eviction),
+			DropColdest: Switch(t.drop_coldest), BeginWaitMillis: int(t.begin_wait_ms), Staging: Staging(t.staging),
+			FallingPrecision: Switch(t.falling_precision)}
+		if t.disk_folder != nil {
+			out.Tiers.DiskFolder = C.GoString(t.disk_folder)
+		}
+		if t.disk_path != nil {
+			out.Tiers.DiskPath = C.GoString(t.disk_path)
+		}
+	}
+	return out, nil
+}
+
+func goBytes(data *C.uint8_t, n int) []byte {
+	return append([]byte(nil), unsafe.Slice((*byte)(data), n)...)
+}

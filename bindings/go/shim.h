@@ -1,0 +1,67 @@
+// What Go cannot say to C directly: structs that would hold Go pointers are put together here, on C's stack, from pointers that
+// cgo pins for the call; and callbacks become calls of exported Go functions.
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TURBOATTENTION_GO_SHIM_H
+#define TURBOATTENTION_GO_SHIM_H
+
+#include <stdint.h>
+#include <turboattention.h>
+
+// What a plan's calls use, in C memory, so that a step allocates nothing. The tensors' data and the options' pointers are NULL
+// between calls.
+typedef struct tago_plan {
+    ta_plan* plan;
+    ta_tensor a, b;
+    ta_attend_options options;
+    ta_seq* seqs;      // [capacity], followed by n_new and n_query
+    int32_t* n_new;    // [capacity]
+    int32_t* n_query;  // [capacity]
+    uint32_t capacity;
+    ta_error err;
+} tago_plan;
+
+tago_plan* tago_plan_create(ta_kv_pool* pool, ta_status* status, ta_error* err);
+void tago_plan_destroy(tago_plan* plan);
+int tago_plan_reserve(tago_plan* plan, uint32_t n);  // 0: no memory
+// The plan's calls; Go would box an incomplete ta_plan* for cgo's check, which allocates. n_new and n_query: whether there are any.
+ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query);
+ta_status tago_end(tago_plan* plan);
+ta_status tago_abort(tago_plan* plan);
+ta_status tago_append(tago_plan* plan, uint32_t layer, const char* k, const char* v);
+ta_status tago_attend(tago_plan* plan, uint32_t layer, const char* q, char* out, float* lse, const float* slopes,
+                      const float* sinks);
+
+// `log` and `allocator` are handles of Go values, 0: none. They are released by the library, whatever becomes of the call.
+ta_status tago_context_create(ta_context_options* options, uintptr_t log, ta_log_level level, uintptr_t allocator,
+                              ta_context** out, ta_error* err);
+// Pointers of `options`, `numerics` and `tiers` are set here; tiers may be NULL.
+ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, ta_numerics* numerics, ta_tier_options* tiers,
+                              const uint8_t* k_bits, const uint8_t* v_bits, const float* k_offset, const char* disk_folder,
+                              const char* disk_path, ta_kv_pool** out, ta_error* err);
+
+// `progress` is a handle, which the caller deletes; 0: none.
+ta_status tago_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, uintptr_t progress, ta_error* err);
+ta_status tago_seq_load(ta_kv_pool* pool, const char* path, uintptr_t progress, ta_seq* out, ta_error* err);
+ta_status tago_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flags, uintptr_t progress, ta_error* err);
+ta_status tago_kv_pool_load(ta_kv_pool* pool, const char* path, uintptr_t progress, ta_loaded_seq* loaded, uint64_t most,
+                            uint64_t* n, ta_error* err);
+
+ta_status tago_group_create(ta_context* context, ta_group_options* options, const ta_group_id* id, ta_group** out,
+                            ta_error* err);
+
+// Tensors come as ta_tensor without data, in order, and the data as pointers of their own.
+ta_status tago_attend_dense(ta_context* context, const ta_tensor* qkvo, const char* q, const char* k, const char* v, char* out,
+                            float* lse, const ta_dense_options* options, const ta_attend_options* attend,
+                            const int64_t* q_offsets, const int64_t* k_offsets, const float* slopes, const float* sinks,
+                            ta_error* err);
+// Up to 64 pointers that go by value, so that cgo pins each of them.
+typedef struct tago_pointers {
+    char* at[64];
+} tago_pointers;
+// `tensors` has n parts, then the output.
+ta_status tago_merge_states(ta_context* context, uint32_t n, const ta_tensor* tensors, tago_pointers parts, tago_pointers lses,
+                            char* out, float* lse, ta_stream stream, ta_error* err);
+ta_status tago_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* kv, const char* k, const char* v,
+                                  ta_error* err);
+
+#endif

@@ -1,0 +1,225 @@
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::task::{Context as TaskContext, Poll};
+use std::time::Duration;
+
+use crate::error::call;
+use crate::pool::Handle;
+use crate::wake::{watch, Job, Source, Watcher};
+use crate::{ffi, Error, ErrorKind, MoveState, Pool, Result, Sequence, Tier};
+
+/// A batch of moves that was asked for. It goes on in the background, whether this is kept or not.
+///
+/// As a future it ends as [`Move::wait`] does; any executor will do.
+///
+/// ```
+/// # use turboattention::*;
+/// async fn swap_out(seq: &Sequence) -> Result<u64> {
+///     let blocks = seq.len()? as u64 / 64;
+///     Ok(seq.move_to(Tier::Host, 0..blocks)?.await?.moved)
+/// }
+/// ```
+#[must_use = "whether the move succeeds is known when it is finished"]
+#[derive(Debug)]
+pub struct Move {
+    pool: Pool,
+    ticket: ffi::ta_ticket,
+    watched: bool,
+}
+
+/// How far a move is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MoveInfo {
+    /// Whether it is finished.
+    pub state: MoveState,
+    /// Asked for.
+    pub blocks: u64,
+    /// Moved by it.
+    pub moved: u64,
+    /// Were there already.
+    pub present: u64,
+    /// Not full, pinned, released, or on another move; of a prefetch also: no room.
+    pub skipped: u64,
+    /// Could not move.
+    pub failed: u64,
+    status: ffi::ta_status,
+    block: i64,
+}
+
+impl MoveInfo {
+    fn new(raw: &ffi::ta_move_info) -> Result<Self> {
+        Ok(MoveInfo {
+            state: MoveState::known(raw.state)?,
+            blocks: raw.blocks,
+            moved: raw.moved,
+            present: raw.present,
+            skipped: raw.skipped,
+            failed: raw.failed,
+            status: raw.status,
+            block: raw.block,
+        })
+    }
+
+    /// Of the first block that failed.
+    pub fn error(&self) -> Option<Error> {
+        (self.status != ffi::TA_OK).then(|| Error::of_ticket(self.status, self.block, -1, "a block could not move".into()))
+    }
+
+    fn ended(self) -> Result<Self> {
+        match self.state {
+            MoveState::Failed => Err(self.error().unwrap_or_else(|| Error::new(ErrorKind::Internal, "a move failed"))),
+            MoveState::Cancelled => Err(Error::new(ErrorKind::Cancelled, "the move was cancelled")),
+            _ => Ok(self),
+        }
+    }
+}
+
+/// Whether a `ta_move_state` is the last one.
+pub(crate) fn finished(state: ffi::ta_move_state) -> bool {
+    state != ffi::TA_MOVE_QUEUED && state != ffi::TA_MOVE_RUNNING
+}
+
+/// For C: `None` is no limit.
+pub(crate) fn nanoseconds(timeout: Option<Duration>) -> i64 {
+    timeout.map_or(-1, |t| i64::try_from(t.as_nanos()).unwrap_or(i64::MAX))
+}
+
+impl Source for Handle {
+    fn finished(&self, ticket: ffi::ta_ticket, patience: Duration) -> bool {
+        let mut info = ffi::ta_move_info::new();
+        let ns = nanoseconds(Some(patience));
+        // SAFETY: the handle is alive, `info` writable.
+        call(|err| unsafe { ffi::ta_move_wait(self.raw.as_ptr(), ticket, ns, &mut info, err) }).is_err() || finished(info.state)
+    }
+    fn received(&self, _: ffi::ta_ticket) -> Option<u64> {
+        None
+    }
+    fn watcher(&self) -> &Watcher {
+        &self.watcher
+    }
+}
+
+impl Move {
+    /// How far it is.
+    pub fn info(&self) -> Result<MoveInfo> {
+        let mut info = ffi::ta_move_info::new();
+        // SAFETY: the handle is alive, `info` writable.
+        call(|err| unsafe { ffi::ta_move_query(self.pool.raw(), self.ticket, &mut info, err) })?;
+        MoveInfo::new(&info)
+    }
+
+    /// Waits until it is finished. Errors are those of the first block that failed, and [`ErrorKind::Cancelled`].
+    pub fn wait(&self) -> Result<MoveInfo> {
+        self.wait_for(None)?.ended()
+    }
+
+    /// Waits for so long, `None`: without limit; [`MoveInfo::state`] says whether it is finished.
+    pub fn wait_for(&self, timeout: Option<Duration>) -> Result<MoveInfo> {
+        let mut info = ffi::ta_move_info::new();
+        // SAFETY: the handle is alive, `info` writable.
+        call(|err| unsafe { ffi::ta_move_wait(self.pool.raw(), self.ticket, nanoseconds(timeout), &mut info, err) })?;
+        MoveInfo::new(&info)
+    }
+
+    /// Blocks that have not moved yet stay where they are.
+    pub fn cancel(&self) -> Result<()> {
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_move_cancel(self.pool.raw(), self.ticket, err) })
+    }
+}
+
+impl Future for Move {
+    type Output = Result<MoveInfo>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        let info = self.info()?;
+        if finished(info.state as i32) {
+            return Poll::Ready(info.ended());
+        }
+        watch(&self.pool.0, self.ticket, Job::Wake(context.waker().clone()))?;
+        self.watched = true;
+        Poll::Pending
+    }
+}
+
+impl Drop for Move {
+    fn drop(&mut self) {
+        if self.watched {
+            self.pool.0.watcher.forget(self.ticket);
+        }
+    }
+}
+
+/// Where the blocks of a sequence are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct Residency {
+    pub pinned_blocks: u32,
+    pub device_blocks: u64,
+    pub host_blocks: u64,
+    pub disk_blocks: u64,
+    pub device_bytes: u64,
+    pub host_bytes: u64,
+    pub disk_bytes: u64,
+    /// In no tier.
+    pub dropped_blocks: u64,
+}
+
+fn first_and_count(blocks: &Range<u64>) -> Result<(u64, u64)> {
+    match blocks.end.checked_sub(blocks.start) {
+        Some(n) => Ok((blocks.start, n)),
+        None => Err(Error::new(ErrorKind::Invalid, "a range of blocks that ends before it begins")),
+    }
+}
+
+impl Sequence {
+    /// Asks for blocks to be in a tier, and makes colder ones leave it where it is full.
+    pub fn move_to(&self, tier: Tier, blocks: Range<u64>) -> Result<Move> {
+        let ((first, n), mut ticket) = (first_and_count(&blocks)?, 0);
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_move(self.pool().raw(), self.id(), first, n, tier as i32, &mut ticket, err) })?;
+        Ok(Move { pool: self.pool().clone(), ticket, watched: false })
+    }
+
+    /// Asks for blocks to be in the device tier, as many as fit.
+    pub fn prefetch(&self, blocks: Range<u64>) -> Result<Move> {
+        let ((first, n), mut ticket) = (first_and_count(&blocks)?, 0);
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_prefetch(self.pool().raw(), self.id(), first, n, &mut ticket, err) })?;
+        Ok(Move { pool: self.pool().clone(), ticket, watched: false })
+    }
+
+    /// Keeps full blocks where they are, or faster. Pins are counted.
+    pub fn pin(&self, blocks: Range<u64>) -> Result<()> {
+        let (first, n) = first_and_count(&blocks)?;
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_pin(self.pool().raw(), self.id(), first, n, err) })
+    }
+
+    /// Takes a pin back.
+    pub fn unpin(&self, blocks: Range<u64>) -> Result<()> {
+        let (first, n) = first_and_count(&blocks)?;
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_unpin(self.pool().raw(), self.id(), first, n, err) })
+    }
+
+    /// Where its blocks are now.
+    pub fn residency(&self) -> Result<Residency> {
+        let mut r = ffi::ta_residency::new();
+        // SAFETY: the handle is alive, `r` writable.
+        call(|err| unsafe { ffi::ta_seq_residency(self.pool().raw(), self.id(), &mut r, err) })?;
+        Ok(Residency {
+            pinned_blocks: r.pinned_blocks,
+            device_blocks: r.device_blocks,
+            host_blocks: r.host_blocks,
+            disk_blocks: r.disk_blocks,
+            device_bytes: r.device_bytes,
+            host_bytes: r.host_bytes,
+            disk_bytes: r.disk_bytes,
+            dropped_blocks: r.dropped_blocks,
+        })
+    }
+}

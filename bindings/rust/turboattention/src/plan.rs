@@ -1,0 +1,282 @@
+use std::marker::PhantomData;
+use std::ptr::{self, NonNull};
+
+use crate::error::call;
+use crate::{ffi, DeviceKind, Error, ErrorKind, Exp, Floats, FloatsMut, Mask, Pool, Result, Sequence, Tensor, TensorMut, P};
+
+/// A CUDA stream. The default is the legacy default stream, and the only one that there is on a CPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Stream(pub(crate) ffi::ta_stream);
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for Stream {}
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A `cudaStream_t`.
+    ///
+    /// # Safety
+    /// It is valid for as long as anything that was given it, such as a plan, and until the work that was enqueued on it is
+    /// done.
+    pub unsafe fn from_raw(stream: *mut std::os::raw::c_void) -> Self {
+        Stream(stream.cast())
+    }
+}
+
+impl Default for Stream {
+    fn default() -> Self {
+        Stream(ptr::null_mut())
+    }
+}
+
+/// Makes steps over batches of sequences of one pool. One thread at a time.
+pub struct Plan {
+    raw: NonNull<ffi::ta_plan>,
+    pool: Pool,
+    open: bool,
+    // Of the step that begins; kept for their memory.
+    ids: Vec<ffi::ta_seq>,
+    new: Vec<i32>,
+    queries: Vec<i32>,
+}
+
+// SAFETY: any thread may use a ta_plan, one at a time.
+unsafe impl Send for Plan {}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: the only destroy of the handle; it aborts an open step.
+        unsafe { ffi::ta_plan_destroy(self.raw.as_ptr()) }
+    }
+}
+
+/// What a step does with one sequence.
+pub struct Entry<'a> {
+    seq: &'a mut Sequence,
+    new: usize,
+    queries: Option<usize>,
+}
+
+impl<'a> Entry<'a> {
+    /// The step brings `new` tokens and attends with them.
+    pub fn new(seq: &'a mut Sequence, new: usize) -> Self {
+        Entry { seq, new, queries: None }
+    }
+
+    /// Attends with the last `queries` tokens instead, new and old.
+    pub fn queries(mut self, queries: usize) -> Self {
+        self.queries = Some(queries);
+        self
+    }
+}
+
+impl<'a> From<(&'a mut Sequence, usize)> for Entry<'a> {
+    fn from((seq, new): (&'a mut Sequence, usize)) -> Self {
+        Entry::new(seq, new)
+    }
+}
+
+fn count(n: usize) -> Result<i32> {
+    i32::try_from(n).map_err(|_| Error::new(ErrorKind::Invalid, "a count of tokens beyond 2^31"))
+}
+
+impl Plan {
+    /// Creates a plan of a pool.
+    pub fn new(pool: &Pool) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_plan_create(pool.raw(), ptr::null(), &mut raw, err) })?;
+        // SAFETY: not null on success.
+        let raw = unsafe { NonNull::new_unchecked(raw) };
+        Ok(Plan { raw, pool: pool.clone(), open: false, ids: vec![], new: vec![], queries: vec![] })
+    }
+
+    /// Has later calls enqueue on a CUDA stream. [`ErrorKind::Unsupported`] on a CPU.
+    pub fn set_stream(&mut self, stream: Stream) -> Result<()> {
+        // SAFETY: the handle is alive and exclusively borrowed; the stream is as its maker promised.
+        call(|err| unsafe { ffi::ta_plan_set_stream(self.raw.as_ptr(), stream.0, err) })
+    }
+
+    /// Opens a step on a batch and reserves all memory that it needs. Waits for blocks that come from disk, and for room, up to
+    /// [`TierOptions::begin_wait_ms`](crate::TierOptions::begin_wait_ms).
+    ///
+    /// The step borrows its sequences: nobody forks, moves or releases them before it is over.
+    ///
+    /// ```
+    /// # use turboattention::*;
+    /// # fn main() -> Result<()> {
+    /// # let context = Context::new(ContextOptions::default())?;
+    /// # let pool = Pool::new(&context, PoolOptions::new(1, 1, 64, 1 << 20))?;
+    /// # let mut plan = Plan::new(&pool)?;
+    /// # let (mut a, mut b) = (Sequence::new(&pool)?, Sequence::new(&pool)?);
+    /// drop(plan.begin([(&mut a, 100), (&mut b, 1)])?); // new tokens of each
+    /// drop(plan.begin([Entry::new(&mut a, 100).queries(1), Entry::new(&mut b, 1)])?); // of `a` the last one alone attends
+    /// # let mut batch = vec![a, b];
+    /// drop(plan.begin(batch.iter_mut().map(|seq| (seq, 1)))?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// ```compile_fail,E0499
+    /// # use turboattention::*;
+    /// # fn f(plan: &mut Plan, mut seq: Sequence) -> Result<()> {
+    /// let step = plan.begin([(&mut seq, 1)])?;
+    /// seq.truncate(0)?; // the step has it
+    /// step.end()
+    /// # }
+    /// ```
+    pub fn begin<'a, I>(&'a mut self, batch: I) -> Result<Step<'a>>
+    where
+        I: IntoIterator,
+        I::Item: Into<Entry<'a>>,
+    {
+        if self.open {
+            self.abort()?; // of a step that was forgotten (mem::forget)
+        }
+        self.ids.clear();
+        self.new.clear();
+        self.queries.clear();
+        for entry in batch {
+            let Entry { seq, new, queries } = entry.into();
+            if *seq.pool() != self.pool {
+                return Err(Error::new(ErrorKind::Invalid, "a sequence of another pool"));
+            }
+            self.ids.push(seq.id());
+            self.new.push(count(new)?);
+            self.queries.push(count(queries.unwrap_or(new))?);
+        }
+        let n = u32::try_from(self.ids.len()).unwrap_or(u32::MAX);
+        // SAFETY: the handle is alive and exclusively borrowed; the lists have n elements.
+        call(|err| unsafe {
+            let (ids, new, queries) = (self.ids.as_ptr(), self.new.as_ptr(), self.queries.as_ptr());
+            ffi::ta_plan_begin(self.raw.as_ptr(), n, ids, new, queries, err)
+        })?;
+        self.open = true;
+        Ok(Step { device: self.pool.context().device(), plan: self, seqs: PhantomData })
+    }
+
+    fn abort(&mut self) -> Result<()> {
+        self.open = false;
+        // SAFETY: the handle is alive and exclusively borrowed.
+        call(|err| unsafe { ffi::ta_plan_abort(self.raw.as_ptr(), err) })
+    }
+}
+
+/// Options of [`Step::attend_with`] and [`Context::attend_dense`](crate::Context::attend_dense); make them with
+/// `..Default::default()`.
+#[derive(Clone, Copy, Default)]
+pub struct AttendOptions<'a> {
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// Multiplies q.k; 0: 1/sqrt(channels).
+    pub scale: f32,
+    /// c: score = c * tanh(score / c); 0: none.
+    pub softcap: f32,
+    /// Keys a query sees, its own included; 0: no limit.
+    pub window: i64,
+    /// ALiBi, [query heads].
+    pub alibi_slopes: Option<Floats<'a>>,
+    /// Learned sink logits, [query heads].
+    pub sinks: Option<Floats<'a>>,
+    /// The exponential; default: the pool's.
+    pub exp: Exp,
+    /// Precision of the probabilities; default: the pool's.
+    pub p: P,
+}
+
+impl AttendOptions<'_> {
+    pub(crate) fn raw(&self, device: DeviceKind, q: &Tensor<'_>) -> Result<ffi::ta_attend_options> {
+        let heads = q.raw.heads.max(0) as u128;
+        let floats = |floats: &Option<Floats<'_>>| floats.as_ref().map_or(Ok(ptr::null()), |floats| floats.get(device, heads));
+        Ok(ffi::ta_attend_options {
+            mask: self.mask as i32,
+            scale: self.scale,
+            softcap: self.softcap,
+            window: self.window,
+            alibi_slopes: floats(&self.alibi_slopes)?,
+            sinks: floats(&self.sinks)?,
+            exp: self.exp as i32,
+            p: self.p as i32,
+            ..ffi::ta_attend_options::new()
+        })
+    }
+}
+
+pub(crate) fn lse_pointer(lse: Option<FloatsMut<'_>>, device: DeviceKind, rows: u128) -> Result<*mut f32> {
+    lse.map_or(Ok(ptr::null_mut()), |lse| lse.get(device, rows))
+}
+
+/// An open step. Dropped without [`Step::end`], it is aborted: sequences are as before it began.
+#[must_use = "a step that is dropped is aborted"]
+pub struct Step<'a> {
+    plan: &'a mut Plan,
+    device: DeviceKind,
+    seqs: PhantomData<&'a mut Sequence>,
+}
+
+impl Step<'_> {
+    /// Quantizes the new tokens of a layer and appends them: k and v [sum of new tokens, kv heads, channels], the sequences one
+    /// after the other, keys after their rotary embedding. Each layer is appended once in a step.
+    pub fn append(&mut self, layer: u32, k: Tensor<'_>, v: Tensor<'_>) -> Result<()> {
+        let (k, v) = (k.get(self.device)?, v.get(self.device)?);
+        // SAFETY: the handle is alive and exclusively borrowed; the views are valid for as long as their makers promised.
+        call(|err| unsafe { ffi::ta_append(self.plan.raw.as_ptr(), layer, k, v, err) })
+    }
+
+    /// Attends with the step's queries to all tokens of their sequences, the new ones included: q and out [sum of queries,
+    /// query heads, channels].
+    pub fn attend(&mut self, layer: u32, q: Tensor<'_>, out: TensorMut<'_>) -> Result<()> {
+        self.attend_raw(layer, &q, &out, None, None)
+    }
+
+    /// Likewise; `lse` gets [sum of queries, query heads], the natural log of the denominator, scale and sink included.
+    pub fn attend_with(
+        &mut self,
+        layer: u32,
+        q: Tensor<'_>,
+        out: TensorMut<'_>,
+        lse: Option<FloatsMut<'_>>,
+        options: &AttendOptions<'_>,
+    ) -> Result<()> {
+        self.attend_raw(layer, &q, &out, lse, Some(options))
+    }
+
+    fn attend_raw(
+        &mut self,
+        layer: u32,
+        q: &Tensor<'_>,
+        out: &TensorMut<'_>,
+        lse: Option<FloatsMut<'_>>,
+        options: Option<&AttendOptions<'_>>,
+    ) -> Result<()> {
+        let lse = lse_pointer(lse, self.device, q.rows())?;
+        let options = options.map(|options| options.raw(self.device, q)).transpose()?;
+        let options = options.as_ref().map_or(ptr::null(), |options| options);
+        let (q, out) = (q.get(self.device)?, out.get(self.device)?);
+        // SAFETY: as append; lse and the options' lists are as long as q's shape, which the library compares with the step,
+        // says.
+        call(|err| unsafe { ffi::ta_attend(self.plan.raw.as_ptr(), layer, q, out, lse, options, err) })
+    }
+
+    /// Commits: the new tokens belong to their sequences. When a layer lacks its append this fails with [`ErrorKind::State`],
+    /// and the step is aborted.
+    pub fn end(self) -> Result<()> {
+        // SAFETY: the handle is alive and exclusively borrowed.
+        call(|err| unsafe { ffi::ta_plan_end(self.plan.raw.as_ptr(), err) })?;
+        self.plan.open = false;
+        Ok(())
+    }
+
+    /// Gives the step up, as dropping it does.
+    pub fn abort(self) -> Result<()> {
+        self.plan.abort()
+    }
+}
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        if self.plan.open {
+            let _ = self.plan.abort(); // only of a plan that is not open, or in a forked child
+        }
+    }
+}

@@ -1,0 +1,338 @@
+use std::ffi::{CStr, CString, OsStr};
+use std::fmt;
+use std::os::raw::c_char;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use crate::error::call;
+use crate::wake::Watcher;
+use crate::{
+    ffi, Context, DeviceKind, Error, ErrorKind, Eviction, Exp, Granularity, NonFinite, OpenScale, Profile, Result, Staging,
+    Switch, P,
+};
+
+/// The numeric settings of a pool; docs/numerics.md explains them. Make them with `..Default::default()`, which is what the
+/// profile says.
+#[derive(Clone, Debug, Default)]
+pub struct Numerics {
+    /// Decides every field below that is at its default.
+    pub profile: Profile,
+    /// What shares a scale of K.
+    pub k_granularity: Granularity,
+    /// What shares a scale of V.
+    pub v_granularity: Granularity,
+    /// The scale of tokens that join a page.
+    pub open_scale: OpenScale,
+    /// A power-of-two scale for each token of V.
+    pub v_exponents: Switch,
+    /// Zero points in fractions of an INT8 step.
+    pub fractional_zero: Switch,
+    /// The encoder looks for V's scale and zero of least squared error.
+    pub v_search: Switch,
+    /// Randomized Hadamard rotation of Q and K.
+    pub hadamard: Switch,
+    /// Blocks at the start of a sequence that stay 8 bits; -1: none; 0: as the profile says.
+    pub sink_blocks: i32,
+    /// The exponential in P.
+    pub exp: Exp,
+    /// Precision of P.
+    pub p: P,
+    /// What values do that are not finite.
+    pub nonfinite: NonFinite,
+    /// Which signs the rotation has; 0: the default.
+    pub hadamard_seed: u64,
+    /// [layers, kv heads, channels] subtracted from K.
+    pub k_offset: Option<Vec<f32>>,
+    /// Pairs of K channels that turn from token to token are kept apart.
+    pub k_turning: Switch,
+}
+
+/// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None`
+/// is at its default.
+#[derive(Clone, Debug, Default)]
+pub struct TierOptions {
+    /// 1 + the NUMA node of the host tier.
+    pub host_node: u32,
+    /// Budget of the host tier; 0: none.
+    pub host_bytes: u64,
+    /// Budget of the disk tier; 0: none.
+    pub disk_bytes: u64,
+    /// Where a disk tier's file without a name is.
+    pub disk_folder: Option<PathBuf>,
+    /// A step that ends with more than this of the device budget in use makes blocks leave.
+    pub high_percent: i32,
+    /// Until no more than this is in use.
+    pub low_percent: i32,
+    /// Which blocks leave first.
+    pub eviction: Eviction,
+    /// The file of a disk tier that lasts.
+    pub disk_path: Option<PathBuf>,
+    /// Where no tier has room, blocks are lost.
+    pub drop_coldest: Switch,
+    /// How long a begin waits for room and for moves, in milliseconds; -1: not at all.
+    pub begin_wait_ms: i32,
+    /// Whether steps on a GPU copy what they read in host memory.
+    pub staging: Staging,
+    /// Full blocks lose bits as they move down.
+    pub falling_precision: Switch,
+}
+
+/// Options of [`Pool::new`].
+#[derive(Clone, Debug, Default)]
+pub struct PoolOptions {
+    /// 1 to 4096.
+    pub layers: u32,
+    /// 1 to 1024.
+    pub kv_heads: u32,
+    /// 64, 96, 128 or 256.
+    pub head_dim: u32,
+    /// 8, 4 or 2 for every head; 0: 4.
+    pub bits: u32,
+    /// [layers, kv heads], in place of `bits`.
+    pub k_bits: Option<Vec<u8>>,
+    /// Likewise.
+    pub v_bits: Option<Vec<u8>>,
+    /// Of the device tier.
+    pub budget_bytes: u64,
+    /// 0: 65536.
+    pub max_sequences: u32,
+    /// How values are stored and computed.
+    pub numerics: Numerics,
+    /// `None`: the device tier alone.
+    pub tiers: Option<TierOptions>,
+}
+
+impl PoolOptions {
+    /// What is required; the rest is at its default.
+    pub fn new(layers: u32, kv_heads: u32, head_dim: u32, budget_bytes: u64) -> Self {
+        PoolOptions { layers, kv_heads, head_dim, budget_bytes, ..Default::default() }
+    }
+}
+
+/// All that another holder of a pool may want to know.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PoolDescription {
+    /// As in effect: no field is at its default, but for granularities. A pool that is created with them is the same.
+    pub options: PoolOptions,
+    /// What the pool's context computes on.
+    pub device: DeviceKind,
+    /// Which GPU.
+    pub device_ordinal: i32,
+    /// Pools with the same one exchange files and sequences.
+    pub fingerprint: u64,
+    /// Bytes of a block of 8 bits, all layers.
+    pub token_block_bytes: u64,
+    /// Bytes of a block of 4 or 2 bits; 0: there are none.
+    pub channel_block_bytes: u64,
+    /// Bytes of a block that has lost bits; 0: there are none.
+    pub low_block_bytes: u64,
+}
+
+/// A cache: the blocks of many sequences in one budget. Clones are the same pool.
+#[derive(Clone)]
+pub struct Pool(pub(crate) Arc<Handle>);
+
+pub(crate) struct Handle {
+    pub(crate) raw: NonNull<ffi::ta_kv_pool>,
+    pub(crate) context: Context,
+    pub(crate) watcher: Watcher,
+}
+
+// SAFETY: calls on one ta_kv_pool may overlap, from any thread; it is destroyed once nobody has it.
+unsafe impl Send for Handle {}
+unsafe impl Sync for Handle {}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: the only destroy of the handle.
+        unsafe { ffi::ta_kv_pool_destroy(self.raw.as_ptr()) }
+    }
+}
+
+/// A path for C.
+pub(crate) fn c_path(path: &Path) -> Result<CString> {
+    CString::new(path.as_os_str().as_bytes()).map_err(|_| Error::new(ErrorKind::Invalid, "a path with a NUL in it"))
+}
+
+fn pointer<T>(list: &Option<Vec<T>>, len: u128) -> Result<*const T> {
+    match list {
+        None => Ok(ptr::null()),
+        Some(list) if list.len() as u128 == len => Ok(list.as_ptr()),
+        Some(_) => Err(Error::new(
+            ErrorKind::Shape,
+            "a map of bits or offsets does not have the length that layers, heads and channels give",
+        )),
+    }
+}
+
+impl Pool {
+    /// Creates an empty pool.
+    pub fn new(context: &Context, options: PoolOptions) -> Result<Self> {
+        let heads = u128::from(options.layers) * u128::from(options.kv_heads);
+        let n = &options.numerics;
+        let numerics = ffi::ta_numerics {
+            profile: n.profile as i32,
+            k_granularity: n.k_granularity as i32,
+            v_granularity: n.v_granularity as i32,
+            open_scale: n.open_scale as i32,
+            v_exponents: n.v_exponents as i32,
+            fractional_zero: n.fractional_zero as i32,
+            v_search: n.v_search as i32,
+            hadamard: n.hadamard as i32,
+            sink_blocks: n.sink_blocks,
+            exp: n.exp as i32,
+            p: n.p as i32,
+            nonfinite: n.nonfinite as i32,
+            hadamard_seed: n.hadamard_seed,
+            k_offset: pointer(&n.k_offset, heads * u128::from(options.head_dim))?,
+            k_turning: n.k_turning as i32,
+            ..ffi::ta_numerics::new()
+        };
+        let (mut folder, mut path, mut tiers) = (None, None, None);
+        if let Some(t) = &options.tiers {
+            folder = t.disk_folder.as_deref().map(c_path).transpose()?;
+            path = t.disk_path.as_deref().map(c_path).transpose()?;
+            let c = |path: &Option<CString>| path.as_ref().map_or(ptr::null(), |path| path.as_ptr());
+            tiers = Some(ffi::ta_tier_options {
+                host_node: t.host_node,
+                host_bytes: t.host_bytes,
+                disk_bytes: t.disk_bytes,
+                disk_folder: c(&folder),
+                high_percent: t.high_percent,
+                low_percent: t.low_percent,
+                eviction: t.eviction as i32,
+                disk_path: c(&path),
+                drop_coldest: t.drop_coldest as i32,
+                begin_wait_ms: t.begin_wait_ms,
+                staging: t.staging as i32,
+                falling_precision: t.falling_precision as i32,
+                ..ffi::ta_tier_options::new()
+            });
+        }
+        let raw_options = ffi::ta_kv_pool_options {
+            layers: options.layers,
+            kv_heads: options.kv_heads,
+            head_dim: options.head_dim,
+            bits: options.bits,
+            k_bits: pointer(&options.k_bits, heads)?,
+            v_bits: pointer(&options.v_bits, heads)?,
+            budget_bytes: options.budget_bytes,
+            max_sequences: options.max_sequences,
+            numerics: &numerics,
+            tiers: tiers.as_ref().map_or(ptr::null(), |tiers| tiers),
+            ..ffi::ta_kv_pool_options::new()
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: the handle is alive; the options, and the maps and strings that they point to, live for the call.
+        call(|err| unsafe { ffi::ta_kv_pool_create(context.raw(), &raw_options, &mut raw, err) })?;
+        drop((folder, path));
+        // SAFETY: not null on success.
+        let raw = unsafe { NonNull::new_unchecked(raw) };
+        Ok(Pool(Arc::new(Handle { raw, context: context.clone(), watcher: Watcher::default() })))
+    }
+
+    /// Ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
+    /// plans fail with [`ErrorKind::Closed`], also a begin that waits.
+    pub fn close(&self) -> Result<()> {
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_kv_pool_close(self.raw(), err) })
+    }
+
+    /// The context that it was created in.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// The C handle, for calls of [`ffi`]. It lives as long as this.
+    pub fn raw(&self) -> *mut ffi::ta_kv_pool {
+        self.0.raw.as_ptr()
+    }
+
+    /// What the pool is.
+    pub fn describe(&self) -> Result<PoolDescription> {
+        let mut d = ffi::ta_kv_pool_description::new();
+        // SAFETY: the handle is alive, `d` writable.
+        call(|err| unsafe { ffi::ta_kv_pool_describe(self.raw(), &mut d, err) })?;
+        let heads = d.layers as usize * d.kv_heads as usize;
+        // SAFETY: what the pointers lead to lives as long as the handle, and has the lengths that the header says.
+        unsafe {
+            let map = |data: *const u8| Some(std::slice::from_raw_parts(data, heads).to_vec());
+            let n = &*d.numerics;
+            let numerics = Numerics {
+                profile: Profile::known(n.profile)?,
+                k_granularity: Granularity::known(n.k_granularity)?,
+                v_granularity: Granularity::known(n.v_granularity)?,
+                open_scale: OpenScale::known(n.open_scale)?,
+                v_exponents: Switch::known(n.v_exponents)?,
+                fractional_zero: Switch::known(n.fractional_zero)?,
+                v_search: Switch::known(n.v_search)?,
+                hadamard: Switch::known(n.hadamard)?,
+                sink_blocks: n.sink_blocks,
+                exp: Exp::known(n.exp)?,
+                p: P::known(n.p)?,
+                nonfinite: NonFinite::known(n.nonfinite)?,
+                hadamard_seed: n.hadamard_seed,
+                k_offset: (!n.k_offset.is_null())
+                    .then(|| std::slice::from_raw_parts(n.k_offset, heads * d.head_dim as usize).to_vec()),
+                k_turning: Switch::known(n.k_turning)?,
+            };
+            let path = |path: *const c_char| {
+                (!path.is_null()).then(|| PathBuf::from(OsStr::from_bytes(CStr::from_ptr(path).to_bytes())))
+            };
+            let tiers = match d.tiers.as_ref() {
+                None => None,
+                Some(t) => Some(TierOptions {
+                    host_node: t.host_node,
+                    host_bytes: t.host_bytes,
+                    disk_bytes: t.disk_bytes,
+                    disk_folder: path(t.disk_folder),
+                    high_percent: t.high_percent,
+                    low_percent: t.low_percent,
+                    eviction: Eviction::known(t.eviction)?,
+                    disk_path: path(t.disk_path),
+                    drop_coldest: Switch::known(t.drop_coldest)?,
+                    begin_wait_ms: t.begin_wait_ms,
+                    staging: Staging::known(t.staging)?,
+                    falling_precision: Switch::known(t.falling_precision)?,
+                }),
+            };
+            Ok(PoolDescription {
+                options: PoolOptions {
+                    layers: d.layers,
+                    kv_heads: d.kv_heads,
+                    head_dim: d.head_dim,
+                    bits: d.bits,
+                    k_bits: map(d.k_bits),
+                    v_bits: map(d.v_bits),
+                    budget_bytes: d.budget_bytes,
+                    max_sequences: d.max_sequences,
+                    numerics,
+                    tiers,
+                },
+                device: DeviceKind::known(d.device)?,
+                device_ordinal: d.device_ordinal,
+                fingerprint: d.fingerprint,
+                token_block_bytes: d.token_block_bytes,
+                channel_block_bytes: d.channel_block_bytes,
+                low_block_bytes: d.low_block_bytes,
+            })
+        }
+    }
+}
+
+impl PartialEq for Pool {
+    /// Whether it is the same pool.
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+impl Eq for Pool {}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pool").field(&self.raw()).finish()
+    }
+}
