@@ -37,7 +37,8 @@
 #include "turboattention.h"
 
 // The inline namespace keeps these names apart from those inside libturboattention.a.
-namespace ta::inline cpp {
+namespace ta {
+inline namespace cpp {
 
 // ------------------------------------------------------------------------------------------------------------ errors
 
@@ -45,8 +46,7 @@ namespace ta::inline cpp {
 class Error : public std::exception {
   public:
     explicit Error(const ta_error& detail) : detail_(detail) {}
-    Error(ta_status status, std::string_view message)
-        : detail_{status, -1, -1, -1, -1, -1, -1, -1, -1, -1, {}} {
+    Error(ta_status status, std::string_view message) : detail_{status, -1, -1, -1, -1, -1, -1, -1, -1, -1, {}} {
         detail_.message[message.copy(detail_.message, sizeof detail_.message - 1)] = '\0';
     }
 
@@ -83,14 +83,18 @@ class [[nodiscard]] Expected {
     std::variant<Value, Error> state_;
 };
 
+struct Nothing {
+    void operator()() const {}
+};
+
 // Policies: how the classes below, which are written once, report errors.
 #ifdef __cpp_exceptions
 struct Throwing {
     template <class T>
     using Result = T;
 
-    template <class Call, class Make>
-    static auto run(Call&& call, Make&& make) {
+    template <class Call, class Make = Nothing>
+    static auto run(Call&& call, Make&& make = {}) {
         ta_error error;
         if (call(&error) != TA_OK) throw Error(error);
         return make();
@@ -101,8 +105,8 @@ struct Returning {
     template <class T>
     using Result = Expected<T>;
 
-    template <class Call, class Make>
-    static auto run(Call&& call, Make&& make) {
+    template <class Call, class Make = Nothing>
+    static auto run(Call&& call, Make&& make = {}) {
         using T = decltype(make());
         ta_error error;
         if (call(&error) != TA_OK) return Expected<T>(Error(error));
@@ -114,8 +118,6 @@ struct Returning {
 };
 
 namespace detail {
-
-inline constexpr auto nothing = [] {};
 
 // A failure that this header finds itself, with the same shape as one of the library.
 inline ta_status fail(ta_error* error, ta_status status, std::string_view message) {
@@ -130,16 +132,24 @@ T sized() {
     return value;
 }
 
-inline int64_t count(std::chrono::nanoseconds time) { return time.count(); }
+inline int64_t count(std::chrono::nanoseconds time) {
+    return time.count();
+}
 
 }  // namespace detail
 
 // For waits: without limit.
 inline constexpr std::chrono::nanoseconds forever{-1};
 
-inline uint32_t version() { return ta_version(); }
-inline uint32_t abi_version() { return ta_abi_version(); }
-inline const char* build_info() { return ta_build_info(); }
+inline uint32_t version() {
+    return ta_version();
+}
+inline uint32_t abi_version() {
+    return ta_abi_version();
+}
+inline const char* build_info() {
+    return ta_build_info();
+}
 
 // ------------------------------------------------------------------------------------------------------------ views
 
@@ -181,8 +191,10 @@ class View {
 
     // Less is known of the result, or it may not be written.
     template <class U>
-        requires(!std::same_as<T, U> && (std::is_void_v<T> || std::same_as<Element, std::remove_const_t<U>>)&&(
-                    std::is_const_v<T> || !std::is_const_v<U>))
+    static constexpr bool from =
+        !std::same_as<T, U> &&
+        (std::is_void_v<T> || std::same_as<Element, std::remove_const_t<U>>)&&(std::is_const_v<T> || !std::is_const_v<U>);
+    template <class U, class = std::enable_if_t<from<U>>>
     View(const View<U>& other) : tensor_(*other.get()) {}
 
     T* data() const noexcept { return static_cast<T*>(tensor_.data); }
@@ -421,9 +433,7 @@ inline ta_allocator to_c(const Allocator& allocator) {
 inline ta_log_sink to_c(const Log& log, ta_log_level level) {
     auto c = sized<ta_log_sink>();
     c.level = level;
-    c.log = [](ta_log_level at, const char* message, void* user) {
-        guarded([&] { (*static_cast<Log*>(user))(at, message); });
-    };
+    c.log = [](ta_log_level at, const char* message, void* user) { guarded([&] { (*static_cast<Log*>(user))(at, message); }); };
     c.user = new Log(log);
     c.release = release<Log>;
     return c;
@@ -479,7 +489,9 @@ class Reporter {
 using Key = std::array<uint8_t, 32>;
 
 namespace detail {
-inline const uint8_t* bytes(std::span<const Key> keys) { return keys.empty() ? nullptr : keys.front().data(); }
+inline const uint8_t* bytes(std::span<const Key> keys) {
+    return keys.empty() ? nullptr : keys.front().data();
+}
 }  // namespace detail
 
 template <class E>
@@ -516,7 +528,7 @@ class BasicMove {
                       [&] { return info; });
     }
     Result<void> cancel() const {
-        return E::run([&](ta_error* e) { return ta_move_cancel(pool_.get(), ticket_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_move_cancel(pool_.get(), ticket_, e); });
     }
 
   private:
@@ -551,7 +563,7 @@ class BasicSequence {
     ta_seq detach() noexcept { return std::exchange(id_, 0); }
     // Releases it now. It is given up even where that fails.
     Result<void> release() {
-        return E::run([&](ta_error* e) { return ta_seq_release(pool_.get(), std::exchange(id_, 0), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_release(pool_.get(), std::exchange(id_, 0), e); });
     }
 
     Result<int64_t> length() const {
@@ -560,29 +572,27 @@ class BasicSequence {
     }
     Result<BasicSequence> fork() const {
         ta_seq id = 0;
-        return E::run([&](ta_error* e) { return ta_seq_fork(pool_.get(), id_, &id, e); }, [&] { return BasicSequence(pool_, id); });
+        return E::run([&](ta_error* e) { return ta_seq_fork(pool_.get(), id_, &id, e); },
+                      [&] { return BasicSequence(pool_, id); });
     }
     Result<void> truncate(int64_t length) const {
-        return E::run([&](ta_error* e) { return ta_seq_truncate(pool_.get(), id_, length, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_truncate(pool_.get(), id_, length, e); });
     }
     Result<void> set_priority(int32_t priority) const {
-        return E::run([&](ta_error* e) { return ta_seq_set_priority(pool_.get(), id_, priority, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_set_priority(pool_.get(), id_, priority, e); });
     }
     Result<void> verify() const {
-        return E::run([&](ta_error* e) { return ta_seq_verify(pool_.get(), id_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_verify(pool_.get(), id_, e); });
     }
     Result<void> save(const char* path, const Progress& progress = nullptr) const {
         detail::Reporter reporter(progress);
         return E::run([&](ta_error* e) {
             return reporter.run([&](const ta_progress* p) { return ta_seq_save(pool_.get(), id_, path, p, e); });
-        }, detail::nothing);
+        });
     }
     Result<void> publish(const BasicNamespace<E>& space, std::span<const Key> keys) const {
         return E::run(
-            [&](ta_error* e) {
-                return ta_seq_publish(pool_.get(), id_, space.id(), detail::bytes(keys), keys.size(), e);
-            },
-            detail::nothing);
+            [&](ta_error* e) { return ta_seq_publish(pool_.get(), id_, space.id(), detail::bytes(keys), keys.size(), e); });
     }
 
     // Blocks [first, first + n) to a tier.
@@ -597,17 +607,18 @@ class BasicSequence {
                       [&] { return BasicMove<E>(pool_, ticket); });
     }
     Result<void> pin(uint64_t first, uint64_t n) const {
-        return E::run([&](ta_error* e) { return ta_seq_pin(pool_.get(), id_, first, n, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_pin(pool_.get(), id_, first, n, e); });
     }
     Result<void> unpin(uint64_t first, uint64_t n) const {
-        return E::run([&](ta_error* e) { return ta_seq_unpin(pool_.get(), id_, first, n, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_unpin(pool_.get(), id_, first, n, e); });
     }
     Result<ta_residency> residency() const {
         auto out = detail::sized<ta_residency>();
         return E::run([&](ta_error* e) { return ta_seq_residency(pool_.get(), id_, &out, e); }, [&] { return out; });
     }
 
-    Result<BasicTransfer<E>> send(const BasicGroup<E>& group, uint32_t to, uint64_t tag, ta_send_mode mode = TA_SEND_COPY) const {
+    Result<BasicTransfer<E>> send(const BasicGroup<E>& group, uint32_t to, uint64_t tag,
+                                  ta_send_mode mode = TA_SEND_COPY) const {
         ta_ticket ticket = 0;
         return E::run([&](ta_error* e) { return ta_seq_send(group.get(), pool_.get(), id_, to, tag, mode, &ticket, e); },
                       [&] { return BasicTransfer<E>(group.shared(), ticket); });
@@ -618,7 +629,7 @@ class BasicSequence {
         c.first_rank = options.first_rank;
         c.output_rank = options.output_rank;
         c.tag = options.tag;
-        return E::run([&](ta_error* e) { return ta_seq_partition(group.get(), pool_.get(), id_, &c, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_seq_partition(group.get(), pool_.get(), id_, &c, e); });
     }
 
   private:
@@ -638,14 +649,14 @@ class BasicNamespace {
 
     ta_namespace id() const noexcept { return id_; }
     Result<void> destroy() const {
-        return E::run([&](ta_error* e) { return ta_namespace_destroy(pool_.get(), id_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_namespace_destroy(pool_.get(), id_, e); });
     }
     Result<ta_namespace_stats> stats() const {
         auto out = detail::sized<ta_namespace_stats>();
         return E::run([&](ta_error* e) { return ta_namespace_get_stats(pool_.get(), id_, &out, e); }, [&] { return out; });
     }
     Result<void> flush() const {
-        return E::run([&](ta_error* e) { return ta_namespace_flush(pool_.get(), id_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_namespace_flush(pool_.get(), id_, e); });
     }
 
     struct Match {
@@ -660,7 +671,9 @@ class BasicNamespace {
             [&](ta_error* e) {
                 return ta_seq_match_prefix(pool_.get(), id_, detail::bytes(keys), keys.size(), &id, &length, e);
             },
-            [&] { return Match{BasicSequence<E>(pool_, id), length}; });
+            [&] {
+                return Match{BasicSequence<E>(pool_, id), length};
+            });
     }
 
     Result<std::vector<Key>> hash_keys(std::span<const Key> keys) const {
@@ -681,10 +694,10 @@ class BasicNamespace {
     }
 
     Result<void> join(const BasicGroup<E>& group) const {
-        return E::run([&](ta_error* e) { return ta_namespace_join(group.get(), pool_.get(), id_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_namespace_join(group.get(), pool_.get(), id_, e); });
     }
     Result<void> leave(const BasicGroup<E>& group) const {
-        return E::run([&](ta_error* e) { return ta_namespace_leave(group.get(), pool_.get(), id_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_namespace_leave(group.get(), pool_.get(), id_, e); });
     }
     // Which ranks have the blocks of the keys, as far as they have told within the time.
     Result<std::vector<ta_prefix_place>> lookup(const BasicGroup<E>& group, std::span<const Key> keys,
@@ -692,8 +705,8 @@ class BasicNamespace {
         std::vector<ta_prefix_place> places(keys.size());
         return E::run(
             [&](ta_error* e) {
-                return ta_namespace_lookup(group.get(), pool_.get(), id_, detail::bytes(keys), keys.size(), detail::count(limit),
-                                           places.data(), e);
+                return ta_namespace_lookup(group.get(), pool_.get(), id_, detail::bytes(keys), keys.size(),
+                                           detail::count(limit), places.data(), e);
             },
             [&] { return std::move(places); });
     }
@@ -733,17 +746,15 @@ class BasicStep {
 
     // k, v: [sum(n_new), kv_heads, head_dim]
     Result<void> append(uint32_t layer, const Input& k, const Input& v) const {
-        return E::run([&](ta_error* e) { return ta_append(plan_.get(), layer, k.get(), v.get(), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_append(plan_.get(), layer, k.get(), v.get(), e); });
     }
     // q, out: [sum(n_query), q_heads, head_dim]; lse: [sum(n_query), q_heads], contiguous, may be null
     Result<void> attend(uint32_t layer, const Input& q, const Output& out, float* lse = nullptr) const {
-        return E::run([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, nullptr, e); },
-                      detail::nothing);
+        return E::run([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, nullptr, e); });
     }
     Result<void> attend(uint32_t layer, const Input& q, const Output& out, float* lse, const AttendOptions& options) const {
         const ta_attend_options c = detail::to_c(options);
-        return E::run([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, &c, e); },
-                      detail::nothing);
+        return E::run([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, &c, e); });
     }
     // Commits. Where it fails the step stays open.
     Result<void> end() {
@@ -751,7 +762,7 @@ class BasicStep {
     }
     Result<void> abort() {
         const auto plan = std::exchange(plan_, nullptr);
-        return E::run([&](ta_error* e) { return ta_plan_abort(plan.get(), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_plan_abort(plan.get(), e); });
     }
 
   private:
@@ -777,7 +788,7 @@ class BasicPlan {
 
     ta_plan* get() const noexcept { return handle_.get(); }
     Result<void> set_stream(ta_stream stream) const {
-        return E::run([&](ta_error* e) { return ta_plan_set_stream(handle_.get(), stream, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_plan_set_stream(handle_.get(), stream, e); });
     }
 
     // n_new, n_query: one for each sequence, or empty: no new tokens; as many queries as new tokens. Allocates nothing.
@@ -832,16 +843,16 @@ class BasicPool {
 
     // Ends all sequences; what is called later fails with TA_E_CLOSED.
     Result<void> close() const {
-        return E::run([&](ta_error* e) { return ta_kv_pool_close(get(), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_kv_pool_close(get(), e); });
     }
     Result<BasicPlan<E>> create_plan() const {
         ta_plan* plan = nullptr;
-        return E::run([&](ta_error* e) { return ta_plan_create(get(), nullptr, &plan, e); }, [&] { return BasicPlan<E>(plan); });
+        return E::run([&](ta_error* e) { return ta_plan_create(get(), nullptr, &plan, e); },
+                      [&] { return BasicPlan<E>(plan); });
     }
     Result<BasicSequence<E>> create_sequence() const {
         ta_seq id = 0;
-        return E::run([&](ta_error* e) { return ta_seq_create(get(), &id, e); },
-                      [&] { return BasicSequence<E>(handle_, id); });
+        return E::run([&](ta_error* e) { return ta_seq_create(get(), &id, e); }, [&] { return BasicSequence<E>(handle_, id); });
     }
     Result<BasicNamespace<E>> create_namespace(const NamespaceOptions& options) const {
         auto c = detail::sized<ta_namespace_options>();
@@ -855,15 +866,17 @@ class BasicPool {
     Result<BasicSequence<E>> load_sequence(const char* path, const Progress& progress = nullptr) const {
         detail::Reporter reporter(progress);
         ta_seq id = 0;
-        return E::run([&](ta_error* e) {
-            return reporter.run([&](const ta_progress* p) { return ta_seq_load(get(), path, p, &id, e); });
-        }, [&] { return BasicSequence<E>(handle_, id); });
+        return E::run(
+            [&](ta_error* e) {
+                return reporter.run([&](const ta_progress* p) { return ta_seq_load(get(), path, p, &id, e); });
+            },
+            [&] { return BasicSequence<E>(handle_, id); });
     }
     Result<void> save(const char* path, ta_save_flags flags = 0, const Progress& progress = nullptr) const {
         detail::Reporter reporter(progress);
         return E::run([&](ta_error* e) {
             return reporter.run([&](const ta_progress* p) { return ta_kv_pool_save(get(), path, flags, p, e); });
-        }, detail::nothing);
+        });
     }
     struct Loaded {
         ta_seq saved;  // its id in the pool that saved it
@@ -953,7 +966,7 @@ class BasicTransfer {
                       [&] { return info; });
     }
     Result<void> cancel() const {
-        return E::run([&](ta_error* e) { return ta_transfer_cancel(group_.get(), ticket_, e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_transfer_cancel(group_.get(), ticket_, e); });
     }
     // Waits for the sequence of a receive and hands it over, once. Fails as the transfer did; with TA_E_TIMEOUT when the time is over.
     Result<BasicSequence<E>> take(std::chrono::nanoseconds limit = forever) {
@@ -1000,7 +1013,8 @@ class BasicGroup {
     // Until the group does not connect any more, or the time is over.
     Result<ta_group_state> wait(std::chrono::nanoseconds limit = forever) const {
         ta_group_state state = 0;
-        return E::run([&](ta_error* e) { return ta_group_poll(get(), detail::count(limit), &state, e); }, [&] { return state; });
+        return E::run([&](ta_error* e) { return ta_group_poll(get(), detail::count(limit), &state, e); },
+                      [&] { return state; });
     }
     Result<ta_group_info> info() const {
         auto out = detail::sized<ta_group_info>();
@@ -1012,10 +1026,10 @@ class BasicGroup {
     }
     // Fails with why the group has ended, if it has.
     Result<void> health() const {
-        return E::run([&](ta_error* e) { return ta_group_health(get(), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_group_health(get(), e); });
     }
     Result<void> abort() const {
-        return E::run([&](ta_error* e) { return ta_group_abort(get(), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_group_abort(get(), e); });
     }
     // For poll or epoll; it belongs to the group.
     Result<int32_t> descriptor() const {
@@ -1058,8 +1072,7 @@ class BasicCalibrator {
     BasicCalibrator(ta_calibrator* handle, size_t heads) : handle_(handle, ta_calibrator_destroy), heads_(heads) {}
 
     Result<void> observe(uint32_t layer, const Input& k, const Input& v) const {
-        return E::run([&](ta_error* e) { return ta_calibrator_observe(handle_.get(), layer, k.get(), v.get(), e); },
-                      detail::nothing);
+        return E::run([&](ta_error* e) { return ta_calibrator_observe(handle_.get(), layer, k.get(), v.get(), e); });
     }
     // n_low heads of each layer get 2 bits.
     Result<HeadMap> finish(uint32_t n_low) const {
@@ -1109,7 +1122,7 @@ class BasicContext {
     }
     // Fails with TA_E_DEVICE_LOST once the GPU was lost.
     Result<void> health() const {
-        return E::run([&](ta_error* e) { return ta_context_health(get(), e); }, detail::nothing);
+        return E::run([&](ta_error* e) { return ta_context_health(get(), e); });
     }
 
     Result<BasicPool<E>> create_pool(const PoolOptions& options) const {
@@ -1164,26 +1177,22 @@ class BasicContext {
         c.attend = &attend;
         c.stream = options.stream;
         const size_t offsets = size_t{options.batch == 0 ? 1 : options.batch} + 1;
-        return E::run(
-            [&](ta_error* e) {
-                if ((c.q_offsets && options.q_offsets.size() != offsets) || (c.k_offsets && options.k_offsets.size() != offsets))
-                    return detail::fail(e, TA_E_INVALID, "q_offsets and k_offsets have batch + 1 elements, or none");
-                return ta_attend_dense(get(), q.get(), k.get(), v.get(), out.get(), lse, &c, e);
-            },
-            detail::nothing);
+        return E::run([&](ta_error* e) {
+            if ((c.q_offsets && options.q_offsets.size() != offsets) || (c.k_offsets && options.k_offsets.size() != offsets))
+                return detail::fail(e, TA_E_INVALID, "q_offsets and k_offsets have batch + 1 elements, or none");
+            return ta_attend_dense(get(), q.get(), k.get(), v.get(), out.get(), lse, &c, e);
+        });
     }
     // Attention of the same queries over disjoint keys into that over all of them; lses: [parts] of [tokens, heads].
     Result<void> merge_states(std::span<const Input> parts, std::span<const float* const> lses, const Output& out,
                               float* lse = nullptr, ta_stream stream = nullptr) const {
         static_assert(sizeof(Input) == sizeof(ta_tensor));
-        return E::run(
-            [&](ta_error* e) {
-                if (parts.size() != lses.size() || parts.empty() || parts.size() > UINT32_MAX)
-                    return detail::fail(e, TA_E_INVALID, "there is one lse for each part, and at least one part");
-                return ta_merge_states(get(), static_cast<uint32_t>(parts.size()), parts.front().get(), lses.data(), out.get(),
-                                       lse, stream, e);
-            },
-            detail::nothing);
+        return E::run([&](ta_error* e) {
+            if (parts.size() != lses.size() || parts.empty() || parts.size() > UINT32_MAX)
+                return detail::fail(e, TA_E_INVALID, "there is one lse for each part, and at least one part");
+            return ta_merge_states(get(), static_cast<uint32_t>(parts.size()), parts.front().get(), lses.data(), out.get(), lse,
+                                   stream, e);
+        });
     }
 
   private:
@@ -1220,5 +1229,6 @@ using Transfer = BasicTransfer<Returning>;
 using Calibrator = BasicCalibrator<Returning>;
 }  // namespace results
 
-}  // namespace ta::inline cpp
+}  // namespace cpp
+}  // namespace ta
 #endif  // TURBOATTENTION_HPP
