@@ -591,8 +591,10 @@ class BasicSequence {
         });
     }
     Result<void> publish(const BasicNamespace<E>& space, std::span<const Key> keys) const {
-        return E::run(
-            [&](ta_error* e) { return ta_seq_publish(pool_.get(), id_, space.id(), detail::bytes(keys), keys.size(), e); });
+        return E::run([&](ta_error* e) {
+            if (space.pool() != pool_) return detail::fail(e, TA_E_INVALID, "the namespace is of another pool");
+            return ta_seq_publish(pool_.get(), id_, space.id(), detail::bytes(keys), keys.size(), e);
+        });
     }
 
     // Blocks [first, first + n) to a tier.
@@ -648,6 +650,7 @@ class BasicNamespace {
     BasicNamespace(std::shared_ptr<ta_kv_pool> pool, ta_namespace id) : pool_(std::move(pool)), id_(id) {}
 
     ta_namespace id() const noexcept { return id_; }
+    const std::shared_ptr<ta_kv_pool>& pool() const noexcept { return pool_; }
     Result<void> destroy() const {
         return E::run([&](ta_error* e) { return ta_namespace_destroy(pool_.get(), id_, e); });
     }
@@ -783,8 +786,9 @@ class BasicPlan {
     using Result = typename E::template Result<T>;
 
   public:
-    // Takes over a handle.
-    explicit BasicPlan(ta_plan* handle) : handle_(handle, ta_plan_destroy) {}
+    // Takes over a handle. Where the pool is given, sequences of other pools are refused: ids are those of one pool.
+    explicit BasicPlan(ta_plan* handle, std::shared_ptr<ta_kv_pool> pool = nullptr)
+        : handle_(handle, ta_plan_destroy), pool_(std::move(pool)) {}
 
     ta_plan* get() const noexcept { return handle_.get(); }
     Result<void> set_stream(ta_stream stream) const {
@@ -794,8 +798,37 @@ class BasicPlan {
     // n_new, n_query: one for each sequence, or empty: no new tokens; as many queries as new tokens. Allocates nothing.
     Result<BasicStep<E>> begin(std::span<const ta_seq> sequences, std::span<const int32_t> n_new = {},
                                std::span<const int32_t> n_query = {}) const {
+        return begin(sequences, n_new, n_query, false);
+    }
+    Result<BasicStep<E>> begin(const BasicSequence<E>& sequence, int32_t n_new, int32_t n_query = -1) const {
+        const ta_seq id = sequence.id();
+        const int32_t queries = n_query < 0 ? n_new : n_query;
+        return begin(std::span(&id, 1), std::span(&n_new, 1), std::span(&queries, 1), strange(sequence));
+    }
+    Result<BasicStep<E>> begin(std::span<const BasicRow<E>> rows) const {
+        std::vector<ta_seq> ids;
+        std::vector<int32_t> n_new, n_query;
+        bool of_another_pool = false;
+        for (const auto& row : rows) {
+            ids.push_back(row.sequence.id());
+            n_new.push_back(row.n_new);
+            n_query.push_back(row.n_query < 0 ? row.n_new : row.n_query);
+            of_another_pool = of_another_pool || strange(row.sequence);
+        }
+        return begin(ids, n_new, n_query, of_another_pool);
+    }
+    Result<BasicStep<E>> begin(std::initializer_list<BasicRow<E>> rows) const {
+        return begin(std::span<const BasicRow<E>>(rows.begin(), rows.size()));
+    }
+
+  private:
+    bool strange(const BasicSequence<E>& sequence) const { return pool_ && sequence.pool() != pool_; }
+
+    Result<BasicStep<E>> begin(std::span<const ta_seq> sequences, std::span<const int32_t> n_new,
+                               std::span<const int32_t> n_query, bool of_another_pool) const {
         return E::run(
             [&](ta_error* e) {
+                if (of_another_pool) return detail::fail(e, TA_E_INVALID, "a sequence is of another pool than the plan");
                 if ((!n_new.empty() && n_new.size() != sequences.size()) ||
                     (!n_query.empty() && n_query.size() != sequences.size()) || sequences.size() > UINT32_MAX)
                     return detail::fail(e, TA_E_INVALID, "n_new and n_query have as many elements as sequences, or none");
@@ -804,27 +837,9 @@ class BasicPlan {
             },
             [&] { return BasicStep<E>(handle_); });
     }
-    Result<BasicStep<E>> begin(const BasicSequence<E>& sequence, int32_t n_new, int32_t n_query = -1) const {
-        const ta_seq id = sequence.id();
-        const int32_t queries = n_query < 0 ? n_new : n_query;
-        return begin(std::span(&id, 1), std::span(&n_new, 1), std::span(&queries, 1));
-    }
-    Result<BasicStep<E>> begin(std::span<const BasicRow<E>> rows) const {
-        std::vector<ta_seq> ids;
-        std::vector<int32_t> n_new, n_query;
-        for (const auto& row : rows) {
-            ids.push_back(row.sequence.id());
-            n_new.push_back(row.n_new);
-            n_query.push_back(row.n_query < 0 ? row.n_new : row.n_query);
-        }
-        return begin(ids, n_new, n_query);
-    }
-    Result<BasicStep<E>> begin(std::initializer_list<BasicRow<E>> rows) const {
-        return begin(std::span<const BasicRow<E>>(rows.begin(), rows.size()));
-    }
 
-  private:
     std::shared_ptr<ta_plan> handle_;
+    std::shared_ptr<ta_kv_pool> pool_;
 };
 
 // ------------------------------------------------------------------------------------------------------------ pool
@@ -848,7 +863,7 @@ class BasicPool {
     Result<BasicPlan<E>> create_plan() const {
         ta_plan* plan = nullptr;
         return E::run([&](ta_error* e) { return ta_plan_create(get(), nullptr, &plan, e); },
-                      [&] { return BasicPlan<E>(plan); });
+                      [&] { return BasicPlan<E>(plan, handle_); });
     }
     Result<BasicSequence<E>> create_sequence() const {
         ta_seq id = 0;
