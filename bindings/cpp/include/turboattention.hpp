@@ -791,6 +791,7 @@ class BasicPlan {
         : handle_(handle, ta_plan_destroy), pool_(std::move(pool)) {}
 
     ta_plan* get() const noexcept { return handle_.get(); }
+    const std::shared_ptr<ta_plan>& shared() const noexcept { return handle_; }
     Result<void> set_stream(ta_stream stream) const {
         return E::run([&](ta_error* e) { return ta_plan_set_stream(handle_.get(), stream, e); });
     }
@@ -1086,6 +1087,7 @@ class BasicCalibrator {
     // Takes over a handle for so many heads in all layers.
     BasicCalibrator(ta_calibrator* handle, size_t heads) : handle_(handle, ta_calibrator_destroy), heads_(heads) {}
 
+    ta_calibrator* get() const noexcept { return handle_.get(); }
     Result<void> observe(uint32_t layer, const Input& k, const Input& v) const {
         return E::run([&](ta_error* e) { return ta_calibrator_observe(handle_.get(), layer, k.get(), v.get(), e); });
     }
