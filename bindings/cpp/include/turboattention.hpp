@@ -786,7 +786,7 @@ class BasicPlan {
     using Result = typename E::template Result<T>;
 
   public:
-    // Takes over a handle. Where the pool is given, sequences of other pools are refused: ids are those of one pool.
+    // Takes over a handle. Where the pool is given, sequences of other pools are refused.
     explicit BasicPlan(ta_plan* handle, std::shared_ptr<ta_kv_pool> pool = nullptr)
         : handle_(handle, ta_plan_destroy), pool_(std::move(pool)) {}
 

@@ -115,7 +115,7 @@ TEST(Hpp, AStepThatIsLeftIsAborted) {
     step.abort();
     EXPECT_EQ(seq.length(), 0);
     EXPECT_EQ(status_of([&] { plan.begin(std::array{seq.id()}, std::array{1, 2}); }), TA_E_INVALID);
-    const auto strange = ta::Context::create().create_pool(shape()).create_sequence();  // its id is that of seq
+    const auto strange = ta::Context::create().create_pool(shape()).create_sequence();
     EXPECT_EQ(status_of([&] { plan.begin(strange, 1); }), TA_E_INVALID);
     EXPECT_EQ(status_of([&] { plan.begin({{seq, 1}, {strange, 1}}); }), TA_E_INVALID);
 }

@@ -55,7 +55,7 @@ ta_dtype dtype_of_code(const DLTensor& t) {
 
 // numpy has no bfloat16: packages register one (ml_dtypes).
 bool is_bfloat16(PyArray_Descr* type) {
-    return nb::cast<std::string_view>(nb::handle(reinterpret_cast<PyObject*>(type->typeobj)).attr("__name__")) == "bfloat16";
+    return nb::handle(reinterpret_cast<PyObject*>(type->typeobj)).attr("__name__").equal(nb::str("bfloat16"));
 }
 
 ta_dtype dtype_of_numpy(PyArrayObject* array) {
