@@ -13,13 +13,9 @@ class Struct {
   public:
     Struct(nb::module_& m, const char* name, const char* doc) : class_(m, name, doc) {
         class_.def("__repr__", [](nb::handle self) {
-            std::string text = nb::cast<std::string>(self.type().attr("__name__")) + "(";
-            const char* between = "";
-            for (nb::handle name : self.attr("_fields")) {
-                text += between + nb::cast<std::string>(name) + "=" + nb::repr(self.attr(name)).c_str();
-                between = ", ";
-            }
-            return text + ")";
+            nb::list fields;
+            for (nb::handle name : self.attr("_fields")) fields.append(nb::str("{}={!r}").format(name, self.attr(name)));
+            return nb::str("{}({})").format(self.type().attr("__name__"), nb::str(", ").attr("join")(fields));
         });
         class_.def(
             "asdict",
