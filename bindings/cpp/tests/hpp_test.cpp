@@ -457,7 +457,9 @@ TEST(Hpp, AMillionStepsTakeConstantMemory) {
         if (i % 128 == 127) seq.truncate(0);
         if (i % 1000 == 999) seq.fork();
     }
-    if (!sanitized) EXPECT_LT(resident() - before, 1 << 20);
+    if (!sanitized) {
+        EXPECT_LT(resident() - before, 1 << 20);
+    }
     EXPECT_LE(context.info().bytes_in_use, bytes_before + (1 << 16));
 }
 

@@ -1,4 +1,5 @@
-"""turboattention.transformers with the small language model in TA_TINYLM (config.json, model.safetensors, heldout.txt).
+"""turboattention.transformers with the small language model in TA_TINYLM (config.json, model.safetensors, heldout.txt,
+reference.json).
 
 Run by scripts/test-transformers, which installs PyTorch. On a GPU, too, where there is one and the library has CUDA.
 """
