@@ -1133,6 +1133,7 @@ class BasicContext {
     }
 
     ta_context* get() const noexcept { return handle_.get(); }
+    const std::shared_ptr<ta_context>& shared() const noexcept { return handle_; }
     Result<ta_context_info> info() const {
         auto out = detail::sized<ta_context_info>();
         return E::run([&](ta_error* e) { return ta_context_get_info(get(), &out, e); }, [&] { return out; });

@@ -33,7 +33,44 @@ void raise(const ta::Error& error) try {
     other.restore();
 }
 
-// A handle that can be closed. Destroyed without the GIL.
+// A handle, let go of without the GIL.
+template <class T>
+class Handle {
+  public:
+    Handle(T value) : value_(std::move(value)) {}
+    Handle(Handle&&) noexcept = default;
+    Handle& operator=(Handle&& other) noexcept {
+        std::swap(value_, other.value_);
+        return *this;
+    }
+    ~Handle() {
+        unlocked([&] { const T gone = std::move(value_); });
+    }
+    const T& get() const { return value_; }
+
+  private:
+    T value_;
+};
+
+template <class T>
+long users(const T& handle) {
+    if constexpr (requires { handle.shared(); })
+        return handle.shared().use_count();
+    else
+        return handle.use_count();
+}
+// What a call works on: if the object was closed meanwhile this is the last one that has the handle.
+template <class T>
+struct Borrowed : T {
+    explicit Borrowed(const T& handle) : T(handle) {}
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+    ~Borrowed() {
+        if (users<T>(*this) == 1) unlocked([&] { const T gone = std::move(static_cast<T&>(*this)); });
+    }
+};
+
+// A handle that can be closed.
 template <class T>
 class Closable {
   public:
@@ -41,9 +78,9 @@ class Closable {
     Closable(Closable&&) noexcept = default;
     ~Closable() { close(); }
 
-    T get() const {
+    Borrowed<T> get() const {
         if (!value_) throw ta::Error(TA_E_CLOSED, std::string(name_) + " was closed");
-        return *value_;
+        return Borrowed<T>(*value_);
     }
     void close() {
         if (!value_) return;
@@ -331,7 +368,7 @@ struct PySequence {
 
 struct PyPlan {
     Closable<ta::Plan> handle;
-    std::shared_ptr<ta_kv_pool> pool;
+    Handle<std::shared_ptr<ta_kv_pool>> pool;
     Place place;
 };
 
@@ -344,19 +381,17 @@ class PyStep {
 
     const Place& place() const { return place_; }
     bool open() const { return plan_ != nullptr; }
-    ta_plan* get(std::shared_ptr<ta_plan>& keep) const {
+    Borrowed<std::shared_ptr<ta_plan>> get() const {
         if (!plan_) throw ta::Error(TA_E_STATE, "the step is over");
-        return (keep = plan_).get();
+        return Borrowed(plan_);
     }
     void end() {
-        std::shared_ptr<ta_plan> plan;
-        get(plan);
+        const auto plan = get();
         call([&](ta_error* e) { return ta_plan_end(plan.get(), e); });
         plan_.reset();
     }
     void abort() {
-        std::shared_ptr<ta_plan> plan;
-        get(plan);
+        const auto plan = get();
         plan_.reset();
         call([&](ta_error* e) { return ta_plan_abort(plan.get(), e); });
     }
@@ -372,11 +407,11 @@ class PyStep {
 };
 
 struct PyNamespace {
-    ta::Namespace handle;
+    Handle<ta::Namespace> handle;
 };
 
 struct PyMove {
-    ta::Move handle;
+    Handle<ta::Move> handle;
 };
 
 struct PyGroup {
@@ -384,12 +419,12 @@ struct PyGroup {
 };
 
 struct PyTransfer {
-    std::shared_ptr<ta_group> group;
+    Handle<std::shared_ptr<ta_group>> group;
     ta_ticket ticket;
-    std::shared_ptr<ta_kv_pool> pool;  // of a receive whose sequence was not taken
+    Handle<std::shared_ptr<ta_kv_pool>> pool;  // of a receive whose sequence was not taken
 
     ta_transfer_info wait(std::optional<double> seconds) const {
-        const ta::Transfer transfer(group, ticket);
+        const ta::Transfer transfer(group.get(), ticket);
         ta_transfer_info info;
         wait_for(seconds, [&](std::chrono::nanoseconds slice) { return finished((info = transfer.wait(slice)).state); });
         return info;
@@ -397,7 +432,7 @@ struct PyTransfer {
 };
 
 struct PyCalibrator {
-    ta::Calibrator handle;
+    Handle<ta::Calibrator> handle;
     bool cuda;
     int64_t layers, kv_heads;
 };
@@ -411,7 +446,8 @@ const PySequence& to_sequence(nb::handle object) {
 
 // A number for each of n sequences: one for all, or an iterable.
 std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
-    if (PyLong_Check(object.ptr())) return std::vector<int32_t>(n, nb::cast<int32_t>(object));
+    if (PyLong_Check(object.ptr()) || (PyIndex_Check(object.ptr()) && !nb::hasattr(object, "__len__")))
+        return std::vector<int32_t>(n, nb::cast<int32_t>(object));
     std::vector<int32_t> counts;
     counts.reserve(n);
     for (nb::handle count : object) counts.push_back(nb::cast<int32_t>(count));
@@ -420,11 +456,11 @@ std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
 }
 
 PyStep begin(const PyPlan& self, nb::handle sequences, nb::handle n_new, nb::handle n_query) {
-    const ta::Plan plan = self.handle.get();
+    const auto plan = self.handle.get();
     std::vector<ta_seq> ids;
     const auto add = [&](nb::handle object) {
         const auto sequence = to_sequence(object).handle.get();
-        if (sequence->pool() != self.pool) throw ta::Error(TA_E_INVALID, "a sequence is of another pool than the plan");
+        if (sequence->pool() != self.pool.get()) throw ta::Error(TA_E_INVALID, "a sequence is of another pool than the plan");
         ids.push_back(sequence->id());
     };
     if (nb::isinstance<PySequence>(sequences)) {
@@ -441,21 +477,19 @@ PyStep begin(const PyPlan& self, nb::handle sequences, nb::handle n_new, nb::han
 }
 
 void append(const PyStep& self, uint32_t layer, nb::handle k, nb::handle v) {
-    std::shared_ptr<ta_plan> keep;
-    ta_plan* const plan = self.get(keep);
+    const auto plan = self.get();
     const Array k_array(k, "k", self.place(), false), v_array(v, "v", self.place(), false);
     const ta_tensor k_tensor = k_array.tensor(), v_tensor = v_array.tensor();
-    call([&](ta_error* e) { return ta_append(plan, layer, &k_tensor, &v_tensor, e); });
+    call([&](ta_error* e) { return ta_append(plan.get(), layer, &k_tensor, &v_tensor, e); });
 }
 
 nb::object attend(const PyStep& self, uint32_t layer, nb::handle q, nb::object out, nb::handle lse, int32_t mask, float scale,
                   float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks, int32_t exp, int32_t p) {
-    std::shared_ptr<ta_plan> keep;
-    ta_plan* const plan = self.get(keep);
+    const auto plan = self.get();
     const Outputs to(q, std::move(out), lse, self.place());
     const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, self.place(), to.q_tensor.heads);
     const ta_attend_options options = ta::detail::to_c(attention.options);
-    call([&](ta_error* e) { return ta_attend(plan, layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
+    call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
     return to.out_object;
 }
 
@@ -465,7 +499,7 @@ nb::object attend_dense(const PyContext& self, nb::handle q, nb::handle k, nb::h
                         int32_t variant, nb::handle q_offsets, nb::handle k_offsets, int32_t v_granularity, int32_t nonfinite,
                         int32_t mask, float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks,
                         int32_t exp, int32_t p, uintptr_t stream) {
-    const ta::Context context = self.handle.get();
+    const auto context = self.handle.get();
     const Place place{self.cuda, to_stream(stream)};
     const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
     const Outputs to(q, std::move(out), lse, place);
@@ -495,7 +529,7 @@ nb::object attend_dense(const PyContext& self, nb::handle q, nb::handle k, nb::h
 
 nb::object merge_states(const PyContext& self, nb::handle parts, nb::handle lses, nb::object out, nb::handle lse,
                         uintptr_t stream) {
-    const ta::Context context = self.handle.get();
+    const auto context = self.handle.get();
     const Place place{self.cuda, to_stream(stream)};
     std::vector<std::unique_ptr<Array>> arrays;
     std::vector<ta_tensor> tensors;
@@ -528,7 +562,7 @@ nb::object merge_states(const PyContext& self, nb::handle parts, nb::handle lses
 PyPool create_pool(const PyContext& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint64_t budget_bytes,
                    uint32_t bits, nb::handle k_bits, nb::handle v_bits, uint32_t max_sequences, nb::handle numerics,
                    nb::handle tiers) {
-    const ta::Context context = self.handle.get();
+    const auto context = self.handle.get();
     const auto k_map = to_bits(k_bits), v_map = to_bits(v_bits);
     std::vector<float> k_offset;
     TierPaths paths;
@@ -548,7 +582,7 @@ PyPool create_pool(const PyContext& self, uint32_t layers, uint32_t kv_heads, ui
 PyGroup create_group(const PyContext& self, nb::bytes id, uint32_t rank, uint32_t ranks, int32_t kind, int32_t connect_ms,
                      int32_t operation_ms, int32_t silence_ms, uint64_t staging_bytes, uintptr_t nccl_comm, bool hosts_apart,
                      uintptr_t fault) {
-    const ta::Context context = self.handle.get();
+    const auto context = self.handle.get();
     ta::GroupOptions options{.rank = rank,
                              .ranks = ranks,
                              .kind = kind,
@@ -567,7 +601,7 @@ PyGroup create_group(const PyContext& self, nb::bytes id, uint32_t rank, uint32_
 // ------------------------------------------------------------------------------------------------------------ pools
 
 nb::object describe(const PyPool& self) {
-    const ta::Pool pool = self.handle.get();
+    const auto pool = self.handle.get();
     const ta_kv_pool_description d = unlocked([&] { return pool.describe(); });
     const ta_numerics& n = *d.numerics;
     const auto flag = [](ta_switch s) -> nb::object {
@@ -672,7 +706,8 @@ Args:
     threads: 1..1024 with the calling one; 0: as many as CPUs that this process may run on
     cpu_isa: the best that this CPU has, unless given
     allocator: where host memory comes from
-    log: called as ``log(level, message)`` from any thread; what it raises goes to ``sys.unraisablehook``
+    log: called as ``log(level, message)`` from any thread; what it raises goes to ``sys.unraisablehook``. The context holds it:
+        one that holds the context keeps both alive
     log_level: the most detailed level that ``log`` gets
 
 Raises:
@@ -854,7 +889,7 @@ Raises:
             const Place place{self.cuda, nullptr};
             const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
             const ta_tensor a = k_array.tensor(), b = v_array.tensor();
-            const ta::Calibrator handle = self.handle;
+            const ta::Calibrator handle = self.handle.get();
             call([&](ta_error* e) { return ta_calibrator_observe(handle.get(), layer, &a, &b, e); });
         },
         "layer"_a, "k"_a, "v"_a, nb::sig("def observe(self, layer: int, k: Array, v: Array) -> None"),
@@ -867,7 +902,7 @@ Raises:
     calibrator.def(
         "finish",
         [](const PyCalibrator& self, uint32_t n_low) {
-            const ta::Calibrator handle = self.handle;
+            const ta::Calibrator handle = self.handle.get();
             const ta::HeadMap map = unlocked([&] { return handle.finish(n_low); });
             const auto array = [&](const auto& numbers, const char* type) {
                 return package("numpy", "frombuffer")(nb::bytes(numbers.data(), numbers.size() * sizeof numbers[0]),
@@ -1059,11 +1094,11 @@ Raises:
     nb::class_<PyMove> move(m, "Move",
                             "Moves of blocks that go on in the background: ``Sequence.move``, ``Sequence.prefetch``.");
     move.def_prop_ro(
-        "ticket", [](const PyMove& self) { return self.handle.ticket(); }, "The number of these moves in the pool.");
+        "ticket", [](const PyMove& self) { return self.handle.get().ticket(); }, "The number of these moves in the pool.");
     move.def(
         "query",
         [](const PyMove& self) {
-            const ta::Move handle = self.handle;
+            const ta::Move handle = self.handle.get();
             return unlocked([&] { return handle.query(); });
         },
         R"(How far they are.
@@ -1074,7 +1109,7 @@ Raises:
     move.def(
         "wait",
         [](const PyMove& self, std::optional<double> seconds) {
-            const ta::Move handle = self.handle;
+            const ta::Move handle = self.handle.get();
             ta_move_info info;
             wait_for(seconds, [&](std::chrono::nanoseconds slice) { return finished((info = handle.wait(slice)).state); });
             return info;
@@ -1088,7 +1123,7 @@ Raises:
     move.def(
         "cancel",
         [](const PyMove& self) {
-            const ta::Move handle = self.handle;
+            const ta::Move handle = self.handle.get();
             unlocked([&] { handle.cancel(); });
         },
         "Blocks that have not moved yet stay where they are.");
@@ -1100,21 +1135,21 @@ to the end of its block.)");
     space.def(
         "destroy",
         [](const PyNamespace& self) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             unlocked([&] { handle.destroy(); });
         },
         "Drops its entries; sequences that have the blocks keep them. Raises StateError (STALE).");
     space.def(
         "stats",
         [](const PyNamespace& self) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             return unlocked([&] { return handle.stats(); });
         },
         "What is published. Raises StateError (STALE).");
     space.def(
         "flush",
         [](const PyNamespace& self) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             unlocked([&] { handle.flush(); });
         },
         R"(Writes what is published to the persistent disk tier, and waits until it survives a power failure.
@@ -1126,7 +1161,7 @@ Raises:
     space.def(
         "match",
         [](const PyNamespace& self, nb::handle keys) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             const auto list = to_keys(keys);
             auto match = unlocked([&] { return handle.match(list); });
             return nb::make_tuple(nb::cast(PySequence(std::move(match.sequence))), match.length);
@@ -1144,7 +1179,7 @@ Raises:
     space.def(
         "hash_keys",
         [](const PyNamespace& self, nb::handle keys) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             const auto list = to_keys(keys);
             nb::list hashed;
             for (const ta::Key& key : unlocked([&] { return handle.hash_keys(list); }))
@@ -1156,7 +1191,7 @@ Raises:
     space.def(
         "take_events",
         [](const PyNamespace& self, size_t most) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             return to_list(unlocked([&] { return handle.take_events(most); }));
         },
         "most"_a = 256, nb::sig("def take_events(self, most: int = 256) -> list[PrefixEvent]"),
@@ -1164,7 +1199,7 @@ Raises:
     space.def(
         "join",
         [](const PyNamespace& self, const PyGroup& group) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             const auto ranks = group.handle.get();
             unlocked([&] { handle.join(ranks); });
         },
@@ -1179,7 +1214,7 @@ Raises:
     space.def(
         "leave",
         [](const PyNamespace& self, const PyGroup& group) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             const auto ranks = group.handle.get();
             unlocked([&] { handle.leave(ranks); });
         },
@@ -1187,7 +1222,7 @@ Raises:
     space.def(
         "lookup",
         [](const PyNamespace& self, const PyGroup& group, nb::handle keys, std::optional<double> seconds) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             const auto ranks = group.handle.get();
             const auto list = to_keys(keys);
             std::vector<ta_prefix_place> places;
@@ -1211,10 +1246,11 @@ Raises:
     space.def(
         "fetch",
         [](const PyNamespace& self, const PyGroup& group, nb::handle keys) {
-            const ta::Namespace handle = self.handle;
+            const ta::Namespace handle = self.handle.get();
             const auto ranks = group.handle.get();
             const auto list = to_keys(keys);
-            return PyTransfer{ranks.shared(), unlocked([&] { return handle.fetch(ranks, list).ticket(); }), nullptr};
+            return PyTransfer{ranks.shared(), unlocked([&] { return handle.fetch(ranks, list).ticket(); }),
+                              std::shared_ptr<ta_kv_pool>()};
         },
         "group"_a, "keys"_a, nb::sig("def fetch(self, group: Group, keys: Keys) -> Transfer"),
         R"(Brings blocks that this rank lacks from where they are nearest, and publishes them here.
@@ -1322,7 +1358,7 @@ Raises:
         [](const PySequence& self, const PyNamespace& space, nb::handle keys) {
             const auto sequence = self.handle.get();
             const auto list = to_keys(keys);
-            const ta::Namespace handle = space.handle;
+            const ta::Namespace handle = space.handle.get();
             unlocked([&] { sequence->publish(handle, list); });
         },
         "space"_a, "keys"_a, nb::sig("def publish(self, space: Namespace, keys: Keys) -> None"),
@@ -1384,7 +1420,8 @@ Raises:
         [](const PySequence& self, const PyGroup& group, uint32_t to, uint64_t tag, int32_t mode) {
             const auto sequence = self.handle.get();
             const auto ranks = group.handle.get();
-            return PyTransfer{ranks.shared(), unlocked([&] { return sequence->send(ranks, to, tag, mode).ticket(); }), nullptr};
+            return PyTransfer{ranks.shared(), unlocked([&] { return sequence->send(ranks, to, tag, mode).ticket(); }),
+                              std::shared_ptr<ta_kv_pool>()};
         },
         "group"_a, "to"_a, "tag"_a, "mode"_a = int32_t{TA_SEND_COPY},
         nb::sig("def send(self, group: Group, to: int, tag: int, mode: SendMode = turboattention._enums.SendMode.COPY) -> "
@@ -1657,7 +1694,7 @@ Raises:
     transfer.def(
         "query",
         [](const PyTransfer& self) {
-            const ta::Transfer handle(self.group, self.ticket);
+            const ta::Transfer handle(self.group.get(), self.ticket);
             return unlocked([&] { return handle.query(); });
         },
         "How far it is. Raises StateError (STALE: finished more than 4096 tickets ago).");
@@ -1668,14 +1705,14 @@ Raises:
     transfer.def(
         "cancel",
         [](const PyTransfer& self) {
-            const ta::Transfer handle(self.group, self.ticket);
+            const ta::Transfer handle(self.group.get(), self.ticket);
             unlocked([&] { handle.cancel(); });
         },
         "Asks for its end; it is finished when neither rank touches its blocks any more.");
     transfer.def(
         "take",
         [](PyTransfer& self, std::optional<double> seconds) {
-            if (!self.pool) throw ta::Error(TA_E_STATE, "no receive, or its sequence was taken");
+            if (!self.pool.get()) throw ta::Error(TA_E_STATE, "no receive, or its sequence was taken");
             const ta_transfer_info info = self.wait(seconds);
             if (!finished(info.state)) throw ta::Error(TA_E_TIMEOUT, "the transfer is not finished");
             if (info.state != TA_MOVE_DONE) {
@@ -1684,9 +1721,10 @@ Raises:
                 detail.rank = info.rank;
                 throw ta::Error(detail);
             }
-            const auto pool = std::exchange(self.pool, nullptr);
-            if (!pool) throw ta::Error(TA_E_STATE, "its sequence was taken");
-            return PySequence(ta::Sequence(pool, info.seq));
+            if (!self.pool.get()) throw ta::Error(TA_E_STATE, "its sequence was taken");
+            PySequence sequence(ta::Sequence(self.pool.get(), info.seq));
+            self.pool = Handle<std::shared_ptr<ta_kv_pool>>(nullptr);
+            return sequence;
         },
         "seconds"_a = nb::none(), R"(Waits for the sequence of a receive and hands it over, once. Ctrl-C ends the wait.
 

@@ -68,6 +68,7 @@ def test_steps_commit_or_abort(pool):
         with plan.step(seq), plan.step(seq):
             pass
     feed(plan, seq, 3)
+    plan.step(seq, np.int64(2), n_query=np.array([1])).abort()
     assert len(seq) == 3
 
 
