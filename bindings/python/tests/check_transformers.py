@@ -17,6 +17,7 @@ import turboattention as ta
 import turboattention.transformers as tt
 
 MODEL = pathlib.Path(os.environ["TA_TINYLM"])
+transformers.utils.logging.disable_progress_bar()
 TEXT = (MODEL / "heldout.txt").read_bytes()
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and "cuda: no" not in ta.build_info() else [])
 
