@@ -15,7 +15,8 @@ _ta_install_library(turboattention_static)
 if(TA_BUILD_SHARED)
     _ta_install_library(turboattention)
 endif()
-install(FILES include/turboattention.h include/turboattention_experimental.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(FILES include/turboattention.h include/turboattention_experimental.h bindings/cpp/include/turboattention.hpp
+    DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(FILES LICENSE NOTICE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 # The headers name documents, and these link to each other and to results of benchmarks.
 install(DIRECTORY docs DESTINATION "${CMAKE_INSTALL_DOCDIR}")

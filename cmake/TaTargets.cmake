@@ -71,6 +71,7 @@ function(ta_add_library target kind)
     set_target_properties(${target} PROPERTIES OUTPUT_NAME turboattention LINKER_LANGUAGE CXX)
     target_include_directories(${target} INTERFACE
         "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+        "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/bindings/cpp/include>"
         "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>"
     )
     target_link_libraries(${target} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})

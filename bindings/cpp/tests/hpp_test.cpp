@@ -1,0 +1,466 @@
+// turboattention.hpp: every call once, what it adds to the C ABI (lifetimes, errors, callbacks), and wrong use.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <thread>
+#include <turboattention.hpp>
+
+namespace {
+
+constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
+constexpr int64_t kRow = kHeads * kDim;
+
+std::vector<float> numbers(int64_t n, uint32_t seed) {
+    std::vector<float> x(static_cast<size_t>(n));
+    for (float& v : x) seed = seed * 1664525 + 1013904223, v = static_cast<float>(seed >> 8) / (1 << 23) - 1;
+    return x;
+}
+template <class T>
+ta::View<T> view(std::vector<T>& x) {
+    return {x.data(), static_cast<int64_t>(x.size()) / kRow, kHeads, kDim};
+}
+
+ta::PoolOptions shape(uint32_t bits = 4) {
+    return {.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = bits, .budget_bytes = 64 << 20};
+}
+
+// Appends n tokens to a sequence and returns what the last layer's attention gives.
+std::vector<float> feed(const ta::Plan& plan, const ta::Sequence& seq, int32_t n, uint32_t seed = 1) {
+    auto k = numbers(n * kRow, seed), v = numbers(n * kRow, seed + 1), q = numbers(n * kRow, seed + 2), out = q;
+    auto step = plan.begin(seq, n);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        step.append(layer, view(k), view(v));
+        step.attend(layer, view(q), view(out));
+    }
+    step.end();
+    return out;
+}
+
+ta_status status_of(const std::function<void()>& call) {
+    try {
+        call();
+    } catch (const ta::Error& error) {
+        EXPECT_STRNE(error.what(), "");
+        return error.status();
+    }
+    return TA_OK;
+}
+
+struct Folder {
+    std::filesystem::path path;
+    Folder() {
+        std::string name = (std::filesystem::temp_directory_path() / "hpp_test_XXXXXX").string();
+        if (!mkdtemp(name.data())) throw std::runtime_error("mkdtemp");
+        path = name;
+    }
+    ~Folder() { std::filesystem::remove_all(path); }
+    std::string file(const char* name) const { return path / name; }
+};
+
+TEST(Hpp, AStepGivesTheBitsOfC) {
+    const auto pool = ta::Context::create().create_pool(shape());
+    const auto seq = pool.create_sequence();
+    const auto plan = pool.create_plan();
+    const auto got = feed(plan, seq, 100);
+
+    auto k = numbers(100 * kRow, 1), v = numbers(100 * kRow, 2), q = numbers(100 * kRow, 3), want = q;
+    ta_seq id = 0;
+    const int32_t n = 100;
+    ASSERT_EQ(ta_seq_create(pool.get(), &id, nullptr), TA_OK);
+    ASSERT_EQ(ta_plan_begin(plan.get(), 1, &id, &n, nullptr, nullptr), TA_OK);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        ASSERT_EQ(ta_append(plan.get(), layer, view(k).get(), view(v).get(), nullptr), TA_OK);
+        ASSERT_EQ(ta_attend(plan.get(), layer, view(q).get(), view(want).get(), nullptr, nullptr, nullptr), TA_OK);
+    }
+    ASSERT_EQ(ta_plan_end(plan.get(), nullptr), TA_OK);
+    EXPECT_EQ(got, want);
+    EXPECT_EQ(seq.length(), 100);
+}
+
+TEST(Hpp, WhatNeedsAParentKeepsIt) {
+    auto context = std::make_optional(ta::Context::create());
+    auto pool = std::make_optional(context->create_pool(shape()));
+    auto plan = std::make_optional(pool->create_plan());
+    auto seq = pool->create_sequence();
+    auto calibrator = context->create_calibrator(1, 1, 64);
+    context.reset(), pool.reset();
+    feed(*plan, seq, 70);
+    auto k = numbers(kRow, 1);
+    auto step = plan->begin(seq, 1);
+    plan.reset();
+    for (uint32_t layer = 0; layer < kLayers; ++layer) step.append(layer, view(k), view(k));
+    step.end();
+    EXPECT_EQ(seq.length(), 71);
+    EXPECT_EQ(status_of([&] { step.end(); }), TA_E_INVALID);  // it is over
+}
+
+TEST(Hpp, AStepThatIsLeftIsAborted) {
+    const auto pool = ta::Context::create().create_pool(shape());
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence(), other = pool.create_sequence();
+    EXPECT_THROW(
+        {
+            auto step = plan.begin({{seq, 5}, {other, 3}});
+            throw std::runtime_error("of the caller");
+        },
+        std::runtime_error);
+    auto step = plan.begin({{seq, 0}, {other, 0}});
+    step.abort();
+    EXPECT_EQ(seq.length(), 0);
+    EXPECT_EQ(status_of([&] { plan.begin(std::array{seq.id()}, std::array{1, 2}); }), TA_E_INVALID);
+    const auto strange = ta::Context::create().create_pool(shape()).create_sequence();
+    EXPECT_EQ(status_of([&] { plan.begin(strange, 1); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { plan.begin({{seq, 1}, {strange, 1}}); }), TA_E_INVALID);
+}
+
+TEST(Hpp, SequencesAreReleasedOnce) {
+    const auto pool = ta::Context::create().create_pool(shape());
+    {
+        auto a = pool.create_sequence();
+        auto b = std::move(a);
+        b = pool.create_sequence();
+        EXPECT_EQ(pool.stats().sequences, 1u);
+        b.release();
+        EXPECT_EQ(status_of([&] { b.release(); }), TA_E_STALE);
+        ta::Sequence adopted(pool.shared(), pool.create_sequence().detach());
+    }
+    EXPECT_EQ(pool.stats().sequences, 0u);
+}
+
+TEST(Hpp, ErrorsSayWhere) {
+    const auto pool = ta::Context::create().create_pool(shape());
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence();
+    auto step = plan.begin(seq, 2);
+    auto k = numbers(2 * kRow, 1);
+    k[kRow] = std::nanf("");
+    try {
+        step.append(1, view(k), view(k));
+        FAIL();
+    } catch (const ta::Error& error) {
+        EXPECT_EQ(error.status(), TA_E_NONFINITE);
+        EXPECT_STREQ(error.status_name(), "TA_E_NONFINITE");
+        EXPECT_EQ(error.detail().layer, 1);
+        EXPECT_EQ(error.detail().token, 1);
+    }
+    const std::vector<uint8_t> bits(3, 4);
+    auto options = shape();
+    options.k_bits = bits;
+    EXPECT_EQ(status_of([&] { ta::Context::create().create_pool(options); }), TA_E_SHAPE);
+}
+
+TEST(Hpp, ResultsReturnErrors) {
+    namespace tr = ta::results;
+    const auto context = tr::Context::create();
+    ASSERT_TRUE(context);
+    const auto none = context->create_pool({});
+    ASSERT_FALSE(none);
+    EXPECT_EQ(none.error().status(), TA_E_INVALID);
+    const auto pool = context->create_pool(shape());
+    const auto plan = pool->create_plan();
+    auto seq = pool->create_sequence();
+    auto k = numbers(kRow, 1);
+    {
+        auto step = plan->begin(*seq, 1);
+        EXPECT_FALSE(step->end());
+        for (uint32_t layer = 0; layer < kLayers; ++layer) EXPECT_TRUE(step->append(layer, view(k), view(k)));
+        EXPECT_TRUE(step->end());
+    }
+    EXPECT_EQ(*seq->length(), 1);
+}
+
+TEST(Hpp, Callbacks) {
+    struct Counting : std::pmr::memory_resource {
+        std::atomic<int64_t> bytes = 0;
+        bool full = false;
+        void* do_allocate(size_t n, size_t a) override {
+            if (full) throw std::bad_alloc();
+            bytes += static_cast<int64_t>(n);
+            return std::pmr::new_delete_resource()->allocate(n, a);
+        }
+        void do_deallocate(void* p, size_t n, size_t a) override {
+            bytes -= static_cast<int64_t>(n);
+            std::pmr::new_delete_resource()->deallocate(p, n, a);
+        }
+        bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+    };
+    const auto memory = std::make_shared<Counting>();
+    const auto witness = std::make_shared<int>();
+    std::atomic<int> logged = 0;
+    Folder folder;
+    {
+        const auto context = ta::Context::create({.threads = 2,
+                                                  .allocator = memory,
+                                                  .log_level = TA_LOG_DEBUG,
+                                                  .log = [witness, &logged](ta_log_level, std::string_view text) {
+                                                      logged += !text.empty();
+                                                      throw std::runtime_error("dropped");
+                                                  }});
+        const auto pool = context.create_pool(shape());
+        const auto seq = pool.create_sequence();
+        feed(pool.create_plan(), seq, 200);
+        EXPECT_GT(memory->bytes, 0);
+
+        const auto path = folder.file("seq");
+        EXPECT_THROW(seq.save(path.c_str(), [](uint64_t, uint64_t) -> bool { throw std::out_of_range("of the caller"); }),
+                     std::out_of_range);
+        EXPECT_EQ(status_of([&] { seq.save(path.c_str(), [](uint64_t, uint64_t) { return false; }); }), TA_E_CANCELLED);
+        uint64_t seen = 0;
+        seq.save(path.c_str(), [&](uint64_t done, uint64_t total) { return seen = total, done <= total; });
+        EXPECT_GT(seen, 0u);
+        EXPECT_EQ(pool.load_sequence(path.c_str()).length(), 200);
+
+        memory->full = true;
+        const auto more = context.create_pool(shape());
+        const auto other = more.create_sequence();
+        EXPECT_EQ(status_of([&] { more.create_plan().begin(other, 64); }), TA_E_MEMORY);
+        memory->full = false;
+    }
+    EXPECT_EQ(memory->bytes, 0);
+    EXPECT_EQ(memory.use_count(), 1);
+    EXPECT_EQ(witness.use_count(), 1);
+}
+
+TEST(Hpp, PoolsSequencesFiles) {
+    Folder folder;
+    const auto context = ta::Context::create({.threads = 1});
+    auto options = shape();
+    options.numerics = {.profile = TA_PROFILE_PAPER, .sink_blocks = 2};
+    const auto pool = context.create_pool(options);
+    const auto seq = pool.create_sequence();
+    feed(pool.create_plan(), seq, 200);
+    seq.verify();
+    const auto fork = seq.fork();
+    fork.truncate(130);
+    fork.set_priority(3);
+    EXPECT_EQ(fork.length(), 130);
+    EXPECT_EQ(pool.stats().sequences, 2u);
+    EXPECT_EQ(pool.describe().numerics->sink_blocks, 2);
+
+    const auto path = folder.file("pool");
+    pool.save(path.c_str());
+    const auto again = context.create_pool(options);
+    const auto loaded = again.load(path.c_str());
+    ASSERT_EQ(loaded.size(), 2u);
+    EXPECT_EQ(loaded[0].sequence.length() + loaded[1].sequence.length(), 330);
+    EXPECT_TRUE(loaded[0].saved == seq.id() || loaded[1].saved == seq.id());
+
+    EXPECT_NE(pool.metrics().find("# EOF"), std::string::npos);
+    EXPECT_EQ(pool.metrics(TA_METRICS_JSON).front(), '{');
+    EXPECT_EQ(context.info().threads, 1);
+    context.health();
+    EXPECT_EQ(ta::version(), ta_version());
+    EXPECT_EQ(ta::abi_version(), TA_ABI_VERSION);
+    EXPECT_NE(std::strstr(ta::build_info(), "turboattention"), nullptr);
+    EXPECT_EQ(status_of([&] { pool.create_plan().set_stream(reinterpret_cast<ta_stream>(8)); }), TA_E_UNSUPPORTED);
+    pool.close();
+    EXPECT_EQ(status_of([&] { static_cast<void>(seq.length()); }), TA_E_CLOSED);
+}
+
+TEST(Hpp, TiersAndPrefixes) {
+    Folder folder;
+    const auto path = folder.file("tier");
+    auto options = shape();
+    options.tiers = {.host_bytes = 16 << 20, .disk_bytes = 16 << 20, .disk_path = path.c_str()};
+    ta::NamespaceOptions tenant;
+    tenant.salt.fill(7);
+    std::vector<ta::Key> keys(3);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i].fill(static_cast<uint8_t>(i + 1));
+    {
+        const auto pool = ta::Context::create().create_pool(options);
+        const auto seq = pool.create_sequence();
+        feed(pool.create_plan(), seq, 256);
+        auto move = seq.move(TA_TIER_HOST, 1, 2);
+        EXPECT_EQ(move.wait().state, TA_MOVE_DONE);
+        EXPECT_EQ(move.query().moved, 2u);
+        move.cancel();
+        EXPECT_EQ(seq.residency().host_blocks, 2u);
+        EXPECT_EQ(seq.prefetch(1, 2).wait(std::chrono::seconds(60)).state, TA_MOVE_DONE);
+        seq.pin(1, 1);
+        EXPECT_EQ(seq.residency().pinned_blocks, 1u);
+        seq.unpin(1, 1);
+        EXPECT_EQ(pool.tier_stats(TA_TIER_HOST).bytes_budget, 16u << 20);
+        EXPECT_GT(pool.move_stats().bytes_asked, 0u);
+
+        const auto space = pool.create_namespace(tenant);
+        seq.publish(space, keys);
+        const auto events = space.take_events();
+        ASSERT_EQ(events.size(), 4u);
+        EXPECT_EQ(events[0].kind, TA_PREFIX_RESET);
+        EXPECT_EQ(0, std::memcmp(events[1].key, space.hash_keys(keys)[events[1].index].data(), 32));
+        EXPECT_EQ(space.match(keys).length, 192);
+        space.flush();
+        EXPECT_EQ(space.stats().entries, 3u);
+    }
+    const auto pool = ta::Context::create().create_pool(options);
+    const auto space = pool.create_namespace(tenant);
+    EXPECT_EQ(space.match(keys).sequence.length(), 192);  // the namespace's handle had gone, not what was published
+    space.destroy();
+    EXPECT_EQ(status_of([&] { static_cast<void>(space.stats()); }), TA_E_STALE);
+}
+
+TEST(Hpp, DenseMergedCalibrated) {
+    const auto context = ta::Context::create();
+    auto q = numbers(8 * kRow, 1), k = numbers(32 * kRow, 2), v = numbers(32 * kRow, 3), out = q, half = q, other = q;
+    std::vector<float> lse(16), half_lse(16), other_lse(16);
+    const ta::DenseOptions full{.attend = {.mask = TA_MASK_FULL}};
+    context.attend_dense(view(q), view(k), view(v), view(out), lse.data(), full);
+    const auto part = [&](std::vector<float>& x, int64_t first) {
+        return ta::View<const float>(x.data() + first * kRow, 16, kHeads, kDim);
+    };
+    context.attend_dense(view(q), part(k, 0), part(v, 0), view(half), half_lse.data(), full);
+    context.attend_dense(view(q), part(k, 16), part(v, 16), view(other), other_lse.data(), full);
+    auto merged = q;
+    const std::array<ta::Input, 2> parts{view(half), view(other)};
+    const std::array<const float*, 2> lses{half_lse.data(), other_lse.data()};
+    context.merge_states(parts, lses, view(merged));
+    for (size_t i = 0; i < out.size(); ++i) ASSERT_NEAR(merged[i], out[i], 0.02f);
+    EXPECT_EQ(status_of([&] { context.merge_states(parts, {}, view(merged)); }), TA_E_INVALID);
+
+    const auto calibrator = context.create_calibrator(1, kHeads, kDim);
+    calibrator.observe(0, view(k), view(v));
+    const auto map = calibrator.finish(1);
+    EXPECT_EQ(map.k_bits[0] + map.k_bits[1], 6);
+    EXPECT_EQ(map.v_priority.size(), 2u);
+}
+
+TEST(Hpp, Groups) {
+    constexpr uint32_t kRanks = 2;
+    const auto id = ta::Group::make_id(TA_GROUP_LOCAL);
+    ta::NamespaceOptions tenant;
+    tenant.salt.fill(9);
+    const std::array<ta::Key, 1> keys{};
+    std::vector<float> outputs[kRanks];
+    std::barrier both(kRanks);
+    const auto run = [&](uint32_t rank) {
+        const auto context = ta::Context::create({.threads = 1});
+        const auto group = context.create_group({.rank = rank, .ranks = kRanks, .id = id});
+        const auto pool = context.create_pool(shape());
+        const auto plan = pool.create_plan();
+        ASSERT_EQ(group.wait(), TA_GROUP_READY);
+        EXPECT_EQ(group.info().ranks, kRanks);
+        EXPECT_EQ(group.peer(1 - rank).route, TA_ROUTE_HOST_MEMORY);
+        group.health();
+        EXPECT_GE(group.descriptor(), 0);
+
+        const auto space = pool.create_namespace(tenant);
+        space.join(group);
+        if (rank == 0) {
+            const auto seq = pool.create_sequence();
+            feed(plan, seq, 100);
+            seq.publish(space, keys);
+            const auto sent = seq.send(group, 1, 5);
+            EXPECT_EQ(sent.wait().state, TA_MOVE_DONE);
+            EXPECT_EQ(sent.query().blocks, 2u);
+            EXPECT_EQ(group.take_finished().at(0), sent.ticket());
+            group.receive(pool, 1, 99).cancel();
+        } else {
+            auto transfer = group.receive(pool, 0, 5);
+            EXPECT_EQ(transfer.take().length(), 100);
+            EXPECT_EQ(status_of([&] { transfer.take(); }), TA_E_STATE);
+            while (space.lookup(group, keys, std::chrono::seconds(10))[0].answer != TA_PREFIX_YES) std::this_thread::yield();
+            EXPECT_EQ(space.fetch(group, keys).wait().length, 64);
+            EXPECT_EQ(space.match(keys).length, 64);
+        }
+        const auto spread = pool.create_sequence();
+        spread.partition(group, {.tag = 3});
+        outputs[rank] = feed(plan, spread, 200);
+        auto last = group.receive(pool, 1 - rank, 1000 + rank);
+        EXPECT_EQ(status_of([&] { last.take(std::chrono::milliseconds(1)); }), TA_E_TIMEOUT);
+        both.arrive_and_wait();
+        space.leave(group);
+        both.arrive_and_wait();
+        group.abort();
+        const ta_status ended = status_of([&] { group.health(); });
+        EXPECT_TRUE(ended == TA_E_CANCELLED || ended == TA_E_PEER_LOST);
+    };
+    std::thread other(run, 1u);
+    run(0);
+    other.join();
+    EXPECT_EQ(outputs[0], outputs[1]);
+}
+
+TEST(Hpp, ThreadsShareAPool) {
+    const auto pool = ta::Context::create({.threads = 2}).create_pool(shape());
+    const auto first = pool.create_sequence();
+    feed(pool.create_plan(), first, 130);
+    const auto alone = [&] { return feed(pool.create_plan(), first.fork(), 10, 7); }();
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong = 0;
+    for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([pool, &first, &alone, &wrong] {
+            const auto plan = pool.create_plan();
+            for (int round = 0; round < 20; ++round) wrong += feed(plan, first.fork(), 10, 7) != alone;
+        });
+    }
+    for (auto& thread : threads) thread.join();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(pool.stats().sequences, 1u);
+}
+
+TEST(Hpp, AChildProcessIsRefused) {
+    const auto context = ta::Context::create();
+    const auto pool = context.create_pool(shape());
+    auto seq = std::make_optional(pool.create_sequence());
+    auto step = std::make_optional(pool.create_plan().begin(*seq, 1));
+    const pid_t child = fork();
+    if (child == 0) {
+        bool right = status_of([&] { pool.create_sequence(); }) == TA_E_FORKED;
+        right = right && status_of([&] { static_cast<void>(seq->length()); }) == TA_E_FORKED;
+        step.reset(), seq.reset();
+        right = right && ta::Context::create().create_pool(shape()).create_sequence().length() == 0;
+        _exit(right ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    EXPECT_EQ(seq->length(), 0);
+}
+
+// A million steps of a sequence that is cut back again and again take no more memory than the first thousand.
+TEST(Hpp, AMillionStepsTakeConstantMemory) {
+    const auto resident = [] {
+        long pages = 0, ignored = 0;
+        std::FILE* file = std::fopen("/proc/self/statm", "r");
+        const bool read = file && std::fscanf(file, "%ld %ld", &ignored, &pages) == 2;
+        if (file) std::fclose(file);
+        return read ? pages * sysconf(_SC_PAGESIZE) : 0L;
+    };
+    const auto context = ta::Context::create({.threads = 1});
+    const auto pool = context.create_pool({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 8, .budget_bytes = 1 << 20});
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence();
+    auto x = numbers(64, 1), out = x;
+    const ta::View<float> one(x.data(), 1, 1, 64), result(out.data(), 1, 1, 64);
+    const char* given = std::getenv("TA_STEPS");
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    const bool sanitized = true;  // which keep freed memory for a while
+#else
+    const bool sanitized = false;
+#endif
+    const long steps = given ? std::atol(given) : sanitized ? 20000 : 1000000;
+    long before = 0;
+    uint64_t bytes_before = 0;
+    for (long i = 0; i < steps; ++i) {
+        if (i == 1000) before = resident(), bytes_before = context.info().bytes_in_use;
+        auto step = plan.begin(seq, 1);
+        step.append(0, one, one);
+        if (i % 16 == 0) step.attend(0, one, result);
+        step.end();
+        if (i % 128 == 127) seq.truncate(0);
+        if (i % 1000 == 999) seq.fork();
+    }
+    if (!sanitized) {
+        EXPECT_LT(resident() - before, 1 << 20);
+    }
+    EXPECT_LE(context.info().bytes_in_use, bytes_before + (1 << 16));
+}
+
+}  // namespace

@@ -1,0 +1,146 @@
+"""Options of contexts and pools. A field that is left out has its default; turboattention.h says more of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from ._enums import Device, Eviction, Exp, Granularity, NonFinite, OpenScale, P, Profile, Staging
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ._types import Array
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """Where a context's host memory comes from: addresses of C functions, since these are called under locks of the library, from
+    any thread. They must stay valid until the last object of the context has gone.
+
+    Attributes:
+        allocate: ``void* (*)(size_t bytes, size_t alignment, void* user)``; NULL says that there is no memory
+        deallocate: ``void (*)(void* ptr, size_t bytes, size_t alignment, void* user)``
+        user: what both get
+    """
+
+    allocate: int
+    deallocate: int
+    user: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Numeric settings of a pool. The profile decides each one that is left out; docs/numerics.md has the table.
+
+    Attributes:
+        profile: ``ACCURATE``, or ``PAPER`` for TurboAttention as published
+        k_granularity, v_granularity: what shares a scale of stage 1
+        open_scale: the scale of tokens that join a page that is not full
+        v_exponents: a power-of-two scale for each token of V
+        fractional_zero: zero points in parts of an INT8 step
+        v_search: the encoder looks for V's scale and zero of least squared error
+        hadamard: randomized Hadamard rotation of Q and K; head_dim 64, 128, 256
+        sink_blocks: blocks at the start of a sequence that stay at 8 bits; 0: the profile's; -1: none
+        exp, p: how the softmax is computed
+        nonfinite: what NaN and Inf do
+        hadamard_seed: which signs; 0: the default
+        k_offset: float32 [layers, kv_heads, head_dim], subtracted from K; copied
+        k_turning: pairs of K channels that turn from token to token are kept apart
+    """
+
+    profile: Profile = Profile.ACCURATE
+    k_granularity: Granularity = Granularity.DEFAULT
+    v_granularity: Granularity = Granularity.DEFAULT
+    open_scale: OpenScale = OpenScale.DEFAULT
+    v_exponents: bool | None = None
+    fractional_zero: bool | None = None
+    v_search: bool | None = None
+    hadamard: bool | None = None
+    sink_blocks: int = 0
+    exp: Exp = Exp.DEFAULT
+    p: P = P.DEFAULT
+    nonfinite: NonFinite = NonFinite.DEFAULT
+    hadamard_seed: int = 0
+    k_offset: Array | None = None
+    k_turning: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Memory below the device tier, for full blocks that it has no room for; docs/tiers.md is the guide.
+
+    Attributes:
+        host_node: 1 + the NUMA node of the host tier; 0: the GPU's
+        host_bytes, disk_bytes: budgets; 0: no such tier
+        disk_folder: of a file without a name, gone with the pool; None: TMPDIR or /tmp
+        high_percent, low_percent: of the device budget: above the first, blocks leave until no more than the second is in use;
+            0: 94, and 4 below the first
+        eviction: which blocks leave a full tier first
+        disk_path: the file of a disk tier that lasts: what is published is found there again
+        drop_coldest: blocks that find no room below are lost. Changes results
+        begin_wait_ms: how long ``Plan.step`` waits for what others hold; 0: the defaults; -1: not at all
+        staging: whether a GPU copies what it reads in host memory first
+        falling_precision: blocks lose bits as they move down, for good. Changes results
+        tuning: address of a ``ta_x_tier_tuning`` of turboattention_experimental.h, or 0
+    """
+
+    host_node: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_folder: str | PathLike[str] | None = None
+    high_percent: int = 0
+    low_percent: int = 0
+    eviction: Eviction = Eviction.LRU
+    disk_path: str | PathLike[str] | None = None
+    drop_coldest: bool | None = None
+    begin_wait_ms: int = 0
+    staging: Staging = Staging.AUTO
+    falling_precision: bool | None = None
+    tuning: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolDescription:
+    """What a pool is: ``Pool.describe``.
+
+    Attributes:
+        bits: 8, 4 or 2; 0: not the same for all heads
+        k_bits, v_bits: uint8 [layers, kv_heads]
+        budget_bytes: of the device tier
+        fingerprint: of all that says how stored bytes are read: pools with the same one exchange files and sequences
+        token_block_bytes: size of a block of 8 bits, all layers
+        channel_block_bytes: of 4 or 2 bits; 0: there are none
+        low_block_bytes: of 2 bits that was larger before; 0: there are none
+        numerics, tiers: as in effect
+    """
+
+    device: Device
+    device_ordinal: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    bits: int
+    max_sequences: int
+    k_bits: np.ndarray
+    v_bits: np.ndarray
+    budget_bytes: int
+    fingerprint: int
+    token_block_bytes: int
+    channel_block_bytes: int
+    low_block_bytes: int
+    numerics: Numerics
+    tiers: Tiers | None
+
+
+_CHOICES = {"profile": Profile, "k_granularity": Granularity, "v_granularity": Granularity, "open_scale": OpenScale, "exp": Exp,
+            "p": P, "nonfinite": NonFinite, "eviction": Eviction, "staging": Staging}
+
+
+def _description(*, device, numerics, tiers, **rest) -> PoolDescription:
+    def named(fields):
+        return {name: _CHOICES[name](value) if name in _CHOICES else value for name, value in fields.items()}
+
+    return PoolDescription(device=Device(device), numerics=Numerics(**named(numerics)),
+                           tiers=None if tiers is None else Tiers(**named(tiers)), **rest)

@@ -1,0 +1,371 @@
+"""Hugging Face models on the compressed cache, by naming it::
+
+    import turboattention.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="turboattention")
+    model.generate(**inputs)                                    # keys and values at 4 bits
+    model.generate(**inputs, cache=TurboCache(model.config, bits=8))
+
+Importing this module registers the name: an attention function, the mask function that goes with it, and caches: a ``DynamicCache``
+that is made for a config of this name keeps its keys and values in a pool of turboattention, with the options of ``set_options``.
+
+Batches with padding on any side, beams, ``crop`` (assisted generation) and continued caches work; sliding windows do, as masks over
+all that is kept. Tokens that the attention mask leaves out are never stored. For inference: there is no backward pass, no dropout, and
+no weights of attention. Models with other masks (prefix LMs, packed sequences, masks of four axes), cross-attention or states that are
+no keys and values are refused.
+
+Without such a cache attention is ``Context.attend_dense``: keys and values are quantized to 8 bits on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from . import Context, Device, Mask, Numerics, Pool, Sequence, Step, Tiers
+
+__all__ = ["TurboCache", "TurboLayer", "release_pools", "set_options"]
+
+NAME = "turboattention"
+
+_lock = threading.Lock()
+_contexts: dict[tuple, Context] = {}
+_pools: dict[tuple, Pool] = {}
+
+
+@dataclass(frozen=True)
+class _Options:
+    bits: int = 4
+    budget_bytes: int | None = None
+    numerics: Numerics | None = None
+    tiers: Tiers | None = None
+
+
+_options = _Options()
+
+
+def set_options(*, bits: int = 4, budget_bytes: int | None = None, numerics: Numerics | None = None,
+                tiers: Tiers | None = None) -> None:
+    """How caches that are made from now on keep their keys and values, unless they are given options of their own.
+
+    Args:
+        bits: 8, 4 or 2
+        budget_bytes: of a pool's device tier. None: on a CPU the memory of the machine, taken as it is needed; on a GPU a half of
+            what is free, taken at once. All caches of models of the same shape with the same options share a pool
+        numerics, tiers: as for ``Context.create_pool``
+    """
+    global _options
+    _options = _Options(bits, budget_bytes, numerics, tiers)
+
+
+def release_pools() -> None:
+    """Forgets the pools that caches share; the memory goes when the caches do."""
+    with _lock:
+        _pools.clear()
+
+
+def _context(device: torch.device) -> Context:
+    """One for each device and process: a child of fork makes its own."""
+    index = (device.index or 0) if device.type == "cuda" else 0
+    key = os.getpid(), device.type, index
+    with _lock:
+        if key not in _contexts:
+            if device.type == "cuda":
+                _contexts[key] = Context(device=Device.CUDA, device_ordinal=index)
+            elif device.type == "cpu":
+                _contexts[key] = Context(threads=torch.get_num_threads())
+            else:
+                raise ValueError(f"turboattention computes on CPUs and on NVIDIA GPUs, not on {device.type!r}")
+        return _contexts[key]
+
+
+def _pool(device: torch.device, layers: int, kv_heads: int, head_dim: int, options: _Options) -> Pool:
+    context = _context(device)
+    key = os.getpid(), device, layers, kv_heads, head_dim, options.bits, options.budget_bytes, options.numerics, options.tiers
+    try:
+        hash(key)
+    except TypeError:  # an array in numerics
+        key = (*key[:7], id(options.numerics), id(options.tiers))
+    with _lock:
+        if key not in _pools:
+            budget = options.budget_bytes
+            if budget is None and device.type == "cuda":
+                budget = torch.cuda.mem_get_info(device)[0] // 2
+            elif budget is None:
+                budget = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+            _pools[key] = context.create_pool(layers=layers, kv_heads=kv_heads, head_dim=head_dim, bits=options.bits,
+                                              budget_bytes=budget, numerics=options.numerics, tiers=options.tiers)
+        return _pools[key]
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@dataclass
+class _Rows:
+    """The tokens of [batch, tokens] that count: those the attention mask does not leave out."""
+
+    counts: list[int]
+    keep: torch.Tensor | None  # [batch, tokens] bool; None: all
+
+    @classmethod
+    def of(cls, batch: int, tokens: int, mask: torch.Tensor | None) -> _Rows:
+        if mask is None:
+            return cls([tokens] * batch, None)
+        if mask.ndim != 2:
+            raise NotImplementedError(f"turboattention takes attention masks of [batch, tokens], not of {mask.ndim} axes")
+        keep = mask[:, -tokens:].bool()
+        counts = keep.sum(-1).tolist()
+        return cls(counts, None if counts == [tokens] * batch else keep)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, tokens, head_dim] -> [tokens that count, heads, head_dim]"""
+        x = x.detach().transpose(1, 2)
+        return x.flatten(0, 1) if self.keep is None else x[self.keep]
+
+    def unpack(self, packed: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+        """-> [batch, tokens, heads, head_dim], zeros elsewhere"""
+        if self.keep is None:
+            return packed.view(batch, tokens, *packed.shape[1:])
+        out = packed.new_zeros(batch, tokens, *packed.shape[1:])
+        out[self.keep] = packed
+        return out
+
+
+@dataclass
+class _Store:
+    """What the layers of a cache share: a sequence for each row of the batch, and the step of a forward pass."""
+
+    layers: int
+    options: _Options
+    seen: int = 0  # tokens of each row, padding included
+    sequences: list[Sequence] = field(default_factory=list)
+    pool: Pool | None = None
+    plan: Any = None
+    step: Step | None = None
+    rows: _Rows | None = None
+    next_layer: int = 0
+    waiting: int | None = None  # the layer that got keys and values, and no attention yet
+
+    def update(self, layer: int, k: torch.Tensor) -> None:
+        if self.waiting is not None and layer != 0:
+            raise RuntimeError(f"keys and values went into a cache of turboattention, and the model attends by other means: load it "
+                               f"with attn_implementation={NAME!r}")
+        self.waiting = layer
+        if self.pool is None:
+            self.pool = _pool(k.device, self.layers, k.shape[1], k.shape[3], self.options)
+            self.plan = self.pool.create_plan()
+            self.sequences = [self.pool.create_sequence() for _ in range(k.shape[0])]
+        if len(self.sequences) != k.shape[0]:
+            raise ValueError(f"the cache has {len(self.sequences)} rows and the batch {k.shape[0]}")
+
+    def attend(self, layer: int, q, k, v, mask, options) -> torch.Tensor:
+        batch, _, tokens, _ = q.shape
+        if layer == 0:
+            if self.step is not None:  # a pass that an error ended
+                self.step.abort()
+                self.step = None
+            self.rows = _Rows.of(batch, tokens, mask)
+            if q.device.type == "cuda":
+                self.plan.set_stream(_stream(q.device))
+            self.step = self.plan.step(self.sequences, self.rows.counts)
+        elif self.step is None or layer != self.next_layer:
+            raise RuntimeError(f"layer {layer} attends out of turn; layer {self.next_layer} is next")
+        packed = self.rows.pack(q)
+        out = torch.empty(packed.shape, dtype=q.dtype, device=q.device)
+        self.step.append(layer, self.rows.pack(k), self.rows.pack(v))
+        self.step.attend(layer, packed, out, **options)
+        self.waiting, self.next_layer = None, layer + 1
+        if self.next_layer == self.layers:
+            step, self.step, self.next_layer = self.step, None, 0
+            step.end()
+            self.seen += tokens
+        return self.rows.unpack(out, batch, tokens)
+
+    def select(self, indices: list[int]) -> None:
+        """Row i becomes what row indices[i] was. Rows that are taken twice share their blocks."""
+        old, taken = self.sequences, set()
+        self.sequences = [old[i].fork() if i in taken or taken.add(i) else old[i] for i in indices]
+
+    def crop(self, tokens: int) -> None:
+        for sequence in self.sequences:
+            sequence.truncate(max(0, len(sequence) - tokens))
+        self.seen = max(0, self.seen - tokens)
+
+    def reset(self) -> None:
+        if self.step is not None:
+            self.step.abort()
+        self.step, self.waiting, self.next_layer, self.seen = None, None, 0, 0
+        for sequence in self.sequences:
+            sequence.truncate(0)
+
+
+class TurboLayer(CacheLayerMixin):
+    """A layer of a cache in a pool of turboattention. Made by ``TurboCache``: the layers of a model belong together."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, store: _Store, index: int):
+        super().__init__()
+        self.store, self.index = store, index
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.store.sequences) or -1
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Hands the new keys and values on to the attention function, which knows what is padding."""
+        self.lazy_initialization(key_states, value_states)
+        self.store.update(self.index, key_states)
+        key_states = key_states.view_as(key_states)  # an object of its own
+        key_states.turboattention_layer = self
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.store.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # What concerns all layers is done once, by the first.
+
+    def reset(self) -> None:
+        if self.index == 0:
+            self.store.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes the tokens to remove as a negative number")
+        if self.index == 0:
+            self.store.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.index == 0:
+            self.store.select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.index == 0:
+            self.store.select(torch.arange(len(self.store.sequences))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.index == 0:
+            self.store.select([i for i in range(len(self.store.sequences)) for _ in range(repeats)])
+
+    def offload(self) -> None:
+        raise NotImplementedError("blocks of turboattention move by tiers: set_options(tiers=...)")
+
+    prefetch = offload
+
+
+def _layers(config: PreTrainedConfig, options: _Options) -> list[TurboLayer]:
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError("turboattention has no cross-attention")
+    for kind in getattr(config, "layer_types", None) or []:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise NotImplementedError(f"turboattention has no layers of {kind!r}")
+    store = _Store(config.num_hidden_layers, options)
+    return [TurboLayer(store, index) for index in range(config.num_hidden_layers)]
+
+
+class TurboCache(Cache):
+    """A cache for ``attn_implementation="turboattention"`` with options of its own.
+
+    Args:
+        config: the model's
+        bits, budget_bytes, numerics, tiers: as for ``set_options``
+    """
+
+    def __init__(self, config: PreTrainedConfig, *, bits: int = 4, budget_bytes: int | None = None,
+                 numerics: Numerics | None = None, tiers: Tiers | None = None):
+        super().__init__(layers=_layers(config, _Options(bits, budget_bytes, numerics, tiers)))
+
+    @property
+    def pool(self) -> Pool | None:
+        """Where keys and values are; None before the first token."""
+        return self.layers[0].store.pool
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """One for each row of the batch."""
+        return self.layers[0].store.sequences
+
+
+def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+              scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+              is_causal: bool | None = None, s_aux: torch.Tensor | None = None, **kwargs) -> tuple[torch.Tensor, None]:
+    """The attention function: query [batch, heads, tokens, head_dim], out [batch, tokens, heads, head_dim]."""
+    if dropout:
+        raise NotImplementedError("turboattention is for inference: dropout is not 0")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    options: dict[str, Any] = {"mask": Mask.CAUSAL if causal else Mask.FULL}
+    if scaling is not None:
+        options["scale"] = scaling
+    if softcap:
+        options["softcap"] = softcap
+    if sliding_window:
+        options["window"] = sliding_window
+    if s_aux is not None:
+        options["sinks"] = s_aux.detach().float().contiguous()
+    layer = getattr(key, "turboattention_layer", None)
+    if layer is not None:
+        return layer.store.attend(layer.index, query, key, value, attention_mask, options), None
+
+    batch, _, tokens, _ = query.shape
+    of_q, of_k = _Rows.of(batch, tokens, attention_mask), _Rows.of(batch, key.shape[2], attention_mask)
+    packed = of_q.pack(query)
+    out = torch.empty(packed.shape, dtype=query.dtype, device=query.device)
+    _context(query.device).attend_dense(packed, of_k.pack(key), of_k.pack(value), out, q_offsets=_offsets(of_q.counts),
+                                        k_offsets=_offsets(of_k.counts), stream=_stream(query.device), **options)
+    return of_q.unpack(out, batch, tokens), None
+
+
+def _offsets(counts: list[int]) -> list[int]:
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, mask_function=None,
+         attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False,
+         **kwargs) -> torch.Tensor | None:
+    """The mask function: the padding alone, since the library masks what is later. Other masks are refused."""
+    if use_vmap or not allow_is_causal_skip:
+        raise NotImplementedError("turboattention masks by causality, windows and padding; this model or call wants another mask")
+    return attention_mask
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+_dynamic_cache_init = DynamicCache.__init__
+
+
+def _init_dynamic_cache(self, ddp_cache_data=None, config=None, *args, **kwargs) -> None:
+    named = config is not None and config.get_text_config(decoder=True)._attn_implementation == NAME
+    if not named or ddp_cache_data is not None:
+        _dynamic_cache_init(self, ddp_cache_data, config, *args, **kwargs)
+    elif kwargs.get("offloading") or any(args):
+        raise NotImplementedError("blocks of turboattention move by tiers: set_options(tiers=...)")
+    else:
+        Cache.__init__(self, layers=_layers(config, _options))
+
+
+# generate() and models make their caches themselves, by this class and their config.
+DynamicCache.__init__ = _init_dynamic_cache

@@ -1,0 +1,244 @@
+"""turboattention.transformers with the small language model in TA_TINYLM (config.json, model.safetensors, heldout.txt,
+reference.json).
+
+Run by scripts/test-transformers, which installs PyTorch. On a GPU, too, where there is one and the library has CUDA.
+"""
+
+import json
+import math
+import os
+import pathlib
+
+import pytest
+import torch
+import transformers
+
+import turboattention as ta
+import turboattention.transformers as tt
+
+MODEL = pathlib.Path(os.environ["TA_TINYLM"])
+transformers.utils.logging.disable_progress_bar()
+TEXT = (MODEL / "heldout.txt").read_bytes()
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and "cuda: no" not in ta.build_info() else [])
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def models(request):
+    def load(name):
+        model = transformers.LlamaForCausalLM.from_pretrained(MODEL, attn_implementation=name, dtype=torch.float32)
+        model.generation_config.pad_token_id = 0
+        return model.to(request.param).eval()
+
+    return load("eager"), load("turboattention")
+
+
+@pytest.fixture(autouse=True)
+def options():
+    tt.set_options(bits=8)
+    yield
+    tt.set_options()
+
+
+def ids(*texts, device):
+    """Padded on the left to one length; with its mask."""
+    length = max(map(len, texts))
+    rows = [[0] * (length - len(text)) + list(text) for text in texts]
+    mask = [[0] * (length - len(text)) + [1] * len(text) for text in texts]
+    return {"input_ids": torch.tensor(rows, device=device), "attention_mask": torch.tensor(mask, device=device)}
+
+
+def generate(model, *texts, n=32, **options):
+    inputs = ids(*texts, device=model.device)
+    out = model.generate(**inputs, max_new_tokens=n, do_sample=False, **options)
+    return [bytes(row) for row in out[:, inputs["input_ids"].shape[1]:].tolist()]
+
+
+def bits_per_byte(model, windows, **options):
+    """Of the first windows of 4096 bytes, fed in chunks of 512 bytes to an empty cache."""
+    total = 0.0
+    with torch.no_grad():
+        for window in range(windows):
+            tokens = torch.tensor([list(TEXT[window * 4096:(window + 1) * 4096])], device=model.device)
+            cache = tt.TurboCache(model.config, **options) if options else None
+            logits = []
+            for at in range(0, 4096, 512):
+                out = model(tokens[:, at:at + 512], cache=cache, use_cache=True)
+                cache = out.cache
+                logits.append(out.logits)
+            scores = torch.cat(logits, 1)[0, :-1].log_softmax(-1)
+            total -= scores.gather(1, tokens[0, 1:, None]).sum().item()
+    return total / math.log(2) / (windows * 4095)
+
+
+def test_the_text_is_that_of_eager_attention(models):
+    eager, turbo = models
+    for case in json.loads((MODEL / "reference.json").read_text())["greedy"]:
+        prompt = TEXT[case["offset"]:case["offset"] + case["bytes"]]
+        (got,), (want,) = generate(turbo, prompt, n=64), generate(eager, prompt, n=64)
+        assert got[:16] == want[:16] == bytes(case["fp32"]["bytes"])
+        same = len(os.path.commonprefix([got, want]))
+        if same < 64:  # only where two bytes are nearly as likely
+            with torch.no_grad():
+                logits = eager(**ids(prompt + want[:same], device=eager.device)).logits[0, -1]
+            print(f"\n{turbo.device.type}, prompt at {case['offset']}: another text from byte {same} of 64 on, where eager attention's "
+                  f"best logits are {(logits[want[same]] - logits[got[same]]).item():.4f} apart")
+            assert logits[want[same]] - logits[got[same]] < 0.1
+
+
+def test_bits_per_byte(models):
+    eager, turbo = models
+    windows = int(os.environ.get("TA_WINDOWS", 4))
+    exact = bits_per_byte(eager, windows)
+    for bits, within in ((8, 0.001), (4, 0.003), (2, 0.2)):
+        got = bits_per_byte(turbo, windows, bits=bits)
+        print(f"\n{turbo.device.type}, {windows} windows of 4096 bytes: eager {exact:.5f} bits per byte, turboattention at {bits} bits "
+              f"{got:.5f} ({100 * (got / exact - 1):+.3f} %)")
+        # Of a text of n bytes the perplexity is 2 ** bits per byte.
+        assert abs(2 ** got / 2 ** exact - 1) < within
+        assert got != exact
+
+
+def test_batches_with_padding(models):
+    eager, turbo = models
+    texts = [TEXT[1000:1700], TEXT[5000:5041], TEXT[9000:9300]]
+    together = generate(turbo, *texts)
+    assert together == generate(eager, *texts)
+    for text, of_batch in zip(texts, together):
+        assert generate(turbo, text) == [of_batch]
+
+
+def test_padding_is_never_stored(models):
+    _, turbo = models
+    cache = tt.TurboCache(turbo.config, bits=8)
+    generate(turbo, TEXT[:300], TEXT[:17], n=5, cache=cache)
+    assert [len(s) for s in cache.sequences] == [304, 21]
+    assert cache.get_seq_length() == 304 and cache.pool.describe().bits == 8
+
+
+def test_padding_on_the_right(models):
+    """Logits of real tokens are those without padding."""
+    _, turbo = models
+    tokens = torch.tensor([list(TEXT[:100])], device=turbo.device)
+    with torch.no_grad():
+        alone = turbo(tokens, use_cache=True).logits
+        padded = torch.cat([tokens, torch.zeros_like(tokens[:, :20])], 1)
+        mask = (torch.arange(120, device=turbo.device) < 100).long()[None]
+        assert torch.equal(turbo(padded, attention_mask=mask, use_cache=True).logits[:, :100], alone)
+
+
+def test_beams(models):
+    eager, turbo = models
+    texts = [TEXT[1000:1300], TEXT[5000:5041]]
+    for options in ({"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}):
+        assert generate(turbo, *texts, **options) == generate(eager, *texts, **options)
+
+
+def test_sampling_and_returned_sequences(models):
+    _, turbo = models
+    inputs = ids(TEXT[:200], device=turbo.device)
+    torch.manual_seed(1)
+    out = turbo.generate(**inputs, max_new_tokens=8, do_sample=True, num_return_sequences=3)
+    assert out.shape == (3, 208)
+
+
+def test_a_cache_goes_on(models):
+    """Turns of a conversation in one cache, then a crop: as one text."""
+    eager, turbo = models
+    prompt, more = TEXT[2000:2300], TEXT[7000:7100]
+    cache = tt.TurboCache(turbo.config, bits=8)
+    first = generate(turbo, prompt, n=10, cache=cache)[0]
+    second = generate(turbo, prompt + first + more, n=20, cache=cache)
+    assert second == generate(eager, prompt + first + more, n=20)
+    assert cache.get_seq_length() == len(prompt + first + more) + 19
+    cache.crop(-(len(more) + 19))
+    assert [len(s) for s in cache.sequences] == [310] and generate(turbo, prompt + first + more, n=20, cache=cache) == second
+    cache.reset()
+    assert cache.get_seq_length() == 0 and generate(turbo, prompt, n=10, cache=cache)[0] == first
+
+
+def test_rows_of_a_cache(models):
+    _, turbo = models
+    cache = tt.TurboCache(turbo.config, bits=8)
+    with torch.no_grad():
+        turbo(torch.tensor([list(TEXT[:64]), list(TEXT[64:128])], device=turbo.device), cache=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        assert len(cache.sequences) == 2 == cache.batch_size
+        next_token = torch.tensor([[65], [65]], device=turbo.device)
+        got = turbo(next_token, cache=cache).logits
+        again = tt.TurboCache(turbo.config, bits=8)
+        turbo(torch.tensor([list(TEXT[:64]), list(TEXT[64:128])], device=turbo.device), cache=again)
+        assert torch.equal(turbo(next_token, cache=again).logits, got)
+
+
+def test_without_a_cache(models):
+    """Attention over plain tensors, padded or not."""
+    eager, turbo = models
+    inputs = ids(TEXT[:300], TEXT[:90], device=turbo.device)
+    with torch.no_grad():
+        want, got = (model(**inputs, use_cache=False).logits for model in (eager, turbo))
+    real = inputs["attention_mask"].bool()
+    assert (want[real] - got[real]).abs().max() < 0.5 and (want[real].argmax(-1) == got[real].argmax(-1)).float().mean() > 0.98
+    assert generate(turbo, TEXT[:300], n=8, use_cache=False) == generate(eager, TEXT[:300], n=8)
+
+
+def test_half_precision(models):
+    eager, turbo = models
+    for dtype in torch.bfloat16, torch.float16:
+        half = transformers.LlamaForCausalLM.from_pretrained(MODEL, attn_implementation="turboattention", dtype=dtype).to(turbo.device)
+        half.generation_config.pad_token_id = 0
+        assert generate(half, TEXT[:300], n=4) == generate(eager, TEXT[:300], n=4)
+
+
+def test_causality(models):
+    """Later tokens change nothing before them."""
+    _, turbo = models
+    tokens = torch.tensor([list(TEXT[:200])], device=turbo.device)
+    other = tokens.clone()
+    other[:, 150:] = 65
+    with torch.no_grad():
+        for use_cache in True, False:
+            a, b = (turbo(t, use_cache=use_cache).logits[:, :128] for t in (tokens, other))
+            # Without a cache V has one scale for 64 tokens.
+            assert torch.equal(a, b) if not use_cache else (a - b).abs().max() < 0.05
+
+
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(models):
+    _, turbo = models
+    cache = tt.TurboCache(turbo.config, bits=8)
+    tokens = torch.tensor([list(TEXT[:100])], device=turbo.device)
+    with torch.no_grad():
+        turbo(tokens, cache=cache)
+        hook = turbo.model.layers[3].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            turbo(tokens, cache=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 100 and generate(turbo, TEXT[:130], n=4, cache=cache) == generate(turbo, TEXT[:130], n=4)
+
+
+def test_what_cannot_work_is_refused(models):
+    eager, turbo = models
+    tokens = torch.tensor([list(TEXT[:10])], device=turbo.device)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="attn_implementation"):
+            eager(tokens, cache=tt.TurboCache(turbo.config))
+        with pytest.raises(NotImplementedError):
+            turbo(tokens, attention_mask=torch.zeros(1, 1, 10, 10, device=turbo.device))
+        cache = tt.TurboCache(turbo.config)
+        turbo(tokens, cache=cache)
+        with pytest.raises(ValueError):
+            turbo(tokens.repeat(2, 1), cache=cache)
+        with pytest.raises(NotImplementedError):
+            turbo(torch.tensor([list(TEXT[:8])], device=turbo.device), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=turbo.device),
+                  use_cache=False)
+    with pytest.raises(NotImplementedError):
+        tt.TurboCache(transformers.T5Config())
+
+
+def test_tiers(models):
+    """Most of the cache in host memory: the same text."""
+    eager, turbo = models
+    cache = tt.TurboCache(turbo.config, bits=8, budget_bytes=2 << 20, tiers=ta.Tiers(host_bytes=16 << 20))
+    assert generate(turbo, TEXT[:3000], n=20, cache=cache, prefill_chunk_size=256) == generate(eager, TEXT[:3000], n=20)
+    assert cache.sequences[0].residency().host_blocks > 20
+    tt.release_pools()

@@ -1,0 +1,312 @@
+"""Every call of the package, and what arrays it takes."""
+
+import json
+import select
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import DIM, HEADS, LAYERS, feed
+
+import turboattention as ta
+
+
+def reference(q, k, v):
+    """Causal attention in float64."""
+    tokens, heads, dim = q.shape
+    k, v = (np.repeat(x, heads // x.shape[1], axis=1).astype(np.float64) for x in (k, v))
+    scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(dim)
+    scores[:, ~np.tri(tokens, k.shape[0], k.shape[0] - tokens, dtype=bool)] = -np.inf
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("hij,jhd->ihd", weights / total, v), (top + np.log(total))[..., 0].T
+
+
+def test_a_step_is_attention(make_pool, numbers):
+    pool = make_pool(bits=8)
+    plan, seq = pool.create_plan(), pool.create_sequence()
+    q, k, v = numbers(100, 2 * HEADS), numbers(100), numbers(100)
+    lse = np.empty((100, 2 * HEADS), np.float32)
+    with plan.step(seq, 100) as step:
+        for layer in range(LAYERS):
+            step.append(layer, k, v)
+            out = step.attend(layer, q, lse=lse)
+    want, want_lse = reference(q, k, v)
+    assert np.linalg.norm(out - want) < 0.02 * np.linalg.norm(want)
+    assert np.abs(lse - want_lse).max() < 0.05
+    assert len(seq) == seq.length() == 100
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_element_types_are_taken_as_they_are(pool, numbers, dtype):
+    x = numbers(70)
+    x = x.astype(dtype).astype(np.float32)  # values that all three have
+    outputs = []
+    for given in (x, x.astype(dtype), x.astype(dtype).view(np.uint16) if dtype is ml_dtypes.bfloat16 else x.astype(dtype)):
+        out = np.empty(given.shape, given.dtype)
+        with pool.create_plan().step(pool.create_sequence(), 70) as step:
+            for layer in range(LAYERS):
+                step.append(layer, given, given)
+                assert step.attend(layer, given, out) is out
+        outputs.append(out.view(ml_dtypes.bfloat16).astype(np.float32) if out.dtype == np.uint16 else out.astype(np.float32))
+    assert np.array_equal(outputs[0].astype(dtype).astype(np.float32), outputs[1])
+    assert np.array_equal(outputs[1], outputs[2])
+
+
+class OnlyDLPack:
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_views_are_used_in_place(pool, numbers):
+    """Strides, other protocols, and an output that is a part of an array give the bits of plain arrays."""
+    packed = numbers(50, 3 * HEADS)
+    q, k, v = (packed[:, i * HEADS:(i + 1) * HEADS] for i in range(3))
+
+    def run(q, k, v, out):
+        with pool.create_plan().step(pool.create_sequence(), 50) as step:
+            for layer in range(LAYERS):
+                step.append(layer, k, v)
+                step.attend(layer, q, out)
+
+    want = np.empty((50, HEADS, DIM), np.float32)
+    run(*map(np.ascontiguousarray, (q, k, v)), want)
+    wide = np.zeros((50, HEADS + 1, DIM), np.float32)
+    run(q, k, v, wide[:, :HEADS])
+    assert np.array_equal(wide[:, :HEADS], want) and not wide[:, HEADS].any()
+    for wrap in OnlyDLPack, memoryview:
+        out = np.zeros_like(want)
+        run(wrap(q), wrap(k), wrap(v), wrap(out))
+        assert np.array_equal(out, want)
+
+
+def test_bad_arrays_are_refused(pool, numbers):
+    x = numbers(2)
+    frozen = numbers(2)
+    frozen.flags.writeable = False
+
+    class OnGpu:
+        __cuda_array_interface__ = {"shape": (2, HEADS, DIM), "typestr": "<f4", "data": (4096, False), "version": 3, "stream": None}
+
+    with pool.create_plan().step(pool.create_sequence(), 2) as step:
+        def refused(kind, *arguments, call=step.append):
+            with pytest.raises(ta.ArgumentError) as caught:
+                call(0, *arguments)
+            assert caught.value.kind == kind
+
+        refused(ta.Status.SHAPE, x[0], x)
+        refused(ta.Status.SHAPE, x[..., ::2], x)
+        refused(ta.Status.SHAPE, np.broadcast_to(x[:1], x.shape), x)
+        refused(ta.Status.SHAPE, x[:1], x)
+        refused(ta.Status.SHAPE, x[None], x)
+        refused(ta.Status.DTYPE, x.astype(np.float64), x)
+        refused(ta.Status.DTYPE, x.astype(">f4"), x)
+        refused(ta.Status.INVALID, OnGpu(), x)
+        with pytest.raises(TypeError):
+            step.append(0, x.tolist(), x)
+        for layer in range(LAYERS):
+            step.append(layer, x, x)
+        refused(ta.Status.INVALID, x, frozen, call=step.attend)
+        refused(ta.Status.INVALID, x, OnlyDLPack(frozen), call=step.attend)
+        refused(ta.Status.SHAPE, x, None, np.empty((2, HEADS + 1), np.float32), call=step.attend)
+        refused(ta.Status.DTYPE, x, None, np.empty((2, HEADS)), call=step.attend)
+        with pytest.raises(ta.ArgumentError):
+            step.attend(LAYERS - 1, x, sinks=np.zeros(3, np.float32))
+
+
+def test_errors_have_fields(pool, numbers):
+    x = numbers(3)
+    x[1, 1, 5] = np.nan
+    with pytest.raises(ta.DataError) as caught:
+        with pool.create_plan().step([pool.create_sequence(), pool.create_sequence()], [1, 2]) as step:
+            step.append(1, x, x)
+    error = caught.value
+    assert (error.kind, error.layer, error.sequence, error.token, error.head) == (ta.Status.NONFINITE, 1, 1, 1, 1)
+    assert error.message and error.block is None and isinstance(error, ta.Error)
+    assert "NONFINITE" in str(error) and ta.status_name(error.kind) == "TA_E_NONFINITE"
+    import pickle
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+    small = pool.create_plan()
+    with pytest.raises(ta.ExhaustedError) as caught:
+        small.step(pool.create_sequence(), 1 << 22)
+    assert caught.value.kind == ta.Status.TIER_FULL and caught.value.tier == ta.Tier.DEVICE and caught.value.bytes > 0
+
+
+def test_options_of_attend(pool, numbers):
+    q, k = numbers(40), numbers(40)
+    outputs = []
+    for options in ({}, {"mask": ta.Mask.FULL}, {"window": 4}, {"scale": 0.5}, {"softcap": 2.0}, {"exp": ta.Exp.SAS},
+                    {"p": ta.P.S8_119}, {"alibi_slopes": np.float32([1, 2])}, {"sinks": np.float32([1, 2])}):
+        with pool.create_plan().step(pool.create_sequence(), 40) as step:
+            for layer in range(LAYERS):
+                step.append(layer, k, k)
+                out = step.attend(layer, q, **options)
+        assert not any(np.array_equal(out, other) for other in outputs)
+        outputs.append(out)
+
+
+def test_pools_sequences_files(make_pool, tmp_path):
+    numerics = ta.Numerics(profile=ta.Profile.PAPER, sink_blocks=2, hadamard=True, k_offset=np.ones((LAYERS, HEADS, DIM)))
+    bits = np.full((LAYERS, HEADS), 4, np.uint8)
+    bits[0, 1] = 2
+    pool = make_pool(numerics=numerics, k_bits=bits, v_bits=bits)
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 200)
+    seq.verify()
+    fork = seq.fork()
+    fork.truncate(130)
+    fork.set_priority(2)
+    assert pool.stats().sequences == 2 and pool.stats().asdict()["tokens"] == 330
+    what = pool.describe()
+    assert what.numerics.sink_blocks == 2 and what.numerics.profile is ta.Profile.PAPER and what.numerics.hadamard is True
+    assert np.array_equal(what.k_bits, bits) and (what.numerics.k_offset == 1).all() and what.tiers is None
+
+    seen = []
+    seq.save(tmp_path / "seq", progress=lambda done, total: seen.append((done, total)))
+    assert seen and seen[-1][0] <= seen[-1][1]
+    again = make_pool(numerics=numerics, k_bits=bits, v_bits=bits)
+    assert again.load_sequence(tmp_path / "seq").length() == 200
+    pool.save(tmp_path / "pool")
+    assert {saved: loaded.length() for saved, loaded in again.load(tmp_path / "pool").items()} == {seq.id: 200, fork.id: 130}
+    with pytest.raises(ta.ArgumentError):
+        pool.save(tmp_path / "pool", ta.SaveFlags.PUBLISHED)
+    assert "# EOF" in pool.metrics() and json.loads(pool.metrics(ta.MetricsFormat.JSON))
+    with pytest.raises(ta.ArgumentError):
+        pool.create_plan().set_stream(8)
+
+
+def test_contexts(context):
+    info = context.info()
+    assert info.threads == 2 and info.device is ta.Device.CPU and "threads=2" in repr(info)
+    context.health()
+    assert ta.version() >= 100 and ta.abi_version() == 0 and "turboattention" in ta.build_info()
+    with pytest.raises(ta.ArgumentError):
+        ta.Context(threads=5000)
+
+
+def test_tiers_and_prefixes(make_pool, tmp_path):
+    tiers = ta.Tiers(host_bytes=16 << 20, disk_bytes=16 << 20, disk_path=tmp_path / "tier")
+    keys = np.arange(96, dtype=np.uint8)
+    with make_pool(tiers=tiers) as pool:
+        seq = pool.create_sequence()
+        feed(pool.create_plan(), seq, 256)
+        move = seq.move(ta.Tier.HOST, 1, 2)
+        assert move.wait().state is ta.MoveState.DONE and move.query().moved == 2 and move.ticket
+        move.cancel()
+        assert seq.residency().host_blocks == 2
+        assert seq.prefetch(1, 2).wait(60).state is ta.MoveState.DONE
+        seq.pin(1, 1)
+        assert seq.residency().pinned_blocks == 1
+        seq.unpin(1, 1)
+        assert pool.tier_stats(ta.Tier.HOST).bytes_budget == 16 << 20 and pool.move_stats().bytes_asked > 0
+        assert pool.describe().tiers.disk_path == str(tmp_path / "tier")
+
+        space = pool.create_namespace(bytes(31) + b"s", quota_bytes=1 << 20)
+        seq.publish(space, keys)
+        events = space.take_events()
+        assert [e.kind for e in events] == [ta.PrefixEventKind.RESET] + 3 * [ta.PrefixEventKind.PUBLISHED]
+        hashed = space.hash_keys(keys)
+        assert all(e.key == hashed[e.index] for e in events[1:])
+        match, length = space.match([keys[:32].tobytes(), keys[32:64]])
+        assert length == match.length() == 128
+        space.flush()
+        assert space.stats().entries == 3
+        with pytest.raises(ta.ArgumentError):
+            space.match(b"short")
+        del space, match, seq, move  # the file is free when the last object of the pool has gone
+    pool = make_pool(tiers=tiers)
+    space = pool.create_namespace(bytes(31) + b"s")
+    assert space.match(keys)[1] == 192
+    space.destroy()
+    with pytest.raises(ta.StateError):
+        space.stats()
+
+
+def test_dense_merged_calibrated(context, numbers):
+    q, k, v = numbers(8), numbers(32), numbers(32)
+    lse = np.empty((8, HEADS), np.float32)
+    out = context.attend_dense(q, k, v, lse=lse, mask=ta.Mask.FULL)
+    parts, lses = [], []
+    for half in (slice(0, 16), slice(16, 32)):
+        lses.append(np.empty_like(lse))
+        parts.append(context.attend_dense(q, k[half], v[half], lse=lses[-1], mask=ta.Mask.FULL))
+    merged_lse = np.empty_like(lse)
+    merged = context.merge_states(parts, lses, lse=merged_lse)
+    assert np.abs(merged - out).max() < 0.02 and np.abs(merged_lse - lse).max() < 0.01
+    two = context.attend_dense(q, k, v, q_offsets=[0, 4, 8], k_offsets=[0, 10, 32], variant=ta.DenseVariant.INT_FLASH)
+    assert np.isfinite(two).all() and not np.array_equal(two, out)
+    with pytest.raises(ta.ArgumentError):
+        context.merge_states(parts, lses[:1])
+
+    calibrator = context.create_calibrator(layers=1, kv_heads=HEADS, head_dim=DIM)
+    calibrator.observe(0, k, v)
+    k_bits, v_bits, k_priority, _ = calibrator.finish(1)
+    assert sorted(k_bits[0]) == [2, 4] == sorted(v_bits[0]) and k_priority.shape == (1, HEADS)
+
+
+def test_groups(make_pool):
+    group_id = ta.make_group_id()
+    both = threading.Barrier(2, timeout=60)
+    outputs, failures = {}, []
+
+    def rank(me):
+        context = ta.Context(threads=1)
+        group = context.create_group(group_id, rank=me, ranks=2)
+        pool = context.create_pool(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, budget_bytes=64 << 20)
+        plan, key = pool.create_plan(), bytes(32)
+        assert group.wait() is ta.GroupState.READY
+        assert group.info().ranks == 2 and group.peer(1 - me).route is ta.PeerRoute.HOST_MEMORY
+        group.health()
+        space = pool.create_namespace(b"x" * 32)
+        space.join(group)
+        if me == 0:
+            seq = pool.create_sequence()
+            feed(plan, seq, 100)
+            seq.publish(space, key)
+            sent = seq.send(group, 1, tag=5)
+            assert sent.wait().state is ta.MoveState.DONE
+            assert select.select([group], [], [], 10)[0] and group.take_finished() == [sent.ticket]
+            group.receive(pool, 1, tag=77).cancel()
+        else:
+            received = group.receive(pool, 0, tag=5)
+            assert received.take().length() == 100 and received.query().blocks == 2
+            with pytest.raises(ta.StateError):
+                received.take()
+            while space.lookup(group, key, 10)[0].answer is not ta.PrefixAnswer.YES:
+                pass
+            assert space.fetch(group, key).wait().length == 64
+            assert space.match(key)[1] == 64
+        spread = pool.create_sequence()
+        spread.partition(group, tag=3, output=ta.PartitionOutput.ALL)
+        outputs[me] = feed(plan, spread, 200)
+        with pytest.raises(ta.PeerError) as caught:
+            group.receive(pool, 1 - me, tag=1000).take(0.01)
+        assert caught.value.kind is ta.Status.TIMEOUT
+        both.wait()
+        space.leave(group)
+        both.wait()
+        group.abort()
+        with pytest.raises((ta.PeerError, ta.StateError)):
+            group.health()
+
+    def run(me):
+        try:
+            rank(me)
+        except BaseException as failure:
+            failures.append(failure)
+            both.abort()
+
+    other = threading.Thread(target=run, args=(1,))
+    other.start()
+    run(0)
+    other.join()
+    assert not failures, failures
+    assert np.array_equal(outputs[0], outputs[1])
