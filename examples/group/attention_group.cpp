@@ -1,7 +1,10 @@
 #include "attention_group.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
+
+#include "../tinylm/gpu_memory.h"
 
 namespace group_example {
 namespace {
@@ -29,7 +32,8 @@ using Handle = std::unique_ptr<T, Destroy>;
 class GroupAttention final : public AttentionBackend {
   public:
     GroupAttention(const AttentionShape& shape, const Member& member) : shape_(shape) {
-        create_pool(member.ranks);
+        if (member.gpu >= 0) gpu_memory_ = tinylm::make_gpu_memory(member.gpu);
+        create_pool(member);
         join(member);
         start_sequence();
     }
@@ -48,19 +52,16 @@ class GroupAttention final : public AttentionBackend {
         open_ = true;
         check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, &err), err);
     }
-    // All ranks append the same keys and values. Each keeps the blocks that are its own, attends to them, and gets the merged
-    // result.
     void attend(int layer, const float* q, const float* k, const float* v, float* out) override {
-        const ta_tensor k_new = ta_tensor_make(k, TA_DTYPE_F32, n_new_, shape_.kv_heads, shape_.head_dim);
-        const ta_tensor v_new = ta_tensor_make(v, TA_DTYPE_F32, n_new_, shape_.kv_heads, shape_.head_dim);
-        const ta_tensor query = ta_tensor_make(q, TA_DTYPE_F32, n_new_, shape_.heads, shape_.head_dim);
-        const ta_tensor result = ta_tensor_make(out, TA_DTYPE_F32, n_new_, shape_.heads, shape_.head_dim);
-        ta_attend_options options{};
-        options.struct_size = sizeof options;
-        options.p = TA_P_U16;  // P at 8 bits is rounded by each rank's own maximum
-        ta_error err{};
-        check("ta_append", ta_append(plan_.get(), uint32_t(layer), &k_new, &v_new, &err), err);
-        check("ta_attend", ta_attend(plan_.get(), uint32_t(layer), &query, &result, nullptr, &options, &err), err);
+        if (!gpu_memory_) return run(layer, q, k, v, out);
+        const auto rows = std::size_t(n_new_) * std::size_t(shape_.head_dim);
+        const std::size_t n_q = rows * std::size_t(shape_.heads), n_kv = rows * std::size_t(shape_.kv_heads);
+        float* const shared = gpu_memory_->reserve(2 * n_q + 2 * n_kv);
+        float *const k_at = std::copy_n(q, n_q, shared), *const v_at = std::copy_n(k, n_kv, k_at),
+                     *const out_at = std::copy_n(v, n_kv, v_at);
+        run(layer, shared, k_at, v_at, out_at);
+        gpu_memory_->wait();
+        std::copy_n(out_at, n_q, out);
     }
     void end() override {
         ta_error err{};
@@ -81,16 +82,20 @@ class GroupAttention final : public AttentionBackend {
     }
 
   private:
-    void create_pool(uint32_t ranks) {
+    void create_pool(const Member& member) {
         ta_context_options co{};
         co.struct_size = sizeof co;
         co.threads = 1;
+        if (member.gpu >= 0) {
+            co.device = TA_DEVICE_CUDA;
+            co.device_ordinal = member.gpu;
+        }
         ta_error err{};
         ta_context* context = nullptr;
         check("ta_context_create", ta_context_create(&co, &context, &err), err);
         context_.reset(context);
         // A rank's share of the blocks, and those of a step, which all ranks quantize.
-        const uint64_t blocks = uint64_t(shape_.max_tokens) / 64 / ranks + 12;
+        const uint64_t blocks = uint64_t(shape_.max_tokens) / 64 / member.ranks + 12;
         ta_kv_pool_options po{};
         po.struct_size = sizeof po;
         po.layers = uint32_t(shape_.layers);
@@ -107,7 +112,7 @@ class GroupAttention final : public AttentionBackend {
     void join(const Member& member) {
         ta_group_options options{};
         options.struct_size = sizeof options;
-        options.kind = TA_GROUP_LOCAL;
+        options.kind = member.kind;
         options.id = &member.id;
         options.rank = member.rank;
         options.ranks = member.ranks;
@@ -119,6 +124,20 @@ class GroupAttention final : public AttentionBackend {
         check("ta_group_poll", ta_group_poll(group, -1, &state, &err), err);
         check("ta_group_health", ta_group_health(group, &err), err);
     }
+    // All ranks append the same keys and values. Each keeps the blocks that are its own, attends to them, and gets the merged
+    // result.
+    void run(int layer, const float* q, const float* k, const float* v, float* out) {
+        const ta_tensor k_new = ta_tensor_make(k, TA_DTYPE_F32, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor v_new = ta_tensor_make(v, TA_DTYPE_F32, n_new_, shape_.kv_heads, shape_.head_dim);
+        const ta_tensor query = ta_tensor_make(q, TA_DTYPE_F32, n_new_, shape_.heads, shape_.head_dim);
+        const ta_tensor result = ta_tensor_make(out, TA_DTYPE_F32, n_new_, shape_.heads, shape_.head_dim);
+        ta_attend_options options{};
+        options.struct_size = sizeof options;
+        options.p = TA_P_U16;  // P at 8 bits is rounded by each rank's own maximum
+        ta_error err{};
+        check("ta_append", ta_append(plan_.get(), uint32_t(layer), &k_new, &v_new, &err), err);
+        check("ta_attend", ta_attend(plan_.get(), uint32_t(layer), &query, &result, nullptr, &options, &err), err);
+    }
     void start_sequence() {
         ta_error err{};
         check("ta_seq_create", ta_seq_create(pool_.get(), &seq_, &err), err);
@@ -129,6 +148,7 @@ class GroupAttention final : public AttentionBackend {
     }
 
     const AttentionShape shape_;
+    std::unique_ptr<tinylm::GpuMemory> gpu_memory_;  // nullptr: a CPU context
     Handle<ta_context> context_;
     Handle<ta_kv_pool> pool_;
     Handle<ta_plan> plan_;

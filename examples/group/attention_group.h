@@ -12,6 +12,8 @@ namespace group_example {
 struct Member {
     ta_group_id id;  // made once, known to all ranks
     uint32_t rank = 0, ranks = 1;
+    ta_group_kind kind = TA_GROUP_LOCAL;
+    int gpu = -1;  // -1: a CPU context
 };
 
 // Joins the group, and waits until all ranks have. Every rank then makes the same calls, each on a thread of its own: they wait for

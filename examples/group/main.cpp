@@ -1,10 +1,13 @@
-// group: a language model whose context is spread over the ranks of a group. Every rank is a thread with its own context, pool and
-// model, and generates the same text; the program then does it with one rank alone and compares.
+// group: a language model whose context is spread over the ranks of a group. Every rank has its own context, pool and model, and
+// generates the same text; the program then does it with one rank alone and compares. Ranks are threads of this process, or, where
+// mpirun, torchrun or srun has started it, the processes.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,14 +16,17 @@
 #include "../tinylm/parallel.h"
 #include "../tinylm/safetensors.h"
 #include "attention_group.h"
+#include "launched.h"
 
 namespace group_example {
 namespace {
 
 struct Options {
-    std::string model, prompt, prompt_file;
+    std::string model, prompt, prompt_file, id_file;
     int bytes = 64;
     uint32_t ranks = 3;
+    bool gpu = false;
+    ta_group_kind kind = 0;  // 0: as suits the ranks
 };
 
 struct Generated {
@@ -70,6 +76,7 @@ std::vector<Generated> generate_on(uint32_t ranks, const Options& options, const
     for (uint32_t r = 0; r < ranks; ++r) {
         threads.emplace_back([&, r, member]() mutable {
             member.rank = r;
+            if (options.gpu) member.gpu = int(r);
             try {
                 all[r] = generate(options, prompt, member);
             } catch (...) {
@@ -84,6 +91,45 @@ std::vector<Generated> generate_on(uint32_t ranks, const Options& options, const
     return all;
 }
 
+void print_rank(uint32_t rank, uint32_t ranks, const Generated& spread, const Generated& alone) {
+    std::printf("rank %u of %u: %llu of the %llu blocks, %llu bytes\n", rank, ranks,
+                (unsigned long long)spread.cache.device_blocks, (unsigned long long)alone.cache.device_blocks,
+                (unsigned long long)spread.cache.bytes);
+}
+
+int tell(bool same, const Generated& alone) {
+    std::printf("one rank alone: %llu bytes, %s\n", (unsigned long long)alone.cache.bytes,
+                same ? "the same text" : "ANOTHER TEXT");
+    return same ? 0 : 1;
+}
+
+int run_threads(const Options& o, const std::string& text) {
+    const std::vector<Generated> spread = generate_on(o.ranks, o, text);
+    const Generated alone = std::move(generate_on(1, o, text)[0]);
+    std::printf("%s\n\n", spread[0].text.c_str());
+    for (uint32_t r = 0; r < o.ranks; ++r) print_rank(r, o.ranks, spread[r], alone);
+    return tell(std::all_of(spread.begin(), spread.end(), [&](const Generated& g) { return g.text == alone.text; }), alone);
+}
+
+// One rank. Its group lives until the process ends; the others have their text by then, since each generates it alone, too.
+int run_process(const Options& o, const std::string& text, const Place& place) {
+    Member member;
+    member.rank = place.rank, member.ranks = place.ranks;
+    member.kind = o.kind != 0 ? o.kind : o.gpu ? TA_GROUP_NCCL : TA_GROUP_HOST;
+    member.gpu = o.gpu ? place.local_rank : -1;
+    const SharedId shared(place, member.kind, o.id_file);
+    member.id = shared.id();
+    const Generated spread = generate(o, text, member);
+    Member one;
+    one.gpu = member.gpu;
+    ta_error err{};
+    if (ta_group_make_id(one.kind, &one.id, &err) != TA_OK) throw std::runtime_error(err.message);
+    const Generated alone = generate(o, text, one);
+    if (place.rank == 0) std::printf("%s\n\n", spread.text.c_str());
+    print_rank(place.rank, place.ranks, spread, alone);
+    return tell(spread.text == alone.text, alone);
+}
+
 int run(int argc, char** argv) {
     CLI::App app{"A language model whose context is spread over the ranks of a group"};
     Options o;
@@ -91,9 +137,15 @@ int run(int argc, char** argv) {
     auto* prompt = app.add_option("--prompt", o.prompt, "the text to continue");
     auto* file = app.add_option("--prompt-file", o.prompt_file, "a file with it")->excludes(prompt);
     app.add_option("--bytes", o.bytes, "how many to add")->check(CLI::Range(1, 1 << 20))->capture_default_str();
-    app.add_option("--ranks", o.ranks, "threads, each with a context of its own")
+    app.add_option("--ranks", o.ranks,
+                   "threads, each with a context of its own; mpirun, torchrun and srun say how many processes")
         ->check(CLI::Range(1, 64))
         ->capture_default_str();
+    app.add_flag("--gpu", o.gpu, "each rank on a GPU of its own");
+    app.add_option("--kind", o.kind, "of a group of processes: host, or nccl on several hosts; default: nccl with --gpu")
+        ->transform(
+            CLI::CheckedTransformer(std::map<std::string, ta_group_kind>{{"host", TA_GROUP_HOST}, {"nccl", TA_GROUP_NCCL}}));
+    app.add_option("--id-file", o.id_file, "where all processes see the group's id; on several hosts a file that they share");
     try {
         app.parse(argc, argv);
         if (!*prompt && !*file) throw CLI::RequiredError("--prompt or --prompt-file");
@@ -102,19 +154,8 @@ int run(int argc, char** argv) {
     }
     const std::string text = *file ? tinylm::read_file(o.prompt_file, 1 << 24) : o.prompt;
     if (text.empty()) throw std::runtime_error("the prompt is empty");
-    const std::vector<Generated> spread = generate_on(o.ranks, o, text);
-    const std::vector<Generated> one = generate_on(1, o, text);
-    const Generated& alone = one[0];
-    std::printf("%s\n\n", spread[0].text.c_str());
-    for (uint32_t r = 0; r < o.ranks; ++r) {
-        std::printf("rank %u of %u: %llu of the %llu blocks, %llu bytes\n", r, o.ranks,
-                    (unsigned long long)spread[r].cache.device_blocks, (unsigned long long)alone.cache.device_blocks,
-                    (unsigned long long)spread[r].cache.bytes);
-    }
-    const bool same = std::all_of(spread.begin(), spread.end(), [&](const Generated& g) { return g.text == alone.text; });
-    std::printf("one rank alone: %llu bytes, %s\n", (unsigned long long)alone.cache.bytes,
-                same ? "the same text" : "ANOTHER TEXT");
-    return same ? 0 : 1;
+    const std::optional<Place> place = find_place();
+    return place ? run_process(o, text, *place) : run_threads(o, text);
 }
 
 }  // namespace

@@ -19,8 +19,10 @@ void check(cudaError_t error) {
 
 class PinnedMemory final : public GpuMemory {
   public:
+    explicit PinnedMemory(int ordinal) : ordinal_(ordinal) {}
     ~PinnedMemory() override { cudaFreeHost(data_); }
     float* reserve(std::size_t n) override {
+        check(cudaSetDevice(ordinal_));
         if (n > size_) {
             check(cudaFreeHost(data_));
             data_ = nullptr;
@@ -30,22 +32,26 @@ class PinnedMemory final : public GpuMemory {
         }
         return data_;
     }
-    void wait() override { check(cudaDeviceSynchronize()); }
+    void wait() override {
+        check(cudaSetDevice(ordinal_));
+        check(cudaDeviceSynchronize());
+    }
 
   private:
+    const int ordinal_;
     float* data_ = nullptr;
     std::size_t size_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<GpuMemory> make_gpu_memory() {
-    return std::make_unique<PinnedMemory>();
+std::unique_ptr<GpuMemory> make_gpu_memory(int ordinal) {
+    return std::make_unique<PinnedMemory>(ordinal);
 }
 
 #else
 
-std::unique_ptr<GpuMemory> make_gpu_memory() {
+std::unique_ptr<GpuMemory> make_gpu_memory(int) {
     throw std::runtime_error("this build of tinylm has no CUDA");
 }
 

@@ -16,6 +16,6 @@ class GpuMemory {
 };
 
 // Throws in a build without CUDA.
-std::unique_ptr<GpuMemory> make_gpu_memory();
+std::unique_ptr<GpuMemory> make_gpu_memory(int ordinal = 0);
 
 }  // namespace tinylm
