@@ -146,7 +146,9 @@ class Prompts {
         for (const Given& g : given) {
             ASSERT_EQ(g.status, TA_OK) << g.text;
             EXPECT_LT(distance(g.out, want.out), 2.0 * distance(one.out, want.out) + more * size);
-            if (asked.lse) EXPECT_LT(largest_difference(g.lse, want.lse), 1e-2 + 2 * more);
+            if (asked.lse) {
+                EXPECT_LT(largest_difference(g.lse, want.lse), 1e-2 + 2 * more);
+            }
             EXPECT_TRUE(same_bits(g.out, given[0].out) && same_bits(g.lse, given[0].lse));
         }
     }
