@@ -47,6 +47,21 @@ class GpuMachine final : public Machine {
     ta_stream stream() const override { return stream_; }
     void wait() override { cuda_check(cudaStreamSynchronize(stream_), "waiting for the GPU"); }
 
+    double time(const std::function<void()>& calls) override {
+        cuda_check(cudaSetDevice(ordinal_), "choosing the GPU");
+        cudaEvent_t start, done;
+        cuda_check(cudaEventCreate(&start), "creating an event");
+        cuda_check(cudaEventCreate(&done), "creating an event");
+        calls();  // so that the host is ahead when the first event is due
+        cuda_check(cudaEventRecord(start, stream_), "recording an event");
+        calls();
+        cuda_check(cudaEventRecord(done, stream_), "recording an event");
+        wait();
+        float ms = 0;
+        cuda_check(cudaEventElapsedTime(&ms, start, done), "reading a time");
+        for (cudaEvent_t e : {start, done}) cudaEventDestroy(e);
+        return 1e-3 * ms;
+    }
     std::function<void()> capture(const std::function<void()>& calls) override {
         cuda_check(cudaSetDevice(ordinal_), "choosing the GPU");
         cudaGraph_t graph = nullptr;

@@ -23,6 +23,11 @@ class CpuMachine final : public Machine {
     void read(void* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
     ta_stream stream() const override { return nullptr; }
     void wait() override {}
+    double time(const std::function<void()>& calls) override {
+        const auto start = std::chrono::steady_clock::now();
+        calls();
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
     std::function<void()> capture(const std::function<void()>& calls) override { return calls; }
     double peer_bytes_per_s(Machine&, bool both) override { return copy_bytes_per_s(false, both); }
     // memcpy by as many threads as the directions.

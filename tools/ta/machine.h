@@ -50,6 +50,8 @@ class Machine {
     // What plans work on; all of it is done when wait() returns.
     virtual ta_stream stream() const = 0;
     virtual void wait() = 0;
+    // Seconds that the device takes for what `calls` enqueues on stream(): not those until it begins.
+    virtual double time(const std::function<void()>& calls) = 0;
     // What enqueues again, by one call, what `calls` enqueues on stream(); on a CPU `calls` itself.
     virtual std::function<void()> capture(const std::function<void()>& calls) = 0;
     // Bytes/s of large copies to the memory of another machine of the same kind, `both`: and back beside them (the sum).
