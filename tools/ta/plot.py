@@ -10,7 +10,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 MEASURES = [("gb_s", "GB/s"), ("p50_us", "median, us"), ("ranks_us", "us"), ("beside_us", "us"), ("fetch_ms", "ms")]
-RESULTS = ("_us", "_ms", "gb_s", "percent", "difference", "difference_of_one", "times_faster")
+RESULTS = ("_us", "_ms", "gb_s", "percent", "difference", "difference_of_one", "times_faster", "times_resident")
+# What runs along a panel, the first one that has three values or more.
+AXES = ["percent_on_host", "block_bytes", "tokens", "queries", "blocks", "batch"]
+DERIVED = {"part", "bytes", "exchanged_bytes", "copy_engine_from_down", "copy_engine_from_up"}
 
 
 def is_number(x):
@@ -25,19 +28,13 @@ def measure_of(rows):
     return key, key
 
 
-def axis_of(rows, measure):
-    """The number along the panel: the one with the most values."""
-    def values(key):
-        return len({r[key] for r in rows})
-
-    numbers = [k for k in rows[0] if k != measure and not k.endswith(RESULTS) and all(is_number(r.get(k)) for r in rows)]
-    best = max(numbers, key=values, default=None)
-    return best if best and values(best) >= 3 else None
+def axis_of(rows):
+    return next((k for k in AXES if all(is_number(r.get(k)) for r in rows) and len({r[k] for r in rows}) >= 3), None)
 
 
 def label_of(row, leave_out):
-    return ", ".join(str(v) if isinstance(v, str) else f"{k.replace('_', ' ')} {v:g}"
-                     for k, v in row.items() if k not in leave_out and not k.endswith(RESULTS) and (isinstance(v, str) or is_number(v)))
+    return ", ".join(str(v) if isinstance(v, str) else f"{k.replace('_', ' ')} {v:g}" for k, v in row.items()
+                     if k not in leave_out and not k.endswith(RESULTS) and (isinstance(v, str) or is_number(v)))
 
 
 def draw(panel, part, rows):
@@ -47,9 +44,9 @@ def draw(panel, part, rows):
         panel.set_title(f"{part}: no number in all rows")
         return
     shared = {k for k in rows[0] if all(r.get(k) == rows[0][k] for r in rows)}
-    x = axis_of(rows, measure)
+    x = axis_of(rows)
     if x is None:
-        names = [label_of(r, shared | {"part", measure}) or part for r in rows]
+        names = [label_of(r, shared | DERIVED) or part for r in rows]
         panel.barh(range(len(rows)), [r[measure] for r in rows])
         panel.set_yticks(range(len(rows)), names, fontsize=7)
         panel.invert_yaxis()
@@ -57,8 +54,7 @@ def draw(panel, part, rows):
     else:
         series = {}
         for r in rows:
-            name = ", ".join(v for k, v in r.items() if isinstance(v, str) and k not in shared | {"part"})
-            series.setdefault(name, []).append((r[x], r[measure]))
+            series.setdefault(label_of(r, shared | DERIVED | {x}), []).append((r[x], r[measure]))
         for name, points in series.items():
             panel.plot(*zip(*sorted(points)), marker="o", label=name or part)
         if min(r[x] for r in rows) > 0:
