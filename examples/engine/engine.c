@@ -61,8 +61,13 @@ static double prefill(ta_seq seq, const uint8_t* keys, int have) {
 int main(void) {
     ta_context* context;
     ta_tier_options tiers = {.struct_size = sizeof tiers, .host_bytes = 8 << 20};
-    ta_kv_pool_options options = {.struct_size = sizeof options, .layers = LAYERS, .kv_heads = KV_HEADS, .head_dim = DIM,
-                                  .bits = 4, .budget_bytes = 4 << 20, .tiers = &tiers};
+    ta_kv_pool_options options = {.struct_size = sizeof options,
+                                  .layers = LAYERS,
+                                  .kv_heads = KV_HEADS,
+                                  .head_dim = DIM,
+                                  .bits = 4,
+                                  .budget_bytes = 4 << 20,
+                                  .tiers = &tiers};
     ta_namespace_options tenant = {.struct_size = sizeof tenant, .salt = {1}}; /* secret and random in earnest */
     check(ta_context_create(NULL, &context, &err));
     check(ta_kv_pool_create(context, &options, &pool, &err));

@@ -6,7 +6,11 @@ constexpr int layers = 2, q_heads = 4, kv_heads = 2, dim = 64, chunk = 128, prom
 
 struct Engine {
     ta::Context context = ta::Context::create();
-    ta::Pool pool = context.create_pool({.layers = layers, .kv_heads = kv_heads, .head_dim = dim, .bits = 4, .budget_bytes = 4 << 20,
+    ta::Pool pool = context.create_pool({.layers = layers,
+                                         .kv_heads = kv_heads,
+                                         .head_dim = dim,
+                                         .bits = 4,
+                                         .budget_bytes = 4 << 20,
                                          .tiers = ta::TierOptions{.host_bytes = 8 << 20}});
     ta::Plan plan = pool.create_plan();
     ta::Namespace space = pool.create_namespace({.salt = {1}});  // secret and random in earnest

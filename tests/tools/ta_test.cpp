@@ -47,7 +47,8 @@ class Ta : public testing::Test {
     std::string path(const std::string& name) const { return folder_ / name; }
 
     // A pool, two sequences of it (the second one a fork that is cut) as "sequence" and "pool"; with a disk tier its file "disk".
-    void make_files(const uint8_t* bits, ta_profile profile = TA_PROFILE_ACCURATE, bool disk = false) {
+    // `falls`: full blocks but the sink have lost bits on the way to a disk tier without a name.
+    void make_files(const uint8_t* bits, ta_profile profile = TA_PROFILE_ACCURATE, bool disk = false, bool falls = false) {
         ta_context* context = nullptr;
         ta_kv_pool* pool = nullptr;
         ta_plan* plan = nullptr;
@@ -59,7 +60,8 @@ class Ta : public testing::Test {
         tiers.struct_size = sizeof tiers;
         tiers.disk_bytes = 4 << 20;
         const std::string disk_path = path("disk");
-        tiers.disk_path = disk_path.c_str();
+        if (disk) tiers.disk_path = disk_path.c_str();
+        if (falls) tiers.falling_precision = TA_ON;
         ta_kv_pool_options options{};
         options.struct_size = sizeof options;
         options.layers = kLayers;
@@ -68,7 +70,7 @@ class Ta : public testing::Test {
         options.k_bits = options.v_bits = bits;
         options.budget_bytes = 1 << 20;
         options.numerics = &numerics;
-        if (disk) options.tiers = &tiers;
+        if (disk || falls) options.tiers = &tiers;
         ASSERT_EQ(ta_context_create(nullptr, &context, nullptr), TA_OK);
         ASSERT_EQ(ta_kv_pool_create(context, &options, &pool, nullptr), TA_OK);
         ASSERT_EQ(ta_plan_create(pool, nullptr, &plan, nullptr), TA_OK);
@@ -80,6 +82,14 @@ class Ta : public testing::Test {
         ASSERT_EQ(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr), TA_OK);
         for (uint32_t layer = 0; layer < kLayers; ++layer) ASSERT_EQ(ta_append(plan, layer, &t, &t, nullptr), TA_OK);
         ASSERT_EQ(ta_plan_end(plan, nullptr), TA_OK);
+        if (falls) {
+            ta_ticket ticket = 0;
+            ta_move_info info{};
+            info.struct_size = sizeof info;
+            ASSERT_EQ(ta_seq_move(pool, seq, 1, 2, TA_TIER_DISK, &ticket, nullptr), TA_OK);
+            ASSERT_EQ(ta_move_wait(pool, ticket, -1, &info, nullptr), TA_OK);
+            ASSERT_EQ(info.moved, 2u);
+        }
         ASSERT_EQ(ta_seq_fork(pool, seq, &fork, nullptr), TA_OK);
         ASSERT_EQ(ta_seq_truncate(pool, fork, 128, nullptr), TA_OK);
         if (disk) {
@@ -173,6 +183,23 @@ TEST_F(Ta, VerifyNamesBlockAndLayer) {
         const json open = damage_at("sequence", j["block_list"][3]["offset"].get<int64_t>() + 5);
         ASSERT_EQ(open.size(), 1u);
         EXPECT_EQ(open[0]["block"], 3);
+        fs::remove(path("sequence"));
+        fs::remove(path("pool"));
+    }
+}
+
+TEST_F(Ta, BlocksThatLostBits) {
+    for (const auto& [bits, settings] : {std::pair{kFour, "4 bits"}, {kEight, "8 bits"}}) {
+        make_files(bits, TA_PROFILE_ACCURATE, false, true);
+        const json j = ta("inspect --json " + path("sequence")).parsed();
+        EXPECT_EQ(j["settings"], settings + std::string(", profile accurate, falling precision"));
+        EXPECT_EQ(j["block_list"][1]["kind"], "low");
+        EXPECT_EQ(ta("verify " + path("sequence") + " " + path("pool")).status, 0);
+        // Low pieces of 64 channels: 2432 bytes.
+        const json damage = damage_at("sequence", j["block_list"][2]["offset"].get<int64_t>() + kHeads * 2432 + 5);
+        ASSERT_EQ(damage.size(), 1u) << damage;
+        EXPECT_EQ(damage[0]["block"], 2);
+        EXPECT_EQ(damage[0]["layer"], 1);
         fs::remove(path("sequence"));
         fs::remove(path("pool"));
     }
