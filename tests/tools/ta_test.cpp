@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -274,6 +275,25 @@ TEST_F(Ta, MapIsWhatPoolsTake) {
     std::ofstream(path("config.json")) << R"({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
                                              "hidden_size": 4096})";
     EXPECT_EQ(ta("map --budget 1GB --json " + path("config.json")).parsed()["rows"], j["rows"]);
+}
+
+TEST_F(Ta, TablesForPeople) {
+    // Units in the head, numbers to the right: all lines of the table end in the same column.
+    std::istringstream table(ta("map llama-3-8b --bits 8,4").out);
+    std::string title, head, row;
+    std::getline(table, title);
+    std::getline(table, head);
+    EXPECT_NE(head.find("64 tokens (MB)"), std::string::npos) << head;
+    int rows = 0;
+    for (; std::getline(table, row); ++rows) EXPECT_EQ(row.size(), head.size()) << row;
+    EXPECT_EQ(rows, 3);
+    make_files(kFour);
+    const std::string text = ta("inspect " + path("sequence")).out;
+    EXPECT_NE(text.find("3 layers, 2 kv heads of 64\n"), std::string::npos) << text;
+    const std::string bench = ta("bench share --devices cpu,cpu --memory 8MB --repeats 3 --parts transfers").out;
+    EXPECT_NE(bench.find("\ntransfers\nin all rows: "), std::string::npos) << bench;
+    EXPECT_NE(bench.find("rate (GB/s)"), std::string::npos) << bench;
+    EXPECT_EQ(bench.find("gb_s"), std::string::npos) << bench;
 }
 
 TEST_F(Ta, InfoSaysWhatIsHere) {

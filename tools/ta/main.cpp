@@ -55,7 +55,7 @@ int report(const std::string& device, bool as_json,
     };
     if (!as_json) std::printf("%s, %s\n", ta_build_info(), device.c_str());
     run([&](const json& row) {
-        if (!part.empty() && part.back()["part"] != row["part"]) {
+        if (!part.empty() && part.back()["part"].get<std::string>() != row["part"].get<std::string>()) {
             print_part();
             part.clear();
         }
