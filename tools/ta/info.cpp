@@ -96,10 +96,9 @@ Json collect_info() {
     for (int ordinal = 0;; ++ordinal) {
         Json d = device(TA_DEVICE_CUDA, ordinal);
         if (d.is_null()) break;
-        const bool failed = d.contains("status");
+        // What is wrong with GPUs of all numbers, such as no driver, is said once.
+        if (d.contains("status") && ordinal > 0 && d["reason"] == info["devices"].back().value("reason", Json())) break;
         info["devices"].push_back(std::move(d));
-        // Without CUDA or a driver no other number would give anything else.
-        if (failed && info["devices"].back()["status"] == "TA_E_UNSUPPORTED") break;
     }
     info["tiers"] = tiers();
     return info;
