@@ -1,4 +1,5 @@
-# cmake --install: libraries, headers, their documents, the CMake package TurboAttention and turboattention.pc.
+# cmake --install: libraries, headers, their documents, the CMake package TurboAttention, turboattention.pc, a list of what is
+# linked (SPDX), and the ta command if it was built. Components: runtime, dev, tools.
 include(CMakePackageConfigHelpers)
 
 set(_ta_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/TurboAttention")
@@ -6,21 +7,21 @@ set(_ta_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/TurboAttention")
 # A list of targets for each library: programs that use the shared one alone need nothing of what the static one links.
 function(_ta_install_library target)
     install(TARGETS ${target} EXPORT ${target}-targets
-        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
-        ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT runtime NAMELINK_COMPONENT dev
+        ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT dev
     )
-    install(EXPORT ${target}-targets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}")
+    install(EXPORT ${target}-targets NAMESPACE TurboAttention:: DESTINATION "${_ta_package_dir}" COMPONENT dev)
 endfunction()
 _ta_install_library(turboattention_static)
 if(TA_BUILD_SHARED)
     _ta_install_library(turboattention)
 endif()
 install(FILES include/turboattention.h include/turboattention_experimental.h bindings/cpp/include/turboattention.hpp
-    DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
-install(FILES LICENSE NOTICE DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+    DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" COMPONENT dev)
+install(FILES LICENSE NOTICE DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT runtime)
 # The headers name documents, and these link to each other and to results of benchmarks.
-install(DIRECTORY docs DESTINATION "${CMAKE_INSTALL_DOCDIR}")
-install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" FILES_MATCHING PATTERN "*.md")
+install(DIRECTORY docs DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT dev)
+install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" COMPONENT dev FILES_MATCHING PATTERN "*.md")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
     INSTALL_DESTINATION "${_ta_package_dir}"
@@ -28,7 +29,7 @@ configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BIN
 # Before 1.0 a minor version may change the ABI.
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake" "${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake"
-    DESTINATION "${_ta_package_dir}"
+    DESTINATION "${_ta_package_dir}" COMPONENT dev
 )
 
 # The .pc file names its prefix relative to itself, so an installed tree can be moved.
@@ -57,4 +58,43 @@ if(NOT TA_BUILD_SHARED)
     string(APPEND _ta_pc_libs " ${_ta_pc_private}")
 endif()
 configure_file(cmake/turboattention.pc.in "${PROJECT_BINARY_DIR}/turboattention.pc" @ONLY)
-install(FILES "${PROJECT_BINARY_DIR}/turboattention.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+install(FILES "${PROJECT_BINARY_DIR}/turboattention.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" COMPONENT dev)
+
+# OPTIONAL: a tree in which only the libraries were built is installed without.
+if(TARGET ta)
+    install(TARGETS ta RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT tools OPTIONAL)
+    set(_ta_generated "${PROJECT_BINARY_DIR}/tools/generated")
+    install(FILES "${_ta_generated}/ta.1" DESTINATION "${CMAKE_INSTALL_MANDIR}/man1" COMPONENT tools OPTIONAL)
+    install(FILES "${_ta_generated}/ta.bash" RENAME ta
+        DESTINATION "${CMAKE_INSTALL_DATADIR}/bash-completion/completions" COMPONENT tools OPTIONAL)
+    install(FILES "${_ta_generated}/ta.zsh" RENAME _ta
+        DESTINATION "${CMAKE_INSTALL_DATADIR}/zsh/vendor-completions" COMPONENT tools OPTIONAL)
+    install(FILES "${_ta_generated}/ta.fish"
+        DESTINATION "${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d" COMPONENT tools OPTIONAL)
+endif()
+
+# What TaSbom.cmake.in says of this build.
+set(TA_XXHASH_VERSION NOASSERTION)
+file(STRINGS "${TA_XXHASH_INCLUDE_DIR}/xxhash.h" _ta_lines REGEX "define XXH_VERSION_(MAJOR|MINOR|RELEASE) +[0-9]+")
+if(_ta_lines)
+    string(REGEX REPLACE "[^0-9;]" "" TA_XXHASH_VERSION "${_ta_lines}")
+    list(JOIN TA_XXHASH_VERSION "." TA_XXHASH_VERSION)
+endif()
+set(TA_SBOM_LIBURING OFF)
+if(TA_LIBURING_INCLUDE_DIR)
+    set(TA_SBOM_LIBURING ON)
+endif()
+set(TA_SBOM_TOOLS OFF)
+set(TA_SBOM_FILES "\"${CMAKE_INSTALL_LIBDIR}/libturboattention.a\"")
+if(TA_BUILD_SHARED)
+    string(APPEND TA_SBOM_FILES " \"${CMAKE_INSTALL_LIBDIR}/libturboattention.so.${PROJECT_VERSION}\"")
+endif()
+if(TARGET ta)
+    set(TA_SBOM_TOOLS ON)
+    string(APPEND TA_SBOM_FILES " \"${CMAKE_INSTALL_BINDIR}/ta\"")
+endif()
+set(TA_SBOM_BUILD "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}, ${CMAKE_SYSTEM_PROCESSOR}; CUDA: ${TA_CUDA_FOUND}")
+configure_file(cmake/TaSbom.cmake.in "${PROJECT_BINARY_DIR}/TaSbom.cmake" @ONLY)
+install(SCRIPT "${PROJECT_BINARY_DIR}/TaSbom.cmake" COMPONENT runtime)
+
+include(TaPackage)

@@ -20,6 +20,11 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// What the caller gave is wrong: a file that cannot be read or is none of the library, an unknown name.
+struct WrongInput : Failure {
+    using Failure::Failure;
+};
+
 extern thread_local ta_error error;
 inline void check(ta_status status, const char* call) {
     if (status != TA_OK) throw Failure(std::string(call) + ": " + ta_status_name(status) + ": " + error.message);

@@ -1,0 +1,113 @@
+/* The life of an engine in C: docs/embedding.md explains it. Each language's program here does the same and prints the same. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <turboattention.h>
+
+enum { LAYERS = 2, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, CHUNK = 128, PROMPT = 300, BLOCKS = PROMPT / 64 };
+static float q[CHUNK * Q_HEADS * DIM], k[CHUNK * KV_HEADS * DIM], v[CHUNK * KV_HEADS * DIM], out[CHUNK * Q_HEADS * DIM];
+static ta_error err;
+static ta_kv_pool* pool;
+static ta_plan* plan;
+static ta_namespace space;
+
+static void check(ta_status status) {
+    if (status == TA_OK) return;
+    fprintf(stderr, "%s: %s\n", ta_status_name(status), err.message);
+    exit(1);
+}
+
+/* What a model would compute: the rows of n tokens from `first` on in a layer. */
+static void fill(float* x, int first, int n, int width, int salt) {
+    for (int i = 0; i < n * width; ++i) x[i] = (float)((((first + i / width) * 131 + i % width) * salt) % 255 - 127) / 128;
+}
+
+static void layers(int first, int n) {
+    ta_tensor tq = ta_tensor_make(q, TA_DTYPE_F32, n, Q_HEADS, DIM), to = ta_tensor_make(out, TA_DTYPE_F32, n, Q_HEADS, DIM);
+    ta_tensor tk = ta_tensor_make(k, TA_DTYPE_F32, n, KV_HEADS, DIM), tv = ta_tensor_make(v, TA_DTYPE_F32, n, KV_HEADS, DIM);
+    for (uint32_t layer = 0; layer < LAYERS; ++layer) {
+        fill(q, first, n, Q_HEADS * DIM, 79), fill(k, first, n, KV_HEADS * DIM, 83), fill(v, first, n, KV_HEADS * DIM, 89);
+        check(ta_append(plan, layer, &tk, &tv, &err));
+        check(ta_attend(plan, layer, &tq, &to, NULL, NULL, &err));
+    }
+}
+
+/* One step: tokens [first, first + n). The first output of the last one. */
+static double step(ta_seq seq, int first, int32_t n) {
+    check(ta_plan_begin(plan, 1, &seq, &n, NULL, &err));
+    layers(first, n);
+    check(ta_plan_end(plan, &err));
+    return out[(n - 1) * Q_HEADS * DIM];
+}
+
+static ta_seq admit(const uint8_t* keys, int* have) {
+    ta_seq seq;
+    int64_t length;
+    check(ta_seq_match_prefix(pool, space, keys, BLOCKS, &seq, &length, &err));
+    *have = (int)(length / CHUNK * CHUNK);
+    check(ta_seq_truncate(pool, seq, *have, &err));
+    return seq;
+}
+
+static double prefill(ta_seq seq, const uint8_t* keys, int have) {
+    double last = 0;
+    for (int n; have < PROMPT; have += n) {
+        n = PROMPT - have < CHUNK ? PROMPT - have : CHUNK;
+        last = step(seq, have, n);
+    }
+    check(ta_seq_publish(pool, seq, space, keys, BLOCKS, &err));
+    return last;
+}
+
+int main(void) {
+    ta_context* context;
+    ta_tier_options tiers = {.struct_size = sizeof tiers, .host_bytes = 8 << 20};
+    ta_kv_pool_options options = {.struct_size = sizeof options,
+                                  .layers = LAYERS,
+                                  .kv_heads = KV_HEADS,
+                                  .head_dim = DIM,
+                                  .bits = 4,
+                                  .budget_bytes = 4 << 20,
+                                  .tiers = &tiers};
+    ta_namespace_options tenant = {.struct_size = sizeof tenant, .salt = {1}}; /* secret and random in earnest */
+    check(ta_context_create(NULL, &context, &err));
+    check(ta_kv_pool_create(context, &options, &pool, &err));
+    check(ta_plan_create(pool, NULL, &plan, &err));
+    check(ta_namespace_create(pool, &tenant, &space, &err));
+    uint8_t keys[BLOCKS * 32]; /* in earnest a hash of the model and of all tokens up to the block's end */
+    for (int i = 0; i < BLOCKS * 32; ++i) keys[i] = (uint8_t)(i + 1);
+
+    int have;
+    ta_seq cold = admit(keys, &have);
+    printf("cold: %d matched, prefill %.6f\n", have, prefill(cold, keys, have));
+    ta_seq seq = admit(keys, &have);
+    printf("warm: %d matched, prefill %.6f\n", have, prefill(seq, keys, have));
+
+    for (int t = PROMPT; t < PROMPT + 3; ++t) printf("decode: token %d, %.6f\n", t, step(seq, t, 1));
+
+    ta_seq other;
+    check(ta_seq_fork(pool, seq, &other, &err));
+    check(ta_seq_truncate(pool, other, PROMPT, &err));
+    printf("fork: %.6f\n", step(other, PROMPT + 7, 1));
+
+    int32_t one = 1;
+    check(ta_plan_begin(plan, 1, &seq, &one, NULL, &err));
+    layers(PROMPT + 3, 1);
+    check(ta_plan_abort(plan, &err));
+    int64_t length;
+    check(ta_seq_length(pool, seq, &length, &err));
+    printf("cancelled: %lld tokens\n", (long long)length);
+
+    ta_ticket ticket;
+    ta_move_info info = {.struct_size = sizeof info};
+    check(ta_seq_move(pool, seq, 0, BLOCKS, TA_TIER_HOST, &ticket, &err));
+    check(ta_move_wait(pool, ticket, -1, &info, &err));
+    printf("swapped out: %d blocks\n", (int)info.moved);
+    check(ta_seq_move(pool, seq, 0, BLOCKS, TA_TIER_DEVICE, &ticket, &err));
+    check(ta_move_wait(pool, ticket, -1, &info, &err));
+    printf("swapped in: %.6f\n", step(seq, PROMPT + 3, 1));
+
+    check(ta_seq_release(pool, cold, &err));
+    check(ta_kv_pool_close(pool, &err));
+    ta_plan_destroy(plan), ta_kv_pool_destroy(pool), ta_context_destroy(context);
+    return 0;
+}

@@ -1,0 +1,340 @@
+// The ta command on files that the library wrote, whole and damaged, and on input that is wrong. Sees only the public header.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "turboattention.h"
+
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 64;
+constexpr int kTokens = 200;  // a sink block, two channel blocks, an open one of 8
+
+struct Output {
+    int status;
+    std::string out, err;
+    json parsed() const { return json::parse(out); }
+};
+
+std::string slurp(const fs::path& path) {
+    std::ifstream in(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+}
+
+class Ta : public testing::Test {
+  protected:
+    Ta() {
+        char name[] = "/tmp/ta_test.XXXXXX";
+        folder_ = mkdtemp(name);
+    }
+    ~Ta() override { fs::remove_all(folder_); }
+
+    Output ta(const std::string& arguments) const {
+        const std::string command = TA_PROGRAM " " + arguments + " >" + path("out") + " 2>" + path("err");
+        const int status = std::system(command.c_str());
+        return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, slurp(path("out")), slurp(path("err"))};
+    }
+    std::string path(const std::string& name) const { return folder_ / name; }
+
+    // A pool, two sequences of it (the second one a fork that is cut) as "sequence" and "pool"; with a disk tier its file "disk".
+    // `falls`: full blocks but the sink have lost bits on the way to a disk tier without a name.
+    void make_files(const uint8_t* bits, ta_profile profile = TA_PROFILE_ACCURATE, bool disk = false, bool falls = false) {
+        ta_context* context = nullptr;
+        ta_kv_pool* pool = nullptr;
+        ta_plan* plan = nullptr;
+        ta_seq seq = 0, fork = 0;
+        ta_numerics numerics{};
+        numerics.struct_size = sizeof numerics;
+        numerics.profile = profile;
+        ta_tier_options tiers{};
+        tiers.struct_size = sizeof tiers;
+        tiers.disk_bytes = 4 << 20;
+        const std::string disk_path = path("disk");
+        if (disk) tiers.disk_path = disk_path.c_str();
+        if (falls) tiers.falling_precision = TA_ON;
+        ta_kv_pool_options options{};
+        options.struct_size = sizeof options;
+        options.layers = kLayers;
+        options.kv_heads = kHeads;
+        options.head_dim = kDim;
+        options.k_bits = options.v_bits = bits;
+        options.budget_bytes = 1 << 20;
+        options.numerics = &numerics;
+        if (disk || falls) options.tiers = &tiers;
+        ASSERT_EQ(ta_context_create(nullptr, &context, nullptr), TA_OK);
+        ASSERT_EQ(ta_kv_pool_create(context, &options, &pool, nullptr), TA_OK);
+        ASSERT_EQ(ta_plan_create(pool, nullptr, &plan, nullptr), TA_OK);
+        ASSERT_EQ(ta_seq_create(pool, &seq, nullptr), TA_OK);
+        std::vector<float> rows(size_t(kTokens) * kHeads * kDim);
+        for (size_t i = 0; i < rows.size(); ++i) rows[i] = float(i * 79 % 2003) / 1001 - 1;
+        const ta_tensor t = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, kHeads, kDim);
+        const int32_t n = kTokens, none = 0;
+        ASSERT_EQ(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr), TA_OK);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) ASSERT_EQ(ta_append(plan, layer, &t, &t, nullptr), TA_OK);
+        ASSERT_EQ(ta_plan_end(plan, nullptr), TA_OK);
+        if (falls) {
+            ta_ticket ticket = 0;
+            ta_move_info info{};
+            info.struct_size = sizeof info;
+            ASSERT_EQ(ta_seq_move(pool, seq, 1, 2, TA_TIER_DISK, &ticket, nullptr), TA_OK);
+            ASSERT_EQ(ta_move_wait(pool, ticket, -1, &info, nullptr), TA_OK);
+            ASSERT_EQ(info.moved, 2u);
+        }
+        ASSERT_EQ(ta_seq_fork(pool, seq, &fork, nullptr), TA_OK);
+        ASSERT_EQ(ta_seq_truncate(pool, fork, 128, nullptr), TA_OK);
+        if (disk) {
+            ta_namespace_options space_options{};
+            space_options.struct_size = sizeof space_options;
+            space_options.salt[0] = 1;
+            ta_namespace space = 0;
+            ASSERT_EQ(ta_namespace_create(pool, &space_options, &space, nullptr), TA_OK);
+            std::vector<uint8_t> keys(3 * 32);
+            for (size_t i = 0; i < keys.size(); ++i) keys[i] = uint8_t(i + 1);
+            ASSERT_EQ(ta_seq_publish(pool, seq, space, keys.data(), 3, nullptr), TA_OK);
+            ASSERT_EQ(ta_namespace_flush(pool, space, nullptr), TA_OK);
+        } else {
+            ASSERT_EQ(ta_seq_save(pool, seq, path("sequence").c_str(), nullptr, nullptr), TA_OK);
+            ASSERT_EQ(ta_kv_pool_save(pool, path("pool").c_str(), 0, nullptr, nullptr), TA_OK);
+        }
+        ta_plan_destroy(plan);
+        ta_kv_pool_destroy(pool);
+        ta_context_destroy(context);
+    }
+
+    void flip(const std::string& name, int64_t offset) const {
+        std::fstream f(path(name), std::ios::in | std::ios::out | std::ios::binary);
+        f.seekg(offset);
+        const char c = char(f.get() ^ 4);
+        f.seekp(offset);
+        f.put(c);
+        ASSERT_TRUE(f.good());
+    }
+    json block(const std::string& name, size_t i) const { return ta("inspect --json " + path(name)).parsed()["block_list"][i]; }
+    // What verify says after bit 2 of this byte is flipped; flips it back.
+    json damage_at(const std::string& name, int64_t offset) const {
+        flip(name, offset);
+        const Output r = ta("verify --json " + path(name));
+        flip(name, offset);
+        EXPECT_EQ(r.status, 1) << name << " at " << offset << ": " << r.out << r.err;
+        return r.status == 1 ? r.parsed()[0]["damage"] : json();
+    }
+
+    fs::path folder_;
+};
+
+constexpr uint8_t kMixed[kLayers * kHeads] = {4, 2, 4, 4, 2, 2};
+constexpr uint8_t kFour[kLayers * kHeads] = {4, 4, 4, 4, 4, 4};
+constexpr uint8_t kEight[kLayers * kHeads] = {8, 8, 8, 8, 8, 8};
+
+TEST_F(Ta, InspectSaysWhatThePoolWas) {
+    for (const auto& [bits, settings] : {std::pair{kFour, "4 bits"}, {kEight, "8 bits"}, {kMixed, ""}}) {
+        for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+            make_files(bits, profile);
+            for (const char* name : {"sequence", "pool"}) {
+                const json j = ta(std::string("inspect --json ") + path(name)).parsed();
+                EXPECT_EQ(j["kind"], name);
+                EXPECT_EQ(j["shape"], json({{"layers", kLayers}, {"kv_heads", kHeads}, {"head_dim", kDim}}));
+                const std::string wanted =
+                    *settings ? settings + std::string(", profile ") + (profile == TA_PROFILE_PAPER ? "paper" : "accurate")
+                              : "";
+                EXPECT_EQ(j.value("settings", ""), wanted);
+                EXPECT_EQ(j["blocks"], 4);
+                EXPECT_EQ(j["damage"], json::array());
+                EXPECT_EQ(j["sequences"][0]["tokens"], kTokens);
+                EXPECT_EQ(j["sequences"].size(), name == std::string("pool") ? 2u : 1u);
+                EXPECT_EQ(j["block_list"][3]["tokens"], kTokens % 64);
+                const Output verified = ta(std::string("verify --json ") + path(name));
+                EXPECT_EQ(verified.status, 0) << verified.out;
+                EXPECT_EQ(verified.parsed()[0]["pages"], 3 * kLayers);
+                fs::remove(path(name));
+            }
+        }
+    }
+}
+
+TEST_F(Ta, VerifyNamesBlockAndLayer) {
+    for (const auto* bits : {kMixed, kFour}) {
+        make_files(bits);
+        const json j = ta("inspect --json " + path("sequence")).parsed();
+        for (const size_t b : {0, 1, 2}) {
+            const bool token = j["block_list"][b]["kind"] == "token";
+            EXPECT_EQ(token, b == 0);
+            int64_t at = j["block_list"][b]["offset"];
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                const json damage = damage_at("sequence", at + 5);
+                ASSERT_EQ(damage.size(), 1u) << damage;
+                EXPECT_EQ(damage[0]["block"], b);
+                EXPECT_EQ(damage[0]["layer"], layer);
+                at += token ? int64_t(kHeads) * 8704 : j["channel_page_bytes"][layer].get<int64_t>();
+            }
+            // Behind the last page: the trailer, whose content id is at 24.
+            EXPECT_EQ(damage_at("sequence", at + 24)[0]["what"], "the trailer names another block");
+        }
+        const json open = damage_at("sequence", j["block_list"][3]["offset"].get<int64_t>() + 5);
+        ASSERT_EQ(open.size(), 1u);
+        EXPECT_EQ(open[0]["block"], 3);
+        fs::remove(path("sequence"));
+        fs::remove(path("pool"));
+    }
+}
+
+TEST_F(Ta, BlocksThatLostBits) {
+    for (const auto& [bits, settings] : {std::pair{kFour, "4 bits"}, {kEight, "8 bits"}}) {
+        make_files(bits, TA_PROFILE_ACCURATE, false, true);
+        const json j = ta("inspect --json " + path("sequence")).parsed();
+        EXPECT_EQ(j["settings"], settings + std::string(", profile accurate, falling precision"));
+        EXPECT_EQ(j["block_list"][1]["kind"], "low");
+        EXPECT_EQ(ta("verify " + path("sequence") + " " + path("pool")).status, 0);
+        // Low pieces of 64 channels: 2432 bytes.
+        const json damage = damage_at("sequence", j["block_list"][2]["offset"].get<int64_t>() + kHeads * 2432 + 5);
+        ASSERT_EQ(damage.size(), 1u) << damage;
+        EXPECT_EQ(damage[0]["block"], 2);
+        EXPECT_EQ(damage[0]["layer"], 1);
+        fs::remove(path("sequence"));
+        fs::remove(path("pool"));
+    }
+}
+
+TEST_F(Ta, NoBitIsLeftOut) {
+    make_files(kMixed);
+    for (const char* name : {"sequence", "pool"}) {
+        const int64_t bytes = int64_t(fs::file_size(path(name)));
+        // Header, index, headers of blocks, pages, trailers, the last byte; the first 8 say what the file is.
+        for (int64_t at : {int64_t{8}, int64_t{20}, int64_t{90}, int64_t{120}, int64_t{230}, bytes / 3, bytes / 2, bytes - 1}) {
+            flip(name, at);
+            const Output r = ta(std::string("verify ") + path(name));
+            flip(name, at);
+            EXPECT_TRUE(r.status == 1 || r.status == 2) << name << " at " << at << ": " << r.out;
+        }
+        EXPECT_EQ(ta(std::string("verify ") + path(name)).status, 0);
+        fs::resize_file(path(name), uint64_t(bytes - 700));
+        EXPECT_EQ(ta(std::string("verify ") + path(name)).status, 1);
+        fs::resize_file(path(name), 30);
+        const Output cut = ta(std::string("verify ") + path(name));
+        EXPECT_EQ(cut.status, 2);
+        EXPECT_NE(cut.err.find("cut off"), std::string::npos);
+    }
+}
+
+TEST_F(Ta, DiskTierFiles) {
+    make_files(kFour, TA_PROFILE_ACCURATE, true);
+    const json j = ta("inspect --json " + path("disk")).parsed();
+    EXPECT_EQ(j["kind"], "disk tier");
+    EXPECT_EQ(j["settings"], "4 bits, profile accurate");
+    EXPECT_EQ(j["blocks"], 3);
+    EXPECT_EQ(j["published"], 3);
+    EXPECT_EQ(j["state"], "closed");
+    EXPECT_EQ(ta("verify " + path("disk")).status, 0);
+    const json page = damage_at("disk", block("disk", 1)["offset"].get<int64_t>() + 5);
+    ASSERT_EQ(page.size(), 1u) << page;
+    EXPECT_EQ(page[0]["layer"], 0);
+    EXPECT_EQ(damage_at("disk", block("disk", 1)["offset"].get<int64_t>() - 4096 + 60)[0]["what"],
+              "a record's header does not match its hash");
+    EXPECT_EQ(damage_at("disk", 40)[0]["what"], "a superblock does not match its hash");
+}
+
+TEST_F(Ta, WrongInputGetsOneLine) {
+    std::ofstream(path("text")) << "no file of the library";
+    std::ofstream(path("mla.json")) << R"({"num_hidden_layers": 2, "kv_lora_rank": 512})";
+    std::ofstream(path("odd.json")) << R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 320})";
+    std::ofstream(path("rows.json")) << R"({"rows": [1]})";
+    for (const std::string& arguments :
+         {std::string(""), std::string("frobnicate"), std::string("inspect"), "inspect " + path("none"),
+          "inspect " + path("text"), "inspect " + folder_.string(), "verify " + path("text"), std::string("map"),
+          std::string("map nobody-knows-it"), "map " + path("text"), "map " + path("mla.json"), "map " + path("odd.json"),
+          std::string("map llama-3-8b --bits 3"), std::string("map llama-3-8b --budget lots"),
+          "plot " + path("rows.json") + " -o x.svg", "plot " + path("rows.json") + " -o x.pdf", std::string("completion tcsh"),
+          std::string("bench tiers --repeats 1")}) {
+        const Output r = ta(arguments);
+        EXPECT_EQ(r.status, 2) << arguments;
+        EXPECT_EQ(r.out, "") << arguments;
+        EXPECT_EQ(std::count(r.err.begin(), r.err.end(), '\n'), 1) << arguments << ": " << r.err;
+        EXPECT_EQ(r.err.rfind("ta: ", 0), 0u) << r.err;
+    }
+}
+
+TEST_F(Ta, MapIsWhatPoolsTake) {
+    const json j = ta("map llama-3-8b --budget 1GB --json").parsed();
+    // docs/FORMAT.md: pieces of 8832 bytes; 64 + 8 * 32 bytes of trailer, up to a multiple of 128.
+    const json& four = j["rows"][2];
+    EXPECT_EQ(four["bits"], "4");
+    EXPECT_EQ(four["block_bytes"], 32 * 8 * 8832 + 384);
+    const uint64_t token = 32 * 8 * 16896 + 384, full = four["block_bytes"];
+    EXPECT_EQ(four["tokens_in_budget"], 64 * (2 + (1'000'000'000 - 2 * token) / full));
+    std::ofstream(path("config.json")) << R"({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                                             "hidden_size": 4096})";
+    EXPECT_EQ(ta("map --budget 1GB --json " + path("config.json")).parsed()["rows"], j["rows"]);
+}
+
+TEST_F(Ta, TablesForPeople) {
+    // Units in the head, numbers to the right: all lines of the table end in the same column.
+    std::istringstream table(ta("map llama-3-8b --bits 8,4").out);
+    std::string title, head, row;
+    std::getline(table, title);
+    std::getline(table, head);
+    EXPECT_NE(head.find("64 tokens (MB)"), std::string::npos) << head;
+    int rows = 0;
+    for (; std::getline(table, row); ++rows) EXPECT_EQ(row.size(), head.size()) << row;
+    EXPECT_EQ(rows, 3);
+    make_files(kFour);
+    const std::string text = ta("inspect " + path("sequence")).out;
+    EXPECT_NE(text.find("3 layers, 2 kv heads of 64\n"), std::string::npos) << text;
+    const std::string bench = ta("bench share --devices cpu,cpu --memory 8MB --repeats 3 --parts transfers").out;
+    EXPECT_NE(bench.find("\ntransfers\nin all rows: "), std::string::npos) << bench;
+    EXPECT_NE(bench.find("rate (GB/s)"), std::string::npos) << bench;
+    EXPECT_EQ(bench.find("gb_s"), std::string::npos) << bench;
+}
+
+TEST_F(Ta, InfoSaysWhatIsHere) {
+    const json j = ta("info --json").parsed();
+    EXPECT_EQ(j["build"], ta_build_info());
+    EXPECT_EQ(j["abi"], TA_ABI_VERSION);
+    EXPECT_EQ(j["devices"][0]["kind"], "cpu");
+    EXPECT_EQ(j["tiers"].size(), 2u);
+    EXPECT_EQ(ta("info").status, 0);
+}
+
+TEST_F(Ta, PlotDrawsOrSaysWhatIsMissing) {
+    std::ofstream(path("bench.json")) << R"({"device": "d", "library": "l", "rows": [
+        {"part": "moves", "what": "up", "bytes": 1000, "gb_s": 1.5}, {"part": "moves", "what": "up", "bytes": 2000, "gb_s": 2},
+        {"part": "moves", "what": "up", "bytes": 4000, "gb_s": 2.5}, {"part": "disk", "what": "read", "p50_us": 7}]})";
+    const Output r = ta("plot " + path("bench.json") + " -o " + path("bench.svg"));
+    if (r.status == 0) {
+        EXPECT_NE(slurp(path("bench.svg")).find("<svg"), std::string::npos);
+    } else {
+        EXPECT_EQ(r.status, 1);
+        EXPECT_NE(r.err.find("plot needs"), std::string::npos) << r.err;
+    }
+    const Output none = ta("plot " + path("bench.json") + " -o " + path("x.svg") + " --python " + path("no-python"));
+    EXPECT_EQ(none.status, 1);
+    EXPECT_NE(none.err.find("plot needs"), std::string::npos) << none.err;
+}
+
+TEST_F(Ta, ManualAndCompletionsKnowEveryCommand) {
+    std::vector<std::string> pages = {ta("--man").out};
+    for (const char* shell : {"bash", "zsh", "fish"}) pages.push_back(ta(std::string("completion ") + shell).out);
+    for (const std::string& page : pages) {
+        for (const char* word :
+             {"info", "inspect", "verify", "map", "plot", "bench", "completion", "budget", "json", "repeats"})
+            EXPECT_NE(page.find(word), std::string::npos) << word << " in\n" << page.substr(0, 200);
+    }
+    std::ofstream(path("completion")) << pages[1];
+    const std::string asked = "bash -c '. " + path("completion") +
+                              "; COMP_WORDS=(ta bench tiers --me); COMP_CWORD=3; _ta; echo \"${COMPREPLY[@]}\"' >" +
+                              path("reply");
+    ASSERT_EQ(std::system(asked.c_str()), 0);
+    EXPECT_EQ(slurp(path("reply")), "--memory\n");
+}
+
+}  // namespace

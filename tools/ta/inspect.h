@@ -1,0 +1,18 @@
+// ta inspect and ta verify: what a file of the library holds, and whether it is all there.
+#pragma once
+
+#include <string>
+
+#include "tools/ta/table.h"
+
+namespace ta::tools {
+
+// `blocks`: a row for each block, too. Throws WrongInput.
+Json inspect(const std::string& path, bool blocks);
+void print_inspection(const Json& file, uint64_t most_blocks);
+
+// "good": whether every hash matches; "damage": what does not. Throws WrongInput.
+Json verify(const std::string& path);
+void print_verification(const Json& result);
+
+}  // namespace ta::tools

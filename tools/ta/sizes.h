@@ -1,0 +1,31 @@
+// ta map: how much memory a model's cache takes, and how many tokens fit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tools/ta/table.h"
+
+namespace ta::tools {
+
+struct ModelShape {
+    std::string name;
+    uint32_t layers = 0, kv_heads = 0, head_dim = 0;
+    std::string note;  // what the sizes leave out
+};
+
+const std::vector<ModelShape>& known_models();
+// A known name, or the path of a Hugging Face config.json. Throws WrongInput.
+ModelShape model_shape(const std::string& name_or_path);
+
+struct MapOptions {
+    uint64_t budget_bytes = 16'000'000'000;  // for all blocks
+    uint64_t sequences = 1;                  // of equal length
+    std::vector<int> bits;                   // empty: 8, 4, half of the heads 4 and half 2, 2
+};
+
+Json map_sizes(const ModelShape& model, const MapOptions& options);
+void print_map(const Json& map);
+
+}  // namespace ta::tools

@@ -1,0 +1,93 @@
+// The files that the library writes, read by what docs/FORMAT.md says of them, without a pool: ta inspect and ta verify. No
+// count in a file is believed beyond the bytes that it has.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/format/layout.h"
+#include "tools/ta/machine.h"
+
+namespace ta::tools {
+
+enum class FileKind { kSequence, kPool, kDisk };
+const char* name_of(FileKind kind);
+const char* name_of(PageKind kind);
+
+struct StoredBlock {
+    uint64_t index;  // in its sequences
+    uint32_t tokens;
+    PageKind kind;
+    uint64_t content_id;
+    uint64_t hash;    // of the slot
+    uint64_t offset;  // of the slot in the file; 0: what is before it is too damaged to know
+    uint64_t bytes;   // of the slot
+};
+
+struct StoredSequence {
+    uint64_t id;  // 0 in a sequence's file
+    int64_t tokens;
+    uint64_t space;                // the 8 bytes that name its namespace; 0: none
+    std::vector<uint64_t> blocks;  // numbers in the file
+};
+
+// What is wrong, and where; -1 where a place does not apply.
+struct Damage {
+    std::string what;
+    int64_t block = -1;  // number in the file
+    int64_t layer = -1;
+    int64_t offset = -1;  // of the damaged thing in the file
+};
+
+// What the bytes of a pool's blocks say of its shape. The file does not name it: head counts follow from sizes.
+struct StoredShape {
+    uint32_t layers = 0;  // 0: no block has a readable trailer
+    uint32_t kv_heads = 0, head_dim = 0;
+    bool own_scales = false;      // universal open scales
+    std::vector<uint64_t> pages;  // bytes of a channel block's page by layer; empty: unknown, or there is no such block
+};
+
+class StoredFile {
+  public:
+    // Throws WrongInput: it cannot be read, is no file of the library, or is too damaged to find its blocks.
+    explicit StoredFile(const std::string& path);
+
+    FileKind kind;
+    unsigned version = 0;
+    uint64_t bytes = 0;
+    uint64_t fingerprint = 0;
+    uint64_t slot_bytes[kPageKinds] = {};  // by PageKind; 0: no such blocks, or none was met
+    std::vector<StoredBlock> blocks;
+    std::vector<StoredSequence> sequences;
+    uint64_t published = 0;  // blocks under keys
+    uint64_t room = 0;       // of a disk tier: records of its smallest kind that fit
+    uint64_t opened = 0;     // of a disk tier: how often
+    const char* state = "";  // of a disk tier
+    StoredShape shape;
+    std::vector<Damage> damage;  // of header, index and headers of blocks, met while opening
+
+    // Reads every block and compares each hash. All damage, that of opening included.
+    std::vector<Damage> verify(const std::function<void(uint64_t done, uint64_t total)>& progress);
+    uint64_t pages_checked = 0;
+
+  private:
+    void read(uint64_t offset, void* to, uint64_t n);
+    void open_sequence();
+    void open_pool();
+    void open_disk();
+    void place_blocks(uint64_t offset);
+    void find_shape();
+    std::vector<uint8_t> slot_of(const StoredBlock& block);
+    bool learn_pages(std::span<const uint8_t> slot, uint64_t trailer);
+    uint64_t page_bytes(PageKind kind, uint32_t layer) const;
+    void check_slot(uint64_t number, std::span<const uint8_t> slot, std::vector<Damage>& found);
+
+    const std::string path_;
+    std::ifstream in_;
+};
+
+}  // namespace ta::tools
