@@ -97,7 +97,8 @@ class Group {
     void send_locked(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload);
     Status take_in(const Transport::Received& received);
     Status dispatch(uint32_t from, const Message& message);
-    Status check_peers(Time now);
+    Status check_peers(Time now, bool heard_all);
+    std::chrono::milliseconds heartbeat_interval() const;
     Time next_time() const;
     void send_heartbeats(Time now);
     void signal();
@@ -117,7 +118,7 @@ class Group {
 
     std::mutex sending_;       // numbers go out in their order
     std::vector<Peer> peers_;  // `sent` guarded by sending_, the rest the communication thread's
-    Time next_heartbeat_{};
+    Time next_heartbeat_{}, next_look_{};
     std::atomic<bool> stopping_{false};
     std::thread thread_;
 };

@@ -194,7 +194,8 @@ class NcclTransport final : public StreamTransport {
             const bool fails = !health_.ok() && !std::exchange(told_, true);
             const Time next = next_step();
             lock.unlock();
-            if (woken_.exchange(false) || Clock::now() >= until || fails) return {};
+            const bool enough = woken_.exchange(false) || Clock::now() >= until;
+            if (fails || (enough && phase_ != Phase::kOpen)) return {};
             if (phase_ != Phase::kOpen) {
                 if (!connects()) {
                     woken_.wait(false);
@@ -203,8 +204,9 @@ class NcclTransport final : public StreamTransport {
                 }
                 continue;
             }
-            std::optional<Received> got = local_->receive(std::min(until, next));
+            std::optional<Received> got = local_->receive(enough ? Time::min() : std::min(until, next));
             if (got) return Received{members_[got->from], std::move(got->packet)};
+            if (enough) return {};
         }
     }
 
