@@ -210,6 +210,24 @@ TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
     EXPECT_EQ(shared_files(), 0u);
 }
 
+// Whoever of the two is last.
+TEST(Processes, RanksThatLeaveAtOnceLeaveNoMemory) {
+    for (int i = 0; i < 300; ++i) {
+        const ProcessGroup ranks(3, pool_shape());
+        Rank a = ranks.join(0), b = ranks.join(1);
+        std::atomic<int> ready{0};
+        const auto leave = [&](Rank& rank) {
+            for (++ready; ready < 2;) {
+            }
+            rank.group.reset();
+        };
+        std::thread other([&] { leave(b); });
+        leave(a);
+        other.join();
+        ASSERT_EQ(shared_files(), 0u) << i;
+    }
+}
+
 TEST(Processes, TheMemoryOfTheDeadIsLetGo) {
     const ProcessGroup ranks(2, pool_shape());
     kill_the_first(ranks);
