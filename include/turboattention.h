@@ -948,7 +948,7 @@ TA_API ta_status ta_group_abort(ta_group* group, ta_error* err);
 /* A file descriptor that can be read (poll, epoll) while ta_group_take_finished has tickets, or since the state changed. It
  * belongs to the group. Errors: TA_E_UNSUPPORTED (the system gave none). */
 TA_API ta_status ta_group_descriptor(const ta_group* group, int32_t* out, ta_error* err);
-/* Takes tickets that are finished, each once, the oldest first.
+/* Takes tickets that are finished, each once, the oldest first. Of those that nobody takes the last 4096 are kept.
  *   tickets   [most]
  *   n         gets how many */
 TA_API ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t most, uint64_t* n, ta_error* err);

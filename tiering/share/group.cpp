@@ -125,11 +125,12 @@ void Group::signal() {
 
 void Group::expect_finished(size_t tickets) {
     const std::lock_guard lock(state_mutex_);
-    finished_.reserve(finished_.size() + tickets);
+    finished_.reserve(std::min(finished_.size() + tickets, kMostFinished));
 }
 
 void Group::add_finished(uint64_t ticket) noexcept {
     const std::lock_guard lock(state_mutex_);
+    if (finished_.size() == kMostFinished) finished_.erase(finished_.begin());
     finished_.push_back(ticket);
     signal();
 }

@@ -15,6 +15,8 @@
 
 namespace ta::share {
 
+inline constexpr size_t kMostFinished = 4096;  // tickets that are known after their end, and wait to be taken
+
 enum class GroupState : int32_t { kConnecting = 1, kReady = 2, kEnded = 3 };
 
 struct GroupSettings {
@@ -78,7 +80,7 @@ class Group {
     // Takes the memory for so many tickets that are not finished yet.
     void expect_finished(size_t tickets);
     void add_finished(uint64_t ticket) noexcept;
-    // The oldest ones, at most so many. With the last one descriptor() is not readable any more.
+    // The oldest ones of the last kMostFinished, at most so many. With the last one descriptor() is not readable any more.
     std::vector<uint64_t> take_finished(size_t most);
 
   private:

@@ -9,7 +9,6 @@
 namespace ta::share {
 namespace {
 
-constexpr size_t kKnownTickets = 4096;                       // finished ones
 constexpr uint64_t kMostOfferedBytes = uint64_t{256} << 20;  // of offers that nobody has asked for
 
 Time after(std::chrono::milliseconds from_now) {
@@ -25,7 +24,7 @@ TransferProgress TransferProgress::clone() const {
 Transfers::Transfers(Group& group, SharedSpaces* spaces) : group_(group), spaces_(spaces) {
     const uint64_t of[] = {group.settings().generation, group.settings().rank};
     tickets_ = hash_bytes(of, sizeof of) >> 33 << 32;  // those of another group name nothing here
-    done_.reserve(kKnownTickets + 1);
+    done_.reserve(kMostFinished + 1);
 }
 
 Status Transfers::start() {
@@ -236,7 +235,7 @@ void Transfers::publish(Transfer& t) noexcept {
         return;
     }
     done_.push_back(t.ticket);
-    if (done_.size() > kKnownTickets) {
+    if (done_.size() > kMostFinished) {
         known_.erase(done_.front());
         done_.erase(done_.begin());
     }
