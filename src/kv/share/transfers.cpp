@@ -130,6 +130,7 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
         throw;
     }
     t->out = std::move(out);
+    t->out->offered = true;
     unlock.out = nullptr;
     group_.wake();
     return t->ticket;
@@ -380,7 +381,8 @@ Status Transfers::on_ready(const Message& m) {
     PayloadReader payload(m.payload);
     ReadyHeader ready{};
     std::vector<uint64_t> positions;
-    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && t->out->asked.size() < kWindows &&
+    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && t->out->offered &&
+                      t->out->asked.size() < kWindows &&
                       std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < t->out->list.size(); });
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
@@ -420,7 +422,8 @@ Status Transfers::on_ask_lease(const Message& m) {
     AskLeaseHeader asked{};
     std::vector<uint64_t> positions;
     Outgoing& out = *t->out;
-    const bool good = payload.get(asked) && payload.get_rest(asked.blocks, positions) && !std::exchange(out.leased, true) &&
+    const bool good = payload.get(asked) && payload.get_rest(asked.blocks, positions) && out.offered &&
+                      !std::exchange(out.leased, true) &&
                       std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < out.list.size(); });
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)

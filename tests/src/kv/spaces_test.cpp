@@ -48,6 +48,10 @@ struct JoinPayload {
     uint32_t answers, reserved;
 };
 
+struct ReadyNothing {
+    uint64_t window = 1, on_gpu = 0, blocks = 0;
+};
+
 struct World {
     World() {
         for (uint32_t r = 0; r < 2; ++r) {
@@ -212,6 +216,18 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
     ends(fetch(1, 1, {0}));
     ends(fetch(uint64_t{1} << 40 | 1, 2, {1, 1}));
     ends(fetch(uint64_t{1} << 40 | 1, UINT64_MAX, {1}));
+    // Blocks are asked for before they can have been offered.
+    for (const MessageType type : {MessageType::kReady, MessageType::kAskLease}) {
+        ends([type](World& w, const JoinPayload& join) {
+            w.prove(join);
+            PayloadWriter many, nothing;
+            constexpr uint64_t kMany = 100000, kChannel = uint64_t{1} << 40 | 1;  // which it takes a while to look for
+            many.put(join.name).put(kMany);
+            for (uint64_t i = 0; i < kMany; ++i) many.put(w.keys[0]).put(i);
+            w.say(MessageType::kFetch, kChannel, many);
+            w.say(type, kChannel, type == MessageType::kReady ? nothing.put(ReadyNothing{}) : nothing.put(uint64_t{0}));
+        });
+    }
 }
 
 // What of a rank was too much to keep is never told.
