@@ -1001,7 +1001,8 @@ TA_API ta_status ta_transfer_query(const ta_group* group, ta_ticket ticket, ta_t
 TA_API ta_status ta_transfer_wait(const ta_group* group, ta_ticket ticket, int64_t nanoseconds, ta_transfer_info* info,
                                   ta_error* err);
 /* Asks for the end of a transfer and returns; the ticket is finished when neither rank touches its blocks any more: CANCELLED, or
- * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED. Errors: as ta_transfer_query. */
+ * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED; one that has not met this one (a receive without an
+ * offer) hears nothing of it. Errors: as ta_transfer_query. */
 TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err);
 
 /* Shares a namespace with the ranks of a group whose pools have the same fingerprint and a namespace of the same salt that has
