@@ -350,6 +350,15 @@ class NcclTransport final : public StreamTransport {
         lock.lock();
     }
 
+    // As chunks are packed until the communicator is gone.
+    void wait_for_pieces(uint32_t to) override {
+        for (;; std::this_thread::sleep_for(kPoll)) {
+            step();
+            const std::lock_guard lock(stepping_);
+            if (!pairs_[to].comm) return;
+        }
+    }
+
     // True: a phase is over.
     bool advance() {
         switch (phase_) {
