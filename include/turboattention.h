@@ -948,7 +948,7 @@ TA_API ta_status ta_group_abort(ta_group* group, ta_error* err);
 /* A file descriptor that can be read (poll, epoll) while ta_group_take_finished has tickets, or since the state changed. It
  * belongs to the group. Errors: TA_E_UNSUPPORTED (the system gave none). */
 TA_API ta_status ta_group_descriptor(const ta_group* group, int32_t* out, ta_error* err);
-/* Takes tickets that are finished, each once, the oldest first.
+/* Takes tickets that are finished, each once, the oldest first. Of those that nobody takes the last 4096 are kept.
  *   tickets   [most]
  *   n         gets how many */
 TA_API ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t most, uint64_t* n, ta_error* err);
@@ -1001,7 +1001,8 @@ TA_API ta_status ta_transfer_query(const ta_group* group, ta_ticket ticket, ta_t
 TA_API ta_status ta_transfer_wait(const ta_group* group, ta_ticket ticket, int64_t nanoseconds, ta_transfer_info* info,
                                   ta_error* err);
 /* Asks for the end of a transfer and returns; the ticket is finished when neither rank touches its blocks any more: CANCELLED, or
- * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED. Errors: as ta_transfer_query. */
+ * DONE if that was faster. The other rank's ticket fails with TA_E_CANCELLED; one that has not met this one (a receive without an
+ * offer) hears nothing of it. Errors: as ta_transfer_query. */
 TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err);
 
 /* Shares a namespace with the ranks of a group whose pools have the same fingerprint and a namespace of the same salt that has

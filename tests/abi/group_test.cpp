@@ -285,6 +285,21 @@ TEST(Group, TicketsAreFinishedOnceAndTheDescriptorTells) {
     EXPECT_EQ(ta_transfer_query(ranks[0].group.get(), got, &info, nullptr), TA_E_STALE);
 }
 
+TEST(Group, FinishedTicketsThatNobodyTakesAreNotKeptForEver) {
+    const std::vector<Rank> ranks = make_ranks(2, pool_shape());
+    for (int i = 0; i < 5000; ++i) {
+        const ta_ticket ticket = receive(ranks[1], 0, 1);
+        cancel(ranks[1], ticket);
+        wait(ranks[1], ticket);
+    }
+    std::vector<ta_ticket> tickets(6000);
+    uint64_t n = 0;
+    ta_error err;
+    require(ta_group_take_finished(ranks[1].group.get(), tickets.data(), tickets.size(), &n, &err), err);
+    EXPECT_EQ(n, 4096u);
+    EXPECT_EQ(wait(ranks[1], tickets[0]).state, TA_MOVE_CANCELLED);
+}
+
 TEST(Group, EndsEverywhereWhenARankLeaves) {
     std::vector<Rank> ranks = make_ranks(3, pool_shape());
     const ta_seq source = grown(ranks[0], 100);

@@ -68,6 +68,48 @@ TEST(Partition, ARankMayReleaseItsSequenceWhileOthersAttend) {
     }
 }
 
+// A rank that gets no results waits for none: it is in a later step while others have not attended in this one.
+TEST(Partition, ARankThatGetsNothingMayBeAhead) {
+    Spread s(3, 4, [](ta_group_options& o) { o.operation_ms = 3000; });
+    auto options = partition_options(1);
+    options.output = TA_OUTPUT_ONE;
+    options.output_rank = 2;
+    const size_t a = s.add(options);
+    const std::vector<Asked> steps(4, {70, 2});
+    std::vector<std::thread> threads;
+    std::vector<Given> given;
+    for (uint32_t r = 0; r < 3; ++r) {
+        threads.emplace_back([&, r] {
+            for (Asked asked : steps) {
+                if (r == 1) asked.begun = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+                const Given g = s.step(r, {a}, asked);
+                EXPECT_EQ(g.status, TA_OK) << "rank " << r << ": " << g.text;
+                if (r == 2) given.push_back(g);
+            }
+        });
+    }
+    for (std::thread& t : threads) t.join();
+    for (size_t i = 0; i < steps.size(); ++i)
+        EXPECT_LT(largest_difference(given[i].out, s.whole_step({a}, steps[i]).out), s.tolerance);
+}
+
+TEST(Partition, AStepThatIsGivenUpDoesNotEndTheOneBefore) {
+    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 3000; });
+    auto options = partition_options(1);
+    options.output = TA_OUTPUT_ONE;
+    options.output_rank = 1;
+    const size_t a = s.add(options);
+    Asked late{70, 2};
+    late.begun = [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); };
+    Given given;
+    std::thread other([&] { given = s.step(1, {a}, late); });
+    EXPECT_EQ(s.step(0, {a}, {70, 2}).status, TA_OK);
+    begin(s.ranks[0].plan, s.at({a}, 0), {1}, {1});
+    EXPECT_EQ(ta_plan_abort(s.ranks[0].plan.get(), nullptr), TA_OK);
+    other.join();
+    EXPECT_EQ(given.status, TA_OK) << given.text;
+}
+
 TEST(Partition, OptionsOfAttentionHoldOverAllRanks) {
     Spread s(3);
     const size_t a = s.add(partition_options(1));

@@ -210,6 +210,41 @@ TEST(Processes, OneThatDiesBeforeTheOthersJoinIsMissed) {
     EXPECT_EQ(shared_files(), 0u);
 }
 
+// A child of fork() has the files of its parent, and does not live for it.
+TEST(Processes, AChildDoesNotHideItsParentsDeath) {
+    const ProcessGroup ranks(2, pool_shape());
+    const Process other = ranks.start(0, [](const Rank&, const auto& say) {
+        if (fork() == 0) _exit(int(sleep(8)));
+        say();
+        return pause() == 0;
+    });
+    const Rank r = ranks.join(1);
+    ASSERT_EQ(poll(r.group), TA_GROUP_READY);
+    ASSERT_TRUE(other.wait_for_word());
+    other.kill();
+    other.status();
+    for (int i = 0; i < 500 && ta_group_health(r.group.get(), nullptr) == TA_OK; ++i) usleep(10000);
+    EXPECT_EQ(ta_group_health(r.group.get(), nullptr), TA_E_PEER_LOST);
+}
+
+// Whoever of the two is last.
+TEST(Processes, RanksThatLeaveAtOnceLeaveNoMemory) {
+    for (int i = 0; i < 300; ++i) {
+        const ProcessGroup ranks(3, pool_shape());
+        Rank a = ranks.join(0), b = ranks.join(1);
+        std::atomic<int> ready{0};
+        const auto leave = [&](Rank& rank) {
+            for (++ready; ready < 2;) {
+            }
+            rank.group.reset();
+        };
+        std::thread other([&] { leave(b); });
+        leave(a);
+        other.join();
+        ASSERT_EQ(shared_files(), 0u) << i;
+    }
+}
+
 TEST(Processes, TheMemoryOfTheDeadIsLetGo) {
     const ProcessGroup ranks(2, pool_shape());
     kill_the_first(ranks);

@@ -41,6 +41,7 @@ struct Asked {
     int32_t more = 0;                            // tokens and queries of a sequence than the one before has
     bool lse = true;                             // is asked for
     std::vector<float> sinks = {}, slopes = {};  // [query heads], options'; empty: none
+    std::function<void()> begun = [] {};         // is called between ta_plan_begin and the rest
 };
 
 struct Given {
@@ -88,6 +89,7 @@ Given try_step(
     }
     if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), &err)))
         return given;
+    asked.begun();
     Random random(asked.seed);
     const int64_t q_heads = kHeads * asked.group;
     Tensor sinks(asked.sinks, !asked.sinks.empty(), q_heads, 1), slopes(asked.slopes, !asked.slopes.empty(), q_heads, 1);

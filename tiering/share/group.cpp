@@ -37,7 +37,7 @@ Group::~Group() {
 Status Group::start(std::vector<Service*> services) {
     services_ = std::move(services);
     for (Peer& p : peers_) p.heard = created_;
-    next_heartbeat_ = created_;
+    next_heartbeat_ = next_look_ = created_;
     const GroupShape shape{settings_.ranks, 0};
     for (uint32_t r = 0; r < settings_.ranks; ++r) {
         if (r != settings_.rank) send(r, MessageType::kHello, 0, PayloadWriter().put(shape).bytes());
@@ -125,11 +125,12 @@ void Group::signal() {
 
 void Group::expect_finished(size_t tickets) {
     const std::lock_guard lock(state_mutex_);
-    finished_.reserve(finished_.size() + tickets);
+    finished_.reserve(std::min(finished_.size() + tickets, kMostFinished));
 }
 
 void Group::add_finished(uint64_t ticket) noexcept {
     const std::lock_guard lock(state_mutex_);
+    if (finished_.size() == kMostFinished) finished_.erase(finished_.begin());
     finished_.push_back(ticket);
     signal();
 }
@@ -156,7 +157,7 @@ void Group::run() {
             const std::optional<Transport::Received> received = transport_->receive(next_time());
             Status s = received ? take_in(*received) : transport_->health();
             const Time now = Clock::now();
-            if (s.ok()) s = check_peers(now);
+            if (s.ok()) s = check_peers(now, !received);
             if (!s.ok()) {
                 end(s);
                 continue;
@@ -170,7 +171,7 @@ void Group::run() {
 }
 
 Time Group::next_time() const {
-    Time next = next_heartbeat_;
+    Time next = std::min(next_heartbeat_, next_look_);
     for (uint32_t r = 0; r < settings_.ranks; ++r) {
         const Peer& p = peers_[r];
         if (r == settings_.rank) continue;
@@ -255,13 +256,17 @@ Status Group::dispatch(uint32_t from, const Message& m) {
     return {};
 }
 
-Status Group::check_peers(Time now) {
+// `heard_all`: no message waits. A rank that was held up has heard nothing, though its peers have sent.
+Status Group::check_peers(Time now, bool heard_all) {
+    const bool looks = heard_all && now >= next_look_;
+    if (looks) next_look_ = now + heartbeat_interval();
     for (uint32_t r = 0; r < settings_.ranks; ++r) {
         const Peer& p = peers_[r];
         if (r == settings_.rank) continue;
-        if (now >= next_heartbeat_ && !transport_->alive(r)) return lost(r, "has ended: its process is gone");
-        if (p.missing && now >= p.missing_since + settings_.silence) return lost(r, "sent a message that got lost");
-        if (p.greeted && now >= p.heard + settings_.silence) {
+        if (looks && !transport_->alive(r)) return lost(r, "has ended: its process is gone");
+        if (heard_all && p.missing && now >= p.missing_since + settings_.silence)
+            return lost(r, "sent a message that got lost");
+        if (heard_all && p.greeted && now >= p.heard + settings_.silence) {
             return fail(TA_E_PEER_LOST, "nothing was heard from rank %u for %lld ms", r, (long long)settings_.silence.count())
                 .rank(int32_t(r));
         }
@@ -273,9 +278,13 @@ Status Group::check_peers(Time now) {
     return {};
 }
 
+std::chrono::milliseconds Group::heartbeat_interval() const {
+    return std::clamp(settings_.silence / 5, std::chrono::milliseconds(1), std::chrono::milliseconds(1000));
+}
+
 void Group::send_heartbeats(Time now) {
     if (now < next_heartbeat_) return;
-    next_heartbeat_ = now + std::clamp(settings_.silence / 5, std::chrono::milliseconds(1), std::chrono::milliseconds(1000));
+    next_heartbeat_ = now + heartbeat_interval();
     for (uint32_t r = 0; r < settings_.ranks; ++r) {
         if (r != settings_.rank) send(r, MessageType::kAlive, 0, {});
     }

@@ -15,6 +15,8 @@
 
 namespace ta::share {
 
+inline constexpr size_t kMostFinished = 4096;  // tickets that are known after their end, and wait to be taken
+
 enum class GroupState : int32_t { kConnecting = 1, kReady = 2, kEnded = 3 };
 
 struct GroupSettings {
@@ -78,7 +80,7 @@ class Group {
     // Takes the memory for so many tickets that are not finished yet.
     void expect_finished(size_t tickets);
     void add_finished(uint64_t ticket) noexcept;
-    // The oldest ones, at most so many. With the last one descriptor() is not readable any more.
+    // The oldest ones of the last kMostFinished, at most so many. With the last one descriptor() is not readable any more.
     std::vector<uint64_t> take_finished(size_t most);
 
   private:
@@ -97,7 +99,8 @@ class Group {
     void send_locked(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload);
     Status take_in(const Transport::Received& received);
     Status dispatch(uint32_t from, const Message& message);
-    Status check_peers(Time now);
+    Status check_peers(Time now, bool heard_all);
+    std::chrono::milliseconds heartbeat_interval() const;
     Time next_time() const;
     void send_heartbeats(Time now);
     void signal();
@@ -117,7 +120,7 @@ class Group {
 
     std::mutex sending_;       // numbers go out in their order
     std::vector<Peer> peers_;  // `sent` guarded by sending_, the rest the communication thread's
-    Time next_heartbeat_{};
+    Time next_heartbeat_{}, next_look_{};
     std::atomic<bool> stopping_{false};
     std::thread thread_;
 };

@@ -35,7 +35,8 @@ class HostTransport final : public StreamTransport {
             if (r != rank_) segment_->ring_bell(r);
         }
         bool last = true;
-        for (uint32_t r = 0; r < ranks_; ++r) last = last && (r == rank_ || !segment_->alive(r));
+        for (uint32_t r = 0; r < ranks_; ++r)
+            last = last && (r == rank_ || segment_->area(r).state.load() == RankArea::kLeft || !segment_->alive(r));
         if (last) segment_->remove_name();
     }
 

@@ -45,14 +45,19 @@ Result<Transport::Shared> Exports::share(const std::shared_ptr<Exports>& exports
         shared.name.number = ++r.numbers;
         r.memories.emplace(shared.name.number, memory);
     }
-    const std::lock_guard lock(e.mutex_);
     RankArea& mine = e.segment_->area(e.segment_->rank());
-    SharedSlot* const slot =
-        std::find_if(std::begin(mine.slots), std::end(mine.slots), [](const SharedSlot& s) { return s.number.load() == 0; });
-    if (slot == std::end(mine.slots)) return fail(TA_E_LIMIT, "a rank shares at most %zu parts of its memory", kSharedSlots);
-    e.shared_.emplace(slot, std::move(memory));
-    slot->mapped.store(SharedSlot::kOpen);
-    slot->number.store(shared.name.number);
+    SharedSlot* slot = nullptr;
+    {
+        const std::lock_guard lock(e.mutex_);
+        slot = std::find_if(std::begin(mine.slots), std::end(mine.slots),
+                            [](const SharedSlot& s) { return s.number.load() == 0; });
+        if (slot == std::end(mine.slots))
+            return fail(TA_E_LIMIT, "a rank shares at most %zu parts of its memory", kSharedSlots);
+        e.shared_.emplace(slot, std::move(memory));
+        slot->mapped.store(SharedSlot::kOpen);
+        slot->number.store(shared.name.number);
+    }
+    // Without the lock: where there is no memory for it, it goes at once.
     shared.lasts = std::shared_ptr<void>(slot, [exports](void* s) {
         static_cast<SharedSlot*>(s)->mapped.fetch_and(~SharedSlot::kOpen);
         exports->reap();

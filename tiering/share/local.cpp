@@ -284,7 +284,8 @@ Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t 
         return fail(TA_E_MISMATCH, "ranks is %u; another rank of the group says %zu", ranks, hub->boxes.size());
     }
     Mailbox& mine = hub->boxes[rank];
-    for (const Mailbox& box : hub->boxes) {
+    for (Mailbox& box : hub->boxes) {
+        const std::lock_guard box_lock(box.mutex);
         if (box.left) return fail(TA_E_STALE, "the group of this id has ended; make a new id");
     }
     if (mine.joined) return fail(TA_E_INVALID, "rank %u has joined the group already", rank);

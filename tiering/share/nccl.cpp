@@ -194,7 +194,8 @@ class NcclTransport final : public StreamTransport {
             const bool fails = !health_.ok() && !std::exchange(told_, true);
             const Time next = next_step();
             lock.unlock();
-            if (woken_.exchange(false) || Clock::now() >= until || fails) return {};
+            const bool enough = woken_.exchange(false) || Clock::now() >= until;
+            if (fails || (enough && phase_ != Phase::kOpen)) return {};
             if (phase_ != Phase::kOpen) {
                 if (!connects()) {
                     woken_.wait(false);
@@ -203,8 +204,9 @@ class NcclTransport final : public StreamTransport {
                 }
                 continue;
             }
-            std::optional<Received> got = local_->receive(std::min(until, next));
+            std::optional<Received> got = local_->receive(enough ? Time::min() : std::min(until, next));
             if (got) return Received{members_[got->from], std::move(got->packet)};
+            if (enough) return {};
         }
     }
 
@@ -346,6 +348,15 @@ class NcclTransport final : public StreamTransport {
         step();
         std::this_thread::sleep_for(kPoll);
         lock.lock();
+    }
+
+    // As chunks are packed until the communicator is gone.
+    void wait_for_pieces(uint32_t to) override {
+        for (;; std::this_thread::sleep_for(kPoll)) {
+            step();
+            const std::lock_guard lock(stepping_);
+            if (!pairs_[to].comm) return;
+        }
     }
 
     // True: a phase is over.
@@ -632,6 +643,7 @@ class NcclTransport final : public StreamTransport {
             return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no frame", r).rank(int32_t(r)));
         for (size_t at = sizeof frame, end = sizeof frame + size_t(frame.used); at < end;) {
             Record record;
+            if (end - at < sizeof record) return no_record(r);
             std::memcpy(&record, p.in.host + at, sizeof record);
             at += sizeof record;
             if (record.kind == Record::Kind::kGpuBytes) {
@@ -639,8 +651,8 @@ class NcclTransport final : public StreamTransport {
                     return give_up(fail(TA_E_PEER_LOST, "rank %u sends blocks that nobody asked for", r).rank(int32_t(r)));
                 continue;
             }
-            if (record.bytes > end - at)
-                return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no record", r).rank(int32_t(r)));
+            if (record.bytes > end - at || record.kind < Record::Kind::kPacket || record.kind > Record::Kind::kBytes)
+                return no_record(r);
             std::optional<Packet> packet =
                 take_record(r, record, [&](uint8_t* to) { std::memcpy(to, p.in.host + at, record.bytes); });
             if (packet) coming_.push_back({r, std::move(*packet)});
@@ -656,10 +668,13 @@ class NcclTransport final : public StreamTransport {
         return true;
     }
 
+    bool no_record(uint32_t r) { return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no record", r).rank(int32_t(r))); }
+
     // Where a piece of what comes in the next round goes; nowhere, if its window is closed.
     bool expect_gpu_bytes(uint32_t r, const Record& record) {
         Pair& p = pairs_[r];
         if (!p.arrived.made || record.bytes == 0 || record.bytes > p.next_gpu_in.room()) return false;
+        if ((record.at | record.bytes) % 16 != 0) return false;  // the kernel moves words of so many bytes
         WindowUser window = use_window(r, record);
         if (!window) {
             p.next_gpu_in.add(nullptr, record.bytes);

@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -13,8 +14,10 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace ta::share {
 namespace {
@@ -54,10 +57,44 @@ struct flock lock_of(uint32_t rank) {
     return lock;
 }
 
+// Files with locks. A child of fork() closes them, and does not get what is mapped of them: either would hold the locks of a parent
+// that is dead.
+class LockedFiles {
+  public:
+    static LockedFiles& all() {
+        static auto* const files = new LockedFiles;  // is there until the last fork()
+        return *files;
+    }
+    int open(const char* path, int flags) {
+        const std::lock_guard lock(mutex_);
+        fds_.reserve(fds_.size() + 1);
+        const int fd = ::open(path, flags | O_CLOEXEC, 0600);
+        if (fd >= 0) fds_.push_back(fd);
+        return fd;
+    }
+    void close(int fd) {
+        const std::lock_guard lock(mutex_);
+        std::erase(fds_, fd);
+        ::close(fd);
+    }
+
+  private:
+    LockedFiles() {
+        (void)pthread_atfork([] { all().mutex_.lock(); }, [] { all().mutex_.unlock(); },
+                             [] {
+                                 for (const int fd : all().fds_) ::close(fd);
+                                 all().fds_.clear();
+                                 all().mutex_.unlock();
+                             });
+    }
+    std::mutex mutex_;
+    std::vector<int> fds_;
+};
+
 struct OpenFile {
     int fd = -1;
     ~OpenFile() {
-        if (fd >= 0) close(fd);
+        if (fd >= 0) LockedFiles::all().close(fd);
     }
     int release() { return std::exchange(fd, -1); }
 };
@@ -68,7 +105,8 @@ void remove_forgotten() {
     if (!directory) return;
     while (const dirent* entry = readdir(directory)) {
         if (std::strncmp(entry->d_name, kNamePrefix, sizeof kNamePrefix - 1) != 0) continue;
-        const OpenFile file{openat(dirfd(directory), entry->d_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW)};
+        const std::string path = std::string(kDirectory) + "/" + entry->d_name;
+        const OpenFile file{LockedFiles::all().open(path.c_str(), O_RDWR | O_NOFOLLOW)};
         struct flock any {};
         any.l_type = F_WRLCK;
         any.l_whence = SEEK_SET;
@@ -164,7 +202,7 @@ Segment::Segment(int file, std::string path, uint8_t* memory, size_t bytes, uint
 
 Segment::~Segment() {
     munmap(memory_, bytes_);
-    close(file_);
+    LockedFiles::all().close(file_);
 }
 
 Segment::Header& Segment::header() const {
@@ -188,11 +226,11 @@ Result<std::shared_ptr<Segment>> Segment::join(uint64_t name, uint32_t rank, uin
     struct flock lock = lock_of(rank);
     // Whoever comes first puts it there when it is complete and locked: nobody sees a part of it.
     for (int tries = 0; file.fd < 0 && tries < 2; ++tries) {
-        file.fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+        file.fd = LockedFiles::all().open(path.c_str(), O_RDWR | O_NOFOLLOW);
         if (file.fd >= 0) break;
         if (errno != ENOENT) return fail(TA_E_UNSUPPORTED, "%s cannot be opened: %s", path.c_str(), strerror(errno));
         remove_forgotten();
-        OpenFile made{open(kDirectory, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)};
+        OpenFile made{LockedFiles::all().open(kDirectory, O_TMPFILE | O_RDWR)};
         if (made.fd < 0)
             return fail(TA_E_UNSUPPORTED, "memory cannot be shared between processes in %s: %s", kDirectory, strerror(errno));
         // All of it now: a page that is missing later is a signal.
@@ -226,6 +264,7 @@ Result<std::shared_ptr<Segment>> Segment::join(uint64_t name, uint32_t rank, uin
     void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
     if (memory == MAP_FAILED)
         return fail(TA_E_MEMORY, "%zu bytes of shared memory cannot be mapped: %s", bytes, strerror(errno));
+    (void)madvise(memory, bytes, MADV_DONTFORK);
     std::shared_ptr<Segment> s(new Segment(file.release(), path, static_cast<uint8_t*>(memory), bytes, rank, ranks));
     for (uint32_t r = 0; r < ranks; ++r) {
         const uint32_t state = s->area(r).state;

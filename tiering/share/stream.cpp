@@ -24,8 +24,11 @@ Status StreamTransport::write(uint32_t to, uint64_t window, std::span<const Remo
     written_.wait(lock, [&] { return write.done || ended_; });
     if (write.done) return {};
     lock.unlock();
-    const std::lock_guard leaving(peer.mutex);  // nobody looks at `copies` any more
-    std::erase_if(peer.leaving, [&](const Outbound& o) { return o.write == &write; });
+    {
+        const std::lock_guard leaving(peer.mutex);  // nobody looks at `copies` any more
+        std::erase_if(peer.leaving, [&](const Outbound& o) { return o.write == &write; });
+    }
+    if (on_gpu) wait_for_pieces(to);
     return fail(TA_E_PEER_LOST, "the group ended before rank %u had the blocks", to).rank(int32_t(to));
 }
 

@@ -49,6 +49,8 @@ class StreamTransport : public Transport {
     bool next_gpu_piece(uint32_t to, size_t most, Record& record, const uint8_t*& from);
     void gpu_pieces_have_left(uint32_t to);
     size_t gpu_pieces_left(uint32_t to) const;  // of that write, at least
+    // The group has ended: until nothing reads pieces that next_gpu_piece() gave.
+    virtual void wait_for_pieces(uint32_t) {}
     // The window that such a piece is for, if it may go there. It is not closed before the user is gone.
     using WindowUser = std::shared_ptr<const WindowMemory>;
     WindowUser use_window(uint32_t from, const Record& record);

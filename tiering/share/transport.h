@@ -78,7 +78,7 @@ class Transport {
         uint32_t from;
         Packet packet;
     };
-    // The next one; nothing when `until` has come or wake() was called.
+    // The next one; nothing when `until` has come or wake() was called, and none is there.
     virtual std::optional<Received> receive(Time until) = 0;
     virtual void wake() = 0;
 

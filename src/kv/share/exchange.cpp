@@ -14,7 +14,7 @@ struct StepHeader {
     uint64_t arguments;  // of that step
     uint64_t given_up;   // the sender's last one that was given up; 0: none
     MemoryName area;     // for the others' parts of that step
-};
+};                       // then the nonce of each rank in the last step in which the sender exchanged; 0: there was none
 
 // Of kStepRefused and kStepOver.
 struct StepEnd {
@@ -47,7 +47,10 @@ void Exchange::on_end(const Status& why) {
 
 Exchange::Channel& Exchange::channel(uint64_t name) {
     Channel& c = channels_[name];
-    if (c.peers.empty()) c.peers.resize(ranks_);
+    if (c.peers.empty()) {
+        c.nonces.resize(ranks_);
+        c.peers.resize(ranks_);
+    }
     return c;
 }
 
@@ -65,10 +68,14 @@ uint64_t Exchange::identity_of(const Channel& c) const {
     std::vector<uint64_t> nonces;
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
-        if (r != rank_ && (p.nonce == p.used || p.arguments != c.arguments)) return 0;
+        if (r != rank_ && (p.nonce <= p.used || p.arguments != c.arguments)) return 0;
         nonces.push_back(r == rank_ ? c.nonce : p.nonce);
     }
-    return hash_bytes(nonces.data(), nonces.size() * sizeof(uint64_t)) | 1;
+    return identity_of(nonces);
+}
+
+uint64_t Exchange::identity_of(std::span<const uint64_t> nonces) {
+    return hash_bytes(nonces.data(), nonces.size_bytes()) | 1;
 }
 
 // A call that failed elsewhere is made again there: its parts come twice.
@@ -110,7 +117,7 @@ void Exchange::give(uint64_t name, uint64_t identity, const Call& call) {
 // A peer in a step of the same channel with other arguments is told. If it is not in that step any more, it knows better.
 void Exchange::compare(uint64_t name, Channel& c, uint32_t peer) {
     const Peer& p = c.peers[peer];
-    if (c.nonce == 0 || c.bound != 0 || p.nonce == p.used || p.arguments == c.arguments) return;
+    if (c.nonce == 0 || c.bound != 0 || p.nonce <= p.used || p.arguments == c.arguments) return;
     group_.send(peer, MessageType::kStepRefused, name, PayloadWriter().put(StepEnd{p.nonce}).bytes());
 }
 
@@ -124,9 +131,16 @@ void Exchange::tell(Channel& c) {
     if (c.tells) c.tells->store(c.bound, std::memory_order_release);
 }
 
-void Exchange::bind(Channel& c, uint64_t identity) {
-    c.bound = identity;
-    for (Peer& p : c.peers) p.used = p.nonce;
+// To the attempts of all ranks that it is a step of. Of some this rank may not have heard yet.
+void Exchange::bind(Channel& c, std::span<const uint64_t> nonces) {
+    c.bound = identity_of(nonces);
+    std::copy(nonces.begin(), nonces.end(), c.nonces.begin());
+    for (uint32_t r = 0; r < ranks_; ++r) c.peers[r].used = nonces[r];
+}
+
+void Exchange::bind_to_known(Channel& c) {
+    for (uint32_t r = 0; r < ranks_; ++r) c.nonces[r] = r == rank_ ? c.nonce : c.peers[r].nonce;
+    bind(c, c.nonces);
 }
 
 // A rank that is in another step by now gives no part of this one any more.
@@ -134,7 +148,7 @@ void Exchange::check_peers(Channel& c) {
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
         const bool gave = !p.parts.empty() && p.parts.front().identity == c.bound;
-        if (r == rank_ || gave || p.nonce == p.used) continue;
+        if (r == rank_ || gave || p.nonce <= p.used) continue;
         fail_step(c, fail(TA_E_MISMATCH, "rank %u has begun another step", r).rank(int32_t(r)));
     }
 }
@@ -145,7 +159,7 @@ Status Exchange::lacks(const Channel& c, uint64_t identity, const Call& call) co
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
         if (r == rank_) continue;
-        if (identity == 0 && (p.nonce == p.used || p.arguments != c.arguments))
+        if (identity == 0 && (p.nonce <= p.used || p.arguments != c.arguments))
             return fail(TA_E_TIMEOUT, "rank %u did not begin the step in %lld ms", r, ms).rank(int32_t(r));
         if (identity != 0 && call.wanted > 0 && (p.parts.empty() || p.parts.front().identity != identity))
             return fail(TA_E_TIMEOUT, "rank %u did not attend in %lld ms", r, ms).rank(int32_t(r));
@@ -209,7 +223,8 @@ Status Exchange::begin(uint64_t name, uint64_t arguments, const MemoryName& area
     for (uint32_t r = 0; r < ranks_; ++r) {
         c.peers[r].parts.clear();
         const StepHeader step{c.nonce, arguments, c.given_up, area};
-        if (r != rank_) group_.send(r, MessageType::kStep, name, PayloadWriter().put(step).bytes());
+        const PayloadWriter payload = PayloadWriter().put(step).put_all(std::span<const uint64_t>(c.nonces));
+        if (r != rank_) group_.send(r, MessageType::kStep, name, payload.bytes());
     }
     for (uint32_t r = 0; r < ranks_; ++r) {
         if (r != rank_) compare(name, c, r);
@@ -230,7 +245,7 @@ Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
             if (identity == given && has_parts(c, identity, call) && c.failed.ok()) {
                 Parts parts = take_parts(c, call);
                 if (c.failed.ok()) {
-                    if (c.bound == 0) bind(c, identity);
+                    if (c.bound == 0) bind_to_known(c);
                     return parts;
                 }
             }
@@ -248,6 +263,7 @@ Result<Exchange::Agreement> Exchange::agree(uint64_t name, std::atomic<uint64_t>
     Channel& c = channels_.at(name);
     const Time until = Clock::now() + patience_;
     for (;;) {
+        if (c.bound != 0) check_peers(c);
         TA_RETURN_IF_ERROR(ended_.clone());
         TA_RETURN_IF_ERROR(c.failed.clone());
         const uint64_t identity = identity_of(c);
@@ -262,7 +278,7 @@ Result<Exchange::Agreement> Exchange::agree(uint64_t name, std::atomic<uint64_t>
                 if (!all.areas[r])
                     return fail(TA_E_CANCELLED, "rank %u has destroyed the plan of its step", r).rank(int32_t(r));
             }
-            bind(c, identity);
+            bind_to_known(c);
             c.tells = given_up;
             return all;
         }
@@ -286,8 +302,10 @@ void Exchange::end(uint64_t name, bool gave_up) noexcept {
         // Who fails for what another rank said or did has nothing to tell: the others hear it from there, or see it themselves.
         const bool tells = gave_up && c.failed.ok() && ended_.ok();
         for (uint32_t r = 0; r < ranks_ && tells; ++r) {
-            if (r != rank_ && c.peers[r].nonce != 0)
-                group_.send(r, MessageType::kStepOver, name, PayloadWriter().put(StepEnd{c.peers[r].nonce}).bytes());
+            const Peer& p = c.peers[r];
+            // One that has not left the step before is in none that this rank gives up.
+            if (r != rank_ && p.nonce != 0 && (c.bound != 0 || p.nonce > p.used))
+                group_.send(r, MessageType::kStepOver, name, PayloadWriter().put(StepEnd{p.nonce}).bytes());
         }
     } catch (const std::bad_alloc&) {
         // A peer that is in the step waits until its time is over.
@@ -315,10 +333,10 @@ Status Exchange::on_message(const Message& m) {
     Peer& peer = c.peers[from];
     if (type == MessageType::kStep) {
         StepHeader step{};
-        if (!payload.get(step) || !payload.at_end() || step.nonce <= peer.nonce) return no_message(from);
-        // Who has given its part of the step here may be done with it already.
-        const uint64_t identity = c.nonce != 0 && c.bound == 0 ? identity_of(c) : 0;
-        if (identity != 0 && !peer.parts.empty() && peer.parts.front().identity == identity) bind(c, identity);
+        std::vector<uint64_t> nonces;
+        if (!payload.get(step) || !payload.get_rest(ranks_, nonces) || step.nonce <= peer.nonce) return no_message(from);
+        // The sender is done with the step in which this rank is.
+        if (c.nonce != 0 && c.bound == 0 && nonces[rank_] == c.nonce) bind(c, nonces);
         // It gave up the step that all agreed upon, and may not have known then whom to tell.
         if (c.tells && step.given_up == peer.used)
             fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
@@ -342,7 +360,7 @@ Status Exchange::on_message(const Message& m) {
         if (!payload.get(end) || !payload.at_end()) return no_message(from);
         if (end.nonce == 0) {
             // If it was in this rank's step it has ended that. Its parts may not have been looked at here.
-            const bool was_in = c.bound != 0 || (peer.nonce != peer.used && peer.arguments == c.arguments);
+            const bool was_in = c.bound != 0 || (peer.nonce > peer.used && peer.arguments == c.arguments);
             peer.gone = true;
             if (c.nonce == 0 || !was_in) peer = {};
         } else if (c.nonce == end.nonce && type == MessageType::kStepRefused) {

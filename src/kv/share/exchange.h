@@ -80,7 +80,7 @@ class Exchange final : public Group::Service {
         uint64_t nonce = 0;      // of the step that it began last; 0: none
         uint64_t arguments = 0;  // of that step
         MemoryName area;
-        uint64_t used = 0;  // nonce of the last one that a step here exchanged with
+        uint64_t used = 0;  // nonce of the last one that a step here was bound to; may not have come yet
         bool gone = false;  // it has no such sequence any more; the rest serves the step that this rank is in
         std::deque<Part> parts;
     };
@@ -91,6 +91,7 @@ class Exchange final : public Group::Service {
         uint64_t arguments = 0;
         uint64_t given_up = 0;                   // nonce of the own step that was given up last
         uint64_t bound = 0;                      // identity of the step, once ranks agreed or a call has exchanged; 0: not yet
+        std::vector<uint64_t> nonces;            // [ranks] of the last step that was bound; 0: there was none
         Status failed;                           // why the step cannot go on
         std::atomic<uint64_t>* tells = nullptr;  // of a step that was agreed upon
     };
@@ -104,7 +105,9 @@ class Exchange final : public Group::Service {
     void compare(uint64_t name, Channel& c, uint32_t peer);
     void fail_step(Channel& c, Status why);
     static void tell(Channel& c);
-    void bind(Channel& c, uint64_t identity);
+    static uint64_t identity_of(std::span<const uint64_t> nonces);
+    void bind(Channel& c, std::span<const uint64_t> nonces);
+    void bind_to_known(Channel& c);
     void check_peers(Channel& c);
     Status lacks(const Channel& c, uint64_t identity, const Call& call) const;
 

@@ -204,7 +204,7 @@ Status SharedSpaces::look_up(const Pool& pool, Tenant id, std::span<const uint8_
         if (ended_) break;
         const Ptr space = find_locked(pool, id);
         if (!space) return has_not_joined();
-        bool unknown = false;
+        bool waits = false;
         for (size_t i = 0; i < hashed.size(); ++i) {
             if (const BlockPtr& block = here.value()[i]) {
                 places[i] = {PrefixPlace::Answer::kYes, rank, block->tier()};
@@ -212,18 +212,20 @@ Status SharedSpaces::look_up(const Pool& pool, Tenant id, std::span<const uint8_
             }
             uint8_t nearest = kNowhere;
             uint32_t at = 0;
+            bool untold = false;
             for (uint32_t d = 1; d < ranks; ++d) {
                 const uint32_t r = (rank + d) % ranks;
                 const uint8_t near = nearness(space->peers[r], hashed[i]);
+                untold = untold || (near == kMayHave && !space->peers[r].complete);
                 if (near < nearest) at = r;
                 nearest = std::min(nearest, near);
             }
-            unknown = unknown || nearest == kMayHave;
+            waits = waits || (nearest == kMayHave && untold);
             places[i] = {};
             if (nearest == kNowhere) places[i].answer = PrefixPlace::Answer::kNo;
             if (nearest < kMayHave) places[i] = {PrefixPlace::Answer::kYes, at, TierKind(nearest)};
         }
-        if (!unknown || last) return {};
+        if (!waits || last) return {};
         last = changed_.wait_until(lock, until) == std::cv_status::timeout;
     }
     return group_.health();

@@ -65,6 +65,7 @@ struct Transfers::Outgoing {
     Pool::Snapshot snapshot;
     std::vector<StoredBlock> list;
     std::vector<Sequence*> locked;  // of a move
+    bool offered = false;           // guarded by mutex_: from then on the list stays as it is
     // What another rank wants to fetch, until the lane has looked for it.
     Tenant space = 0;
     std::vector<WantedBlock> wanted;

@@ -9,7 +9,6 @@
 namespace ta::share {
 namespace {
 
-constexpr size_t kKnownTickets = 4096;                       // finished ones
 constexpr uint64_t kMostOfferedBytes = uint64_t{256} << 20;  // of offers that nobody has asked for
 
 Time after(std::chrono::milliseconds from_now) {
@@ -25,7 +24,7 @@ TransferProgress TransferProgress::clone() const {
 Transfers::Transfers(Group& group, SharedSpaces* spaces) : group_(group), spaces_(spaces) {
     const uint64_t of[] = {group.settings().generation, group.settings().rank};
     tickets_ = hash_bytes(of, sizeof of) >> 33 << 32;  // those of another group name nothing here
-    done_.reserve(kKnownTickets + 1);
+    done_.reserve(kMostFinished + 1);
 }
 
 Status Transfers::start() {
@@ -131,6 +130,7 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
         throw;
     }
     t->out = std::move(out);
+    t->out->offered = true;
     unlock.out = nullptr;
     group_.wake();
     return t->ticket;
@@ -236,7 +236,7 @@ void Transfers::publish(Transfer& t) noexcept {
         return;
     }
     done_.push_back(t.ticket);
-    if (done_.size() > kKnownTickets) {
+    if (done_.size() > kMostFinished) {
         known_.erase(done_.front());
         done_.erase(done_.begin());
     }
@@ -381,7 +381,8 @@ Status Transfers::on_ready(const Message& m) {
     PayloadReader payload(m.payload);
     ReadyHeader ready{};
     std::vector<uint64_t> positions;
-    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && t->out->asked.size() < kWindows &&
+    const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && t->out->offered &&
+                      t->out->asked.size() < kWindows &&
                       std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < t->out->list.size(); });
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
@@ -421,7 +422,8 @@ Status Transfers::on_ask_lease(const Message& m) {
     AskLeaseHeader asked{};
     std::vector<uint64_t> positions;
     Outgoing& out = *t->out;
-    const bool good = payload.get(asked) && payload.get_rest(asked.blocks, positions) && !std::exchange(out.leased, true) &&
+    const bool good = payload.get(asked) && payload.get_rest(asked.blocks, positions) && out.offered &&
+                      !std::exchange(out.leased, true) &&
                       std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < out.list.size(); });
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)

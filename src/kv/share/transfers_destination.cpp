@@ -11,6 +11,7 @@ namespace {
 
 constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // that are copied at once, while those before are checked
 constexpr size_t kPullsUnderWay = 4;
+constexpr uint64_t kCopyAlignment = 16;                  // that kernels rely on
 constexpr size_t kEngineBytes = size_t{1} << 20;         // from this size on blocks go by copy engine
 constexpr uint64_t kGpuWindowBytes = uint64_t{1} << 30;  // or a quarter of the pool
 
@@ -75,7 +76,7 @@ Status Transfers::take_in_leased(Transfer& t) {
     for (size_t i = 0; i < in.positions.size(); ++i) {
         if (in.offsets[i] == kElsewhere) continue;
         const uint64_t position = in.positions[i], bytes = t.pool->geometry().slot_bytes(PageKind(in.list[position].kind));
-        if (in.offsets[i] > in.leased.bytes || bytes > in.leased.bytes - in.offsets[i])
+        if (in.offsets[i] > in.leased.bytes || bytes > in.leased.bytes - in.offsets[i] || in.offsets[i] % kCopyAlignment != 0)
             return fail(TA_E_CORRUPT, "rank %u leases what is not there", t.progress.peer).rank(int32_t(t.progress.peer));
         positions.push_back(position);
         offsets.push_back(in.offsets[i]);

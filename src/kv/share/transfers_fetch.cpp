@@ -232,6 +232,7 @@ Status Transfers::offer_published(Transfer& t) {
         tell(t.progress.peer, MessageType::kOffer, t.channel);
         conclude(t, {});
     } else {
+        out.offered = true;
         group_.send(t.progress.peer, MessageType::kOffer, t.channel, payload.bytes());
     }
     return {};

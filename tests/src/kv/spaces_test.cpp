@@ -48,6 +48,10 @@ struct JoinPayload {
     uint32_t answers, reserved;
 };
 
+struct ReadyNothing {
+    uint64_t window = 1, on_gpu = 0, blocks = 0;
+};
+
 struct World {
     World() {
         for (uint32_t r = 0; r < 2; ++r) {
@@ -95,6 +99,20 @@ struct World {
     }
     void say(MessageType type, uint64_t channel, const PayloadWriter& payload) {
         groups[1]->send(0, type, channel, payload.bytes());
+    }
+    // The liar joins as one that knows the salt.
+    void prove(JoinPayload join) {
+        struct {
+            char label[32] = "turboattention proof of a salt";
+            uint64_t generation = 77, fingerprint = 0;
+            uint32_t from = 1, to = 0;
+        } signed_bytes;
+        signed_bytes.fingerprint = pool->fingerprint();
+        join.proof =
+            pool->prefixes().sign(space, {reinterpret_cast<const uint8_t*>(&signed_bytes), sizeof signed_bytes}).value();
+        say(MessageType::kSpaceJoin, 0, PayloadWriter().put(join));
+        EXPECT_EQ(liar.next().header.type, uint16_t(MessageType::kSpaceJoin));  // the answer
+        EXPECT_EQ(liar.next().header.type, uint16_t(MessageType::kHints));      // the table
     }
     void fetch(const SpaceName& name) {
         PayloadWriter p;
@@ -152,18 +170,7 @@ TEST(Spaces, NamesTellNothingOfTheSaltAndDifferByGroup) {
     EXPECT_NE(name, tag);
     EXPECT_EQ(std::search(join.proof.begin(), join.proof.end(), w.salt.begin(), w.salt.begin() + 4), join.proof.end());
     // Of the rank that proves it, a fetch is served.
-    JoinPayload good = join;
-    struct {
-        char label[32] = "turboattention proof of a salt";
-        uint64_t generation = 77, fingerprint = 0;
-        uint32_t from = 1, to = 0;
-    } signed_bytes;
-    signed_bytes.fingerprint = w.pool->fingerprint();
-    good.proof =
-        w.pool->prefixes().sign(w.space, {reinterpret_cast<const uint8_t*>(&signed_bytes), sizeof signed_bytes}).value();
-    w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(good));
-    EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kSpaceJoin));  // the answer
-    EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kHints));      // the table
+    w.prove(join);
     w.fetch(join.name);
     const Message offer = w.liar.next();
     EXPECT_EQ(offer.header.type, uint16_t(MessageType::kOffer));
@@ -209,6 +216,50 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
     ends(fetch(1, 1, {0}));
     ends(fetch(uint64_t{1} << 40 | 1, 2, {1, 1}));
     ends(fetch(uint64_t{1} << 40 | 1, UINT64_MAX, {1}));
+    // Blocks are asked for before they can have been offered.
+    for (const MessageType type : {MessageType::kReady, MessageType::kAskLease}) {
+        ends([type](World& w, const JoinPayload& join) {
+            w.prove(join);
+            PayloadWriter many, nothing;
+            constexpr uint64_t kMany = 100000, kChannel = uint64_t{1} << 40 | 1;  // which it takes a while to look for
+            many.put(join.name).put(kMany);
+            for (uint64_t i = 0; i < kMany; ++i) many.put(w.keys[0]).put(i);
+            w.say(MessageType::kFetch, kChannel, many);
+            w.say(type, kChannel, type == MessageType::kReady ? nothing.put(ReadyNothing{}) : nothing.put(uint64_t{0}));
+        });
+    }
+}
+
+// What of a rank was too much to keep is never told.
+TEST(Spaces, LookupsDoNotWaitForARankThatHasToldAll) {
+    World w;
+    const JoinPayload join = w.join();
+    w.prove(join);
+    struct {
+        BlockKey key{};
+        uint64_t there = 1;
+    } hint;
+    constexpr uint64_t kAll = (1 << 20) + 1, kAtOnce = 1 << 17;
+    for (uint64_t i = 0; i < kAll;) {
+        const uint64_t n = std::min(kAtOnce, kAll - i);
+        PayloadWriter p;
+        p.put(join.name).put(n).put(uint32_t(i == 0)).put(uint32_t(i + n == kAll));
+        for (uint64_t k = 0; k < n; ++k, ++i) {
+            std::memcpy(hint.key.data() + 8, &i, sizeof i);
+            p.put(hint);
+        }
+        w.say(MessageType::kHints, 0, p);
+    }
+    std::atomic<bool> over{false};
+    std::thread waits([&] {
+        Result<std::vector<PrefixPlace>> found = w.spaces->lookup(*w.pool, w.space, std::vector<uint8_t>(32, 9), -1);
+        EXPECT_TRUE(found.ok() && found.value()[0].answer == PrefixPlace::Answer::kUnknown);
+        over = true;
+    });
+    for (int i = 0; i < 2000 && !over; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_TRUE(over);
+    if (!over) w.groups[1]->stop();
+    waits.join();
 }
 
 }  // namespace
