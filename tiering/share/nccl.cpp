@@ -341,7 +341,7 @@ class NcclTransport final : public StreamTransport {
         drop_users(p.users);
         drop_users(p.next_users);
     }
-    // Once the group has ended nobody may receive any more.
+    // When the group has ended, its thread may be gone: the caller makes the steps.
     void wait_for_users(std::unique_lock<std::mutex>& lock) override {
         if (!ends_) return StreamTransport::wait_for_users(lock);
         lock.unlock();
@@ -350,7 +350,7 @@ class NcclTransport final : public StreamTransport {
         lock.lock();
     }
 
-    // As chunks are packed until the communicator is gone.
+    // Until the communicator is aborted chunks may still be packed.
     void wait_for_pieces(uint32_t to) override {
         for (;; std::this_thread::sleep_for(kPoll)) {
             step();
@@ -558,7 +558,7 @@ class NcclTransport final : public StreamTransport {
             send_chunk(r, out);
     }
 
-    // Into the memory of the chunk before the last one.
+    // Chunks take turns in two places: this one waits until the one before the last has gone.
     bool pack(Pair& p, size_t chunk) {
         if (chunk >= p.gpu_out.chunks()) return true;
         Chunks& to = p.packed;
@@ -597,13 +597,14 @@ class NcclTransport final : public StreamTransport {
                check(cudaEventRecord(from.moved[half], from.stream), "an event");
     }
 
-    // How long this thread looks again and again, in place of sleeping: NCCL, which takes the next group when it has enqueued the
-    // last one, tells nobody, and each message of a transfer is a round.
+    // Until when this thread looks again and again before it sleeps. NCCL does not tell when it has enqueued a group, and a
+    // transfer has about ten rounds, each of which would be as long as a sleep.
     Time spins_until(const Pair& p) const {
         const bool busy = p.said || p.rests == 0;
         return Clock::now() + (busy ? kBusySpin : kSpin);
     }
 
+    // As far as NCCL takes it: a group may follow when the one before is enqueued. Whether all is.
     bool enqueue_round(uint32_t r) {
         Pair& p = pairs_[r];
         const size_t chunks = std::max<size_t>({1, p.gpu_out.chunks(), p.gpu_in.chunks()});
@@ -736,7 +737,7 @@ class NcclTransport final : public StreamTransport {
     const bool apart_, adopted_;
 
     std::mutex making_;            // of Chunks
-    mutable std::mutex stepping_;  // what step() touches: the communication thread's, but for wait_for_users()
+    mutable std::mutex stepping_;  // what step() touches: others step when the group has ended
     Phase phase_ = Phase::kBegin;
     Status health_;
     nccl::Comm world_;

@@ -1,6 +1,6 @@
 // The transport of ranks on any hosts, each with a GPU. Ranks of one host find each other through NCCL, and go on through memory
 // (host.h). Between hosts a pair of ranks has a communicator of two: both sides enter *rounds* in step, in each of which a frame
-// goes either way. A round follows at once while there is something to say, else in up to 20 ms, so no kernel of ours waits on a
+// goes either way. A round follows at once while there is something to say, else in up to 5 ms, so no kernel of ours waits on a
 // GPU for longer than the two differ. The communication thread makes all calls of NCCL, on streams of its own.
 #pragma once
 
