@@ -1,6 +1,5 @@
 #include "attention_group.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -56,12 +55,10 @@ class GroupAttention final : public AttentionBackend {
         if (!gpu_memory_) return run(layer, q, k, v, out);
         const auto rows = std::size_t(n_new_) * std::size_t(shape_.head_dim);
         const std::size_t n_q = rows * std::size_t(shape_.heads), n_kv = rows * std::size_t(shape_.kv_heads);
-        float* const shared = gpu_memory_->reserve(2 * n_q + 2 * n_kv);
-        float *const k_at = std::copy_n(q, n_q, shared), *const v_at = std::copy_n(k, n_kv, k_at),
-                     *const out_at = std::copy_n(v, n_kv, v_at);
-        run(layer, shared, k_at, v_at, out_at);
-        gpu_memory_->wait();
-        std::copy_n(out_at, n_q, out);
+        tinylm::run_on_gpu(*gpu_memory_, n_q, n_kv, q, k, v, out,
+                           [&](const float* q_at, const float* k_at, const float* v_at, float* out_at) {
+                               run(layer, q_at, k_at, v_at, out_at);
+                           });
     }
     void end() override {
         ta_error err{};
