@@ -86,7 +86,10 @@ ModelShape shape_of_config(const std::string& path) {
 }  // namespace
 
 // From the config.json of the models on Hugging Face: num_hidden_layers, num_key_value_heads and head_dim, or
-// hidden_size / num_attention_heads.
+// hidden_size / num_attention_heads. Compared with what others copied from these files: litgpt/config.py of
+// https://github.com/Lightning-AI/litgpt (26857050), which names the file of each model; and for gpt-oss, which is not there,
+// gpt_oss/torch/model.py of https://github.com/openai/gpt-oss (heads, windows) and src/models of
+// https://github.com/ggml-org/llama.cpp (layers).
 const std::vector<ModelShape>& known_models() {
     static const std::vector<ModelShape> models = {
         {"llama-2-7b", 32, 32, 128, ""},
@@ -103,9 +106,9 @@ const std::vector<ModelShape>& known_models() {
         {"qwen2.5-72b", 80, 8, 128, ""},
         {"qwen3-8b", 36, 8, 128, ""},
         {"qwen3-32b", 64, 8, 128, ""},
-        {"mistral-7b", 32, 8, 128, ""},
+        {"mistral-7b", 32, 8, 128, "version 0.1 attends to 4096 tokens only; counted as if it kept all"},
         {"mixtral-8x7b", 32, 8, 128, ""},
-        {"phi-3-mini", 32, 32, 96, ""},
+        {"phi-3-mini", 32, 32, 96, "with a context of 4k it attends to 2048 tokens only; counted as if it kept all"},
         {"gemma-2-9b", 42, 8, 256, "21 of the layers attend to 4096 tokens only; counted as if they kept all"},
         {"gpt-oss-20b", 24, 8, 64, "12 of the layers attend to 128 tokens only; counted as if they kept all"},
         {"gpt-oss-120b", 36, 8, 64, "18 of the layers attend to 128 tokens only; counted as if they kept all"},
