@@ -30,7 +30,11 @@ fn function(name: &str) -> Result<*mut c_void, String> {
         }
         dlsym(library, name.as_ptr())
     };
-    if function.is_null() { Err(format!("the driver has no {:?}", name)) } else { Ok(function) }
+    if function.is_null() {
+        Err(format!("the driver has no {:?}", name))
+    } else {
+        Ok(function)
+    }
 }
 
 /// Makes GPU 0's primary context, which the library uses too, the calling thread's.
