@@ -46,7 +46,9 @@ struct Site {
         ta_numerics settings{};
         Result<Numerics> n = resolve_numerics(&settings, kLayers, kHeads, kDim);
         const uint64_t bytes = blocks * g.value().token_slot_bytes;
-        pool = Pool::create(context, g.take(), n.take(), bytes, 16, TierSettings{}).take();
+        TierSettings tiers;
+        if (rank == 0) tiers.host_budget = bytes;
+        pool = Pool::create(context, g.take(), n.take(), bytes, 16, tiers).take();
         GroupSettings s;
         s.rank = rank;
         s.ranks = 2;
@@ -153,6 +155,21 @@ TEST_P(DeviceTransfers, ArriveAsTheyAre) {
             EXPECT_TRUE(p.destination.pool->release(there.seq).ok());
         }
     }
+}
+
+TEST_P(DeviceTransfers, BlocksInTheHostsMemoryComeToo) {
+    const Pair p(GetParam());
+    std::vector<ta_seq> seqs;
+    for (int i = 0; i < 6; ++i) seqs.push_back(p.source.add(64 * 20));  // the first ones have to leave the device
+    const Pool::Snapshot snapshot = p.source.pool->snapshot(seqs[0]).take();
+    const auto in_host = std::count_if(snapshot.blocks.begin(), snapshot.blocks.end(),
+                                       [](const BlockPtr& b) { return b->tier() == TierKind::kHost; });
+    ASSERT_GT(in_host, 0);
+    const std::vector<uint8_t> before = Pair::pages(p.source, seqs[0]);
+    const auto [here, there] = p.transfer(seqs[0], false);
+    ASSERT_EQ(there.state, TA_MOVE_DONE) << there.status.detail()->message;
+    EXPECT_TRUE(p.destination.pool->verify(there.seq).ok());
+    EXPECT_EQ(Pair::pages(p.destination, there.seq), before);
 }
 
 // A device fails at one of its operations after the other, or a copy arrives with one bit wrong.
