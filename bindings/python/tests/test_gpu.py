@@ -241,8 +241,7 @@ def test_what_cannot_work_is_refused(pool, make_gpu_pool, numbers):
         refused(ta.Status.SHAPE, step.append, OnlyCudaArray(x[..., ::2]), x)
         with pytest.raises(BufferError):  # PyTorch's own: detach()
             step.append(0, x.clone().requires_grad_(), x)
-        for layer in range(LAYERS):
-            step.append(layer, x, x)
+        step.append(0, x, x)
         refused(ta.Status.INVALID, step.attend, x)  # out is needed
         refused(ta.Status.INVALID, step.attend, x, numbers(2))
         refused(ta.Status.INVALID, step.attend, x, x)  # overlaps
@@ -253,6 +252,8 @@ def test_what_cannot_work_is_refused(pool, make_gpu_pool, numbers):
         refused(ta.Status.INVALID, step.attend, x, out, np.empty((2, HEADS), np.float32))
         refused(ta.Status.INVALID, step.attend, x, out, sinks=np.zeros(HEADS, np.float32))
         step.attend(0, x, out, sinks=torch.zeros(HEADS, device="cuda"), alibi_slopes=torch.ones(HEADS, device="cuda"))
+        for layer in range(1, LAYERS):
+            step.append(layer, x, x)
     torch.cuda.synchronize()
     assert len(sequence) == 2
 
