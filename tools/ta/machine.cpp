@@ -95,9 +95,10 @@ std::unique_ptr<Machine> make_gpu_machine(int) {
 }
 #endif
 
-Rows::Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim) : machine_(machine), view_(sized<ta_tensor>()) {
+Rows::Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim, uint64_t seed)
+    : machine_(machine), view_(sized<ta_tensor>()) {
     std::vector<float> values(size_t(tokens * heads * head_dim));
-    uint64_t state = 1;
+    uint64_t state = seed;
     for (float& x : values) {
         float sum = 0;
         for (int i = 0; i < 4; ++i) {

@@ -75,13 +75,14 @@ std::unique_ptr<Machine> make_cpu_machine();
 // Throws Failure in a build without CUDA and where there is no GPU.
 std::unique_ptr<Machine> make_gpu_machine(int ordinal);
 
-// F32 [tokens, heads, head_dim] with fixed pseudo-random values.
+// F32 [tokens, heads, head_dim] with fixed pseudo-random values, others for another seed.
 class Rows {
   public:
-    Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim);
+    Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim, uint64_t seed = 1);
     ~Rows() { machine_.release(view_.data); }
     Rows(const Rows&) = delete;
     Rows& operator=(const Rows&) = delete;
+    ta_tensor all() const { return view_; }
     // The first n tokens.
     ta_tensor first(int64_t n) const {
         ta_tensor t = view_;

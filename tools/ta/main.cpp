@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/ta/bench_attend.h"
 #include "tools/ta/bench_share.h"
 #include "tools/ta/bench_tiers.h"
 #include "tools/ta/info.h"
@@ -66,6 +67,11 @@ int report(const std::string& device, bool as_json,
     print_part();
     if (as_json) std::printf("%s\n", json{{"library", ta_build_info()}, {"device", device}, {"rows", rows}}.dump(1).c_str());
     return 0;
+}
+
+int run_bench_attend(const std::string& device, const BenchAttendOptions& options, bool as_json) {
+    const std::unique_ptr<Machine> machine = machine_for(device);
+    return report(machine->name(), as_json, [&](const auto& row) { bench_attend(*machine, options, row); });
 }
 
 int run_bench_tiers(const std::string& device, const BenchTiersOptions& options, bool as_json) {
@@ -174,6 +180,31 @@ int main(int argc, char** argv) {
     CLI::App* bench = app.add_subcommand("bench", "Benchmarks");
     bench->require_subcommand(1);
     std::string device = "auto";
+    CLI::App* attend = bench->add_subcommand("attend", "Attention over a compressed cache, compared with exact attention");
+    BenchAttendOptions attend_options;
+    attend->add_option("--device", device, "cpu, a GPU's number, or auto")->capture_default_str();
+    attend->add_option("--parts", attend_options.parts, bench_attend_parts())->delimiter(',');
+    attend->add_option("--tokens", attend_options.tokens, "of each sequence, such as 8192,32768")
+        ->delimiter(',')
+        ->check(CLI::Range(int64_t{1}, int64_t{1} << 24))
+        ->capture_default_str();
+    attend->add_option("--bits", attend_options.bits, "of keys and values")
+        ->delimiter(',')
+        ->check(CLI::IsMember({8, 4, 2}))
+        ->capture_default_str();
+    attend->add_option("--batch", attend_options.batch, "sequences")->check(CLI::Range(1, 1024))->capture_default_str();
+    attend->add_option("--q-heads", attend_options.q_heads, "query heads")->check(CLI::Range(1, 1024))->capture_default_str();
+    attend->add_option("--kv-heads", attend_options.kv_heads, "heads of keys and values")
+        ->check(CLI::Range(1, 1024))
+        ->capture_default_str();
+    attend->add_option("--head-dim", attend_options.head_dim, "channels of a head")
+        ->check(CLI::IsMember({64, 96, 128, 256}))
+        ->capture_default_str();
+    attend->add_option("--chunk", attend_options.chunk, "query tokens of each sequence in a step of prefill")
+        ->check(CLI::Range(2, 1 << 20))
+        ->capture_default_str();
+    attend->add_option("--repeats", attend_options.repeats, "of each case")->check(CLI::Range(3, 10000))->capture_default_str();
+    add_json(attend);
     CLI::App* tiers =
         bench->add_subcommand("tiers", "Moves of blocks between tiers, against the ceiling measured in the same run");
     BenchTiersOptions options;
@@ -243,6 +274,8 @@ int main(int argc, char** argv) {
             as_json ? print_json(j) : print_map(j);
         } else if (plot_command->parsed()) {
             plot(file, picture, python);
+        } else if (attend->parsed()) {
+            return run_bench_attend(device, attend_options, as_json);
         } else if (share->parsed()) {
             return run_bench_share(devices, share_options, as_json);
         } else {

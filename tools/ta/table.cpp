@@ -112,12 +112,13 @@ void print_table(const std::vector<Json>& rows, const std::vector<Column>& colum
 
 std::vector<Column> columns_of_bench(const std::vector<Json>& rows) {
     // Keys that are not here come behind those before "|", in the order of their names.
-    static constexpr std::array<const char*, 34> kOrder = {
-        "what",         "beside",      "pages",     "policy",          "route",         "direction", "node",
-        "ranks",        "batch",       "queries",   "block_bytes",     "blocks",        "tokens",    "layers",
-        "percent_away", "|",           "bytes",     "exchanged_bytes", "p50_us",        "p99_us",    "alone_us",
-        "beside_us",    "one_rank_us", "ranks_us",  "fetch_ms",        "attention_ms",  "gb_s",      "link_gb_s",
-        "ceiling_gb_s", "percent",     "nccl_gb_s", "times_faster",    "loses_percent", "difference"};
+    static constexpr std::array<const char*, 36> kOrder = {
+        "what",      "beside",       "pages",       "policy",    "route",           "direction",    "node",
+        "ranks",     "bits",         "batch",       "queries",   "block_bytes",     "blocks",       "tokens",
+        "layers",    "percent_away", "|",           "bytes",     "exchanged_bytes", "p50_us",       "p99_us",
+        "alone_us",  "beside_us",    "one_rank_us", "ranks_us",  "fetch_ms",        "attention_ms", "gb_s",
+        "link_gb_s", "ceiling_gb_s", "percent",     "nccl_gb_s", "tera_ops_s",      "times_faster", "loses_percent",
+        "difference"};
     const auto place = [](const std::string& key) {
         const auto at = std::ranges::find(kOrder, key);
         return (at == kOrder.end() ? std::ranges::find(kOrder, std::string("|")) : at) - kOrder.begin();
@@ -143,7 +144,7 @@ std::vector<Column> columns_of_bench(const std::vector<Json>& rows) {
         };
         column.bytes = ends("bytes", "size", "");
         if (!column.bytes && !ends("_us", "", "us") && !ends("_ms", "", "ms") && !ends("gb_s", "rate", "GB/s") &&
-            !ends("percent", "of ceiling", "%"))
+            !ends("tera_ops_s", "rate", "Tops/s") && !ends("percent", "of ceiling", "%"))
             ends("_seconds", "", "s");
         std::ranges::replace(column.head, '_', ' ');
         columns.push_back(std::move(column));

@@ -1,0 +1,31 @@
+// ta bench attend: what one layer's attention takes over a compressed cache, and how far it is from exact attention.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tools/ta/machine.h"
+
+namespace ta::tools {
+
+// The names of the parts in the order that they run in, as text.
+std::string bench_attend_parts();
+
+struct BenchAttendOptions {
+    std::vector<std::string> parts;        // empty: all
+    std::vector<int64_t> tokens = {8192};  // of each sequence, those of the step included
+    std::vector<uint32_t> bits = {8, 4, 2};
+    uint32_t batch = 1, q_heads = 32, kv_heads = 8, head_dim = 128;
+    int64_t chunk = 512;  // queries of a prefill
+    int repeats = 15;
+};
+
+// Rows of results as they come, each an object with a "part". Throws Failure, also for a result that is farther from exact
+// attention than its bits explain.
+void bench_attend(Machine& machine, const BenchAttendOptions& options,
+                  const std::function<void(const nlohmann::json& row)>& row);
+
+}  // namespace ta::tools
