@@ -1,0 +1,40 @@
+#include "arguments.h"
+
+#include <cstring>
+
+ta_switch to_switch(nb::handle value) {
+    if (value.is_none()) return TA_DEFAULT;
+    return nb::cast<bool>(value) ? TA_ON : TA_OFF;
+}
+
+std::optional<std::string> to_path(nb::handle path) {
+    if (path.is_none()) return std::nullopt;
+    const auto bytes = nb::cast<nb::bytes>(package("os", "fsencode")(path));
+    if (std::memchr(bytes.c_str(), 0, bytes.size())) throw nb::value_error("embedded null byte");
+    return std::string(bytes.c_str(), bytes.size());
+}
+
+std::string to_bytes(nb::handle object) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+    std::string bytes(static_cast<const char*>(view.buf), static_cast<size_t>(view.len));
+    PyBuffer_Release(&view);
+    return bytes;
+}
+
+std::vector<ta::Key> to_keys(nb::handle object) {
+    std::string bytes;
+    if (PyObject_CheckBuffer(object.ptr())) {
+        bytes = to_bytes(object);
+    } else {
+        for (nb::handle key : object) {
+            const std::string one = to_bytes(key);
+            if (one.size() != sizeof(ta::Key)) throw ta::Error(TA_E_INVALID, "a key has 32 bytes");
+            bytes += one;
+        }
+    }
+    if (bytes.size() % sizeof(ta::Key) != 0) throw ta::Error(TA_E_INVALID, "keys have 32 bytes each");
+    std::vector<ta::Key> keys(bytes.size() / sizeof(ta::Key));
+    if (!bytes.empty()) std::memcpy(keys.data(), bytes.data(), bytes.size());
+    return keys;
+}

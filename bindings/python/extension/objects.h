@@ -1,0 +1,94 @@
+// The objects of Python.
+#pragma once
+
+#include "arrays.h"
+#include "handles.h"
+#include "waiting.h"
+
+struct ContextObject {
+    Closable<ta::Context> handle;
+    bool cuda;
+};
+
+struct PoolObject {
+    Closable<ta::Pool> handle;
+    bool cuda;
+};
+
+// Shared with calls that run.
+struct SequenceObject {
+    Closable<std::shared_ptr<const ta::Sequence>> handle;
+    explicit SequenceObject(ta::Sequence sequence)
+        : handle(std::make_shared<const ta::Sequence>(std::move(sequence)), "the sequence") {}
+};
+
+struct PlanObject {
+    Closable<ta::Plan> handle;
+    Handle<std::shared_ptr<ta_kv_pool>> pool;
+    Place place;
+};
+
+// An open step. The plan is dropped when it is over, with the GIL held; a call that runs has its own copy.
+class StepObject {
+  public:
+    StepObject(std::shared_ptr<ta_plan> plan, const Place& place) : plan_(std::move(plan)), place_(place) {}
+    StepObject(StepObject&&) noexcept = default;
+    ~StepObject() { leave(); }
+
+    const Place& place() const { return place_; }
+    bool open() const { return plan_ != nullptr; }
+    Borrowed<std::shared_ptr<ta_plan>> get() const {
+        if (!plan_) throw ta::Error(TA_E_STATE, "the step is over");
+        return Borrowed(plan_);
+    }
+    void end() {
+        const auto plan = get();
+        call([&](ta_error* e) { return ta_plan_end(plan.get(), e); });
+        plan_.reset();
+    }
+    void abort() {
+        const auto plan = get();
+        plan_.reset();
+        call([&](ta_error* e) { return ta_plan_abort(plan.get(), e); });
+    }
+    // Aborts what is open.
+    void leave() {
+        if (plan_)
+            unlocked([plan = std::exchange(plan_, nullptr)]() mutable { ta_plan_abort(plan.get(), nullptr), plan.reset(); });
+    }
+
+  private:
+    std::shared_ptr<ta_plan> plan_;
+    Place place_;
+};
+
+struct NamespaceObject {
+    Handle<ta::Namespace> handle;
+};
+
+struct MoveObject {
+    Handle<ta::Move> handle;
+};
+
+struct GroupObject {
+    Closable<ta::Group> handle;
+};
+
+struct TransferObject {
+    Handle<std::shared_ptr<ta_group>> group;
+    ta_ticket ticket;
+    Handle<std::shared_ptr<ta_kv_pool>> pool;  // of a receive whose sequence was not taken
+
+    ta_transfer_info wait(std::optional<double> seconds) const {
+        const ta::Transfer transfer(group.get(), ticket);
+        ta_transfer_info info;
+        wait_for(seconds, [&](std::chrono::nanoseconds slice) { return finished((info = transfer.wait(slice)).state); });
+        return info;
+    }
+};
+
+struct CalibratorObject {
+    Handle<ta::Calibrator> handle;
+    bool cuda;
+    int64_t layers, kv_heads;
+};

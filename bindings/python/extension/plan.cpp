@@ -1,0 +1,187 @@
+// Plans and their steps.
+#include "arguments.h"
+#include "attention.h"
+#include "objects.h"
+
+namespace {
+
+const SequenceObject& to_sequence(nb::handle object) {
+    if (!nb::isinstance<SequenceObject>(object)) throw nb::type_error("sequences is a Sequence, or an iterable of them");
+    return *nb::inst_ptr<SequenceObject>(object);
+}
+
+// A number for each of n sequences: one for all, or an iterable.
+std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
+    if (PyLong_Check(object.ptr()) || (PyIndex_Check(object.ptr()) && !nb::hasattr(object, "__len__")))
+        return std::vector<int32_t>(n, nb::cast<int32_t>(object));
+    std::vector<int32_t> counts;
+    counts.reserve(n);
+    for (nb::handle count : object) counts.push_back(nb::cast<int32_t>(count));
+    if (counts.size() != n) throw ta::Error(TA_E_INVALID, std::string(name) + " needs one number for each sequence");
+    return counts;
+}
+
+StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new, nb::handle n_query) {
+    const auto plan = self.handle.get();
+    std::vector<ta_seq> ids;
+    const auto add = [&](nb::handle object) {
+        const auto sequence = to_sequence(object).handle.get();
+        if (sequence->pool() != self.pool.get()) throw ta::Error(TA_E_INVALID, "a sequence is of another pool than the plan");
+        ids.push_back(sequence->id());
+    };
+    if (nb::isinstance<SequenceObject>(sequences)) {
+        add(sequences);
+    } else {
+        for (nb::handle object : sequences) add(object);
+    }
+    const auto tokens = to_counts(n_new, ids.size(), "n_new");
+    const auto queries = n_query.is_none() ? tokens : to_counts(n_query, ids.size(), "n_query");
+    call([&](ta_error* e) {
+        return ta_plan_begin(plan.get(), static_cast<uint32_t>(ids.size()), ids.data(), tokens.data(), queries.data(), e);
+    });
+    return {plan.shared(), self.place};
+}
+
+void append(const StepObject& self, uint32_t layer, nb::handle k, nb::handle v) {
+    const auto plan = self.get();
+    const Array k_array(k, "k", self.place(), false), v_array(v, "v", self.place(), false);
+    const ta_tensor k_tensor = k_array.tensor(), v_tensor = v_array.tensor();
+    call([&](ta_error* e) { return ta_append(plan.get(), layer, &k_tensor, &v_tensor, e); });
+}
+
+nb::object attend(const StepObject& self, uint32_t layer, nb::handle q, nb::object out, nb::handle lse, int32_t mask,
+                  float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks, int32_t exp,
+                  int32_t p) {
+    const auto plan = self.get();
+    const Outputs to(q, std::move(out), lse, self.place());
+    const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, self.place(), to.q_tensor.heads);
+    const ta_attend_options options = ta::detail::to_c(attention.options);
+    call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
+    return to.out_object;
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+    nb::class_<PlanObject> plan(m, "Plan",
+                                R"(Makes steps: ``Pool.create_plan``. One thread at a time, the others get StateError (BUSY);
+use a plan for each thread.)");
+    plan.def_prop_ro(
+        "address", [](const PlanObject& self) { return reinterpret_cast<uintptr_t>(self.handle.get().get()); },
+        "Address of the C handle, for calls of the C header; valid as long as the object is.");
+    plan.def(
+        "close", [](PlanObject& self) { self.handle.close(); }, kClose);
+    add_context_manager(plan);
+    plan.def(
+        "set_stream",
+        [](PlanObject& self, uintptr_t stream) {
+            const auto handle = self.handle.get();
+            call([&](ta_error* e) { return ta_plan_set_stream(handle.get(), to_stream(stream), e); });
+            self.place.stream = to_stream(stream);
+        },
+        "stream"_a, R"(The CUDA stream that later steps enqueue on.
+
+Args:
+    stream: its address, such as ``torch.cuda.current_stream().cuda_stream``; 0: the legacy default stream. It outlives them
+
+Raises:
+    StateError: a step is open (STATE)
+    ArgumentError: on a CPU (UNSUPPORTED)
+)");
+    plan.def("step", &begin, "sequences"_a, "n_new"_a = 0, "n_query"_a = nb::none(),
+             nb::sig("def step(self, sequences: Sequence | typing.Iterable[Sequence], n_new: int | typing.Iterable[int] = 0, "
+                     "n_query: int "
+                     "| typing.Iterable[int] | None = None) -> Step"),
+             R"(Opens a step on a batch, and reserves all memory that it needs::
+
+    with plan.step([a, b], [1, 17]) as step:
+        for layer in range(layers):
+            step.append(layer, k[layer], v[layer])
+            step.attend(layer, q[layer], out)
+
+Leaving the block commits the step; an exception aborts it. Where tiers are in use the call may wait for blocks
+(``Tiers.begin_wait_ms``); it does not end at Ctrl-C before that.
+
+Args:
+    sequences: distinct sequences of the pool that are in no other open step
+    n_new: tokens that ``append`` will bring for each, or one number for all
+    n_query: queries of ``attend`` for each, the last tokens; None: as n_new
+
+Raises:
+    ArgumentError: INVALID
+    StateError: a step of this plan is open (STATE), a sequence is in another one (BUSY), STALE
+    ExhaustedError: the budget (TIER_FULL; ``bytes`` are lacking), MEMORY, LIMIT
+    DataError: NONFINITE (on a GPU, of earlier tokens), CORRUPT
+    FileError: IO
+)");
+
+    nb::class_<StepObject> step(
+        m, "Step", "One step of a batch: ``Plan.step``. One thread at a time. It is aborted when the object goes.");
+    step.def(
+        "append", &append, "layer"_a, "k"_a, "v"_a, nb::sig("def append(self, layer: int, k: Array, v: Array) -> None"),
+        R"(Quantizes the new tokens of one layer and appends them. Each layer is appended once. On a CPU it is done on return; on a GPU
+it is enqueued, and k and v must not be freed or written before the stream has got there.
+
+Args:
+    k, v: [sum(n_new), kv_heads, head_dim], the sequences one after the other, keys after their rotary embedding. float32,
+        float16 or bfloat16; arrays of numpy, or by DLPack or ``__cuda_array_interface__``. Never copied
+
+Raises:
+    ArgumentError: no such layer (INVALID), SHAPE, DTYPE
+    DataError: NaN or Inf (NONFINITE); ``token`` and ``head`` say where
+    StateError: the step is over (STATE), BUSY
+)");
+    step.def(
+        "attend", &attend, "layer"_a, "q"_a, "out"_a = nb::none(), "lse"_a = nb::none(), nb::kw_only(), "mask"_a = 0,
+        "scale"_a = 0.0f, "softcap"_a = 0.0f, "window"_a = 0, "alibi_slopes"_a = nb::none(), "sinks"_a = nb::none(),
+        "exp"_a = 0, "p"_a = 0,
+        nb::sig("def attend(self, layer: int, q: Array, out: Array | None = None, lse: Array | None = None, *, mask: Mask = "
+                "turboattention._enums.Mask.CAUSAL, scale: float = 0.0, softcap: float = 0.0, window: int = 0, alibi_slopes: "
+                "Array | None = None, sinks: "
+                "Array | None = None, exp: Exp = turboattention._enums.Exp.DEFAULT, p: P = turboattention._enums.P.DEFAULT) -> "
+                "typing.Any"),
+        R"(Attends with the step's queries to all tokens of their sequences, the new ones included. On a GPU it is enqueued, as
+``append`` is.
+
+Args:
+    q: [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16
+    out: as q, of any element type, not overlapping q; None: a new float32 array of numpy (on a CPU)
+    lse: float32 [sum(n_query), q_heads] without gaps: gets the natural log of the denominator
+    mask: ``Mask.CAUSAL`` or ``Mask.FULL``
+    scale: multiplies q.k, up to 64; 0: 1/sqrt(head_dim)
+    softcap: c: score = c * tanh(score / c); 0: none
+    window: keys that a query sees, its own included; 0: no limit
+    alibi_slopes: float32 [q_heads]
+    sinks: float32 [q_heads], logits that join the denominator
+    exp, p: as the pool's unless given
+
+Returns:
+    out
+
+Raises:
+    ArgumentError: an option outside its range, outputs that overlap (INVALID), SHAPE, DTYPE
+    DataError: NONFINITE (on a CPU)
+    StateError: the step is over (STATE), BUSY
+)");
+    step.def("end", &StepObject::end, R"(Commits: the new tokens belong to their sequences.
+
+Raises:
+    StateError: a layer lacks its append (STATE): the step stays open
+)");
+    step.def("abort", &StepObject::abort, "Ends the step without committing: sequences are as before it.");
+    step.def(
+        "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Step"));
+    step.def(
+        "__exit__",
+        [](StepObject& self, nb::handle type, nb::handle, nb::handle) {
+            if (!type.is_none() || !self.open()) return self.leave();
+            try {
+                self.end();
+            } catch (...) {
+                self.leave();
+                throw;
+            }
+        },
+        "type"_a.none(), "value"_a.none(), "traceback"_a.none(),
+        nb::sig("def __exit__(self, type: object, value: object, traceback: object) -> None"));
+}

@@ -1,0 +1,386 @@
+// Pools, and moves of blocks between their tiers.
+#include <cstring>
+
+#include "arguments.h"
+#include "callbacks.h"
+#include "objects.h"
+
+namespace {
+
+template <class T>
+T field(nb::handle options, const char* name) {
+    return nb::cast<T>(options.attr(name));
+}
+
+std::vector<uint8_t> to_bits(nb::handle object) {
+    if (object.is_none()) return {};
+    const std::string bytes = to_bytes(object);
+    return {bytes.begin(), bytes.end()};
+}
+
+ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
+    if (o.is_none()) return {};
+    const nb::object offset = o.attr("k_offset");
+    if (!offset.is_none()) {
+        const std::string bytes = to_bytes(package("numpy", "ascontiguousarray")(offset, nb::str("float32")));
+        k_offset.resize(bytes.size() / sizeof(float));
+        std::memcpy(k_offset.data(), bytes.data(), k_offset.size() * sizeof(float));
+    }
+    return {.profile = field<int32_t>(o, "profile"),
+            .k_granularity = field<int32_t>(o, "k_granularity"),
+            .v_granularity = field<int32_t>(o, "v_granularity"),
+            .open_scale = field<int32_t>(o, "open_scale"),
+            .v_exponents = to_switch(o.attr("v_exponents")),
+            .fractional_zero = to_switch(o.attr("fractional_zero")),
+            .v_search = to_switch(o.attr("v_search")),
+            .hadamard = to_switch(o.attr("hadamard")),
+            .sink_blocks = field<int32_t>(o, "sink_blocks"),
+            .exp = field<int32_t>(o, "exp"),
+            .p = field<int32_t>(o, "p"),
+            .nonfinite = field<int32_t>(o, "nonfinite"),
+            .hadamard_seed = field<uint64_t>(o, "hadamard_seed"),
+            .k_offset = k_offset,
+            .k_turning = to_switch(o.attr("k_turning"))};
+}
+
+struct TierPaths {
+    std::optional<std::string> folder, path;
+};
+ta::TierOptions to_tiers(nb::handle o, TierPaths& paths) {
+    paths = {to_path(o.attr("disk_folder")), to_path(o.attr("disk_path"))};
+    return {.host_node = field<uint32_t>(o, "host_node"),
+            .host_bytes = field<uint64_t>(o, "host_bytes"),
+            .disk_bytes = field<uint64_t>(o, "disk_bytes"),
+            .disk_folder = paths.folder ? paths.folder->c_str() : nullptr,
+            .high_percent = field<int32_t>(o, "high_percent"),
+            .low_percent = field<int32_t>(o, "low_percent"),
+            .eviction = field<int32_t>(o, "eviction"),
+            .disk_path = paths.path ? paths.path->c_str() : nullptr,
+            .drop_coldest = to_switch(o.attr("drop_coldest")),
+            .begin_wait_ms = field<int32_t>(o, "begin_wait_ms"),
+            .staging = field<int32_t>(o, "staging"),
+            .falling_precision = to_switch(o.attr("falling_precision")),
+            .tuning = reinterpret_cast<const struct ta_x_tier_tuning*>(field<uintptr_t>(o, "tuning"))};
+}
+
+PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint64_t budget_bytes,
+                       uint32_t bits, nb::handle k_bits, nb::handle v_bits, uint32_t max_sequences, nb::handle numerics,
+                       nb::handle tiers) {
+    const auto context = self.handle.get();
+    const auto k_map = to_bits(k_bits), v_map = to_bits(v_bits);
+    std::vector<float> k_offset;
+    TierPaths paths;
+    ta::PoolOptions options{.layers = layers,
+                            .kv_heads = kv_heads,
+                            .head_dim = head_dim,
+                            .bits = bits,
+                            .k_bits = k_map,
+                            .v_bits = v_map,
+                            .budget_bytes = budget_bytes,
+                            .max_sequences = max_sequences,
+                            .numerics = to_numerics(numerics, k_offset)};
+    if (!tiers.is_none()) options.tiers = to_tiers(tiers, paths);
+    return {{unlocked([&] { return context.create_pool(options); }), "the pool"}, self.cuda};
+}
+
+nb::object describe(const PoolObject& self) {
+    const auto pool = self.handle.get();
+    const ta_kv_pool_description d = unlocked([&] { return pool.describe(); });
+    const ta_numerics& n = *d.numerics;
+    const auto flag = [](ta_switch s) -> nb::object {
+        return s == TA_DEFAULT ? nb::object(nb::none()) : nb::bool_(s == TA_ON);
+    };
+    const auto array = [&](const void* data, size_t bytes, const char* type) {
+        return package("numpy", "frombuffer")(nb::bytes(data, bytes), nb::str(type))
+            .attr("reshape")(nb::make_tuple(d.layers, d.kv_heads, -1));
+    };
+    const size_t heads = size_t{d.layers} * d.kv_heads;
+    nb::dict numerics, tiers, all;
+    numerics["profile"] = n.profile;
+    numerics["k_granularity"] = n.k_granularity;
+    numerics["v_granularity"] = n.v_granularity;
+    numerics["open_scale"] = n.open_scale;
+    numerics["v_exponents"] = flag(n.v_exponents);
+    numerics["fractional_zero"] = flag(n.fractional_zero);
+    numerics["v_search"] = flag(n.v_search);
+    numerics["hadamard"] = flag(n.hadamard);
+    numerics["sink_blocks"] = n.sink_blocks;
+    numerics["exp"] = n.exp;
+    numerics["p"] = n.p;
+    numerics["nonfinite"] = n.nonfinite;
+    numerics["hadamard_seed"] = n.hadamard_seed;
+    numerics["k_offset"] =
+        n.k_offset ? array(n.k_offset, heads * d.head_dim * sizeof(float), "float32") : nb::object(nb::none());
+    numerics["k_turning"] = flag(n.k_turning);
+    all["device"] = d.device;
+    all["device_ordinal"] = d.device_ordinal;
+    all["layers"] = d.layers;
+    all["kv_heads"] = d.kv_heads;
+    all["head_dim"] = d.head_dim;
+    all["bits"] = d.bits;
+    all["max_sequences"] = d.max_sequences;
+    all["k_bits"] = array(d.k_bits, heads, "uint8").attr("squeeze")(2);
+    all["v_bits"] = array(d.v_bits, heads, "uint8").attr("squeeze")(2);
+    all["budget_bytes"] = d.budget_bytes;
+    all["fingerprint"] = d.fingerprint;
+    all["token_block_bytes"] = d.token_block_bytes;
+    all["channel_block_bytes"] = d.channel_block_bytes;
+    all["low_block_bytes"] = d.low_block_bytes;
+    all["numerics"] = numerics;
+    all["tiers"] = nb::none();
+    if (d.tiers) {
+        const ta_tier_options& t = *d.tiers;
+        const auto path = [](const char* text) -> nb::object {
+            return text ? package("os", "fsdecode")(nb::bytes(text)) : nb::object(nb::none());
+        };
+        tiers["host_node"] = t.host_node;
+        tiers["host_bytes"] = t.host_bytes;
+        tiers["disk_bytes"] = t.disk_bytes;
+        tiers["disk_folder"] = path(t.disk_folder);
+        tiers["high_percent"] = t.high_percent;
+        tiers["low_percent"] = t.low_percent;
+        tiers["eviction"] = t.eviction;
+        tiers["disk_path"] = path(t.disk_path);
+        tiers["drop_coldest"] = flag(t.drop_coldest);
+        tiers["begin_wait_ms"] = t.begin_wait_ms;
+        tiers["staging"] = t.staging;
+        tiers["falling_precision"] = flag(t.falling_precision);
+        tiers["tuning"] = reinterpret_cast<uintptr_t>(t.tuning);
+        all["tiers"] = tiers;
+    }
+    return package("turboattention._options", "_description")(**all);
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& m, nb::class_<ContextObject>& context) {
+    context.def(
+        "create_pool", &create_pool, nb::kw_only(), "layers"_a, "kv_heads"_a, "head_dim"_a, "budget_bytes"_a, "bits"_a = 4,
+        "k_bits"_a = nb::none(), "v_bits"_a = nb::none(), "max_sequences"_a = 0, "numerics"_a = nb::none(),
+        "tiers"_a = nb::none(),
+        nb::sig("def create_pool(self, *, layers: int, kv_heads: int, head_dim: int, budget_bytes: int, bits: int = 4, k_bits: "
+                "SupportsBuffer | None = None, v_bits: SupportsBuffer | None = None, max_sequences: int = 0, numerics: "
+                "Numerics | None = None, tiers: Tiers | None = None) -> Pool"),
+        R"(A pool of compressed keys and values.
+
+Args:
+    layers: 1..4096
+    kv_heads: 1..1024
+    head_dim: 64, 96, 128 or 256
+    budget_bytes: of the device tier: blocks, metadata included
+    bits: 8, 4 or 2 for every head; ignored where k_bits and v_bits are given
+    k_bits, v_bits: uint8 [layers, kv_heads], each 4 or 2, or all 8
+    max_sequences: 0: 65536
+    numerics: None: profile ``ACCURATE``
+    tiers: memory below the device tier; None: there is none
+
+Raises:
+    ArgumentError: a value outside its range (INVALID, SHAPE), or that cannot be served (UNSUPPORTED)
+    ExhaustedError: MEMORY, TIER_FULL (no space for the tiers' files), LIMIT
+    StateError: another pool has the file at ``disk_path`` (BUSY)
+    FileError, DataError: of that file
+)");
+
+    nb::class_<PoolObject> pool(m, "Pool",
+                                "Compressed keys and values of sequences: ``Context.create_pool``. Any thread may call it.");
+    pool.def_prop_ro(
+        "address", [](const PoolObject& self) { return reinterpret_cast<uintptr_t>(self.handle.get().get()); },
+        "Address of the C handle, for calls of the C header; valid as long as the object is.");
+    pool.def(
+        "close",
+        [](PoolObject& self) {
+            const auto pool = self.handle.get();
+            unlocked([&] { pool.close(); });
+            self.handle.close();
+        },
+        "Releases every sequence and drops what is published. Later calls on it, its sequences and plans raise StateError "
+        "(CLOSED).");
+    pool.def(
+        "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"));
+    pool.def(
+        "__exit__", [](nb::handle self, nb::args) { self.attr("close")(); },
+        nb::sig("def __exit__(self, *exception: object) -> None"));
+    pool.def(
+        "create_plan",
+        [](const PoolObject& self) {
+            const auto pool = self.handle.get();
+            return PlanObject{{unlocked([&] { return pool.create_plan(); }), "the plan"}, pool.shared(), {self.cuda, nullptr}};
+        },
+        "A plan, which makes steps of batches.");
+    pool.def(
+        "create_sequence",
+        [](const PoolObject& self) {
+            const auto pool = self.handle.get();
+            return SequenceObject(unlocked([&] { return pool.create_sequence(); }));
+        },
+        R"(An empty sequence.
+
+Raises:
+    ExhaustedError: max_sequences (LIMIT)
+)");
+    pool.def(
+        "create_namespace",
+        [](const PoolObject& self, nb::handle salt, uint64_t quota_bytes) {
+            const auto pool = self.handle.get();
+            ta::NamespaceOptions options{.quota_bytes = quota_bytes};
+            const std::string bytes = to_bytes(salt);
+            if (bytes.size() != options.salt.size()) throw ta::Error(TA_E_INVALID, "salt has 32 bytes");
+            std::memcpy(options.salt.data(), bytes.data(), bytes.size());
+            return NamespaceObject{unlocked([&] { return pool.create_namespace(options); })};
+        },
+        "salt"_a, "quota_bytes"_a = 0,
+        nb::sig("def create_namespace(self, salt: SupportsBuffer | bytes, quota_bytes: int = 0) -> Namespace"),
+        R"(A namespace for published prefixes. It ends by ``Namespace.destroy`` or with the pool.
+
+Args:
+    salt: 32 secret random bytes; the same ones find published blocks again in a later process
+    quota_bytes: of its published blocks, wherever they are; 0: no limit
+
+Raises:
+    ArgumentError: no salt, or the pool has a namespace with this one (INVALID)
+    ExhaustedError: 65536 namespaces (LIMIT)
+)");
+    pool.def(
+        "load_sequence",
+        [](const PoolObject& self, nb::handle path, nb::object progress) {
+            const auto pool = self.handle.get();
+            const auto file = to_path(path);
+            if (!file) throw nb::type_error("path is None");
+            return SequenceObject(unlocked([&] { return pool.load_sequence(file->c_str(), to_progress(progress)); }));
+        },
+        "path"_a, "progress"_a = nb::none(),
+        nb::sig("def load_sequence(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = "
+                "None) -> "
+                "Sequence"),
+        R"(Makes a sequence of a file of ``Sequence.save``, all of it or nothing.
+
+Args:
+    progress: called as ``progress(done, total)`` in bytes; False stops the call, which raises StateError (CANCELLED). It must not
+        call this pool
+
+Raises:
+    ArgumentError: a file of another pool (INVALID), another version of the format (UNSUPPORTED)
+    DataError: CORRUPT; ``block`` says where
+    FileError: IO
+    ExhaustedError: TIER_FULL, LIMIT, MEMORY
+)");
+    pool.def(
+        "save",
+        [](const PoolObject& self, nb::handle path, int32_t flags, nb::object progress) {
+            const auto pool = self.handle.get();
+            const auto file = to_path(path);
+            if (!file) throw nb::type_error("path is None");
+            unlocked([&] { pool.save(file->c_str(), flags, to_progress(progress)); });
+        },
+        "path"_a, "flags"_a = 0, "progress"_a = nb::none(),
+        nb::sig("def save(self, path: str | os.PathLike[str], flags: SaveFlags = SaveFlags(0), progress: typing.Callable[[int, "
+                "int], "
+                "object] | None = None) -> None"),
+        R"(Writes all sequences to a new file; blocks that several share are written once.
+
+Args:
+    flags: ``SaveFlags.PUBLISHED``: what is published, too
+    progress: as for ``load_sequence``
+
+Raises:
+    ArgumentError: the file exists (INVALID)
+    StateError: a sequence is in an open step (BUSY), a block was dropped (STATE)
+    FileError, DataError, ExhaustedError: IO, CORRUPT, TIER_FULL (no space)
+)");
+    pool.def(
+        "load",
+        [](const PoolObject& self, nb::handle path, nb::object progress) {
+            const auto pool = self.handle.get();
+            const auto file = to_path(path);
+            if (!file) throw nb::type_error("path is None");
+            auto loaded = unlocked([&] { return pool.load(file->c_str(), to_progress(progress)); });
+            nb::dict sequences;
+            for (auto& one : loaded) sequences[nb::cast(one.saved)] = nb::cast(SequenceObject(std::move(one.sequence)));
+            return sequences;
+        },
+        "path"_a, "progress"_a = nb::none(),
+        nb::sig("def load(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = None) -> "
+                "dict[int, "
+                "Sequence]"),
+        R"(Adds the sequences of a file of ``save``, all or nothing; they share blocks as they did.
+
+Returns:
+    the new sequences by the ids that they had when they were saved
+
+Raises:
+    as ``load_sequence``
+)");
+    pool.def(
+        "stats",
+        [](const PoolObject& self) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.stats(); });
+        },
+        "What the pool holds.");
+    pool.def("describe", &describe, nb::sig("def describe(self) -> PoolDescription"),
+             "Shape, settings as in effect, block sizes.");
+    pool.def(
+        "tier_stats",
+        [](const PoolObject& self, int32_t tier) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.tier_stats(tier); });
+        },
+        "tier"_a, nb::sig("def tier_stats(self, tier: Tier) -> TierStats"), R"(One tier.
+
+Raises:
+    ArgumentError: the pool has no such tier (UNSUPPORTED)
+)");
+    pool.def(
+        "move_stats",
+        [](const PoolObject& self) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.move_stats(); });
+        },
+        "What moved between the tiers and why.");
+    pool.def(
+        "metrics",
+        [](const PoolObject& self, int32_t format) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.metrics(format); });
+        },
+        "format"_a = int32_t{TA_METRICS_OPENMETRICS},
+        nb::sig("def metrics(self, format: MetricsFormat = turboattention._enums.MetricsFormat.OPENMETRICS) -> str"),
+        "All statistics as text for a scraper, or as a JSON object.");
+
+    nb::class_<MoveObject> move(m, "Move",
+                                "Moves of blocks that go on in the background: ``Sequence.move``, ``Sequence.prefetch``.");
+    move.def_prop_ro(
+        "ticket", [](const MoveObject& self) { return self.handle.get().ticket(); }, "The number of these moves in the pool.");
+    move.def(
+        "query",
+        [](const MoveObject& self) {
+            const ta::Move handle = self.handle.get();
+            return unlocked([&] { return handle.query(); });
+        },
+        R"(How far they are.
+
+Raises:
+    StateError: finished more than 4096 tickets ago (STALE)
+)");
+    move.def(
+        "wait",
+        [](const MoveObject& self, std::optional<double> seconds) {
+            const ta::Move handle = self.handle.get();
+            ta_move_info info;
+            wait_for(seconds, [&](std::chrono::nanoseconds slice) { return finished((info = handle.wait(slice)).state); });
+            return info;
+        },
+        "seconds"_a = nb::none(),
+        R"(Waits until they are finished, or so many seconds; ``state`` says which. Ctrl-C ends the wait.
+
+Raises:
+    StateError: STALE
+)");
+    move.def(
+        "cancel",
+        [](const MoveObject& self) {
+            const ta::Move handle = self.handle.get();
+            unlocked([&] { handle.cancel(); });
+        },
+        "Blocks that have not moved yet stay where they are.");
+}

@@ -1,0 +1,139 @@
+// Namespaces of published prefixes.
+#include "arguments.h"
+#include "objects.h"
+
+void bind_prefix(nb::module_& m) {
+    nb::class_<NamespaceObject> space(m, "Namespace", R"(Published prefixes of one tenant: ``Pool.create_namespace``.
+
+Keys are bytes-like with 32 bytes for each block, or an iterable of such. Key i is the one of block i, and stands for ALL tokens up
+to the end of its block.)");
+    space.def(
+        "destroy",
+        [](const NamespaceObject& self) {
+            const ta::Namespace handle = self.handle.get();
+            unlocked([&] { handle.destroy(); });
+        },
+        "Drops its entries; sequences that have the blocks keep them. Raises StateError (STALE).");
+    space.def(
+        "stats",
+        [](const NamespaceObject& self) {
+            const ta::Namespace handle = self.handle.get();
+            return unlocked([&] { return handle.stats(); });
+        },
+        "What is published. Raises StateError (STALE).");
+    space.def(
+        "flush",
+        [](const NamespaceObject& self) {
+            const ta::Namespace handle = self.handle.get();
+            unlocked([&] { handle.flush(); });
+        },
+        R"(Writes what is published to the persistent disk tier, and waits until it survives a power failure.
+
+Raises:
+    ArgumentError: no such tier (UNSUPPORTED)
+    ExhaustedError, FileError, DataError: TIER_FULL, IO, CORRUPT
+)");
+    space.def(
+        "match",
+        [](const NamespaceObject& self, nb::handle keys) {
+            const ta::Namespace handle = self.handle.get();
+            const auto list = to_keys(keys);
+            auto match = unlocked([&] { return handle.match(list); });
+            return nb::make_tuple(nb::cast(SequenceObject(std::move(match.sequence))), match.length);
+        },
+        "keys"_a, nb::sig("def match(self, keys: Keys) -> tuple[Sequence, int]"),
+        R"(A new sequence that begins with the blocks of the first keys, as many as are published without a gap, maybe none.
+
+Returns:
+    the sequence and its tokens
+
+Raises:
+    StateError: STALE
+    ExhaustedError: max_sequences (LIMIT)
+)");
+    space.def(
+        "hash_keys",
+        [](const NamespaceObject& self, nb::handle keys) {
+            const ta::Namespace handle = self.handle.get();
+            const auto list = to_keys(keys);
+            nb::list hashed;
+            for (const ta::Key& key : unlocked([&] { return handle.hash_keys(list); }))
+                hashed.append(nb::bytes(key.data(), key.size()));
+            return hashed;
+        },
+        "keys"_a, nb::sig("def hash_keys(self, keys: Keys) -> list[bytes]"),
+        "What stands for the keys in events. Raises StateError (STALE).");
+    space.def(
+        "take_events",
+        [](const NamespaceObject& self, size_t most) {
+            const ta::Namespace handle = self.handle.get();
+            return to_list(unlocked([&] { return handle.take_events(most); }));
+        },
+        "most"_a = 256, nb::sig("def take_events(self, most: int = 256) -> list[PrefixEvent]"),
+        "The oldest events, each once; fewer than ``most``: there are no more now. Raises StateError (STALE).");
+    space.def(
+        "join",
+        [](const NamespaceObject& self, const GroupObject& group) {
+            const ta::Namespace handle = self.handle.get();
+            const auto ranks = group.handle.get();
+            unlocked([&] { handle.join(ranks); });
+        },
+        "group"_a,
+        R"(Shares it with the ranks whose pools have the same fingerprint and a namespace of the same salt that has joined.
+
+Raises:
+    ArgumentError: one of this salt and fingerprint of this rank has joined (INVALID)
+    StateError: the group is not ready (STATE), STALE
+    PeerError: the group has ended
+)");
+    space.def(
+        "leave",
+        [](const NamespaceObject& self, const GroupObject& group) {
+            const ta::Namespace handle = self.handle.get();
+            const auto ranks = group.handle.get();
+            unlocked([&] { handle.leave(ranks); });
+        },
+        "group"_a, "Ends the sharing; blocks that were fetched stay. Raises StateError (STATE: it has not joined).");
+    space.def(
+        "lookup",
+        [](const NamespaceObject& self, const GroupObject& group, nb::handle keys, std::optional<double> seconds) {
+            const ta::Namespace handle = self.handle.get();
+            const auto ranks = group.handle.get();
+            const auto list = to_keys(keys);
+            std::vector<ta_prefix_place> places;
+            wait_for(seconds, [&](std::chrono::nanoseconds slice) {
+                places = handle.lookup(ranks, list, slice);
+                return std::none_of(places.begin(), places.end(), [](const auto& p) { return p.answer == TA_PREFIX_UNKNOWN; });
+            });
+            return to_list(std::move(places));
+        },
+        "group"_a, "keys"_a, "seconds"_a = 0.0,
+        nb::sig("def lookup(self, group: Group, keys: Keys, seconds: float | None = 0.0) -> list[PrefixPlace]"),
+        R"(Which ranks have the blocks of the keys, as far as they have told: a hint.
+
+Args:
+    seconds: how long to wait for ranks that have not told at all; None: without limit
+
+Raises:
+    StateError: it has not joined (STATE), STALE
+    PeerError: the group has ended
+)");
+    space.def(
+        "fetch",
+        [](const NamespaceObject& self, const GroupObject& group, nb::handle keys) {
+            const ta::Namespace handle = self.handle.get();
+            const auto ranks = group.handle.get();
+            const auto list = to_keys(keys);
+            return TransferObject{ranks.shared(), unlocked([&] { return handle.fetch(ranks, list).ticket(); }),
+                                  std::shared_ptr<ta_kv_pool>()};
+        },
+        "group"_a, "keys"_a, nb::sig("def fetch(self, group: Group, keys: Keys) -> Transfer"),
+        R"(Brings blocks that this rank lacks from where they are nearest, and publishes them here.
+
+Returns:
+    a transfer; DONE says with ``length`` how many tokens ``match`` finds now
+
+Raises:
+    as ``lookup``
+)");
+}

@@ -1,0 +1,198 @@
+// Sequences.
+#include "arguments.h"
+#include "callbacks.h"
+#include "objects.h"
+
+void bind_sequence(nb::module_& m) {
+    nb::class_<SequenceObject> sequence(m, "Sequence", R"(A sequence of tokens in a pool: ``Pool.create_sequence``.
+
+It is released when the object goes, or by ``release``; a step that it is in goes on. Any thread may call it. While it is in an open
+step, calls that would change or copy it raise StateError (BUSY). Blocks are 64 tokens.)");
+    sequence.def_prop_ro(
+        "id", [](const SequenceObject& self) { return self.handle.get()->id(); }, "Its number in the pool.");
+    sequence.def(
+        "release",
+        [](SequenceObject& self) {
+            const auto sequence = self.handle.get();
+            self.handle.close();
+            call([&](ta_error* e) { return ta_seq_release(sequence->pool().get(), sequence->id(), e); });
+        },
+        "Ends it; later calls raise StateError (CLOSED).");
+    add_context_manager(sequence.def(
+        "close", [](nb::handle self) { self.attr("release")(); }, "As ``release``."));
+    const auto length = [](const SequenceObject& self) {
+        const auto sequence = self.handle.get();
+        return unlocked([&] { return sequence->length(); });
+    };
+    sequence.def("__len__", length);
+    sequence.def("length", length, "Tokens; those of an open step are not counted. Raises StateError (STALE).");
+    sequence.def("__bool__", [](const SequenceObject&) { return true; });
+    sequence.def(
+        "fork",
+        [](const SequenceObject& self) {
+            const auto sequence = self.handle.get();
+            return SequenceObject(unlocked([&] { return sequence->fork(); }));
+        },
+        R"(A sequence with the same tokens, which shares the blocks until one of the two writes to them.
+
+Raises:
+    StateError: BUSY, STALE
+    ExhaustedError: max_sequences (LIMIT)
+)");
+    sequence.def(
+        "truncate",
+        [](const SequenceObject& self, int64_t length) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->truncate(length); });
+        },
+        "length"_a, R"(Drops all tokens from ``length`` on.
+
+Raises:
+    ArgumentError: length is negative or above the present one (INVALID)
+    StateError: BUSY, STALE, STATE (inside a block that was dropped)
+)");
+    sequence.def(
+        "set_priority",
+        [](const SequenceObject& self, int32_t priority) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->set_priority(priority); });
+        },
+        "priority"_a, "The lower, the earlier its blocks leave a full tier under ``Eviction.PRIORITY``; 0 at first.");
+    sequence.def(
+        "verify",
+        [](const SequenceObject& self) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->verify(); });
+        },
+        R"(Recomputes the hash of every full page.
+
+Raises:
+    DataError: CORRUPT; ``block`` and ``layer`` name the first bad page
+    FileError: a block on disk cannot be read (IO)
+    StateError: BUSY, STALE
+)");
+    sequence.def(
+        "save",
+        [](const SequenceObject& self, nb::handle path, nb::object progress) {
+            const auto sequence = self.handle.get();
+            const auto file = to_path(path);
+            if (!file) throw nb::type_error("path is None");
+            unlocked([&] { sequence->save(file->c_str(), to_progress(progress)); });
+        },
+        "path"_a, "progress"_a = nb::none(),
+        nb::sig("def save(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = None) -> "
+                "None"),
+        R"(Writes it to a new file of mode 0600, complete and synced before there is a file of this name.
+
+Args:
+    progress: called as ``progress(done, total)`` in bytes; False stops the call, which raises StateError (CANCELLED). It must not
+        call this pool
+
+Raises:
+    ArgumentError: the file exists (INVALID)
+    FileError, DataError, ExhaustedError: IO, CORRUPT, TIER_FULL (no space)
+    StateError: CANCELLED, BUSY, STALE, STATE (blocks were dropped)
+)");
+    sequence.def(
+        "publish",
+        [](const SequenceObject& self, const NamespaceObject& space, nb::handle keys) {
+            const auto sequence = self.handle.get();
+            const auto list = to_keys(keys);
+            const ta::Namespace handle = space.handle.get();
+            unlocked([&] { sequence->publish(handle, list); });
+        },
+        "space"_a, "keys"_a, nb::sig("def publish(self, space: Namespace, keys: Keys) -> None"),
+        R"(Publishes its first blocks, one for each key; they outlive the sequence.
+
+Raises:
+    ArgumentError: more keys than full blocks, another namespace's blocks, a namespace of another pool (INVALID)
+    StateError: BUSY, STALE, STATE (a block was dropped)
+    ExhaustedError: the quota (LIMIT)
+)");
+    sequence.def(
+        "move",
+        [](const SequenceObject& self, int32_t tier, uint64_t first, uint64_t n) {
+            const auto sequence = self.handle.get();
+            return MoveObject{unlocked([&] { return sequence->move(tier, first, n); })};
+        },
+        "tier"_a, "first"_a, "n"_a, nb::sig("def move(self, tier: Tier, first: int, n: int) -> Move"),
+        R"(Asks for blocks [first, first + n) to be in a tier.
+
+Raises:
+    ArgumentError: blocks beyond the sequence (INVALID), no such tier (UNSUPPORTED)
+    StateError: BUSY, STALE
+)");
+    sequence.def(
+        "prefetch",
+        [](const SequenceObject& self, uint64_t first, uint64_t n) {
+            const auto sequence = self.handle.get();
+            return MoveObject{unlocked([&] { return sequence->prefetch(first, n); })};
+        },
+        "first"_a, "n"_a, "Asks for blocks [first, first + n) to be in the device tier, as many as fit. Raises as ``move``.");
+    sequence.def(
+        "pin",
+        [](const SequenceObject& self, uint64_t first, uint64_t n) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->pin(first, n); });
+        },
+        "first"_a, "n"_a, R"(Keeps blocks [first, first + n) from leaving their tier for a slower one. Pins are counted.
+
+Raises:
+    ArgumentError: blocks beyond the sequence (INVALID)
+    StateError: a block is not full (STATE), BUSY, STALE
+)");
+    sequence.def(
+        "unpin",
+        [](const SequenceObject& self, uint64_t first, uint64_t n) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->unpin(first, n); });
+        },
+        "first"_a, "n"_a, "Takes a pin of each block away. Raises as ``pin``; STATE: a block is not pinned.");
+    sequence.def(
+        "residency",
+        [](const SequenceObject& self) {
+            const auto sequence = self.handle.get();
+            return unlocked([&] { return sequence->residency(); });
+        },
+        "Where its blocks are. Raises StateError (BUSY, STALE).");
+    sequence.def(
+        "send",
+        [](const SequenceObject& self, const GroupObject& group, uint32_t to, uint64_t tag, int32_t mode) {
+            const auto sequence = self.handle.get();
+            const auto ranks = group.handle.get();
+            return TransferObject{ranks.shared(), unlocked([&] { return sequence->send(ranks, to, tag, mode).ticket(); }),
+                                  std::shared_ptr<ta_kv_pool>()};
+        },
+        "group"_a, "to"_a, "tag"_a, "mode"_a = int32_t{TA_SEND_COPY},
+        nb::sig("def send(self, group: Group, to: int, tag: int, mode: SendMode = turboattention._enums.SendMode.COPY) -> "
+                "Transfer"),
+        R"(Offers it to another rank, where ``Group.receive`` with the same tag takes it.
+
+Raises:
+    ArgumentError: no such rank (INVALID)
+    StateError: the group is not ready (STATE), BUSY, STALE
+    PeerError: the group has ended
+)");
+    sequence.def(
+        "partition",
+        [](const SequenceObject& self, const GroupObject& group, int32_t output, uint32_t first_rank, uint32_t output_rank,
+           uint64_t tag) {
+            const auto sequence = self.handle.get();
+            const auto ranks = group.handle.get();
+            const ta::PartitionOptions options{
+                .output = output, .first_rank = first_rank, .output_rank = output_rank, .tag = tag};
+            unlocked([&] { sequence->partition(ranks, options); });
+        },
+        "group"_a, nb::kw_only(), "output"_a = 0, "first_rank"_a = 0, "output_rank"_a = 0, "tag"_a = 0,
+        nb::sig("def partition(self, group: Group, *, output: PartitionOutput = turboattention._enums.PartitionOutput.ALL, "
+                "first_rank: int = 0, output_rank: "
+                "int = 0, tag: int = 0) -> None"),
+        R"(Spreads it over the ranks of a group, which all make this call on a sequence of the same length with the same options, and
+the same steps from then on; docs/sharing.md is the guide.
+
+Raises:
+    ArgumentError: an option outside its range, the tag of another sequence (INVALID), more than 64 ranks (UNSUPPORTED)
+    StateError: the group is not ready, or it is partitioned already (STATE), BUSY, STALE
+    PeerError: the group has ended
+)");
+}
