@@ -5,9 +5,11 @@
 
 namespace {
 
-const SequenceObject& to_sequence(nb::handle object) {
+ta_seq to_id(const PlanObject& plan, nb::handle object) {
     if (!nb::isinstance<SequenceObject>(object)) throw nb::type_error("sequences is a Sequence, or an iterable of them");
-    return *nb::inst_ptr<SequenceObject>(object);
+    const auto sequence = nb::inst_ptr<SequenceObject>(object)->handle.get();
+    if (sequence->pool() != plan.pool.get()) throw ta::Error(TA_E_INVALID, "a sequence is of another pool than the plan");
+    return sequence->id();
 }
 
 // A number for each of n sequences: one for all, or an iterable.
@@ -23,16 +25,17 @@ std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
 
 StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new, nb::handle n_query) {
     const auto plan = self.handle.get();
+    if (nb::isinstance<SequenceObject>(sequences) && n_query.is_none() && PyLong_Check(n_new.ptr())) {  // needs no lists
+        const ta_seq id = to_id(self, sequences);
+        const auto tokens = nb::cast<int32_t>(n_new);
+        call([&](ta_error* e) { return ta_plan_begin(plan.get(), 1, &id, &tokens, nullptr, e); });
+        return {plan.shared(), self.place};
+    }
     std::vector<ta_seq> ids;
-    const auto add = [&](nb::handle object) {
-        const auto sequence = to_sequence(object).handle.get();
-        if (sequence->pool() != self.pool.get()) throw ta::Error(TA_E_INVALID, "a sequence is of another pool than the plan");
-        ids.push_back(sequence->id());
-    };
     if (nb::isinstance<SequenceObject>(sequences)) {
-        add(sequences);
+        ids.push_back(to_id(self, sequences));
     } else {
-        for (nb::handle object : sequences) add(object);
+        for (nb::handle object : sequences) ids.push_back(to_id(self, object));
     }
     const auto tokens = to_counts(n_new, ids.size(), "n_new");
     const auto queries = n_query.is_none() ? tokens : to_counts(n_query, ids.size(), "n_query");
