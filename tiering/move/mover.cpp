@@ -51,7 +51,9 @@ Mover::Mover(MoveHost pool, uint64_t first_ticket)
 
 Status Mover::start(MoveRoute route) {
     sharing_.route = route;
-    if (Device* device = sharing_.pool.device; device && sharing_.pool.host && route == MoveRoute::kCalibrated)
+    const LowerTiers& tiers = sharing_.pool.tiers;
+    const bool copies = tiers[TierKind::kPeer] || tiers[TierKind::kHost];
+    if (Device* device = sharing_.pool.device; device && copies && route == MoveRoute::kCalibrated)
         TA_RETURN_IF_ERROR(device->calibrate_moves());
     const int processors = int(std::thread::hardware_concurrency());
     TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers), kCheckersPoll));
@@ -116,7 +118,7 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
                                                 [](const MoveRequest& r) { return r.from != TierKind::kDisk; });
         in_memory = size_t(rest - ticket->requests.begin());
     }
-    const Lane lane = to == TierKind::kDevice ? kPromote : to == TierKind::kHost ? kDemote : kToDisk;
+    const Lane lane = to == TierKind::kDevice ? kPromote : to == TierKind::kDisk ? kToDisk : kDemote;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     try {

@@ -1,4 +1,4 @@
-// Between a device and the host: the device copies behind what it does. It checks what arrives in its memory, the checkers what
+// Where a pool has a device: it copies behind what it does. It checks what arrives in its memory or a peer's, the checkers what
 // arrives in the host's.
 #include <algorithm>
 #include <utility>

@@ -142,7 +142,7 @@ class DiskRead final : public DiskTransfer {
     }
     void finish() override {
         DiskTransfer::finish();
-        if (sharing_.pool.device && to_ == TierKind::kDevice) check_on_device();
+        if (sharing_.pool.device && is_of_devices(to_)) check_on_device();
     }
 
   private:

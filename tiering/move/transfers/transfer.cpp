@@ -35,7 +35,7 @@ void fail_all(const MovedBlocks& blocks, const Status& status) {
 }
 
 bool is_on_device(const MoveSharing& sharing, const Place& place) {
-    return sharing.pool.device && place.tier == TierKind::kDevice;
+    return sharing.pool.device && is_of_devices(place.tier);
 }
 
 void PageWork::add(size_t i, uint32_t layers) {
