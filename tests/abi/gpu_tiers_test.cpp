@@ -127,7 +127,7 @@ TEST_F(GpuTiers, SequencesGrowThroughAPeerGpu) {
         SCOPED_TRACE(std::to_string(bits) + " bits");
         seqs.clear(), plain_seqs.clear();
         plan.reset(), plain_plan.reset();
-        make_pools(20, uint64_t{1} << 20, uint64_t{64} << 20, bits, TA_X_MOVE_ROUTE_AUTO, uint64_t{1} << 20);
+        make_pools(20, uint64_t{64} << 20, 0, bits, TA_X_MOVE_ROUTE_AUTO, uint64_t{1} << 20);
         const size_t a = add(), b = add();
         step({a, b}, {300, 1000});
         for (int i = 0; i < 12; ++i) step({a, b}, {i % 3 == 0 ? 1 : 130, 1});

@@ -192,7 +192,7 @@ Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t be
     const auto bytes_of = [&](const Item& item) { return is_full(item) ? uint64_t{g.slot_bytes(kind_of(item))} : 0; };
     const auto full = std::find_if(items.begin(), items.end(), [](const Item& item) { return is_full(item); });
     const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
-    const uint64_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
+    const uint64_t most = is_of_devices(to) ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
     const uint64_t soon = copies_beside_ && to != TierKind::kDisk ? std::max(2 * before, kFirstPartBytes) : most;
     Cut cut;
     while (cut.items < items.size() && cut.items < kPartBlocks && cut.bytes < most &&

@@ -88,6 +88,7 @@ struct MoveHost {
     const LowerTiers& tiers;
     DiskTier* disk;                      // of them, or nullptr
     BlockVerifier* verifier;             // of a device
+    BlockVerifier* peer_verifier;        // of that of the peer tier
     BlockEncoder* encoder;               // of a device where precision falls
     std::chrono::milliseconds patience;  // of a step with those who may be reading what blocks have left
     // Moves or drops blocks of `tier` so that the wanted ones may fit. False: nothing could be.

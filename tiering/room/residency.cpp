@@ -65,7 +65,10 @@ Status Residency::make_peer_tier(const TierSettings& settings) {
     if (!peer.ok()) return std::move(peer).status();
     peer_ = peer.take();
     tiers_.set(TierKind::kPeer, peer_.get());
-    return {};
+    Device* const device = settings.peer->device();
+    if (!device) return {};
+    peer_verifier_ = make_peer_verifier(*device, pages_);
+    return peer_verifier_->open();
 }
 
 Status Residency::make_host_tier(const TierSettings& settings) {
@@ -142,7 +145,7 @@ Status Residency::start(uint64_t first_ticket) {
         return make_room(tier, wanted, false, until);
     };
     mover_ = std::make_unique<Mover>(MoveHost{context_.device(), pages_, store_, reader_, tiers_, disk_.get(), verifier_.get(),
-                                              encoder_.get(), settings_.plans_patience, make},
+                                              peer_verifier_.get(), encoder_.get(), settings_.plans_patience, make},
                                      first_ticket);
     TA_RETURN_IF_ERROR(mover_->start(settings_.route));
     store_.keep_records(false);

@@ -220,7 +220,7 @@ class Residency {
     LowerTiers tiers_;  // those of them that there are
     BlockStore store_;
     const BlockReader reader_;
-    std::unique_ptr<BlockVerifier> verifier_;
+    std::unique_ptr<BlockVerifier> verifier_, peer_verifier_;
     std::unique_ptr<BlockEncoder> encoder_;
     Counters counters_;
 

@@ -157,7 +157,7 @@ class DiskRead final : public DiskTransfer {
         }
         if (placed.empty()) return;
         std::vector<Status> statuses(placed.size());
-        const Status all = sharing_.pool.verifier->verify(placed, statuses);
+        const Status all = verifier_in(sharing_.pool, to_).verify(placed, statuses);
         for (size_t i = 0; i < arrived.size(); ++i) arrived[i]->status = all.ok() ? std::move(statuses[i]) : all.clone();
     }
 

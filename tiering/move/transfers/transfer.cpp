@@ -38,6 +38,10 @@ bool is_on_device(const MoveSharing& sharing, const Place& place) {
     return sharing.pool.device && is_of_devices(place.tier);
 }
 
+BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier) {
+    return tier == TierKind::kPeer ? *pool.peer_verifier : *pool.verifier;
+}
+
 void PageWork::add(size_t i, uint32_t layers) {
     const uint32_t all = sharing_.pool.pages.geometry.layers;
     for (uint32_t first = 0; first < all; first += layers) pieces_.push_back({i, first, std::min(layers, all - first)});

@@ -59,6 +59,9 @@ void fail_all(const MovedBlocks& blocks, const Status& status);
 // A CPU reads it through the device.
 bool is_on_device(const MoveSharing& sharing, const Place& place);
 
+// Of the device in whose memory a tier lies.
+BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier);
+
 // Pages of blocks, for several threads.
 class PageWork {
   public:
