@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <unordered_set>
+#include <utility>
 
 #include "tiering/disk/disk.h"
 #include "tiering/disk/latch.h"
@@ -201,6 +202,7 @@ Residency::LoadHold::LoadHold(Residency& residency, Loading& loading) : residenc
 Residency::LoadHold::~LoadHold() {
     std::lock_guard lock(residency_.residents_.lock());
     std::erase(residency_.loads_, &loading_);
+    residency_.promised_ -= std::exchange(loading_.promised, 0);
 }
 
 void Residency::LoadHold::add(MoveItem item) {
@@ -462,7 +464,12 @@ Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
     for (;;) {
         const bool moving = mover_ && blocks_are_held();
         Result<std::vector<BlockPtr>> taken = store_.acquire(wanted);
-        if (taken.ok()) return std::move(taken.value()[0]);
+        if (taken.ok()) {
+            const uint64_t come = std::min<uint64_t>(mine.promised, geometry_.slot_bytes(kind));
+            mine.promised -= come;
+            promised_ -= come;
+            return std::move(taken.value()[0]);
+        }
         Status s = std::move(taken).status();
         if (s.code() != TA_E_TIER_FULL) return s;
         if (!mover_) {

@@ -113,8 +113,6 @@ class Residency {
     // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
     // freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
-    // TA_E_TIER_FULL: so many bytes of new blocks do not fit, whatever else moves or is dropped that nobody uses.
-    Status check_may_take_in(uint64_t bytes) const;
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     // `lacking` gets how many bytes there are too few then.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking = nullptr) const;
@@ -170,6 +168,7 @@ class Residency {
         std::vector<MoveItem> blocks;
         size_t above[kTiers] = {};  // those before have left this tier and those above it, or stay there
         std::optional<std::chrono::steady_clock::time_point> patience_ends;  // with plans, once there is no room
+        uint64_t promised = 0;                                               // bytes of blocks that are still to come
     };
     // While a load goes on others may move what it has read, too: they find it here.
     class LoadHold {
@@ -184,6 +183,9 @@ class Residency {
         Residency& residency_;
         Loading& loading_;
     };
+    // TA_E_TIER_FULL: so many bytes of new blocks do not fit beside those that other loads were promised, whatever else moves or is
+    // dropped that nobody uses. The load has a LoadHold, and no other promise from then on.
+    Status promise_room(Loading& mine, uint64_t bytes);
     // A block in the device tier. Makes room by moving others out, those of `mine` too.
     Result<BlockPtr> new_block(PageKind kind, Loading& mine);
 
@@ -233,6 +235,7 @@ class Residency {
     std::vector<const Loading*> loads_;  // that go on
 
     mutable std::atomic<int> holders_{0};      // calls of BlockHold
+    std::atomic<uint64_t> promised_{0};        // bytes, to all loads
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
     std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction; 0: nothing might leave

@@ -4,6 +4,7 @@
 #include <array>
 #include <functional>
 #include <unordered_set>
+#include <utility>
 
 #include "tiering/room/candidates.h"
 #include "tiering/room/residency.h"
@@ -65,12 +66,16 @@ double Residency::times_in(TierKind tier, PageKind above) const {
 }
 
 // Moves change where bytes are, not how many. An estimate that errs towards OK.
-Status Residency::check_may_take_in(uint64_t bytes) const {
+Status Residency::promise_room(Loading& mine, uint64_t bytes) {
+    promised_ -= std::exchange(mine.promised, bytes);
+    const uint64_t to_others = promised_.fetch_add(bytes);
     if (mover_ && mover_->busy()) return {};  // what moves has two places for a moment
     const TierBytes room = count_room();
     double all = 0;
     for (size_t t = 0; t < kTiers; ++t) all += double(room[t]) * (t == 0 ? 1.0 : times_in(TierKind::kDisk, PageKind::kToken));
+    all -= std::min(all, double(to_others));
     if (double(bytes) <= all) return {};
+    promised_ -= std::exchange(mine.promised, 0);
     return fail(TA_E_TIER_FULL, "%llu more bytes of blocks do not fit: all tiers together have room for %.0f",
                 (unsigned long long)bytes, all)
         .bytes(bytes - uint64_t(all));
