@@ -456,7 +456,8 @@ typedef struct ta_tier_options {
     const struct ta_x_tier_tuning* tuning; /* turboattention_experimental.h; NULL: all as measured or by default */
     /* A peer tier: memory of another GPU of the process that this one reads (TA_E_UNSUPPORTED: it cannot), taken at once. `peer`:
      * a context of that GPU, or of a CPU for a pool on one; the pool keeps it. Both or neither. If that GPU is lost, the blocks
-     * there are, and no others: a begin with one of them fails with TA_E_DEVICE_LOST, tier and block. */
+     * there are, and no others: a begin with one of them fails with TA_E_DEVICE_LOST, tier and block. An error of a kernel there ends
+     * this GPU for the process, too. */
     struct ta_context* peer;
     uint64_t peer_bytes; /* budget; 0: no peer tier */
 } ta_tier_options;
