@@ -400,7 +400,7 @@ typedef struct ta_numerics {
 
 /* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
 typedef int32_t ta_tier;
-enum ta_tier_code { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2 };
+enum ta_tier_code { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2, TA_TIER_PEER = 3 /* between device and host */ };
 
 /* What a tier can do now. Read-only: what it holds can be read; it tries by itself to write again. */
 typedef int32_t ta_tier_state;
@@ -425,8 +425,9 @@ enum ta_eviction_code {
 typedef int32_t ta_staging;
 enum ta_staging_code { TA_STAGING_AUTO = 0, TA_STAGING_NEVER = 1, TA_STAGING_ALWAYS = 2 };
 
-/* Memory below the device tier, for full blocks that it has no room for. Blocks of the host tier are attended to in place;
- * those on disk are promoted when a plan begins. Without a host tier, what a step attends to must fit the device. */
+/* Memory below the device tier, for full blocks that it has no room for: of another GPU (the peer tier), of the host, on disk,
+ * in this order. Blocks of the peer and the host tier are attended to in place; those on disk are promoted when a plan begins.
+ * With neither of the two, what a step attends to must fit the device. */
 struct ta_x_tier_tuning;
 typedef struct ta_tier_options {
     uint32_t struct_size;
@@ -453,6 +454,12 @@ typedef struct ta_tier_options {
      * results; bench/results/accuracy.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
     ta_switch falling_precision;
     const struct ta_x_tier_tuning* tuning; /* turboattention_experimental.h; NULL: all as measured or by default */
+    /* A peer tier: memory of another GPU of the process that this one reads (TA_E_UNSUPPORTED: it cannot), taken at once. `peer`:
+     * a context of that GPU, or of a CPU for a pool on one; the pool keeps it. Both or neither. If that GPU is lost, the blocks
+     * there are, and no others: a begin with one of them fails with TA_E_DEVICE_LOST, tier and block. An error of a kernel there ends
+     * this GPU for the process, too. */
+    struct ta_context* peer;
+    uint64_t peer_bytes; /* budget; 0: no peer tier */
 } ta_tier_options;
 
 typedef struct ta_kv_pool_options {
@@ -777,6 +784,7 @@ typedef struct ta_residency {
     uint64_t device_blocks, host_blocks, disk_blocks;
     uint64_t device_bytes, host_bytes, disk_bytes;
     uint64_t dropped_blocks; /* under ta_tier_options.drop_coldest; in no tier */
+    uint64_t peer_blocks, peer_bytes;
 } ta_residency;
 
 /* Errors: TA_E_STALE, TA_E_BUSY. */

@@ -2,8 +2,10 @@
 // moves, is not its business.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -12,7 +14,27 @@
 
 namespace ta {
 
-enum class TierKind : uint8_t { kDevice, kHost, kDisk };
+// From the fastest to the slowest: of the pool's own device, of another device of the process, of the host, on disk. Kernels read
+// all but the last where they lie.
+enum class TierKind : uint8_t { kDevice, kPeer, kHost, kDisk };
+inline constexpr size_t kTiers = 4;
+inline constexpr const char* name_of(TierKind tier) {
+    constexpr const char* kNames[kTiers] = {"device", "peer", "host", "disk"};
+    return kNames[size_t(tier)];
+}
+// Memory of devices, where the pool has one: a CPU reads it through that.
+inline constexpr bool is_of_devices(TierKind tier) {
+    return tier <= TierKind::kPeer;
+}
+// Below the device, and where kernels read.
+inline constexpr bool is_memory_below(TierKind tier) {
+    return tier == TierKind::kPeer || tier == TierKind::kHost;
+}
+// As callers know it.
+inline constexpr ta_tier code_of(TierKind tier) {
+    constexpr ta_tier kCodes[kTiers] = {TA_TIER_DEVICE, TA_TIER_PEER, TA_TIER_HOST, TA_TIER_DISK};
+    return kCodes[size_t(tier)];
+}
 
 // A tier that is read-only takes no writes for now: it has no space, or writing failed time and again. It tries again with the
 // first write after a while. A failed tier does not answer.
@@ -74,6 +96,25 @@ class Tier {
     virtual TierHealth health() const = 0;
     // What is missing here and why, a sentence each; constant after creation.
     virtual std::span<const std::string> degraded() const = 0;
+};
+
+// The tiers of a pool below its device, fastest first; they are not owned.
+class LowerTiers {
+  public:
+    void set(TierKind kind, Tier* tier) { tiers_[size_t(kind)] = tier; }
+    // nullptr: there is none.
+    Tier* operator[](TierKind kind) const { return tiers_[size_t(kind)]; }
+    // The next one down that there is.
+    std::optional<TierKind> below(TierKind kind) const {
+        for (size_t t = size_t(kind) + 1; t < kTiers; ++t) {
+            if (tiers_[t]) return TierKind(t);
+        }
+        return {};
+    }
+    bool empty() const { return !below(TierKind::kDevice); }
+
+  private:
+    std::array<Tier*, kTiers> tiers_{};
 };
 
 }  // namespace ta

@@ -134,6 +134,26 @@ func TestFiles(t *testing.T) {
 
 func tiered(o *PoolOptions) { o.Tiers = &TierOptions{HostBytes: 32 << 20, BeginWaitMillis: 50} }
 
+func TestPeerTier(t *testing.T) {
+	peer := must(NewContext(&ContextOptions{Threads: 1}))(t)
+	p := newPool(t, func(o *PoolOptions) { o.Tiers = &TierOptions{Peer: peer, PeerBytes: 32 << 20} })
+	if d := must(p.Describe())(t); d.Tiers.Peer != peer || d.Tiers.PeerBytes != 32<<20 {
+		t.Errorf("%+v", d.Tiers)
+	}
+	check(t, peer.Close()) // the pool keeps it
+	a := filled(t, p, 700)
+	want := attend(t, p, a)
+	must(must(a.Move(1, 8, TierPeer))(t).Wait(background))(t)
+	if r := must(a.Residency())(t); r.PeerBlocks != 8 || r.DeviceBlocks != 3 || r.PeerBytes == 0 {
+		t.Errorf("%+v", r)
+	}
+	same(t, want, attend(t, p, a))
+	_, err := p.context.NewPool(PoolOptions{Layers: 1, KVHeads: 1, HeadDim: 64, BudgetBytes: 1 << 20, Tiers: &TierOptions{Peer: peer, PeerBytes: 1 << 20}})
+	wants(t, err, ErrClosed)
+	_, err = p.context.NewPool(PoolOptions{Layers: 1, KVHeads: 1, HeadDim: 64, BudgetBytes: 1 << 20, Tiers: &TierOptions{PeerBytes: 1 << 20}})
+	wants(t, err, ErrInvalid)
+}
+
 func TestMoves(t *testing.T) {
 	p := newPool(t, tiered)
 	a := filled(t, p, 700)

@@ -125,6 +125,7 @@ const (
 	TierDevice Tier = C.TA_TIER_DEVICE
 	TierHost   Tier = C.TA_TIER_HOST
 	TierDisk   Tier = C.TA_TIER_DISK
+	TierPeer   Tier = C.TA_TIER_PEER // between device and host
 )
 
 // TierState is what a tier can do now.

@@ -106,10 +106,10 @@ func (s *Sequence) blocks(first, n int, call func(first, n C.uint64_t, e *C.ta_e
 
 // Residency says where the blocks of a sequence are.
 type Residency struct {
-	PinnedBlocks                         int
-	DeviceBlocks, HostBlocks, DiskBlocks uint64
-	DeviceBytes, HostBytes, DiskBytes    uint64
-	DroppedBlocks                        uint64 // in no tier
+	PinnedBlocks                                     int
+	DeviceBlocks, PeerBlocks, HostBlocks, DiskBlocks uint64
+	DeviceBytes, PeerBytes, HostBytes, DiskBytes     uint64
+	DroppedBlocks                                    uint64 // in no tier
 }
 
 // Residency says where the blocks of the sequence are now.
@@ -125,8 +125,9 @@ func (s *Sequence) Residency() (*Residency, error) {
 	if err := result(C.ta_seq_residency(p.c, s.c(), &r, e), e); err != nil {
 		return nil, err
 	}
-	return &Residency{int(r.pinned_blocks), uint64(r.device_blocks), uint64(r.host_blocks), uint64(r.disk_blocks),
-		uint64(r.device_bytes), uint64(r.host_bytes), uint64(r.disk_bytes), uint64(r.dropped_blocks)}, nil
+	return &Residency{int(r.pinned_blocks), uint64(r.device_blocks), uint64(r.peer_blocks), uint64(r.host_blocks),
+		uint64(r.disk_blocks), uint64(r.device_bytes), uint64(r.peer_bytes), uint64(r.host_bytes), uint64(r.disk_bytes),
+		uint64(r.dropped_blocks)}, nil
 }
 
 func (m *Move) look(patience time.Duration, info *C.ta_move_info) error {

@@ -43,6 +43,8 @@ type TierOptions struct {
 	BeginWaitMillis  int // how long a begin waits for room and for moves; -1: not at all
 	Staging          Staging
 	FallingPrecision Switch
+	Peer             *Context // of another device, whose memory holds a peer tier
+	PeerBytes        uint64   // its budget; 0: no peer tier
 }
 
 // PoolOptions of [Context.NewPool]. Layers, KVHeads, HeadDim and BudgetBytes are required; a zero field else is the default.
@@ -63,6 +65,7 @@ type Pool struct {
 	use
 	c       *C.ta_kv_pool
 	context *Context
+	peer    *Context // of its peer tier, or nil
 }
 
 var errMaps = refuse(ErrShape, "a map of bits or offsets does not have the length that layers, heads and channels give")
@@ -95,7 +98,14 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 			disk_bytes: C.uint64_t(t.DiskBytes), high_percent: limited(t.HighPercent), low_percent: limited(t.LowPercent),
 			eviction: C.ta_eviction(t.Eviction), drop_coldest: C.ta_switch(t.DropColdest),
 			begin_wait_ms: limited(t.BeginWaitMillis), staging: C.ta_staging(t.Staging),
-			falling_precision: C.ta_switch(t.FallingPrecision)}
+			falling_precision: C.ta_switch(t.FallingPrecision), peer_bytes: C.uint64_t(t.PeerBytes)}
+		if t.Peer != nil {
+			if !t.Peer.enter() {
+				return nil, errClosedContext
+			}
+			defer t.Peer.leave()
+			ct.peer = t.Peer.c
+		}
 		var err error
 		if folder, err = cPath(t.DiskFolder); err != nil {
 			return nil, err
@@ -112,6 +122,9 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 		first[C.float](n.KOffset), folder, path, &p.c, e)
 	if err := result(status, e); err != nil {
 		return nil, err
+	}
+	if options.Tiers != nil {
+		p.peer = options.Tiers.Peer
 	}
 	runtime.SetFinalizer(p, (*Pool).Close)
 	return p, nil
@@ -220,7 +233,7 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 		out.Tiers = &TierOptions{HostNode: int(t.host_node), HostBytes: uint64(t.host_bytes), DiskBytes: uint64(t.disk_bytes),
 			HighPercent: int(t.high_percent), LowPercent: int(t.low_percent), Eviction: Eviction(t.eviction),
 			DropColdest: Switch(t.drop_coldest), BeginWaitMillis: int(t.begin_wait_ms), Staging: Staging(t.staging),
-			FallingPrecision: Switch(t.falling_precision)}
+			FallingPrecision: Switch(t.falling_precision), Peer: p.peer, PeerBytes: uint64(t.peer_bytes)}
 		if t.disk_folder != nil {
 			out.Tiers.DiskFolder = C.GoString(t.disk_folder)
 		}

@@ -50,6 +50,7 @@ struct ta_kv_pool {
     bool has_tiers = false;
     ta_numerics numerics{};
     ta_tier_options tiers{};
+    ta_context peer{};
     ta_x_tier_tuning tuning{};
 };
 struct ta_plan {

@@ -361,7 +361,7 @@ ta_status ta_namespace_lookup(const ta_group* group, const ta_kv_pool* pool, ta_
         Result<std::vector<PrefixPlace>> found =
             group->spaces->lookup(*pool->impl, space, {keys, size_t(n) * kPrefixKeyBytes}, nanoseconds);
         if (!found.ok()) return std::move(found).status();
-        for (const PrefixPlace& p : found.value()) *places++ = {int32_t(p.answer), p.rank, int32_t(p.tier)};
+        for (const PrefixPlace& p : found.value()) *places++ = {int32_t(p.answer), p.rank, code_of(p.tier)};
         return {};
     });
 }

@@ -13,8 +13,6 @@ using namespace ta::api;
 
 namespace {
 
-const char* const kTiers[] = {"device", "host", "disk"};
-
 // The shortest text that reads back as the same value, whatever the process's locale.
 struct Number {
     explicit Number(double x) {
@@ -204,11 +202,11 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
     ta_kv_pool_stats s{};
     s.struct_size = sizeof s;
     if (ta_kv_pool_get_stats(pool, &s, &error) != TA_OK) return fail(error.code, "%s", error.message);
-    ta_tier_stats tiers[3]{};
-    bool has[3];
-    for (int t = 0; t < 3; ++t) {
+    ta_tier_stats tiers[kTiers]{};
+    bool has[kTiers];
+    for (size_t t = 0; t < kTiers; ++t) {
         tiers[t].struct_size = sizeof tiers[t];
-        has[t] = ta_kv_pool_get_tier_stats(pool, t, &tiers[t], &error) == TA_OK;
+        has[t] = ta_kv_pool_get_tier_stats(pool, code_of(TierKind(t)), &tiers[t], &error) == TA_OK;
     }
     ta_move_stats moves{};
     moves.struct_size = sizeof moves;
@@ -219,8 +217,8 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
     }
     for (const TierMetric& m : kTierMetrics) {
         w.family(m.name, m.type, m.help);
-        for (int t = 0; t < 3; ++t) {
-            if (has[t]) w.value(m.of(tiers[t]), "tier", kTiers[t]);
+        for (size_t t = 0; t < kTiers; ++t) {
+            if (has[t]) w.value(m.of(tiers[t]), "tier", name_of(TierKind(t)));
         }
     }
     for (const MoveMetric& m : kMoveMetrics) {
@@ -241,8 +239,8 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
     if (const Mover* mover = pool->impl->mover()) {
         const MoveCounters c = mover->counters();
         w.family("move_seconds", "histogram", "Time of a batch of moves into a tier, by powers of two of a microsecond.");
-        for (int t = 0; t < 3; ++t) {
-            if (has[t]) w.histogram(c.latency[t], c.seconds[t], kTiers[t]);
+        for (size_t t = 0; t < kTiers; ++t) {
+            if (has[t]) w.histogram(c.latency[t], c.seconds[t], name_of(TierKind(t)));
         }
     }
     if (const std::vector<NamespaceStats> spaces = std::as_const(*pool->impl).prefixes().all_stats(); !spaces.empty()) {

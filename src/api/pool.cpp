@@ -36,6 +36,11 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     Result<ta_tier_options> read = read_struct(given, "options.tiers", 1);
     if (!read.ok()) return std::move(read).status();
     const ta_tier_options& o = read.value();
+    if (o.peer) {
+        TA_RETURN_IF_ERROR(check_process(*o.peer->impl));
+        settings.peer = o.peer->impl;
+    }
+    settings.peer_budget = o.peer_bytes;
     settings.host_budget = o.host_bytes;
     settings.disk_budget = o.disk_bytes;
     if (o.host_node > uint32_t(INT32_MAX))
@@ -104,6 +109,11 @@ void describe_settings(ta_kv_pool& handle) {
     ta_tier_options& o = handle.tiers;
     o.struct_size = sizeof o;
     o.host_node = uint32_t(node + 1);
+    if (const Tier* peer = p.residency().tier(TierKind::kPeer)) {
+        o.peer_bytes = peer->stats().budget;
+        handle.peer.impl = t.peer;
+        o.peer = &handle.peer;
+    }
     if (const Tier* host = p.residency().tier(TierKind::kHost)) o.host_bytes = host->stats().budget;
     if (const Tier* disk = p.residency().tier(TierKind::kDisk)) o.disk_bytes = disk->stats().budget;
     if (!handle.disk_folder.empty()) o.disk_folder = handle.disk_folder.c_str();

@@ -90,7 +90,7 @@ ta_status ta_namespace_take_events(ta_kv_pool* pool, ta_namespace space, ta_pref
             to.number = e.number;
             to.index = e.index;
             to.kind = int32_t(e.kind);
-            to.tier = int32_t(e.tier);
+            to.tier = code_of(e.tier);
         }
         *n = taken.value().size();
         return {};

@@ -10,9 +10,10 @@ using namespace ta::api;
 namespace {
 
 Result<TierKind> read_tier(ta_tier tier, int argument) {
-    if (tier < TA_TIER_DEVICE || tier > TA_TIER_DISK)
-        return fail(TA_E_INVALID, "tier is %d, no value of ta_tier", int(tier)).argument(argument);
-    return TierKind(tier);
+    for (size_t t = 0; t < kTiers; ++t) {
+        if (code_of(TierKind(t)) == tier) return TierKind(t);
+    }
+    return fail(TA_E_INVALID, "tier is %d, no value of ta_tier", int(tier)).argument(argument);
 }
 
 Result<Mover*> mover_of(const ta_kv_pool* pool) {
@@ -214,8 +215,8 @@ ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out
         const Geometry& g = pool->impl->geometry();
         ta_residency r{};
         TA_RETURN_IF_ERROR(pool->impl->inspect(seq, [&](const Sequence& s) {
-            uint64_t* const blocks[] = {&r.device_blocks, &r.host_blocks, &r.disk_blocks};
-            uint64_t* const bytes[] = {&r.device_bytes, &r.host_bytes, &r.disk_bytes};
+            uint64_t* const blocks[] = {&r.device_blocks, &r.peer_blocks, &r.host_blocks, &r.disk_blocks};
+            uint64_t* const bytes[] = {&r.device_bytes, &r.peer_bytes, &r.host_bytes, &r.disk_bytes};
             const BlockPtr& absent = pool->impl->blocks().absent();
             for (const BlockPtr& b : s.blocks) {
                 if (b->dropped()) {
@@ -246,9 +247,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             fill_device_usage(p.blocks(), r);
         } else {
             const Tier* t = p.residency().tier(kind.value());
-            if (!t) {
-                return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", tier == TA_TIER_HOST ? "host" : "disk").argument(1);
-            }
+            if (!t) return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", name_of(kind.value())).argument(1);
             fill_tier_usage(*t, r);
             if (kind.value() == TierKind::kDisk) r.requests_corrupt += p.refused_records();
         }

@@ -444,11 +444,11 @@ Status Pool::verify(ta_seq seq) {
         const Place at = blocks().place_of(*held[b]);
         if (at.tier == TierKind::kDisk) {
             TA_RETURN_IF_ERROR(reader().read(*held[b], b, nullptr));
-        } else if (device && at.tier == TierKind::kDevice) {
+        } else if (device && is_of_devices(at.tier)) {
             on_device.push_back({held[b].get(), b, at.address, at.kind});
         } else {
             Status s = held[b]->verify(geometry_, pages_.fingerprint, b, at.address, at.kind);
-            if (!s.ok()) return std::move(s).tier(int32_t(at.tier));
+            if (!s.ok()) return std::move(s).tier(code_of(at.tier));
         }
     }
     if (on_device.empty()) return {};
@@ -583,7 +583,7 @@ Result<std::vector<MoveRequest>> Pool::full_blocks(ta_seq seq, uint64_t first, u
 
 Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
     if (to != TierKind::kDevice && !residency_.tier(to))
-        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", to == TierKind::kHost ? "host" : "disk").argument(4);
+        return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", name_of(to)).argument(4);
     Result<std::vector<MoveRequest>> items = full_blocks(seq, first, n);
     if (!items.ok()) return std::move(items).status();
     if (!mover()) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);

@@ -557,8 +557,8 @@ std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
     return items;
 }
 
-std::array<uint64_t, 3> PrefixStore::unused_bytes() const {
-    std::array<uint64_t, 3> bytes{};
+std::array<uint64_t, kTiers> PrefixStore::unused_bytes() const {
+    std::array<uint64_t, kTiers> bytes{};
     std::lock_guard lock(mutex_);
     LastEntries entries;
     for (const auto& [tag, space] : spaces_) {

@@ -121,7 +121,7 @@ class PrefixStore {
     // at least so many bytes or all there are. Of a prefix the end comes before the beginning.
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
     // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
-    std::array<uint64_t, 3> unused_bytes() const;
+    std::array<uint64_t, kTiers> unused_bytes() const;
     // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes
     // that this frees. `all`: drops nothing when they would be fewer than wanted.
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool all);

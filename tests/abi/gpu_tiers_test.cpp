@@ -1,5 +1,5 @@
-// Tiers of a GPU context: a pool whose blocks are spread over GPU memory, pinned host memory and disk, beside one with all in
-// GPU memory. The same outputs to the bit. Skipped where there is no GPU.
+// Tiers of a GPU context: a pool whose blocks are spread over GPU memory, that of another GPU, pinned host memory and disk,
+// beside one with all in GPU memory. The same outputs to the bit. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -22,7 +22,7 @@ constexpr uint32_t kLayers = 3, kHeads = 2, kDim = 128, kQHeads = 8;
 class GpuTiers : public GpuTest {
   protected:
     void make_pools(uint64_t device_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4,
-                    ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO) {
+                    ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO, uint64_t peer_bytes = 0) {
         auto options = pool_options(kLayers, kHeads, kDim, bits);
         options.budget_bytes = uint64_t{256} << 20;
         plain_pool = make_pool(gpu, options);
@@ -32,6 +32,8 @@ class GpuTiers : public GpuTest {
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
+        tiers.peer_bytes = peer_bytes;
+        if (peer_bytes > 0) tiers.peer = peer.get();
         auto tuning = sized<ta_x_tier_tuning>();
         tuning.route = route;
         tiers.tuning = &tuning;
@@ -82,6 +84,19 @@ class GpuTiers : public GpuTest {
         }
     }
 
+    // False: there is no second GPU that the first one reaches.
+    bool find_peer() {
+        int n = 0, reaches = 0;
+        if (cudaGetDeviceCount(&n) != cudaSuccess || n < 2) return false;
+        if (cudaDeviceCanAccessPeer(&reaches, 0, 1) != cudaSuccess || !reaches) return false;
+        auto options = sized<ta_context_options>();
+        options.device = TA_DEVICE_CUDA;
+        options.device_ordinal = 1;
+        peer = make_context(options);
+        return true;
+    }
+
+    Context peer;
     KvPool pool, plain_pool;
     Plan plan, plain_plan;
     std::vector<ta_seq> seqs, plain_seqs;
@@ -102,6 +117,54 @@ TEST_F(GpuTiers, SequencesGrowPastTheDeviceBudget) {
         for (int i = 0; i < 8; ++i) step({b}, {400});
         for (int i = 0; i < 3; ++i) step({a, b}, {1, 1});
         EXPECT_GT(residency(pool, seqs[b]).host_blocks, 5u);
+        verify();
+    }
+}
+
+TEST_F(GpuTiers, SequencesGrowThroughAPeerGpu) {
+    if (!find_peer()) GTEST_SKIP() << "no second GPU that the first one reaches";
+    for (const uint32_t bits : {4u, 2u, 8u}) {
+        SCOPED_TRACE(std::to_string(bits) + " bits");
+        seqs.clear(), plain_seqs.clear();
+        plan.reset(), plain_plan.reset();
+        make_pools(20, uint64_t{64} << 20, 0, bits, TA_X_MOVE_ROUTE_AUTO, uint64_t{1} << 20);
+        const size_t a = add(), b = add();
+        step({a, b}, {300, 1000});
+        for (int i = 0; i < 12; ++i) step({a, b}, {i % 3 == 0 ? 1 : 130, 1});
+        for (int i = 0; i < 8; ++i) step({b}, {400});
+        for (int i = 0; i < 3; ++i) step({a, b}, {1, 1});
+        EXPECT_GT(residency(pool, seqs[b]).peer_blocks, 5u);
+        EXPECT_GT(tier_stats(pool, TA_TIER_PEER).evicted_blocks, 0u);
+        EXPECT_GT(move_stats(pool).staged_pages, 0u);
+        verify();
+    }
+}
+
+TEST_F(GpuTiers, BlocksMoveToAPeerGpuAndBack) {
+    if (!find_peer()) GTEST_SKIP() << "no second GPU that the first one reaches";
+    constexpr ta_tier kAll[] = {TA_TIER_DEVICE, TA_TIER_PEER, TA_TIER_HOST, TA_TIER_DISK};
+    for (const ta_x_move_route route : {TA_X_MOVE_ROUTE_AUTO, TA_X_MOVE_ROUTE_COPY_ENGINE, TA_X_MOVE_ROUTE_KERNEL}) {
+        SCOPED_TRACE("route " + std::to_string(route));
+        seqs.clear(), plain_seqs.clear();
+        plan.reset(), plain_plan.reset();
+        make_pools(100, uint64_t{64} << 20, uint64_t{64} << 20, 4, route, uint64_t{64} << 20);
+        const size_t a = add();
+        step({a}, {80 * 64 + 5});
+        for (const ta_tier from : kAll) {
+            for (const ta_tier to : kAll) {
+                (void)move_now(pool, seqs[a], 0, 80, from);
+                const ta_move_info info = move_now(pool, seqs[a], 0, 80, to);
+                EXPECT_EQ(info.moved, from == to ? 0u : 80u) << ta_status_name(info.status);
+                EXPECT_EQ(residency(pool, seqs[a]).peer_blocks, to == TA_TIER_PEER ? 80u : 0u);
+                step({a}, {1});
+            }
+        }
+        // While steps run.
+        for (int i = 0; i < 20; ++i) {
+            const ta_ticket ticket = ta::testing::move(pool, seqs[a], uint64_t(1 + i), 50, kAll[i % 4]);
+            step({a}, {i % 5 == 0 ? 70 : 1});
+            (void)wait(pool, ticket);
+        }
         verify();
     }
 }

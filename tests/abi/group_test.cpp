@@ -207,6 +207,48 @@ TEST(Group, BlocksComeFromAllTiersIntoAllTiers) {
     }
 }
 
+// What does not fit beside those that were admitted before is refused before a block of it moves.
+TEST(Group, RoomIsPromisedOnce) {
+    auto shape = pool_shape();
+    const uint64_t bytes = stats(make_ranks(1, shape)[0].pool).channel_block_bytes * 45;  // of 30 blocks, some of 8 bits
+    std::vector<Rank> ranks(2);
+    const ta_group_id id = make_group_id();
+    for (uint32_t r = 0; r < 2; ++r) {
+        if (r == 1) shape.budget_bytes = bytes * 3 / 2;
+        ranks[r].context = make_context(1);
+        ranks[r].pool = make_pool(ranks[r].context, shape);
+        ranks[r].plan = make_plan(ranks[r].pool);
+        auto options = group_options(id, r, 2);
+        options.staging_bytes = 3 * 40000;
+        ranks[r].group = make_group(ranks[r].context, options);
+    }
+    for (const Rank& r : ranks) ASSERT_EQ(poll(r.group), TA_GROUP_READY);
+    std::vector<ta_seq> sources;
+    for (uint64_t tag = 0; tag < 5; ++tag) sources.push_back(grown(ranks[0], 64 * 30, tag + 1));
+    std::vector<ta_ticket> sent, got;
+    for (uint64_t tag = 0; tag < 5; ++tag) sent.push_back(send(ranks[0], sources[tag], 1, tag));
+    for (uint64_t tag = 0; tag < 5; ++tag) got.push_back(receive(ranks[1], 0, tag));
+    uint64_t done = 0;
+    for (const ta_ticket ticket : got) {
+        const ta_transfer_info there = wait(ranks[1], ticket);
+        done += there.state == TA_MOVE_DONE;
+        if (there.state == TA_MOVE_DONE) continue;
+        EXPECT_EQ(there.status, TA_E_TIER_FULL) << there.reason;
+        EXPECT_EQ(there.blocks_moved, 0u);
+    }
+    EXPECT_GE(done, 1u);
+    for (const ta_ticket ticket : sent) (void)wait(ranks[0], ticket);
+    // Nothing stays promised.
+    for (const ta_ticket ticket : got) {
+        const ta_seq seq = wait(ranks[1], ticket).seq;
+        if (seq != 0) {
+            EXPECT_EQ(ta_seq_release(ranks[1].pool.get(), seq, nullptr), TA_OK);
+        }
+    }
+    (void)send(ranks[0], sources[4], 1, 9);
+    EXPECT_EQ(wait(ranks[1], receive(ranks[1], 0, 9)).state, TA_MOVE_DONE);
+}
+
 TEST(Group, WhatDoesNotFitChangesNothing) {
     auto shape = pool_shape();
     const ta_group_id id = make_group_id();

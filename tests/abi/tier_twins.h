@@ -22,9 +22,12 @@ struct Budgets {
     ta_eviction eviction = TA_EVICT_LRU;
     ta_switch drop_coldest = TA_DEFAULT;
     int begin_wait_ms = 0;
+    uint64_t peer_bytes = 0;
+    ta_switch falling = TA_DEFAULT;
 };
 
-inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
+// `peer`: where the peer tier lies, if there is one.
+inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers, ta_context* peer = nullptr) {
     auto options = pool_options(kLayers, kHeads, kDim, b.bits);
     const KvPool probe = make_pool(make_context(), options);
     const ta_kv_pool_stats s = stats(probe);
@@ -38,6 +41,9 @@ inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers) {
     tiers.eviction = b.eviction;
     tiers.drop_coldest = b.drop_coldest;
     tiers.begin_wait_ms = b.begin_wait_ms;
+    tiers.peer_bytes = b.peer_bytes;
+    tiers.peer = b.peer_bytes > 0 ? peer : nullptr;
+    tiers.falling_precision = b.falling;
     options.tiers = &tiers;
     return options;
 }
@@ -47,7 +53,7 @@ class Twins {
   public:
     explicit Twins(const Budgets& budgets, uint64_t seed = 1) : random_(seed) {
         ta_tier_options tiers;
-        auto options = options_of(budgets, tiers);
+        auto options = options_of(budgets, tiers, peer_context.get());
         pool = make_pool(context, options);
         options.budget_bytes = kPlenty;
         options.tiers = nullptr;
@@ -108,7 +114,7 @@ class Twins {
         }
     }
 
-    Context context = make_context(2);
+    Context context = make_context(2), peer_context = make_context(1);
     KvPool pool, plain_pool;
     Plan plan, plain_plan;
     std::vector<ta_seq> seqs, plain_seqs;

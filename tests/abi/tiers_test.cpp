@@ -220,7 +220,7 @@ TEST(Tiers, TicketsAndArguments) {
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 6, TA_TIER_HOST, &ticket, &err), TA_E_INVALID) << err.message;
     EXPECT_EQ(err.argument, 2);
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], UINT64_MAX, 2, TA_TIER_HOST, &ticket, &err), TA_E_INVALID);
-    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, 3, &ticket, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, 4, &ticket, &err), TA_E_INVALID);
     EXPECT_EQ(err.argument, 4);
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_DISK, &ticket, &err), TA_E_UNSUPPORTED) << err.message;
     EXPECT_EQ(err.argument, 4);

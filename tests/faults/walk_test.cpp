@@ -17,6 +17,10 @@ uint64_t number_from(const char* name, uint64_t otherwise) {
     return given ? std::strtoull(given, nullptr, 10) : otherwise;
 }
 
+bool has_peer(uint64_t seed) {
+    return seed % 2 == 0;
+}
+
 // The same calls for the same seed, on any pool.
 void walk(World& w, uint64_t seed) {
     Random random(seed);
@@ -57,7 +61,9 @@ void walk(World& w, uint64_t seed) {
                 std::erase(alive, s);
                 break;
             case 4:
-                if (n) w.move_in_background(s, first, n, ta_tier(random.between(TA_TIER_DEVICE, TA_TIER_DISK)));
+                if (n)
+                    w.move_in_background(s, first, n,
+                                         ta_tier(random.between(TA_TIER_DEVICE, has_peer(seed) ? TA_TIER_PEER : TA_TIER_DISK)));
                 break;
             case 5:
                 if (n) w.prefetch(s, first, n, false);
@@ -103,7 +109,8 @@ TEST(FaultWalk, AnythingInAnyOrderWhileSomethingFails) {
     uint64_t seed = number_from("TA_WALK_SEED", 1), walks = 0, failures = 0;
     do {
         // A sequence of a step fits beside what the others have pinned down, wherever moves in the background have put them.
-        const PoolShape shape{.device_blocks = 34, .host_blocks = 30, .disk_blocks = 70, .high = 70, .low = 40};
+        PoolShape shape{.device_blocks = 34, .host_blocks = 30, .disk_blocks = 70, .high = 70, .low = 40};
+        if (has_peer(seed)) shape.peer_blocks = 20;
         Inputs inputs;
         World plain(shape, inputs, nullptr, {}, false, false);
         plain.make_pool();

@@ -23,7 +23,7 @@ constexpr auto kPatience = 10s;
 constexpr std::chrono::milliseconds kShortDeadline{20}, kLongDeadline{8000}, kRetryAfter{2};
 
 ta_kv_pool_options options_for(const PoolShape& shape, bool tiered, const std::string& folder, const std::string& file,
-                               ta_tier_options& tiers) {
+                               ta_context* peer, ta_tier_options& tiers) {
     ta_kv_pool_options options = pool_options(kLayers, kHeads, kDim);
     if (!tiered) return options;
     static const ta_kv_pool_stats sizes = stats(make_pool(make_context(), options));
@@ -31,6 +31,8 @@ ta_kv_pool_options options_for(const PoolShape& shape, bool tiered, const std::s
     options.budget_bytes = 6 * sizes.token_block_bytes + shape.device_blocks * sizes.channel_block_bytes;
     tiers = sized<ta_tier_options>();
     tiers.host_bytes = shape.host_blocks * (on_pages(sizes.channel_block_bytes) + 64);
+    tiers.peer_bytes = shape.peer_blocks * on_pages(sizes.channel_block_bytes);
+    if (shape.peer_blocks > 0) tiers.peer = peer;
     tiers.disk_bytes = shape.disk_blocks ? 8192 + shape.disk_blocks * (on_pages(sizes.channel_block_bytes) + 4096) : 0;
     (shape.persistent ? tiers.disk_path : tiers.disk_folder) = shape.persistent ? file.c_str() : folder.c_str();
     tiers.high_percent = shape.high;
@@ -243,7 +245,7 @@ bool World::slots_match(std::string& why) {
         });
         if (!s.ok()) return true;  // in the open plan
     }
-    uint64_t expected[3] = {0, 0, 0}, found[3] = {0, 0, 0};
+    uint64_t expected[kTiers] = {}, found[kTiers] = {};
     const std::vector<PrefixStore::Record> published = p.prefixes().records();
     for (const PrefixStore::Record& r : published) blocks.insert(r.block.get());
     for (const Block* b : blocks) {
@@ -254,16 +256,16 @@ bool World::slots_match(std::string& why) {
     const BlockStore::Usage usage = p.blocks().usage();
     found[0] = usage.token_blocks + usage.channel_blocks;
     if (usage.used > p.blocks().budget()) why += "the device tier is beyond its budget; ";
-    for (TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
+    for (TierKind kind : {TierKind::kPeer, TierKind::kHost, TierKind::kDisk}) {
         if (!p.residency().tier(kind)) continue;
         const TierStats s = p.residency().tier(kind)->stats();
         found[size_t(kind)] = s.slots_used[0] + s.slots_used[1];
         if (s.used > s.budget) why += "a tier is beyond its budget; ";
     }
-    for (int t = 0; t < 3; ++t) {
+    for (size_t t = 0; t < kTiers; ++t) {
         if (found[t] != expected[t])
-            why += "tier " + std::to_string(t) + " has " + std::to_string(found[t]) + " slots in use for " +
-                   std::to_string(expected[t]) + " blocks; ";
+            why += std::string("the ") + ta::name_of(TierKind(t)) + " tier has " + std::to_string(found[t]) +
+                   " slots in use for " + std::to_string(expected[t]) + " blocks; ";
     }
     return why.empty();
 }
@@ -347,6 +349,11 @@ Status World::create_context() {
     if (!made.ok()) return std::move(made).status();
     context.reset(new ta_context{made.take()});
     device_ = device;
+    if (shape_.peer_blocks > 0 && !peer_context_) {
+        Seams peer_seams;
+        if (on_device_) peer_seams.device = std::make_unique<SimulatedDevice>(fault_.at + 2, 1);
+        peer_context_.reset(new ta_context{ta::Context::create({.threads = 1}, std::move(peer_seams)).take()});
+    }
     if (armed_ && (is_copy(fault_.kind) || is_copy(fault_.counts))) {  // before there was a device to set the fault on
         armed_ = false;
         arm();
@@ -362,7 +369,7 @@ void World::make_pool() {
 void World::create_pool() {
     ta_tier_options tiers;
     const std::string file = folder_.file("tier");
-    const ta_kv_pool_options options = options_for(shape_, tiered(), folder_.path(), file, tiers);
+    const ta_kv_pool_options options = options_for(shape_, tiered(), folder_.path(), file, peer_context_.get(), tiers);
     call("ta_kv_pool_create", Kind::kCreates, [&](ta_error* err) {
         ta_kv_pool* p = nullptr;
         const ta_status status = ta_kv_pool_create(context.get(), &options, &p, err);

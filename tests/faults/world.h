@@ -61,9 +61,10 @@ struct FaultPlan {
 
 struct PoolShape {
     uint64_t device_blocks = 12;                // channel blocks beside six token blocks
-    uint64_t host_blocks = 0, disk_blocks = 0;  // channel blocks, about
+    uint64_t host_blocks = 0, disk_blocks = 0;  // channel blocks, about, as all that follow
     int high = 100, low = 100;                  // by default no moves in the background
     bool persistent = false;                    // the disk tier has a name
+    uint64_t peer_blocks = 0;
 };
 
 // What a run without tiers leaves to be compared with.
@@ -221,6 +222,7 @@ class World {
     const Reference* const reference_;
     const FaultPlan fault_;
     const bool on_device_;
+    Context peer_context_;  // where a peer tier lies; nothing fails there
     Reference record_;
     size_t calls_ = 0, steps_ = 0, results_ = 0, saves_ = 0;
     size_t matches_ = 0;

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <thread>
 
 #include "src/core/device.h"
@@ -30,7 +31,8 @@ inline const char* name_of(DeviceFault f) {
 
 class SimulatedDevice : public Device {
   public:
-    explicit SimulatedDevice(uint64_t seed) : random_(seed * 2 + 1), engine_([this] { run(); }) {}
+    explicit SimulatedDevice(uint64_t seed, int ordinal = 0)
+        : ordinal_(ordinal), random_(seed * 2 + 1), engine_([this] { run(); }) {}
     ~SimulatedDevice() override {
         {
             std::lock_guard lock(mutex_);
@@ -51,7 +53,13 @@ class SimulatedDevice : public Device {
     void heal() { break_now(DeviceFault::kNone, false); }
     uint64_t operations() const { return operations_.load(); }
 
-    int ordinal() const override { return 0; }
+    // It runs nothing any more.
+    void lose() { lost_ = true; }
+
+    int ordinal() const override { return ordinal_; }
+    Result<bool> reach(std::span<const int> ordinals) override {
+        return std::set<int>(ordinals.begin(), ordinals.end()).size() == ordinals.size();
+    }
     const char* name() const override { return "simulated"; }
     int compute_capability() const override { return 0; }
     uint8_t* allocate(size_t bytes) override {
@@ -73,7 +81,7 @@ class SimulatedDevice : public Device {
         return {};
     }
     Status write(uint8_t* to, const void* from, size_t bytes) override { return move(to, from, bytes); }
-    Status health() const override { return {}; }
+    Status health() const override { return lost_ ? fail(TA_E_DEVICE_LOST, "the simulated device is lost") : Status(); }
     Status may_read() override { return hit() == DeviceFault::kFails ? fail(TA_E_DEVICE, "simulated") : Status(); }
     Status copy(std::span<const DeviceCopy> copies, bool) override {
         if (copies.empty()) return {};
@@ -163,6 +171,8 @@ class SimulatedDevice : public Device {
         }
     }
 
+    const int ordinal_;
+    std::atomic<bool> lost_{false};
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     bool stopping_ = false;

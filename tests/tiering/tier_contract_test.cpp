@@ -1,4 +1,4 @@
-// What whoever places blocks may rely on, whichever tier it is: host memory or the disk.
+// What whoever places blocks may rely on, whichever tier it is: memory of the host or of a peer, or the disk.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -6,6 +6,7 @@
 #include "support/files.h"
 #include "tiering/disk/disk.h"
 #include "tiering/host/host.h"
+#include "tiering/peer/peer.h"
 
 namespace ta {
 namespace {
@@ -78,6 +79,14 @@ const Maker kMakers[] = {
          o.budget = 400000;
          std::copy(std::begin(kBytes), std::end(kBytes), o.slot_bytes);
          return HostTier::create(system_memory(), threads, o).take();
+     }},
+    {"peer", true,
+     [](const Folder&, ThreadPool&) -> std::unique_ptr<Tier> {
+         PeerTierOptions o;
+         o.budget = 400000;
+         std::copy(std::begin(kBytes), std::end(kBytes), o.slot_bytes);
+         const std::shared_ptr<Context> own = Context::create({}).take();
+         return PeerTier::create(*own, Context::create({}).take(), o).take();
      }},
     {"disk", false, [](const Folder& f, ThreadPool&) { return make_disk(f, false); }},
     {"disk_persistent", false, [](const Folder& f, ThreadPool&) { return make_disk(f, true); }},

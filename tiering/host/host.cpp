@@ -45,24 +45,8 @@ Result<std::unique_ptr<HostTier>> HostTier::create(std::shared_ptr<MemorySystem>
     return std::unique_ptr<HostTier>(new HostTier(options.budget, shape, memory.take()));
 }
 
-Result<std::vector<Slot>> HostTier::acquire(std::span<const uint8_t> wanted) {
-    std::lock_guard lock(mutex_);
-    return map_.acquire_all(wanted, TierKind::kHost);
-}
-
-void HostTier::release(std::span<const Slot> slots) {
-    std::lock_guard lock(mutex_);
-    for (const Slot s : slots) {
-        if (map_.taken(s)) map_.give(s);
-    }
-}
-
 TierStats HostTier::stats() const {
-    std::lock_guard lock(mutex_);
-    TierStats s;
-    map_.describe(s);
-    s.budget = budget_;
-    s.memory = map_.index_bytes();
+    TierStats s = MemoryTier::stats();
     s.taken = memory_->bytes() + s.memory;
     return s;
 }

@@ -1,15 +1,12 @@
-// The host tier: slots in host memory, which whoever has one reads and writes where it lies.
+// The host tier: slots in host memory.
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "tiering/host/memory.h"
-#include "tiering/store/slot_map.h"
-#include "tiering/tier.h"
+#include "tiering/store/memory_tier.h"
 
 namespace ta {
 
@@ -19,15 +16,11 @@ struct HostTierOptions {
     HostMemoryOptions memory;              // `bytes` follow from the budget
 };
 
-class HostTier final : public Tier {
+class HostTier final : public MemoryTier {
   public:
     static Result<std::unique_ptr<HostTier>> create(std::shared_ptr<MemorySystem> system, ThreadPool& touching,
                                                     const HostTierOptions& options);
 
-    Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override;
-    void release(std::span<const Slot> slots) override;
-    // 4096-byte aligned.
-    uint8_t* address(Slot slot) const override { return memory_->data() + map_.offset(slot); }
     TierStats stats() const override;
     TierHealth health() const override { return {}; }
     std::span<const std::string> degraded() const override { return memory_->degraded(); }
@@ -35,12 +28,9 @@ class HostTier final : public Tier {
 
   private:
     HostTier(uint64_t budget, const SlotMap::Shape& shape, std::unique_ptr<HostMemory> memory)
-        : budget_(budget), memory_(std::move(memory)), map_(shape) {}
+        : MemoryTier(TierKind::kHost, budget, shape, memory->data()), memory_(std::move(memory)) {}
 
-    const uint64_t budget_;
     const std::unique_ptr<HostMemory> memory_;
-    mutable std::mutex mutex_;
-    SlotMap map_;
 };
 
 }  // namespace ta

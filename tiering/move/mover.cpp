@@ -51,7 +51,9 @@ Mover::Mover(MoveHost pool, uint64_t first_ticket)
 
 Status Mover::start(MoveRoute route) {
     sharing_.route = route;
-    if (Device* device = sharing_.pool.device; device && sharing_.pool.host && route == MoveRoute::kCalibrated)
+    const LowerTiers& tiers = sharing_.pool.tiers;
+    const bool copies = tiers[TierKind::kPeer] || tiers[TierKind::kHost];
+    if (Device* device = sharing_.pool.device; device && copies && route == MoveRoute::kCalibrated)
         TA_RETURN_IF_ERROR(device->calibrate_moves());
     const int processors = int(std::thread::hardware_concurrency());
     TA_RETURN_IF_ERROR(sharing_.checkers.start(std::clamp(processors * 3 / 4, 1, kMostCheckers), kCheckersPoll));
@@ -116,7 +118,7 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
                                                 [](const MoveRequest& r) { return r.from != TierKind::kDisk; });
         in_memory = size_t(rest - ticket->requests.begin());
     }
-    const Lane lane = to == TierKind::kDevice ? kPromote : to == TierKind::kHost ? kDemote : kToDisk;
+    const Lane lane = to == TierKind::kDevice ? kPromote : to == TierKind::kDisk ? kToDisk : kDemote;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     try {
@@ -190,7 +192,7 @@ Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t be
     const auto bytes_of = [&](const Item& item) { return is_full(item) ? uint64_t{g.slot_bytes(kind_of(item))} : 0; };
     const auto full = std::find_if(items.begin(), items.end(), [](const Item& item) { return is_full(item); });
     const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
-    const uint64_t most = to == TierKind::kDevice ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
+    const uint64_t most = is_of_devices(to) ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
     const uint64_t soon = copies_beside_ && to != TierKind::kDisk ? std::max(2 * before, kFirstPartBytes) : most;
     Cut cut;
     while (cut.items < items.size() && cut.items < kPartBlocks && cut.bytes < most &&

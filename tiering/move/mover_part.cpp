@@ -46,7 +46,8 @@ void MovePart::wake_checkers() {
 }
 
 void MovePart::start() {
-    static const char* const kNames[] = {"start a move to the device", "start a move to the host", "start a move to disk"};
+    static const char* const kNames[kTiers] = {"start a move to the device", "start a move to the peer",
+                                               "start a move to the host", "start a move to disk"};
     const ProfileRange range(kNames[size_t(to_)]);
     if (work_.empty()) return;
     if (!has_room_) find_room();
@@ -63,7 +64,8 @@ void MovePart::start() {
 
 void MovePart::finish() {
     if (work_.empty()) return;
-    static const char* const kNames[] = {"finish a move to the device", "finish a move to the host", "finish a move to disk"};
+    static const char* const kNames[kTiers] = {"finish a move to the device", "finish a move to the peer",
+                                               "finish a move to the host", "finish a move to disk"};
     const ProfileRange range(kNames[size_t(to_)]);
     for (const auto& transfer : transfers_) transfer->finish();
     commit(std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
@@ -140,11 +142,12 @@ Status MovePart::acquire(std::span<MovedBlock> blocks) {
     }
     std::vector<uint8_t> classes;
     for (const MovedBlock& w : blocks) classes.push_back(uint8_t(w.to.kind));
-    Result<std::vector<Slot>> slots = below(to_)->acquire(classes);
+    Tier* const tier = sharing_.pool.tiers[to_];
+    Result<std::vector<Slot>> slots = tier->acquire(classes);
     if (!slots.ok()) return std::move(slots).status();
     for (size_t i = 0; i < blocks.size(); ++i) {
         blocks[i].to.slot = slots.value()[i];
-        blocks[i].to.address = below(to_)->address(blocks[i].to.slot);
+        blocks[i].to.address = tier->address(blocks[i].to.slot);
     }
     return {};
 }
@@ -153,7 +156,7 @@ void MovePart::give_back(const MovedBlock& w) {
     if (w.to.tier == TierKind::kDevice) {
         if (w.to.address) sharing_.pool.store.release_slot(w.to.kind, w.to.address);
     } else if (w.to.slot.index != Slot::kNone) {
-        below(w.to.tier)->release({&w.to.slot, 1});
+        sharing_.pool.tiers[w.to.tier]->release({&w.to.slot, 1});
     }
 }
 

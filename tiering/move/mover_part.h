@@ -43,7 +43,6 @@ class MovePart {
     void commit(double seconds);
     void give_back(const MovedBlock& block);
     void count_moved(const MovedBlock& w, MoveCounters& counted);
-    Tier* below(TierKind tier) const { return tier == TierKind::kHost ? sharing_.pool.host : sharing_.pool.disk; }
 
     MoveSharing& sharing_;
     const std::span<const MoveItem> items_;

@@ -5,7 +5,7 @@
 namespace ta {
 
 MoveCounters& MoveCounters::operator+=(const MoveCounters& more) {
-    for (int t = 0; t < 3; ++t) {
+    for (size_t t = 0; t < kTiers; ++t) {
         for (int b = 0; b < kLatencyBuckets; ++b) latency[t][b] += more.latency[t][b];
         seconds[t] += more.seconds[t];
         blocks_in[t] += more.blocks_in[t];

@@ -42,17 +42,17 @@ struct MoveProgress {
 inline constexpr int kLatencyBuckets = 24;  // bucket i: up to 2^i microseconds; the last: any
 
 struct MoveCounters {
-    uint64_t latency[3][kLatencyBuckets] = {};                     // of the batches that were moved into a tier
-    double seconds[3] = {0, 0, 0};                                 // their sum
-    uint64_t blocks_in[3] = {0, 0, 0}, blocks_out[3] = {0, 0, 0};  // by TierKind
-    uint64_t bytes_in[3] = {0, 0, 0}, bytes_out[3] = {0, 0, 0};
+    uint64_t latency[kTiers][kLatencyBuckets] = {};            // of the batches that were moved into a tier
+    double seconds[kTiers] = {};                               // their sum
+    uint64_t blocks_in[kTiers] = {}, blocks_out[kTiers] = {};  // by TierKind
+    uint64_t bytes_in[kTiers] = {}, bytes_out[kTiers] = {};
     uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
-    uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // between a device and the host
+    uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // where a device copies
     // Corrupt are blocks that are damaged themselves, not only in what arrived of them.
     uint64_t failed = 0, corrupt = 0;
-    uint64_t fallen[3] = {0, 0, 0};     // blocks, by the tier that they came into with fewer bits
-    uint64_t evicted[3] = {0, 0, 0};    // blocks, by the tier that they left
-    double evicted_age[3] = {0, 0, 0};  // seconds since the last step of their sequences, summed
+    uint64_t fallen[kTiers] = {};     // blocks, by the tier that they came into with fewer bits
+    uint64_t evicted[kTiers] = {};    // blocks, by the tier that they left
+    double evicted_age[kTiers] = {};  // seconds since the last step of their sequences, summed
 
     MoveCounters& operator+=(const MoveCounters& more);
 };
@@ -85,9 +85,10 @@ struct MoveHost {
     const Pages& pages;
     BlockStore& store;
     const BlockReader& reader;
-    Tier* host;                          // may be nullptr
-    DiskTier* disk;                      // likewise
+    const LowerTiers& tiers;
+    DiskTier* disk;                      // of them, or nullptr
     BlockVerifier* verifier;             // of a device
+    BlockVerifier* peer_verifier;        // of that of the peer tier
     BlockEncoder* encoder;               // of a device where precision falls
     std::chrono::milliseconds patience;  // of a step with those who may be reading what blocks have left
     // Moves or drops blocks of `tier` so that the wanted ones may fit. False: nothing could be.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <unordered_set>
+#include <utility>
 
 #include "tiering/disk/disk.h"
 #include "tiering/disk/latch.h"
@@ -36,6 +37,8 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
 // Whether this pool can have such tiers, as far as that is known before they are made.
 Status Residency::check_tiers(const TierSettings& settings) const {
     const bool on_gpu = context_.device() != nullptr;
+    if (!settings.peer != (settings.peer_budget == 0))
+        return fail(TA_E_INVALID, "options.tiers.peer and peer_bytes: a peer tier asks for both");
     if (geometry_.falls && settings.host_budget == 0 && settings.disk_budget == 0)
         return fail(TA_E_INVALID, "falling_precision asks for a host or a disk tier");
     if (geometry_.falls && settings.drop_coldest) {
@@ -55,6 +58,20 @@ Status Residency::check_tiers(const TierSettings& settings) const {
     return {};
 }
 
+Status Residency::make_peer_tier(const TierSettings& settings) {
+    PeerTierOptions o;
+    o.budget = settings.peer_budget;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
+    Result<std::unique_ptr<PeerTier>> peer = PeerTier::create(context_, settings.peer, o);
+    if (!peer.ok()) return std::move(peer).status();
+    peer_ = peer.take();
+    tiers_.set(TierKind::kPeer, peer_.get());
+    Device* const device = settings.peer->device();
+    if (!device) return {};
+    peer_verifier_ = make_peer_verifier(*device, pages_);
+    return peer_verifier_->open();
+}
+
 Status Residency::make_host_tier(const TierSettings& settings) {
     HostTierOptions o;
     o.budget = settings.host_budget;
@@ -71,6 +88,7 @@ Status Residency::make_host_tier(const TierSettings& settings) {
     Result<std::unique_ptr<HostTier>> host = HostTier::create(system_memory(), context_.threads(), o);
     if (!host.ok()) return std::move(host).status();
     host_ = settings.wrap_host ? settings.wrap_host(host.take()) : host.take();
+    tiers_.set(TierKind::kHost, host_.get());
     return {};
 }
 
@@ -90,8 +108,9 @@ Status Residency::open_disk_tier(const TierSettings& settings) {
     o.retry_after = seams.io_retry_after;
     Result<std::unique_ptr<DiskTier>> disk = DiskTier::open(seams.files, o);
     if (!disk.ok()) return std::move(disk).status();
-    store_.attach(host_.get(), disk.value().get());
     disk_ = disk.take();
+    tiers_.set(TierKind::kDisk, disk_.get());
+    store_.attach(tiers_);
     store_.keep_records();
     return {};
 }
@@ -114,27 +133,24 @@ Status Residency::open(const TierSettings& settings) {
     if (device) verifier_ = make_verifier(*device, pages_);
     if (geometry_.falls && device) encoder_ = make_encoder(*device, pages_);
     TA_RETURN_IF_ERROR(check_tiers(settings));
+    if (settings.peer) TA_RETURN_IF_ERROR(make_peer_tier(settings));
     if (settings.host_budget > 0) TA_RETURN_IF_ERROR(make_host_tier(settings));
     if (settings.disk_budget > 0) TA_RETURN_IF_ERROR(open_disk_tier(settings));
     return {};
 }
 
 Status Residency::start(uint64_t first_ticket) {
-    if (!host_ && !disk_) return {};
-    store_.attach(host_.get(), disk_.get());
+    if (tiers_.empty()) return {};
+    store_.attach(tiers_);
     const auto make = [this](TierKind tier, std::span<const PageKind> wanted, Deadline until) {
         return make_room(tier, wanted, false, until);
     };
-    mover_ = std::make_unique<Mover>(MoveHost{context_.device(), pages_, store_, reader_, host_.get(), disk_.get(),
-                                              verifier_.get(), encoder_.get(), settings_.plans_patience, make},
+    mover_ = std::make_unique<Mover>(MoveHost{context_.device(), pages_, store_, reader_, tiers_, disk_.get(), verifier_.get(),
+                                              peer_verifier_.get(), encoder_.get(), settings_.plans_patience, make},
                                      first_ticket);
     TA_RETURN_IF_ERROR(mover_->start(settings_.route));
     store_.keep_records(false);
     return {};
-}
-
-TierKind Residency::below(TierKind tier) const {
-    return tier == TierKind::kDevice && host_ ? TierKind::kHost : TierKind::kDisk;
 }
 
 // Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay;
@@ -186,6 +202,7 @@ Residency::LoadHold::LoadHold(Residency& residency, Loading& loading) : residenc
 Residency::LoadHold::~LoadHold() {
     std::lock_guard lock(residency_.residents_.lock());
     std::erase(residency_.loads_, &loading_);
+    residency_.promised_ -= std::exchange(loading_.promised, 0);
 }
 
 void Residency::LoadHold::add(MoveItem item) {
@@ -212,19 +229,21 @@ bool Residency::drop_unused(TierKind tier, std::span<const PageKind> wanted, boo
 }
 
 uint64_t Residency::evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const {
-    const uint64_t budget = tier == TierKind::kDevice ? store_.budget() : host_->stats().budget;
+    const uint64_t budget = tier == TierKind::kDevice ? store_.budget() : tiers_[tier]->stats().budget;
     return std::max(bytes_of(wanted), budget / kEvictedPart);
 }
 
 bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
+    if (tier != TierKind::kDevice && tiers_[tier]->health().state == TierState::kFailed) return false;  // what is there is lost
     residents_.take_in_attention(false);
-    if (evict_to(tier, below(tier), bytes, until)) return true;
-    // Where the host tier takes nothing more, what no plan holds may go to the disk at once.
-    return tier == TierKind::kDevice && host_ && disk_ && evict_to(tier, TierKind::kDisk, bytes, until);
+    // Where the tier below takes nothing more, the next one may; the disk what no plan holds.
+    for (std::optional<TierKind> to = tiers_.below(tier); to; to = tiers_.below(*to)) {
+        if (evict_to(tier, *to, bytes, until)) return true;
+    }
+    return false;
 }
 
 bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
-    if (!tier(to)) return false;
     for (;;) {
         const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk);
         if (items.empty()) return false;
@@ -253,15 +272,15 @@ uint64_t Residency::failed_evictions() const {
 // What is in the way of blocks that would leave the device; empty where the tier below has room for one.
 std::string Residency::full_below() const {
     std::string text;
-    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
-        const Tier* there = tier(kind);
-        if (!there) continue;
+    for (std::optional<TierKind> below = tiers_.below(TierKind::kDevice); below; below = tiers_.below(*below)) {
+        const TierKind kind = *below;
+        const Tier* const there = tiers_[kind];
         PageKind leaves = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
         if (geometry_.falls) leaves = kind_in_tier(leaves, kind);
         const TierStats stats = there->stats();
         if (stats.slots_free[size_t(leaves)] > 0) break;
         text += text.empty() ? "nothing can leave for the " : ", nor for the ";
-        text += kind == TierKind::kHost ? "host" : "disk";
+        text += name_of(kind);
         text += " tier, which is full (" + std::to_string(stats.used) + " of " + std::to_string(stats.budget) + " bytes)";
     }
     return text;
@@ -285,7 +304,7 @@ void Residency::keep_room(bool filled) {
     if (!mover_) return;
     constexpr std::chrono::seconds kPause{1};  // after an eviction that moved nothing, or where nothing might leave
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    const TierKind to = below(TierKind::kDevice);
+    const TierKind to = *tiers_.below(TierKind::kDevice);
     const uint64_t used = store_.usage().used, budget = store_.budget();
     const auto part = [&](int percent) { return budget / 100 * uint64_t(percent) + budget % 100 * uint64_t(percent) / 100; };
     if (used <= part(settings_.high_percent)) return;
@@ -336,18 +355,42 @@ void Residency::count_step(const Lookups& l) {
     for (const Lookups::Prefetched& p : l.prefetched) {
         if (p.block->prefetch().settle(p.seen)) ++(p.seen.arrived ? prefetches.used : prefetches.late);
     }
-    if (host_ && l.found[size_t(TierKind::kHost)] + l.found[size_t(TierKind::kDisk)] > 0) ++counters_.host_steps;
-    for (size_t t = 0; t < 3; ++t) {
+    const bool brought = l.found[size_t(TierKind::kDisk)] > 0 && tiers_.below(TierKind::kDevice) == TierKind::kHost;
+    if (brought || l.found[size_t(TierKind::kHost)] > 0) ++counters_.host_steps;
+    for (size_t t = 0; t < kTiers; ++t) {
         counters_.hits[t] += l.found[t];
         for (size_t above = 0; above < t; ++above) counters_.absent[above] += l.found[t];
     }
+}
+
+Status Residency::check_not_lost(std::span<Resident* const> seqs) const {
+    const TierHealth health = peer_ ? peer_->health() : TierHealth{};
+    if (health.state == TierState::kOk) return {};
+    Status lost;
+    for (size_t i = 0; i < seqs.size(); ++i) {
+        for (size_t b = 0; b < seqs[i]->blocks.size(); ++b) {
+            Block& block = *seqs[i]->blocks[b];
+            if (block.dropped() || block.tier() != TierKind::kPeer) continue;
+            block.set_stuck();
+            if (!lost.ok()) continue;
+            lost = fail(TA_E_DEVICE_LOST, "the block lay in the peer tier: %s", health.reason)
+                       .tier(TA_TIER_PEER)
+                       .sequence(int64_t(i))
+                       .block(int64_t(b));
+        }
+    }
+    return lost;
 }
 
 Status Residency::make_resident(std::span<Resident* const> seqs, Deadline until) {
     if (store_.blocks_on_disk() == 0) return {};
     const auto is_full = [](const MoveProgress& p) { return p.failed > 0 && p.status.code() == TA_E_TIER_FULL; };
     const auto on_disk = [](const MoveItem& item) { return item.block->tier() == TierKind::kDisk; };
-    const TierKind next = host_ ? TierKind::kHost : TierKind::kDevice;
+    // Memory below the device, the fastest first; the device itself where all of it is full.
+    std::vector<TierKind> places;
+    for (std::optional<TierKind> t = tiers_.below(TierKind::kDevice); t && is_memory_below(*t); t = tiers_.below(*t))
+        places.push_back(*t);
+    places.push_back(TierKind::kDevice);
     for (size_t i = 0; i < seqs.size(); ++i) {
         std::vector<MoveItem> items;
         for (size_t b = 0; b < seqs[i]->blocks.size(); ++b) {
@@ -355,16 +398,18 @@ Status Residency::make_resident(std::span<Resident* const> seqs, Deadline until)
             if (block->tier() == TierKind::kDisk) items.push_back({block, b});
         }
         if (items.empty()) continue;
-        MoveProgress progress = mover_->run(items, next, MoveReason::kNeeded, until);
-        if (is_full(progress) && host_) {
+        size_t place = 0;
+        MoveProgress progress = mover_->run(items, places[place], MoveReason::kNeeded, until);
+        while (is_full(progress) && ++place < places.size()) {
             std::erase_if(items, std::not_fn(on_disk));
-            progress = mover_->run(items, TierKind::kDevice, MoveReason::kNeeded, until);
+            progress = mover_->run(items, places[place], MoveReason::kNeeded, until);
         }
+        place = std::min(place, places.size() - 1);
         if (progress.failed > 0 && progress.status.code() == TA_E_CORRUPT) {
             // Where only what arrived was bad, the record is good to be read again.
             std::erase_if(items, [&](const MoveItem& item) { return !on_disk(item) || item.block->stuck(); });
             if (!items.empty()) {
-                MoveProgress again = mover_->run(items, next, MoveReason::kNeeded, until);
+                MoveProgress again = mover_->run(items, places[place], MoveReason::kNeeded, until);
                 if (again.failed == 0 && again.moved == progress.failed) progress = std::move(again);
             }
         }
@@ -393,11 +438,21 @@ bool Residency::demote(Loading& mine, TierKind from, TierKind to, uint64_t bytes
     return progress.moved > 0;
 }
 
-// The host tier may be full of nothing but these blocks, and coldest() does not find what no sequence has.
+// The tiers below may be full of nothing but these blocks, and coldest() does not find what no sequence has. From each tier to
+// the next one at first, then to those further down.
 bool Residency::demote(Loading& mine, uint64_t bytes) {
-    if (demote(mine, TierKind::kDevice, below(TierKind::kDevice), bytes)) return true;
-    if (!host_ || !disk_) return false;
-    return demote(mine, TierKind::kHost, TierKind::kDisk, bytes) || demote(mine, TierKind::kDevice, TierKind::kDisk, bytes);
+    for (size_t further = 0; further + 1 < kTiers; ++further) {
+        bool any = false;
+        for (std::optional<TierKind> from = TierKind::kDevice; from; from = tiers_.below(*from)) {
+            std::optional<TierKind> to = tiers_.below(*from);
+            for (size_t n = 0; n < further && to; ++n) to = tiers_.below(*to);
+            if (!to) continue;
+            any = true;
+            if (demote(mine, *from, *to, bytes)) return true;
+        }
+        if (!any) return false;
+    }
+    return false;
 }
 
 Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
@@ -409,7 +464,12 @@ Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
     for (;;) {
         const bool moving = mover_ && blocks_are_held();
         Result<std::vector<BlockPtr>> taken = store_.acquire(wanted);
-        if (taken.ok()) return std::move(taken.value()[0]);
+        if (taken.ok()) {
+            const uint64_t come = std::min<uint64_t>(mine.promised, geometry_.slot_bytes(kind));
+            mine.promised -= come;
+            promised_ -= come;
+            return std::move(taken.value()[0]);
+        }
         Status s = std::move(taken).status();
         if (s.code() != TA_E_TIER_FULL) return s;
         if (!mover_) {

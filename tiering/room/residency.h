@@ -17,6 +17,7 @@
 #include "src/page/pages.h"
 #include "tiering/disk/disk.h"
 #include "tiering/move/mover.h"
+#include "tiering/peer/peer.h"
 #include "tiering/policy/policy.h"
 #include "tiering/room/ledger.h"
 #include "tiering/room/resident.h"
@@ -33,7 +34,7 @@ class Residency {
     struct Counters {
         // By TierKind, of the blocks of steps that began: found there; looked for there and found further down; there, but
         // could not be promoted.
-        std::atomic<uint64_t> hits[3] = {}, absent[3] = {}, failed[3] = {};
+        std::atomic<uint64_t> hits[kTiers] = {}, absent[kTiers] = {}, failed[kTiers] = {};
         // Begins that waited for room, for blocks on disk, and how long in all.
         std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
         std::atomic<uint64_t> dropped_blocks{0};
@@ -55,10 +56,9 @@ class Residency {
     BlockStore& store() { return store_; }
     const BlockStore& store() const { return store_; }
     // Tiers below the device: nullptr where there is none. The mover is there if one of them is.
-    Tier* tier(TierKind kind) const {
-        return kind == TierKind::kHost ? host_.get() : kind == TierKind::kDisk ? disk_.get() : nullptr;
-    }
+    Tier* tier(TierKind kind) const { return tiers_[kind]; }
     DiskTier* disk() const { return disk_.get(); }
+    bool has_memory_below() const { return peer_ || host_; }
     Mover* mover() const { return mover_.get(); }
     // Checks blocks in device memory; nullptr on a CPU.
     BlockVerifier* verifier() const { return verifier_.get(); }
@@ -113,8 +113,6 @@ class Residency {
     // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
     // freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
-    // TA_E_TIER_FULL: so many bytes of new blocks do not fit, whatever else moves or is dropped that nobody uses.
-    Status check_may_take_in(uint64_t bytes) const;
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     // `lacking` gets how many bytes there are too few then.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking = nullptr) const;
@@ -123,6 +121,8 @@ class Residency {
     // TA_E_TIER_FULL with why blocks could not leave: a tier that fails, evictions that failed since there were `before`, or a
     // tier that is full.
     Status with_cause(Status s, uint64_t before) const;
+    // TA_E_DEVICE_LOST names the first block that lay in the memory of a device that is lost. Such blocks count as damaged.
+    Status check_not_lost(std::span<Resident* const> mine) const;
     // Promotes blocks on disk to where the device reads them. Sequences are in the caller's plan.
     Status make_resident(std::span<Resident* const> mine, Deadline until);
     // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
@@ -154,7 +154,7 @@ class Residency {
             Block* block;
             PrefetchMark::Seen seen;
         };
-        uint64_t found[3] = {};  // by TierKind
+        uint64_t found[kTiers] = {};  // by TierKind
         std::vector<Prefetched> prefetched;
     };
     Lookups look_up(std::span<Resident* const> mine) const;
@@ -166,8 +166,9 @@ class Residency {
     // What a load has read so far, which no sequence has yet, from the first one on.
     struct Loading {
         std::vector<MoveItem> blocks;
-        size_t above[2] = {0, 0};  // those before have left the device tier, the host tier, or stay there
+        size_t above[kTiers] = {};  // those before have left this tier and those above it, or stay there
         std::optional<std::chrono::steady_clock::time_point> patience_ends;  // with plans, once there is no room
+        uint64_t promised = 0;                                               // bytes of blocks that are still to come
     };
     // While a load goes on others may move what it has read, too: they find it here.
     class LoadHold {
@@ -182,14 +183,17 @@ class Residency {
         Residency& residency_;
         Loading& loading_;
     };
+    // TA_E_TIER_FULL: so many bytes of new blocks do not fit beside those that other loads were promised, whatever else moves or is
+    // dropped that nobody uses. The load has a LoadHold, and no other promise from then on.
+    Status promise_room(Loading& mine, uint64_t bytes);
     // A block in the device tier. Makes room by moving others out, those of `mine` too.
     Result<BlockPtr> new_block(PageKind kind, Loading& mine);
 
   private:
     Status check_tiers(const TierSettings& settings) const;
+    Status make_peer_tier(const TierSettings& settings);
     Status make_host_tier(const TierSettings& settings);
     Status open_disk_tier(const TierSettings& settings);
-    TierKind below(TierKind tier) const;
     bool evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until);
     bool evict(TierKind tier, uint64_t bytes, Deadline until);
     bool demote(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
@@ -197,11 +201,12 @@ class Residency {
     void note_failed(const MoveProgress& eviction);
     uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
     struct MoveEstimate;
-    std::array<uint64_t, 3> count_room() const;
+    using TierBytes = std::array<uint64_t, kTiers>;
+    TierBytes count_room() const;
     std::string full_below() const;
     MoveEstimate estimate_moves(std::span<Resident* const> mine) const;
-    double gained_on_device(const MoveEstimate& estimate, const std::array<uint64_t, 3>& room, PageKind largest) const;
-    double times_on_disk(PageKind above) const;
+    double gained_on_device(const MoveEstimate& estimate, const TierBytes& room, PageKind largest) const;
+    double times_in(TierKind tier, PageKind above) const;
     void drop(std::span<const MoveItem> items);
 
     Context& context_;
@@ -211,11 +216,13 @@ class Residency {
     Residents& residents_;
     TierSettings settings_;
     std::unique_ptr<EvictionPolicy> policy_;
+    std::unique_ptr<PeerTier> peer_;
     std::unique_ptr<Tier> host_;
     std::unique_ptr<DiskTier> disk_;
+    LowerTiers tiers_;  // those of them that there are
     BlockStore store_;
     const BlockReader reader_;
-    std::unique_ptr<BlockVerifier> verifier_;
+    std::unique_ptr<BlockVerifier> verifier_, peer_verifier_;
     std::unique_ptr<BlockEncoder> encoder_;
     Counters counters_;
 
@@ -228,6 +235,7 @@ class Residency {
     std::vector<const Loading*> loads_;  // that go on
 
     mutable std::atomic<int> holders_{0};      // calls of BlockHold
+    std::atomic<uint64_t> promised_{0};        // bytes, to all loads
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
     std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction; 0: nothing might leave

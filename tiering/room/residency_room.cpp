@@ -4,6 +4,7 @@
 #include <array>
 #include <functional>
 #include <unordered_set>
+#include <utility>
 
 #include "tiering/room/candidates.h"
 #include "tiering/room/residency.h"
@@ -14,7 +15,7 @@ namespace {
 
 // Bytes of what may be dropped, by tier, and of what may leave for the next tier, or for the disk, once there is room.
 struct Movable {
-    uint64_t drops[3] = {}, down[3] = {}, to_disk[3] = {};
+    uint64_t drops[kTiers] = {}, down[kTiers] = {}, to_disk[kTiers] = {};
 };
 
 bool is_full(const Tier& tier, const Geometry& geometry) {
@@ -47,28 +48,34 @@ uint64_t Residency::bytes_on_disk(std::span<Resident* const> seqs) const {
 }
 
 // Bytes that are free in each tier, or are when those have ended who are reading, or are of what is published and nobody uses.
-std::array<uint64_t, 3> Residency::count_room() const {
-    std::array<uint64_t, 3> room = residents_.unused_bytes();
+Residency::TierBytes Residency::count_room() const {
+    TierBytes room = residents_.unused_bytes();
     room[0] += store_.free_bytes();
-    for (const TierKind kind : {TierKind::kHost, TierKind::kDisk}) {
-        const Tier* there = tier(kind);
-        if (there && there->health().state == TierState::kOk) room[size_t(kind)] += there->stats().room;
+    for (std::optional<TierKind> t = tiers_.below(TierKind::kDevice); t; t = tiers_.below(*t)) {
+        const Tier& there = *tiers_[*t];
+        if (there.health().state == TierState::kOk) room[size_t(*t)] += there.stats().room;
     }
-    for (size_t t = 0; t < 3; ++t) room[t] += store_.vacated_bytes(TierKind(t));
+    for (size_t t = 0; t < kTiers; ++t) room[t] += store_.vacated_bytes(TierKind(t));
     return room;
 }
 
-// How many bytes of blocks like `above` take the room of one when they lie on disk.
-double Residency::times_on_disk(PageKind above) const {
-    return geometry_.falls ? double(geometry_.slot_bytes(above)) / double(geometry_.low_slot_bytes) : 1.0;
+// How many bytes of blocks like `above` take the room of one when they lie in the tier.
+double Residency::times_in(TierKind tier, PageKind above) const {
+    if (!geometry_.falls) return 1.0;
+    return double(geometry_.slot_bytes(above)) / double(geometry_.slot_bytes(kind_in_tier(above, tier)));
 }
 
 // Moves change where bytes are, not how many. An estimate that errs towards OK.
-Status Residency::check_may_take_in(uint64_t bytes) const {
+Status Residency::promise_room(Loading& mine, uint64_t bytes) {
+    promised_ -= std::exchange(mine.promised, bytes);
+    const uint64_t to_others = promised_.fetch_add(bytes);
     if (mover_ && mover_->busy()) return {};  // what moves has two places for a moment
-    const std::array<uint64_t, 3> room = count_room();
-    const double all = double(room[0]) + double(room[1] + room[2]) * times_on_disk(PageKind::kToken);
+    const TierBytes room = count_room();
+    double all = 0;
+    for (size_t t = 0; t < kTiers; ++t) all += double(room[t]) * (t == 0 ? 1.0 : times_in(TierKind::kDisk, PageKind::kToken));
+    all -= std::min(all, double(to_others));
     if (double(bytes) <= all) return {};
+    promised_ -= std::exchange(mine.promised, 0);
     return fail(TA_E_TIER_FULL, "%llu more bytes of blocks do not fit: all tiers together have room for %.0f",
                 (unsigned long long)bytes, all)
         .bytes(bytes - uint64_t(all));
@@ -80,15 +87,15 @@ struct Residency::MoveEstimate {
     struct Leaves {
         uint64_t bytes = 0, below = 0;
     } leaves[kPageKinds + 1];
-    uint64_t shrinks = 0;        // those that become fewer in the host tier
-    uint64_t others = 0;         // above the disk, and not of the step's sequences
-    uint64_t droppable[3] = {};  // by TierKind, for this step
-    uint64_t moving = 0;         // of blocks that leave their place soon
+    uint64_t shrinks = 0;             // those that become fewer in memory below the device
+    uint64_t others = 0;              // above the disk, and not of the step's sequences
+    uint64_t droppable[kTiers] = {};  // by TierKind, for this step
+    uint64_t moving = 0;              // of blocks that leave their place soon
 };
 
 Residency::MoveEstimate Residency::estimate_moves(std::span<Resident* const> mine) const {
     MoveEstimate c;
-    const TierKind next = below(TierKind::kDevice);
+    const TierKind next = tiers_.below(TierKind::kDevice).value_or(TierKind::kDisk);
     std::lock_guard lock(residents_.lock());
     std::unordered_set<const Block*> seen, shared_with_mine;
     for (const Resident* s : mine) {
@@ -129,7 +136,7 @@ Residency::MoveEstimate Residency::estimate_moves(std::span<Resident* const> min
             MoveEstimate::Leaves& l = c.leaves[falls ? size_t(kind) : size_t(kPageKinds)];
             l.bytes += bytes;
             l.below += there;
-            if (host_) c.shrinks += bytes - there;
+            if (has_memory_below()) c.shrinks += bytes - there;
         }
     };
     residents_.visit(std::cref(see));
@@ -137,10 +144,13 @@ Residency::MoveEstimate Residency::estimate_moves(std::span<Resident* const> min
 }
 
 // Bytes of the device that become free when as much leaves as the tiers below have room for.
-double Residency::gained_on_device(const MoveEstimate& estimate, const std::array<uint64_t, 3>& room, PageKind largest) const {
-    double below_bytes = double(room[2]);
-    if (host_) below_bytes = double(room[1]) + double(room[2]) * times_on_disk(kind_in_tier(largest, TierKind::kHost));
-    below_bytes += double(estimate.droppable[1] + estimate.droppable[2]);
+double Residency::gained_on_device(const MoveEstimate& estimate, const TierBytes& room, PageKind largest) const {
+    double below_bytes = 0;  // of blocks as they are in the next tier
+    if (const std::optional<TierKind> next = tiers_.below(TierKind::kDevice)) {
+        const PageKind there = geometry_.falls ? kind_in_tier(largest, *next) : largest;
+        for (std::optional<TierKind> t = next; t; t = tiers_.below(*t))
+            below_bytes += double(room[size_t(*t)]) * times_in(*t, there) + double(estimate.droppable[size_t(*t)]);
+    }
     double gained = 0;
     for (const MoveEstimate::Leaves& l : estimate.leaves) {
         if (l.below == 0) continue;
@@ -154,8 +164,8 @@ double Residency::gained_on_device(const MoveEstimate& estimate, const std::arra
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
 bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking) const {
     // Blocks that leave for nothing come back; not so bits that they lose on the way.
-    if (!geometry_.falls && residents_.unused_bytes() == std::array<uint64_t, 3>{}) return true;
-    std::array<uint64_t, 3> room = count_room();
+    if (!geometry_.falls && residents_.unused_bytes() == TierBytes{}) return true;
+    TierBytes room = count_room();
     const MoveEstimate estimate = estimate_moves(mine);
     room[0] += estimate.moving;
     const PageKind largest = geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel;
@@ -165,11 +175,14 @@ bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Reside
         return need <= have;
     };
     if (!fits(double(bytes), double(here) + gained_on_device(estimate, room, largest))) return false;
-    // All of the step's blocks lie in the device and the host tier.
+    // All of the step's blocks lie in memory.
+    constexpr size_t kDisk = size_t(TierKind::kDisk);
+    const double on_disk = times_in(TierKind::kDisk, largest);
     const uint64_t comes_up = bytes_on_disk(mine);
-    const double to_disk = std::min(double(estimate.others), double(room[2] + comes_up) * times_on_disk(largest));
-    const double dropped = double(estimate.droppable[1]) + double(estimate.droppable[2]) * times_on_disk(largest);
-    return fits(double(bytes + comes_up), double(here + room[1] + estimate.shrinks) + dropped + to_disk);
+    const double to_disk = std::min(double(estimate.others), double(room[kDisk] + comes_up) * on_disk);
+    double have = double(here + estimate.shrinks) + double(estimate.droppable[kDisk]) * on_disk + to_disk;
+    for (size_t t = 1; t < kDisk; ++t) have += double(room[t] + estimate.droppable[t]);
+    return fits(double(bytes + comes_up), have);
 }
 
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
@@ -215,15 +228,22 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
     };
     residents_.visit(std::cref(count));
     // Room in a tier helps where the tiers above are full too, and have as much to pass on.
-    const bool host_full = host_ && is_full(*host_, geometry_) && m.down[0] >= missing;
-    TierKind from = TierKind::kDevice;
-    if (from_below.allowed && host_full && m.drops[1] >= missing) from = TierKind::kHost;
-    if (from_below.allowed && disk_ && is_full(*disk_, geometry_) &&
-        (m.to_disk[0] >= missing || (host_full && m.to_disk[1] >= missing)) && m.drops[2] >= missing)
-        from = TierKind::kDisk;
-    // Where neither has enough, the device and the host together.
-    const bool both = from == TierKind::kDevice && from_below.allowed && host_full && m.drops[0] + unused < missing &&
-                      m.drops[0] + m.drops[1] >= missing;
+    TierKind from = TierKind::kDevice, lowest = from;  // of memory that can be passed on
+    bool passes[kTiers] = {true};
+    uint64_t in_memory = m.drops[0];
+    for (std::optional<TierKind> t = tiers_.below(from); t && from_below.allowed; t = tiers_.below(*t)) {
+        const uint64_t* const to_here = *t == TierKind::kDisk ? m.to_disk : m.down;
+        bool& passed = passes[size_t(*t)];
+        for (size_t above = 0; above < size_t(*t); ++above) passed |= passes[above] && to_here[above] >= missing;
+        passed &= is_full(*tiers_[*t], geometry_);
+        if (!passed) continue;
+        if (m.drops[size_t(*t)] >= missing) from = *t;
+        if (*t == TierKind::kDisk) continue;
+        lowest = *t;
+        in_memory += m.drops[size_t(*t)];
+    }
+    // Where none has enough, the device and the memory below it together.
+    const bool both = from == TierKind::kDevice && m.drops[0] + unused < missing && in_memory >= missing;
     // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's
     // own blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
     const uint64_t evicted = std::max(bytes, store_.budget() / kEvictedPart);
@@ -238,8 +258,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
     }
     Candidates candidates(geometry_, from, steps_.load(std::memory_order_relaxed));
     const auto add = [&](const Resident& s) {
-        if (may_lose_blocks(s, mine))
-            candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? TierKind::kHost : from);
+        if (may_lose_blocks(s, mine)) candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? lowest : from);
     };
     residents_.visit(std::cref(add));
     drop(candidates.items(policy_->choose(candidates, missing)));
@@ -264,7 +283,7 @@ bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<
             if (!may_leave(*block) || block->tier() > slowest) continue;
             const uint64_t size = geometry_.slot_bytes(block->kind());
             if (alone) may_go += size;
-            if (block->tier() == TierKind::kDevice && (alone || host_)) of_device += size;
+            if (block->tier() == TierKind::kDevice && (alone || has_memory_below())) of_device += size;
         }
     };
     residents_.visit(std::cref(see));

@@ -84,6 +84,7 @@ Status StepRoom::find(std::optional<uint64_t>& reading) {
 
 StepRoom::Look StepRoom::look(bool may_take, std::optional<uint64_t>& reading) {
     if (Status s = residency_.check_open(); !s.ok()) return end(std::move(s));
+    if (Status s = residency_.check_not_lost(sequences_); !s.ok()) return end(std::move(s));
     if (std::optional<Look> missing = promote_blocks()) return std::move(*missing);
     if (may_take) return take_new_blocks(reading);
     return make_room(fail(TA_E_TIER_FULL, "others go first"), residency_.blocks_are_held());
@@ -103,7 +104,8 @@ std::optional<StepRoom::Look> StepRoom::promote_blocks() {
         if (s.ok()) return {};
         if (s.code() != TA_E_TIER_FULL) return end(std::move(s));
     } else {
-        const int32_t above = residency_.tier(TierKind::kHost) ? TA_TIER_HOST : TA_TIER_DEVICE;
+        const bool host = residency_.tier(TierKind::kHost), peer = residency_.tier(TierKind::kPeer);
+        const ta_tier above = host ? TA_TIER_HOST : peer ? TA_TIER_PEER : TA_TIER_DEVICE;
         s = name(
             fail(TA_E_TIER_FULL, "the tiers have no room for the step's blocks that are on disk").tier(above).bytes(lacking),
             *on_disk);

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "src/core/device.h"
+#include "src/core/context.h"
 #include "tiering/policy/policy.h"
 #include "tiering/tier.h"
 
@@ -18,7 +18,8 @@ enum class StagingMode : uint8_t { kAuto, kNever, kAlways };  // kAuto: whicheve
 
 // The tiers below the device, each on if it has a budget.
 struct TierSettings {
-    uint64_t host_budget = 0, disk_budget = 0;
+    uint64_t peer_budget = 0, host_budget = 0, disk_budget = 0;
+    std::shared_ptr<Context> peer;  // of the device where the peer tier lies
     std::string disk_folder;
     std::string disk_path;  // of a persistent file; empty: one without a name in disk_folder
     std::function<std::unique_ptr<Tier>(std::unique_ptr<Tier>)>

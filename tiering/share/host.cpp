@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tiering/share/host_memory.h"
+#include "tiering/share/lane.h"
 #include "tiering/share/segment.h"
 
 namespace ta::share {
@@ -28,6 +29,7 @@ class HostTransport final : public StreamTransport {
     }
 
     ~HostTransport() override {
+        freeing_.stop();
         probe_ = {};
         Exports::leave(std::move(exports_));
         mine().state.store(RankArea::kLeft);
@@ -45,6 +47,7 @@ class HostTransport final : public StreamTransport {
         RankArea& a = mine();
         a.process = process_number();
         if (device_) {
+            TA_RETURN_IF_ERROR(freeing_.start());
             a.has_gpu = 1;
             std::snprintf(a.gpu, sizeof a.gpu, "%s", device_->bus_address().c_str());
             a.ordinal = device_->ordinal();
@@ -72,7 +75,9 @@ class HostTransport final : public StreamTransport {
                 const std::lock_guard lock(mutex_of(r));
                 leaves(r);
             }
-            for (const auto& e : exports_) e->reap();
+            for (const auto& e : exports_) {
+                while (std::shared_ptr<uint8_t> unused = e->take_unused()) free(std::move(unused));
+            }
             if (woken_.exchange(false) || Clock::now() >= until) return {};
             segment_->wait_for_bell(heard, until);
         }
@@ -82,6 +87,8 @@ class HostTransport final : public StreamTransport {
         woken_ = true;
         segment_->ring_bell(rank_);
     }
+
+    bool is_warm() const override { return all_warm_; }
 
     bool alive(uint32_t peer) const override {
         const uint32_t state = segment_->area(peer).state;
@@ -158,6 +165,11 @@ class HostTransport final : public StreamTransport {
         return whole;
     }
 
+    // Not here: freeing memory of a GPU may wait for a kernel that waits for a message. Where there is no memory to say so, here.
+    void free(std::shared_ptr<void> memory) {
+        freeing_.post([memory = std::move(memory)] {});
+    }
+
     // ---- warm-up: who reaches whose memory, and how fast
 
     void share_probe() {
@@ -194,8 +206,9 @@ class HostTransport final : public StreamTransport {
         for (uint32_t r = 0; r < ranks_; ++r) {
             if (segment_->area(r).state.load() == RankArea::kJoined) return false;
         }
-        probe_ = {};
-        return all_warm_ = true;
+        if (probe_.lasts) free(std::move(probe_.lasts));
+        all_warm_ = true;
+        return true;
     }
 
     // Bytes per second from the peer's GPU; 0: it is not reached.
@@ -238,7 +251,8 @@ class HostTransport final : public StreamTransport {
     Exports::List exports_;  // one of a GPU's rank
     std::shared_ptr<Imports> imports_;
     Shared probe_;
-    bool all_warm_ = false;
+    std::atomic<bool> all_warm_{false};
+    Lane freeing_;
     uint32_t next_ = 0;
     std::atomic<bool> woken_{false};
 };

@@ -23,12 +23,13 @@ class Exports {
     static Result<Transport::Shared> share(const std::shared_ptr<Exports>& exports, std::shared_ptr<uint8_t> memory);
     // Lets go of what nobody finds and nobody has mapped any more.
     void reap() noexcept;
+    // Some of that, for the caller to let go of; nullptr: there is none.
+    std::shared_ptr<uint8_t> take_unused() noexcept;
     // The transport goes.
     using List = std::list<std::shared_ptr<Exports>>;
     static void leave(List&& exports) noexcept;
 
   private:
-    std::shared_ptr<uint8_t> take_unused() noexcept;
     bool empty();
 
     const std::shared_ptr<Segment> segment_;

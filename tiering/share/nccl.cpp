@@ -271,7 +271,7 @@ class NcclTransport final : public StreamTransport {
 
   private:
     static constexpr int kElsewhere = -1;
-    enum class Phase { kBegin, kConnecting, kCards, kIds, kPairing, kOpen };
+    enum class Phase { kBegin, kConnecting, kCards, kWarming, kIds, kPairing, kOpen };
     struct Pair {
         nccl::Comm comm = nullptr;
         cudaStream_t stream = nullptr;
@@ -384,6 +384,12 @@ class NcclTransport final : public StreamTransport {
                 if (members_.size() < ranks_ && !name_pairs()) return false;
                 break;
             }
+            case Phase::kWarming:
+                // Before there are rounds: their kernels wait for peers, and what is measured may wait for kernels.
+                while (std::optional<Received> got = local_->receive(Time::min()))
+                    coming_.push_back({members_[got->from], std::move(got->packet)});
+                if (!local_->is_warm()) return false;
+                break;
             case Phase::kIds:
                 if (members_.size() < ranks_ && (!gathered() || !begin_pairs())) return false;
                 break;

@@ -81,6 +81,8 @@ class Transport {
     // The next one; nothing when `until` has come or wake() was called, and none is there.
     virtual std::optional<Received> receive(Time until) = 0;
     virtual void wake() = 0;
+    // False: receive() has yet to measure ways between GPUs, which waits for what they do.
+    virtual bool is_warm() const { return true; }
 
     // Why nothing goes or comes any more; by the thread that receives.
     virtual Status health() const { return {}; }

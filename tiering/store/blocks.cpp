@@ -301,16 +301,16 @@ void BlockStore::free_place(const Place& place, Tenant tenant, bool replaced) {
         put_back(place.kind, {place.address, tenant});
         return;
     }
-    if (place.tier == TierKind::kHost) return host_->release({&place.slot, 1});
+    if (place.tier != TierKind::kDisk) return tiers_[place.tier]->release({&place.slot, 1});
     on_disk_.fetch_sub(1, std::memory_order_release);
     give_record(place.slot, replaced);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- tiers
 
-void BlockStore::attach(Tier* host, Tier* disk) {
-    host_ = host;
-    disk_ = disk;
+void BlockStore::attach(const LowerTiers& tiers) {
+    tiers_ = tiers;
+    disk_ = tiers[TierKind::kDisk];
 }
 
 Place BlockStore::place_of(const Block& block) const {

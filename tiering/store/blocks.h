@@ -40,7 +40,7 @@ struct Place {
     TierKind tier = TierKind::kDevice;
     PageKind kind = PageKind::kToken;
     uint8_t* address = nullptr;  // that the device reads; nullptr on disk
-    Slot slot;                   // of the host or the disk tier
+    Slot slot;                   // of a tier below the device
     RecordKeys keys;             // of the record on disk
 };
 
@@ -206,8 +206,8 @@ class BlockStore {
     bool has_scratch() const;
 
     Barriers& barriers() { return barriers_; }
-    // The tiers below the device, or nullptr. They outlive the store's blocks.
-    void attach(Tier* host, Tier* disk);
+    // They outlive the store's blocks.
+    void attach(const LowerTiers& tiers);
     Place place_of(const Block& block) const;
     // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
     // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it
@@ -332,7 +332,8 @@ class BlockStore {
     uint64_t in_use_[kPageKinds] = {};  // slots
     uint64_t held_ = 0;                 // bytes, in use and cached
     uint64_t peak_ = 0;                 // bytes in use
-    Tier *host_ = nullptr, *disk_ = nullptr;
+    LowerTiers tiers_;
+    Tier* disk_ = nullptr;               // of them
     uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks
     std::atomic<uint64_t> moves_{0}, on_disk_{0}, dropped_records_{0};
     PrefetchCounters prefetches_;

@@ -98,7 +98,7 @@ bool SlotMap::acquire(uint8_t slot_class, Slot& slot) {
 }
 
 Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, TierKind tier) {
-    const char* const name = tier == TierKind::kHost ? "host" : "disk";
+    const char* const name = name_of(tier);
     std::vector<Slot> slots;
     slots.reserve(wanted.size());
     for (const uint8_t slot_class : wanted) {
@@ -119,7 +119,7 @@ Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, 
         const uint64_t lacking = bytes > free ? bytes - free : shape_.stride[slot_class];
         return fail(TA_E_TIER_FULL, "the %s tier has no room for %zu more blocks: %llu of %llu bytes are in use", name,
                     wanted.size(), (unsigned long long)now.used, (unsigned long long)shape_.bytes())
-            .tier(int32_t(tier))
+            .tier(code_of(tier))
             .bytes(lacking);
     }
     return slots;

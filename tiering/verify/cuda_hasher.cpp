@@ -7,14 +7,18 @@
 
 namespace ta {
 
+Status CudaHasher::open() {
+    const Geometry& g = pages_.geometry;
+    if (channel_offsets_.data() || !g.has_channel_blocks()) return {};
+    const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
+    const size_t bytes = offsets.size() * sizeof offsets[0];
+    return channel_offsets_.reserve(bytes, "the places of pages",
+                                    [&](uint8_t* data) { return device_.write(data, offsets.data(), bytes); });
+}
+
 Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args) {
     const Geometry& g = pages_.geometry;
-    if (!channel_offsets_.data() && g.has_channel_blocks()) {
-        const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
-        const size_t bytes = offsets.size() * sizeof offsets[0];
-        TA_RETURN_IF_ERROR(channel_offsets_.reserve(bytes, "the places of pages",
-                                                    [&](uint8_t* data) { return device_.write(data, offsets.data(), bytes); }));
-    }
+    TA_RETURN_IF_ERROR(open());
     TA_RETURN_IF_ERROR(pinned.take(device_, blocks.size() * sizeof(cuda::HashTask) + extra_bytes));
     auto* tasks = static_cast<cuda::HashTask*>(pinned.part(blocks.size() * sizeof(cuda::HashTask)));
     for (size_t i = 0; i < blocks.size(); ++i) {
@@ -61,12 +65,18 @@ namespace {
 // Shared with its checks, which may outlive a call of its owner but not the device.
 class Checks {
   public:
-    Checks(const Pages& pages, CudaDevice& gpu) : device(gpu), layers(pages.geometry.layers), hasher_(pages, gpu) {}
+    Checks(const Pages& pages, CudaDevice& gpu, bool behind_steps)
+        : device(gpu), layers(pages.geometry.layers), behind_steps_(behind_steps), hasher_(pages, gpu) {}
     ~Checks() {
         const CudaScope scope(device.ordinal());
         if (stream_) cudaStreamDestroy(stream_);
     }
 
+    Status open() {
+        const CudaScope scope(device.ordinal());
+        std::lock_guard lock(mutex_);
+        return hasher_.open();
+    }
     Status start(std::span<const PlacedBlock> blocks, bool adopt, cudaEvent_t arrival, std::unique_ptr<PinnedBuffer>& pinned,
                  const uint32_t** mismatch) {
         const CudaScope scope(device.ordinal());
@@ -80,7 +90,7 @@ class Checks {
             pinned = std::move(idle_.back());
             idle_.pop_back();
         }
-        TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr, true));
+        if (behind_steps_) TA_RETURN_IF_ERROR(device.wait_for_fences(stream_, nullptr, true));
         if (arrival) TA_RETURN_IF_ERROR(device.check(cudaStreamWaitEvent(stream_, arrival, 0), "waiting for a move"));
         return hasher_.start_verify(blocks, adopt, *pinned, stream_, mismatch);
     }
@@ -96,6 +106,7 @@ class Checks {
     const size_t layers;
 
   private:
+    const bool behind_steps_;
     std::mutex mutex_;
     CudaHasher hasher_;
     cudaStream_t stream_ = nullptr;
@@ -138,7 +149,9 @@ class CudaCheck final : public ArrivalCheck {
 
 class CudaVerifier final : public BlockVerifier {
   public:
-    CudaVerifier(const Pages& pages, CudaDevice& device) : checks_(std::make_shared<Checks>(pages, device)) {}
+    CudaVerifier(const Pages& pages, CudaDevice& device, bool behind_steps)
+        : checks_(std::make_shared<Checks>(pages, device, behind_steps)) {}
+    Status open() override { return checks_->open(); }
     Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) override {
         if (blocks.empty()) return {};
         CudaCheck check(checks_, blocks);
@@ -157,7 +170,7 @@ class CudaVerifier final : public BlockVerifier {
     Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, bool adopt,
                                                 const DeviceTransfer* arrival) {
         auto check = std::make_unique<CudaCheck>(checks_, blocks);
-        // All transfers of this device are CUDA's.
+        // All transfers of CUDA devices are CUDA's.
         const cudaEvent_t there = arrival ? static_cast<const CudaTransfer*>(arrival)->done() : nullptr;
         TA_RETURN_IF_ERROR(check->start(blocks, adopt, there));
         return std::unique_ptr<ArrivalCheck>(std::move(check));
@@ -168,8 +181,8 @@ class CudaVerifier final : public BlockVerifier {
 
 }  // namespace
 
-std::unique_ptr<BlockVerifier> make_cuda_verifier(CudaDevice& device, const Pages& pages) {
-    return std::make_unique<CudaVerifier>(pages, device);
+std::unique_ptr<BlockVerifier> make_cuda_verifier(CudaDevice& device, const Pages& pages, bool behind_steps) {
+    return std::make_unique<CudaVerifier>(pages, device, behind_steps);
 }
 
 }  // namespace ta

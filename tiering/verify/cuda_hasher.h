@@ -13,6 +13,8 @@ class CudaHasher {
   public:
     CudaHasher(const Pages& pages, CudaDevice& device) : pages_(pages), device_(device), channel_offsets_(device) {}
 
+    // Once, by itself or with the first blocks.
+    Status open();
     // Enqueues the hashing of full blocks, behind what wrote them, and marks them as sealed.
     Status seal(std::span<const PlacedBlock> blocks, cudaStream_t stream);
     // Enqueues a check whose tasks and result are in `pinned`: [blocks, layers], as launch_verify writes it. `adopt`: and gives

@@ -16,7 +16,7 @@ Status BlockReader::ask_disk(const DiskRequest& request) const {
 
 Status BlockReader::read_memory(const Place& place, uint8_t* to) const {
     const size_t bytes = pages_.geometry.slot_bytes(place.kind);
-    if (device_ && place.tier == TierKind::kDevice) return device_->read(to, place.address, bytes);
+    if (device_ && is_of_devices(place.tier)) return device_->read(to, place.address, bytes);
     std::memcpy(to, place.address, bytes);
     return {};
 }

@@ -85,9 +85,16 @@ Result<std::unique_ptr<ArrivalCheck>> BlockVerifier::start(std::span<const Place
 
 std::unique_ptr<BlockVerifier> make_verifier(Device& device, const Pages& pages) {
 #ifdef TA_HAVE_CUDA
-    if (CudaDevice* cuda = device.cuda()) return make_cuda_verifier(*cuda, pages);
+    if (CudaDevice* cuda = device.cuda()) return make_cuda_verifier(*cuda, pages, true);
 #endif
     return std::make_unique<HostVerifier>(device, pages);
+}
+
+std::unique_ptr<BlockVerifier> make_peer_verifier(Device& peer, const Pages& pages) {
+#ifdef TA_HAVE_CUDA
+    if (CudaDevice* cuda = peer.cuda()) return make_cuda_verifier(*cuda, pages, false);
+#endif
+    return std::make_unique<HostVerifier>(peer, pages);
 }
 
 std::unique_ptr<BlockEncoder> make_encoder(Device& device, const Pages& pages) {

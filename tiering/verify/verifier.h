@@ -24,6 +24,8 @@ class ArrivalCheck {
 class BlockVerifier {
   public:
     virtual ~BlockVerifier() = default;
+    // Takes from the device what checks need, so that the first one does not wait for what the device does.
+    virtual Status open() { return {}; }
     // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does
     // not match.
     virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
@@ -46,10 +48,12 @@ class BlockEncoder {
 
 // Of a device's own kind: by its kernels, or by a CPU in memory that is the host's.
 std::unique_ptr<BlockVerifier> make_verifier(Device& device, const Pages& pages);
+// The same of a peer's device for blocks in its memory that another device writes: behind arrivals, and no steps.
+std::unique_ptr<BlockVerifier> make_peer_verifier(Device& peer, const Pages& pages);
 std::unique_ptr<BlockEncoder> make_encoder(Device& device, const Pages& pages);
 
 // By kernels.
-std::unique_ptr<BlockVerifier> make_cuda_verifier(CudaDevice& device, const Pages& pages);
+std::unique_ptr<BlockVerifier> make_cuda_verifier(CudaDevice& device, const Pages& pages, bool behind_steps);
 std::unique_ptr<BlockEncoder> make_cuda_encoder(CudaDevice& device, const Pages& pages);
 
 }  // namespace ta

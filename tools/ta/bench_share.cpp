@@ -26,22 +26,36 @@ double median(std::vector<double> x) {
     return x[x.size() / 2];
 }
 
-// A pool on one machine with a plan, and rows to fill sequences with.
+ta_context* make_context(const Machine& machine) {
+    auto o = sized<ta_context_options>();
+    o.device = machine.kind();
+    o.device_ordinal = machine.ordinal();
+    ta_context* context = nullptr;
+    TA_CHECK(ta_context_create(&o, &context, &error));
+    return context;
+}
+
+// A pool on one machine with a plan, and rows to fill sequences with. `peer`: where it has a peer tier.
 class Site {
   public:
-    Site(Machine& machine, uint32_t layers, uint64_t pool_bytes)
+    Site(Machine& machine, uint32_t layers, uint64_t pool_bytes, const Machine* peer = nullptr, uint64_t peer_bytes = 0)
         : machine_(machine), layers_(layers), k_(machine, kChunk, kKvHeads, kHeadDim), v_(machine, kChunk, kKvHeads, kHeadDim) {
-        auto co = sized<ta_context_options>();
-        co.device = machine.kind();
-        co.device_ordinal = machine.ordinal();
-        TA_CHECK(ta_context_create(&co, &context_, &error));
+        context_ = make_context(machine);
+        auto tiers = sized<ta_tier_options>();
         auto po = sized<ta_kv_pool_options>();
         po.layers = layers;
         po.kv_heads = kKvHeads;
         po.head_dim = kHeadDim;
         po.bits = kBits;
         po.budget_bytes = pool_bytes;
-        TA_CHECK(ta_kv_pool_create(context_, &po, &pool_, &error));
+        if (peer) {
+            tiers.peer = make_context(*peer);
+            tiers.peer_bytes = peer_bytes;
+            po.tiers = &tiers;
+        }
+        const ta_status status = ta_kv_pool_create(context_, &po, &pool_, &error);
+        ta_context_destroy(tiers.peer);
+        check(status, "ta_kv_pool_create");
         TA_CHECK(ta_plan_create(pool_, nullptr, &plan_, &error));
         if (machine.kind() == TA_DEVICE_CUDA) TA_CHECK(ta_plan_set_stream(plan_, machine.stream(), &error));
     }
@@ -110,6 +124,13 @@ class Site {
             TA_CHECK(ta_plan_end(plan_, &error));
         }
         return seconds;
+    }
+    void move(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
+        ta_ticket ticket = 0;
+        auto info = sized<ta_move_info>();
+        TA_CHECK(ta_seq_move(pool_, seq, first, n, tier, &ticket, &error));
+        TA_CHECK(ta_move_wait(pool_, ticket, -1, &info, &error));
+        if (info.moved + info.present != n) throw Failure("blocks have not moved");
     }
     void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
 
@@ -497,12 +518,92 @@ void bench_prefix(const Machines& machines, const BenchShareOptions& options, co
          {"times_faster", computed / fetched}});
 }
 
+// Decode and a chunk of a prompt with a part of the blocks in a peer tier, spread evenly, against all of them on the device; the
+// bits are the same. And the moves between the two.
+void bench_peer(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    if (machines.size() != 2) throw Failure("a peer tier lies on a second device");
+    const double link = machines[0]->peer_bytes_per_s(*machines[1], false);
+    const auto nobody = [] {};
+    for (Case c : {Case{"batch", 16, 1, 32768, TA_P_DEFAULT}, Case{"one long sequence", 1, 1, 262144, TA_P_DEFAULT},
+                   Case{"chunk of a prompt", 1, 2048, 131072, TA_P_DEFAULT}}) {
+        constexpr uint32_t kLayers = 8;
+        const uint64_t block = Site(*machines[0], kLayers, uint64_t{64} << 20).block_bytes();
+        c.tokens = std::clamp<int64_t>(int64_t(options.memory_bytes / 2 / block / c.batch) * 64, 640, c.tokens);
+        c.queries = int32_t(std::min(int64_t(c.queries), c.tokens / 64));
+        const auto blocks = uint64_t(c.tokens / 64);
+        const uint64_t bytes = blocks * c.batch * block;
+        Site site(*machines[0], kLayers, bytes * 9 / 8 + (kChunk / 64 + 4 * c.batch) * 3 * block, machines[1].get(),
+                  bytes * 9 / 8);
+        std::vector<ta_seq> seqs;
+        for (size_t i = 0; i < c.batch; ++i) site.fill(seqs.emplace_back(site.create()), c.tokens);
+        Attended alone;
+        for (const uint64_t percent : {0, 10, 25, 50, 75}) {
+            uint64_t there = 0;
+            for (const ta_seq seq : seqs) {
+                for (uint64_t b = 1; b + 1 < blocks; ++b) {
+                    if (b * percent / 100 == (b - 1) * percent / 100) continue;
+                    site.move(seq, b, 1, TA_TIER_PEER);
+                    ++there;
+                }
+            }
+            const Attended a = measure_attend(site, seqs, c, options.repeats, nobody, c.queries == 1);
+            const double seconds = median(c.queries == 1 ? a.device_seconds : a.seconds);
+            if (percent == 0) alone = a;
+            if (a.out != alone.out) throw Failure("where blocks are changes what comes out");
+            const double memory = median(c.queries == 1 ? alone.device_seconds : alone.seconds);
+            const double over_link = double(there * block) / kLayers / link;
+            row({{"part", "peer"},
+                 {"what", c.what},
+                 {"batch", c.batch},
+                 {"queries", c.queries},
+                 {"tokens", uint64_t(c.tokens)},
+                 {"percent_on_peer", percent},
+                 {"p50_us", 1e6 * seconds},
+                 {"device_alone_us", 1e6 * memory},
+                 {"link_us", 1e6 * over_link},
+                 {"percent_of_bound", 100 * std::max(memory, over_link) / seconds},
+                 {"link_gb_s", 1e-9 * link}});
+            for (const ta_seq seq : seqs) site.move(seq, 0, blocks - 1, TA_TIER_DEVICE);
+        }
+    }
+    for (const uint32_t layers : {1u, 32u, 113u}) {
+        const uint64_t block = Site(*machines[0], layers, uint64_t{256} << 20).block_bytes();
+        const auto blocks = std::clamp<uint64_t>(options.memory_bytes / 4 / block, 1, 4096);
+        Site site(*machines[0], layers, (blocks + 3 * kChunk / 64 + 16) * block * 9 / 8, machines[1].get(),
+                  (blocks + 1) * block * 9 / 8);
+        const ta_seq seq = site.create();
+        site.fill(seq, int64_t(blocks + 1) * 64);
+        for (const ta_tier tier : {TA_TIER_PEER, TA_TIER_DEVICE}) {
+            std::vector<double> seconds;
+            for (int i = 0; i < options.repeats + 1; ++i) {
+                site.move(seq, 1, blocks, tier == TA_TIER_PEER ? TA_TIER_DEVICE : TA_TIER_PEER);
+                const auto start = Clock::now();
+                site.move(seq, 1, blocks, tier);
+                if (i > 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+            }
+            TA_CHECK(ta_seq_verify(site.pool(), seq, &error));
+            const double rate = double(blocks * block) / median(seconds);
+            row({{"part", "peer"},
+                 {"what", tier == TA_TIER_PEER ? "demote" : "promote"},
+                 {"block_bytes", block},
+                 {"blocks", blocks},
+                 {"p50_us", 1e6 * median(seconds)},
+                 {"gb_s", 1e-9 * rate},
+                 {"link_gb_s", 1e-9 * link},
+                 {"percent", 100 * rate / link}});
+        }
+    }
+}
+
 struct Part {
     const char* name;
     void (*run)(const Machines& machines, const BenchShareOptions& options, const Row& row);
 };
-constexpr Part kParts[] = {
-    {"partitioned", bench_partitioned}, {"transfers", bench_transfers}, {"beside", bench_beside}, {"prefix", bench_prefix}};
+constexpr Part kParts[] = {{"partitioned", bench_partitioned},
+                           {"transfers", bench_transfers},
+                           {"beside", bench_beside},
+                           {"prefix", bench_prefix},
+                           {"peer", bench_peer}};
 
 }  // namespace
 

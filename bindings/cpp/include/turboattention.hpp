@@ -263,6 +263,8 @@ struct TierOptions {
     ta_staging staging = TA_STAGING_AUTO;
     ta_switch falling_precision = TA_DEFAULT;
     const struct ta_x_tier_tuning* tuning = nullptr;
+    ta_context* peer = nullptr;  // get() of a context of another device
+    uint64_t peer_bytes = 0;
 };
 
 struct PoolOptions {
@@ -376,6 +378,8 @@ inline ta_tier_options to_c(const TierOptions& o) {
     c.staging = o.staging;
     c.falling_precision = o.falling_precision;
     c.tuning = o.tuning;
+    c.peer = o.peer;
+    c.peer_bytes = o.peer_bytes;
     return c;
 }
 

@@ -268,7 +268,9 @@ TEST(Hpp, TiersAndPrefixes) {
     Folder folder;
     const auto path = folder.file("tier");
     auto options = shape();
-    options.tiers = {.host_bytes = 16 << 20, .disk_bytes = 16 << 20, .disk_path = path.c_str()};
+    const auto peer = ta::Context::create();
+    options.tiers = {
+        .host_bytes = 16 << 20, .disk_bytes = 16 << 20, .disk_path = path.c_str(), .peer = peer.get(), .peer_bytes = 16 << 20};
     ta::NamespaceOptions tenant;
     tenant.salt.fill(7);
     std::vector<ta::Key> keys(3);
@@ -286,6 +288,8 @@ TEST(Hpp, TiersAndPrefixes) {
         seq.pin(1, 1);
         EXPECT_EQ(seq.residency().pinned_blocks, 1u);
         seq.unpin(1, 1);
+        EXPECT_EQ(seq.move(TA_TIER_PEER, 1, 2).wait().moved, 2u);
+        EXPECT_EQ(seq.residency().peer_blocks, 2u);
         EXPECT_EQ(pool.tier_stats(TA_TIER_HOST).bytes_budget, 16u << 20);
         EXPECT_GT(pool.move_stats().bytes_asked, 0u);
 

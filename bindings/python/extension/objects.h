@@ -13,6 +13,7 @@ struct ContextObject {
 struct PoolObject {
     Closable<ta::Pool> handle;
     bool cuda;
+    nb::object peer;  // of its peer tier, or None
 };
 
 // Shared with calls that run.

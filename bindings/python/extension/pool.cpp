@@ -43,24 +43,30 @@ ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
             .k_turning = to_switch(o.attr("k_turning"))};
 }
 
-struct TierPaths {
+// What the options point to.
+struct TierPointers {
     std::optional<std::string> folder, path;
+    std::optional<ta::Context> peer;
 };
-ta::TierOptions to_tiers(nb::handle o, TierPaths& paths) {
-    paths = {to_path(o.attr("disk_folder")), to_path(o.attr("disk_path"))};
+// `to.peer` is there.
+ta::TierOptions to_tiers(nb::handle o, TierPointers& to) {
+    to.folder = to_path(o.attr("disk_folder"));
+    to.path = to_path(o.attr("disk_path"));
     return {.host_node = field<uint32_t>(o, "host_node"),
             .host_bytes = field<uint64_t>(o, "host_bytes"),
             .disk_bytes = field<uint64_t>(o, "disk_bytes"),
-            .disk_folder = paths.folder ? paths.folder->c_str() : nullptr,
+            .disk_folder = to.folder ? to.folder->c_str() : nullptr,
             .high_percent = field<int32_t>(o, "high_percent"),
             .low_percent = field<int32_t>(o, "low_percent"),
             .eviction = field<int32_t>(o, "eviction"),
-            .disk_path = paths.path ? paths.path->c_str() : nullptr,
+            .disk_path = to.path ? to.path->c_str() : nullptr,
             .drop_coldest = to_switch(o.attr("drop_coldest")),
             .begin_wait_ms = field<int32_t>(o, "begin_wait_ms"),
             .staging = field<int32_t>(o, "staging"),
             .falling_precision = to_switch(o.attr("falling_precision")),
-            .tuning = reinterpret_cast<const struct ta_x_tier_tuning*>(field<uintptr_t>(o, "tuning"))};
+            .tuning = reinterpret_cast<const struct ta_x_tier_tuning*>(field<uintptr_t>(o, "tuning")),
+            .peer = to.peer ? to.peer->get() : nullptr,
+            .peer_bytes = field<uint64_t>(o, "peer_bytes")};
 }
 
 PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint64_t budget_bytes,
@@ -69,7 +75,7 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
     const auto context = self.handle.get();
     const auto k_map = to_bits(k_bits), v_map = to_bits(v_bits);
     std::vector<float> k_offset;
-    TierPaths paths;
+    TierPointers pointers;
     ta::PoolOptions options{.layers = layers,
                             .kv_heads = kv_heads,
                             .head_dim = head_dim,
@@ -79,8 +85,13 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
                             .budget_bytes = budget_bytes,
                             .max_sequences = max_sequences,
                             .numerics = to_numerics(numerics, k_offset)};
-    if (!tiers.is_none()) options.tiers = to_tiers(tiers, paths);
-    return {{unlocked([&] { return context.create_pool(options); }), "the pool"}, self.cuda};
+    nb::object peer = nb::none();
+    if (!tiers.is_none()) {
+        peer = tiers.attr("peer");
+        if (!peer.is_none()) pointers.peer = nb::cast<const ContextObject&>(peer).handle.get();
+        options.tiers = to_tiers(tiers, pointers);
+    }
+    return {{unlocked([&] { return context.create_pool(options); }), "the pool"}, self.cuda, std::move(peer)};
 }
 
 nb::object describe(const PoolObject& self) {
@@ -146,6 +157,8 @@ nb::object describe(const PoolObject& self) {
         tiers["staging"] = t.staging;
         tiers["falling_precision"] = flag(t.falling_precision);
         tiers["tuning"] = reinterpret_cast<uintptr_t>(t.tuning);
+        tiers["peer"] = self.peer;
+        tiers["peer_bytes"] = t.peer_bytes;
         all["tiers"] = tiers;
     }
     return package("turboattention._options", "_description")(**all);

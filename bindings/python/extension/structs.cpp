@@ -133,7 +133,9 @@ void bind_structs(nb::module_& m) {
         .field("device_bytes", &ta_residency::device_bytes)
         .field("host_bytes", &ta_residency::host_bytes)
         .field("disk_bytes", &ta_residency::disk_bytes)
-        .field("dropped_blocks", &ta_residency::dropped_blocks, "under Tiers.drop_coldest; in no tier");
+        .field("dropped_blocks", &ta_residency::dropped_blocks, "under Tiers.drop_coldest; in no tier")
+        .field("peer_blocks", &ta_residency::peer_blocks)
+        .field("peer_bytes", &ta_residency::peer_bytes);
     Struct<ta_tier_stats>(m, "TierStats", "One tier; counters are since creation.")
         .choice("state", &ta_tier_stats::state, "TierState")
         .field("bytes_budget", &ta_tier_stats::bytes_budget)

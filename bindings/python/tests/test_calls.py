@@ -192,6 +192,19 @@ def test_contexts(context):
         ta.Context(threads=5000)
 
 
+def test_peer_tier(make_pool):
+    peer = ta.Context(threads=1)
+    pool = make_pool(tiers=ta.Tiers(peer=peer, peer_bytes=16 << 20))
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 256)
+    assert seq.move(ta.Tier.PEER, 1, 2).wait().moved == 2
+    assert seq.residency().peer_blocks == 2 and seq.residency().peer_bytes > 0
+    tiers = pool.describe().tiers
+    assert tiers.peer is peer and tiers.peer_bytes == 16 << 20
+    with pytest.raises(ta.ArgumentError):
+        make_pool(tiers=ta.Tiers(peer_bytes=16 << 20))
+
+
 def test_tiers_and_prefixes(make_pool, tmp_path):
     tiers = ta.Tiers(host_bytes=16 << 20, disk_bytes=16 << 20, disk_path=tmp_path / "tier")
     keys = np.arange(96, dtype=np.uint8)

@@ -28,7 +28,7 @@ Status CudaStaging::begin(const Step& step, const CudaTables& tables, bool repla
     step_ = &step;
     step_tables_ = &tables;
     undecided_ =
-        pool_.residency().tier(TierKind::kHost) && pool_.tier_settings().staging != StagingMode::kNever && step.total_query > 0;
+        pool_.residency().has_memory_below() && pool_.tier_settings().staging != StagingMode::kNever && step.total_query > 0;
     const bool known = tables.group() > 0 && (known_.rows_at_once > 0 || !tables.any_prefill());
     return undecided_ && known && !replays ? decide(known_, stream) : Status();
 }
@@ -70,8 +70,8 @@ CudaStaging::PageSizes CudaStaging::largest_pages() const {
     return largest;
 }
 
-// Calls fn(where it is stored, block, bytes) for the member's pages in host memory, but for those before all keys that its
-// first query token sees.
+// Calls fn(where it is stored, block, bytes) for the member's pages in memory below the device tier, but for those before all
+// keys that its first query token sees.
 template <class Fn>
 void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const PageSizes& largest, Fn fn) const {
     const size_t most = pool_.geometry().slot_bytes(ring_kind());
@@ -79,14 +79,14 @@ void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const 
     const int64_t seen = window > 0 ? m.length + m.n_new - m.n_query - window + 1 : 0;
     for (int64_t b = std::max<int64_t>(seen, 0) / kPageTokens; b < Step::untouched_blocks(m); ++b) {
         const Block& block = *m.sequence->blocks[size_t(b)];
-        if (block.tier() != TierKind::kHost || (partition && !partition->owns(b))) continue;
+        if (!is_memory_below(block.tier()) || (partition && !partition->owns(b))) continue;
         const Block::Stored at = block.stored();
         const size_t bytes = largest[size_t(at.kind)];
         if (bytes <= most) fn(at, b, bytes);
     }
 }
 
-// Pages in host memory of the sequences for which it pays; false when there are none.
+// Pages in memory below the device tier of the sequences for which it pays; false when there are none.
 bool CudaStaging::choose_pages(const Call& call) {
     const int64_t least = pool_.tier_settings().staging == StagingMode::kAuto ? 2 : 1;
     std::vector<HostPages> host = count_reads(call);

@@ -189,16 +189,17 @@ class BlockLoader {
     // A block for the one that was read, number i.
     Result<BlockPtr> take(size_t i, Residency::Loading& mine) {
         const auto kind = PageKind(blocks_[i].kind);
+        if (may_make_room_) return pool_.residency().new_block(kind, mine);
         Result<std::vector<BlockPtr>> taken = pool_.blocks().acquire({&kind, 1});
         if (taken.ok()) return std::move(taken.value()[0]);
         if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) return s;
-        if (!may_make_room_) TA_RETURN_IF_ERROR(look_ahead(i));
+        TA_RETURN_IF_ERROR(look_ahead(i, mine));
         may_make_room_ = true;
         return pool_.residency().new_block(kind, mine);
     }
 
     // Checks what lies behind block i, and comes back.
-    Status look_ahead(size_t i) {
+    Status look_ahead(size_t i, Residency::Loading& mine) {
         const uint64_t here = file_.at();
         std::vector<uint8_t> slot;
         for (size_t next = i + 1; next < blocks_.size(); ++next) {
@@ -208,7 +209,7 @@ class BlockLoader {
         uint64_t bytes = 0;
         for (const StoredBlock& b : blocks_.subspan(i)) bytes += pool_.geometry().slot_bytes(PageKind(b.kind));
         file_.go_to(here);
-        return pool_.residency().check_may_take_in(bytes);
+        return pool_.residency().promise_room(mine, bytes);
     }
 
     Pool& pool_;

@@ -344,7 +344,7 @@ Status SharedSpaces::on_hints(const Message& m) {
     HintsHeader h{};
     std::vector<Hint> hints;
     const bool good = payload.get(h) && payload.get_rest(h.hints, hints) && h.first <= 1 && h.last <= 1 &&
-                      std::all_of(hints.begin(), hints.end(), [](const Hint& x) { return x.there <= 1 && x.tier <= 2; });
+                      std::all_of(hints.begin(), hints.end(), [](const Hint& x) { return x.there <= 1 && x.tier < kTiers; });
     if (!good) return no_message(from);
     const std::lock_guard lock(mutex_);
     const Ptr space = find_locked(h.name);

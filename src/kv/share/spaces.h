@@ -101,7 +101,8 @@ class SharedSpaces final : public Group::Service {
     };
     using Ptr = std::shared_ptr<Space>;
 
-    static constexpr uint8_t kNowhere = 4, kMayHave = 3;  // beside tiers: nearness() of who lacks it, or has not told
+    static constexpr uint8_t kNowhere = kTiers + 1,
+                             kMayHave = kTiers;  // beside tiers: nearness() of who lacks it, or has not told
     static uint8_t nearness(const Peer& peer, const BlockKey& key);
     Status look_up(const Pool& pool, Tenant space, std::span<const uint8_t> keys, uint64_t first, Time until,
                    std::vector<BlockKey>& hashed, std::span<PrefixPlace> places) const;

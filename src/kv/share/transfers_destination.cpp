@@ -40,7 +40,7 @@ Status Transfers::begin_moving(Transfer& t) {
     for (size_t i = 0; i < in.list.size(); ++i) {
         if (!in.blocks[i]) bytes += pool.geometry().slot_bytes(PageKind(in.list[i].kind));
     }
-    TA_RETURN_IF_ERROR(pool.residency().check_may_take_in(bytes));
+    TA_RETURN_IF_ERROR(pool.residency().promise_room(in.mine, bytes));
     return ask_for_blocks(t);
 }
 

@@ -202,7 +202,7 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
     });
     ends([](World& w, const JoinPayload& join) {
         w.say(MessageType::kHints, 0,
-              PayloadWriter().put(join.name).put(uint64_t{1}).put(uint64_t{1}).put(w.keys[0]).put(uint64_t{0x0301}));
+              PayloadWriter().put(join.name).put(uint64_t{1}).put(uint64_t{1}).put(w.keys[0]).put(uint64_t{0x0401}));
     });
     // A fetch on a channel of another rank, one whose blocks are not in order, one of more blocks than it names.
     const auto fetch = [](uint64_t channel, uint64_t blocks, std::vector<uint64_t> indices) {

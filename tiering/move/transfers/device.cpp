@@ -1,5 +1,5 @@
-// Between a device and the host: the device copies behind what it does. It checks what arrives in its memory, the checkers what
-// arrives in the host's.
+// Where a pool has a device: it copies behind what it does. Of what arrives in a device's memory that device checks it, of what
+// arrives in the host's the checkers.
 #include <algorithm>
 #include <utility>
 
@@ -57,7 +57,7 @@ void DeviceMove::start() {
     if (!started.ok()) return fail_all(blocks_, std::move(started).status());
     copies_ = started.take();
     if (to_ == TierKind::kHost) return;
-    Result<std::unique_ptr<ArrivalCheck>> check = pool.verifier->start(placed, *copies_);
+    Result<std::unique_ptr<ArrivalCheck>> check = verifier_in(pool, to_).start(placed, *copies_);
     if (!check.ok()) return fail_all(blocks_, std::move(check).status());
     check_ = check.take();
 }

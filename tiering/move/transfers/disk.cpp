@@ -142,7 +142,7 @@ class DiskRead final : public DiskTransfer {
     }
     void finish() override {
         DiskTransfer::finish();
-        if (sharing_.pool.device && to_ == TierKind::kDevice) check_on_device();
+        if (sharing_.pool.device && is_of_devices(to_)) check_on_device();
     }
 
   private:
@@ -157,7 +157,7 @@ class DiskRead final : public DiskTransfer {
         }
         if (placed.empty()) return;
         std::vector<Status> statuses(placed.size());
-        const Status all = sharing_.pool.verifier->verify(placed, statuses);
+        const Status all = verifier_in(sharing_.pool, to_).verify(placed, statuses);
         for (size_t i = 0; i < arrived.size(); ++i) arrived[i]->status = all.ok() ? std::move(statuses[i]) : all.clone();
     }
 

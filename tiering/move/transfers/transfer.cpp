@@ -35,7 +35,11 @@ void fail_all(const MovedBlocks& blocks, const Status& status) {
 }
 
 bool is_on_device(const MoveSharing& sharing, const Place& place) {
-    return sharing.pool.device && place.tier == TierKind::kDevice;
+    return sharing.pool.device && is_of_devices(place.tier);
+}
+
+BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier) {
+    return tier == TierKind::kPeer ? *pool.peer_verifier : *pool.verifier;
 }
 
 void PageWork::add(size_t i, uint32_t layers) {

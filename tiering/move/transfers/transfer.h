@@ -18,7 +18,7 @@ struct MovedBlock {
     Status status;
     bool over = false;
     bool cancelled = false;               // on the disk; the status says so
-    std::optional<MoveRoute> route = {};  // between a device and the host: by which it came
+    std::optional<MoveRoute> route = {};  // where a device copies: by which it came
     bool falls() const { return from.kind != to.kind; }
 };
 
@@ -39,7 +39,7 @@ using MovedBlocks = std::vector<MovedBlock*>;  // of one part; have room at `to`
 // Ways between tiers.
 enum class Way : uint8_t {
     kInMemory,  // on a CPU
-    kByDevice,  // between a device and the host
+    kByDevice,  // a device copies, within its reach
     kToDisk,
     kFromDisk,
 };
@@ -56,7 +56,11 @@ std::unique_ptr<Transfer> make_disk_read(MoveSharing& sharing, MovedBlocks block
 // ---- what several ways need
 
 void fail_all(const MovedBlocks& blocks, const Status& status);
+// A CPU reads it through the device.
 bool is_on_device(const MoveSharing& sharing, const Place& place);
+
+// Of the device in whose memory a tier lies.
+BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier);
 
 // Pages of blocks, for several threads.
 class PageWork {

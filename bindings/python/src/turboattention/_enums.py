@@ -134,6 +134,8 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    PEER = 3
+    """between DEVICE and HOST"""
 
 
 class TierState(IntEnum):

@@ -11,6 +11,7 @@ from ._enums import Device, Eviction, Exp, Granularity, NonFinite, OpenScale, P,
 if TYPE_CHECKING:
     import numpy as np
 
+    from ._core import Context
     from ._types import Array
 
 
@@ -84,6 +85,8 @@ class Tiers:
         staging: whether a GPU copies what it reads in host memory first
         falling_precision: blocks lose bits as they move down, for good. Changes results
         tuning: address of a ``ta_x_tier_tuning`` of turboattention_experimental.h, or 0
+        peer: a context of another device, whose memory holds a peer tier, between device and host; the pool keeps it
+        peer_bytes: budget of the peer tier; 0: none
     """
 
     host_node: int = 0
@@ -99,6 +102,8 @@ class Tiers:
     staging: Staging = Staging.AUTO
     falling_precision: bool | None = None
     tuning: int = 0
+    peer: Context | None = None
+    peer_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,6 +235,7 @@ pub type ta_tier = i32;
 pub const TA_TIER_DEVICE: ta_tier_code = 0;
 pub const TA_TIER_HOST: ta_tier_code = 1;
 pub const TA_TIER_DISK: ta_tier_code = 2;
+pub const TA_TIER_PEER: ta_tier_code = 3;
 pub type ta_tier_code = i32;
 pub type ta_tier_state = i32;
 pub const TA_TIER_OK: ta_tier_state_code = 0;
@@ -273,6 +274,8 @@ pub struct ta_tier_options {
     pub staging: ta_staging,
     pub falling_precision: ta_switch,
     pub tuning: *const ta_x_tier_tuning,
+    pub peer: *mut ta_context,
+    pub peer_bytes: u64,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -429,6 +432,8 @@ pub struct ta_residency {
     pub host_bytes: u64,
     pub disk_bytes: u64,
     pub dropped_blocks: u64,
+    pub peer_blocks: u64,
+    pub peer_bytes: u64,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -180,6 +180,8 @@ enums! {
         Host = TA_TIER_HOST,
         /// A file.
         Disk = TA_TIER_DISK,
+        /// The memory of another device, between the first two.
+        Peer = TA_TIER_PEER,
     }
     /// What a tier can do now.
     TierState {

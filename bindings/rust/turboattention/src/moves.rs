@@ -166,6 +166,8 @@ pub struct Residency {
     pub disk_bytes: u64,
     /// In no tier.
     pub dropped_blocks: u64,
+    pub peer_blocks: u64,
+    pub peer_bytes: u64,
 }
 
 fn first_and_count(blocks: &Range<u64>) -> Result<(u64, u64)> {
@@ -220,6 +222,8 @@ impl Sequence {
             host_bytes: r.host_bytes,
             disk_bytes: r.disk_bytes,
             dropped_blocks: r.dropped_blocks,
+            peer_blocks: r.peer_blocks,
+            peer_bytes: r.peer_bytes,
         })
     }
 }

@@ -77,6 +77,10 @@ pub struct TierOptions {
     pub staging: Staging,
     /// Full blocks lose bits as they move down.
     pub falling_precision: Switch,
+    /// A context of another device, whose memory holds a peer tier. The pool keeps it.
+    pub peer: Option<Context>,
+    /// Budget of the peer tier; 0: none.
+    pub peer_bytes: u64,
 }
 
 /// Options of [`Pool::new`].
@@ -138,6 +142,7 @@ pub struct Pool(pub(crate) Arc<Handle>);
 pub(crate) struct Handle {
     pub(crate) raw: NonNull<ffi::ta_kv_pool>,
     pub(crate) context: Context,
+    peer: Option<Context>,
     pub(crate) watcher: Watcher,
 }
 
@@ -209,6 +214,8 @@ impl Pool {
                 begin_wait_ms: t.begin_wait_ms,
                 staging: t.staging as i32,
                 falling_precision: t.falling_precision as i32,
+                peer: t.peer.as_ref().map_or(ptr::null_mut(), Context::raw),
+                peer_bytes: t.peer_bytes,
                 ..ffi::ta_tier_options::new()
             });
         }
@@ -231,7 +238,8 @@ impl Pool {
         drop((folder, path));
         // SAFETY: not null on success.
         let raw = unsafe { NonNull::new_unchecked(raw) };
-        Ok(Pool(Arc::new(Handle { raw, context: context.clone(), watcher: Watcher::default() })))
+        let peer = options.tiers.and_then(|tiers| tiers.peer);
+        Ok(Pool(Arc::new(Handle { raw, context: context.clone(), peer, watcher: Watcher::default() })))
     }
 
     /// Ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
@@ -297,6 +305,8 @@ impl Pool {
                     begin_wait_ms: t.begin_wait_ms,
                     staging: Staging::known(t.staging)?,
                     falling_precision: Switch::known(t.falling_precision)?,
+                    peer: self.0.peer.clone(),
+                    peer_bytes: t.peer_bytes,
                 }),
             };
             Ok(PoolDescription {

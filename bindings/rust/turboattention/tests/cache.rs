@@ -135,6 +135,22 @@ fn tiers() {
 }
 
 #[test]
+fn peer_tier() {
+    let tiers = TierOptions { peer: Some(context()), peer_bytes: 32 << 20, ..Default::default() };
+    let pool = Pool::new(&context(), PoolOptions { tiers: Some(tiers), ..options() }).unwrap();
+    let a = filled(&pool, 700);
+    assert_eq!(a.move_to(Tier::Peer, 1..9).unwrap().wait_for(None).unwrap().moved, 8);
+    let r = a.residency().unwrap();
+    assert_eq!((r.peer_blocks, r.device_blocks), (8, 3));
+    let tiers = pool.describe().unwrap().options.tiers.unwrap();
+    assert_eq!(tiers.peer_bytes, 32 << 20);
+    assert!(tiers.peer.is_some());
+    let alone = TierOptions { peer: None, ..tiers };
+    let refused = Pool::new(&context(), PoolOptions { tiers: Some(alone), ..options() });
+    assert_eq!(refused.err().unwrap().kind, ErrorKind::Invalid);
+}
+
+#[test]
 fn descriptions() {
     let mut offset = vec![0.0; LAYERS as usize * KV_HEADS * DIM];
     offset[5] = 2.0;
