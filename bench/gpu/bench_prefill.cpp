@@ -71,7 +71,10 @@ int main(int argc, char** argv) {
     measure(report, shape_of(16, 1024, true, 4), "prefill b16 h32/8 n1024 causal");
     measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 causal, paper");
     measure(report, shape_of(1, 16384, false, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 full, paper");
-    measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_ACCURATE, 64), "prefill b1 h32/8 d64 n16384 causal");
+    for (int d : {64, 256}) {
+        measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_ACCURATE, d),
+                "prefill b1 h32/8 d" + std::to_string(d) + " n16384 causal");
+    }
     const auto measure_chunk = [&](int64_t n, uint32_t bits, bool page_scales = false) {
         Shape chunk = shape_of(1, n, true, bits);
         chunk.cached = 32768 - n;

@@ -50,8 +50,8 @@ def worst_row_error(out, q, k, v, causal):
     """Relative L2 error against float32 of the worst of 16 tokens' rows, all heads, of the last sequence. Tensors are
     [batch, heads, tokens, D]."""
     n, rows = q.shape[2], torch.linspace(0, q.shape[2] - 1, min(q.shape[2], 16), device="cuda").long()
-    q, k, v = q[-1].float()[:, rows], k[-1].float(), v[-1].float()
-    scores = q.view(k.shape[0], -1, D) @ k.transpose(1, 2) * D**-0.5
+    q, k, v, d = q[-1].float()[:, rows], k[-1].float(), v[-1].float(), q.shape[3]
+    scores = q.view(k.shape[0], -1, d) @ k.transpose(1, 2) * d**-0.5
     if causal:
         scores.view(k.shape[0], -1, len(rows), n).masked_fill_(torch.arange(n, device="cuda") > rows[:, None], -torch.inf)
     expected = (scores.softmax(-1) @ v).view(q.shape)
@@ -59,7 +59,7 @@ def worst_row_error(out, q, k, v, causal):
 
 
 def shapes(sweep):
-    """name, batch, query heads, kv heads, new tokens, keys, causal"""
+    """name, batch, query heads, kv heads, new tokens, keys, causal[, head_dim if not D]"""
     if sweep:
         for n in (1024 << i for i in range(8)):
             yield f"decode b8 h32/8 n{n}", 8, 32, 8, 1, n, False
@@ -73,6 +73,8 @@ def shapes(sweep):
     yield "prefill b1 h32/8 n16384 full", 1, 32, 8, 16384, 16384, False
     for batch, n in (1, 16384), (4, 4096), (16, 1024):
         yield f"prefill b{batch} h32/8 n{n} causal", batch, 32, 8, n, n, True
+    for d in 64, 256:
+        yield f"prefill b1 h32/8 d{d} n16384 causal", 1, 32, 8, 16384, 16384, True, d
     for n in 2048, 512, 64:
         yield f"chunk of {n} over {32768 - n}", 1, 32, 8, n, 32768, False  # all keys: cuDNN's causal mask is top-left aligned
 
@@ -186,13 +188,16 @@ def main():
         if not options.json:
             print(f"{name:34} {peer:18} {us:10.2f} us  {error:.1e}", flush=True)
 
-    for name, batch, q_heads, kv_heads, n_q, n_k, causal in shapes(options.sweep):
+    for name, batch, q_heads, kv_heads, n_q, n_k, causal, *other in shapes(options.sweep):
         if options.only not in name:
             continue
-        q = torch.randn(batch, q_heads, n_q, D, device="cuda", dtype=F16)
-        k = torch.randn(batch, kv_heads, n_k, D, device="cuda", dtype=F16)
+        d = other[0] if other else D
+        q = torch.randn(batch, q_heads, n_q, d, device="cuda", dtype=F16)
+        k = torch.randn(batch, kv_heads, n_k, d, device="cuda", dtype=F16)
         v = torch.randn_like(k)
         for peer, make in peers_of(n_q).items():
+            if d != D and peer not in BACKENDS:
+                continue
             try:
                 call, stored = make(q, k, v, causal)
                 us, out = median_us(call)

@@ -8,50 +8,42 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <span>
 
+#include "kernels/cuda/sm80/prefill/prefill.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 
 namespace ta::cuda {
 
-// What a plan depends on beside the sequences.
-struct PrefillShape {
-    int group;
-    bool causal;
-    int window, kv_heads;
-    int ctas;       // of the launch; 0: tiles are not split
-    int cut_every;  // parts of a tile begin so many pages, or a multiple, behind the first that its rows see
-};
-
 struct PrefillVariant {
-    // GPUs that run it: kernel_generation() and the compute capability's first number. Code for one architecture alone (sm_90a)
-    // does not run on newer GPUs, which run that of generation 9 without it.
-    int generation, major;
+    // GPUs that run it: those that run code of this kernel_generation() or a later one; of this first number of the compute
+    // capability, 0: whatever it is (code for one architecture alone, as sm_90a's, runs on no other); that allow a CTA so much
+    // shared memory.
+    int generation, major, shared_bytes;
     int rows;  // of a tile
 
     // Why the kernel cannot run a call, or nullptr if it can.
     const char* (*refusal)(const AttendArgs& args);
-    // The schedule of a call, which a launch reads from device memory. `walks`: as for PrefillPlan.
-    PrefillPlan (*plan)(std::span<const SequenceArgs> sequences, const PrefillShape& shape, std::span<const BlockWalk> walks);
-    // Memory for the parts of split tiles, whatever the schedule.
-    size_t (*workspace_bytes)(int head_dim, int ctas);
     // Loads the kernel that a captured call takes.
     cudaError_t (*load)(const AttendArgs& args);
     cudaError_t (*launch)(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream);
+
+    constexpr bool runs_on(int code, int capability, int most_shared_bytes) const {
+        return code >= generation && (major == 0 || capability == major) && most_shared_bytes >= shared_bytes;
+    }
 };
 
 inline constexpr PrefillVariant kPrefillVariants[] = {
-    {9, 9, kPrefillRows, prefill_refusal,
-     [](std::span<const SequenceArgs> sequences, const PrefillShape& s, std::span<const BlockWalk> walks) {
-         return PrefillPlan(sequences, s.group, s.causal, s.window, s.kv_heads, s.ctas, s.cut_every, walks);
-     },
-     prefill_workspace_bytes, load_prefill, launch_prefill},
+    {9, 9, 0, kPrefillRows, prefill_refusal, load_prefill, launch_prefill},
+    {8, 0, prefill::sm80::kSharedBytes, prefill::sm80::kRowsOfTile, prefill::sm80::refusal, prefill::sm80::load,
+     prefill::sm80::launch},
+    {8, 0, prefill::sm80::kWideSharedBytes, prefill::sm80::kRowsOfWideTile, prefill::sm80::wide_refusal, prefill::sm80::load,
+     prefill::sm80::launch},
 };
 
 // The variant for a call, or nullptr if the decode kernel takes it.
-inline const PrefillVariant* choose_prefill(int generation, int major, const AttendArgs& args) {
+inline const PrefillVariant* choose_prefill(int generation, int major, int shared_bytes, const AttendArgs& args) {
     for (const PrefillVariant& v : kPrefillVariants) {
-        if (v.generation == generation && v.major == major && !v.refusal(args)) return &v;
+        if (v.runs_on(generation, major, shared_bytes) && !v.refusal(args)) return &v;
     }
     return nullptr;
 }

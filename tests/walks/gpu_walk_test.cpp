@@ -46,17 +46,20 @@ class Gpu : public Device {
     }
     void wait() override { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
     KernelOf kernel_of() const override {
-#ifdef TA_TEST_SM90_CODE  // otherwise a Hopper runs sm_80's code
-        if (info(context_).compute_capability == 90)
-            return [](int head_dim, int64_t rows, int levels, bool) {
-                const bool prefill = rows > 16 && levels <= 255 && (head_dim == 64 || head_dim == 128);
-                return prefill ? Kernel::kPrefill : Kernel::kDecode;
-            };
-#endif
-        return [](int, int64_t, int, bool) { return Kernel::kDecode; };
+        int shared_bytes = 0;
+        EXPECT_EQ(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, info(context_).device_ordinal),
+                  cudaSuccess);
+        return shared_bytes >= 160 * 1024 ? kernel_for<true> : kernel_for<false>;
     }
 
   private:
+    // As kernels/cuda/variants.h. At head_dim 96 it depends on the pool: decode's P of the running maximum is the coarser one.
+    template <bool kWide>
+    static Kernel kernel_for(int head_dim, int64_t rows, int levels, bool running) {
+        const bool fits = head_dim == 64 || head_dim == 128 || (head_dim == 256 && kWide) || (head_dim == 96 && !running);
+        return rows > 16 && levels <= 255 && fits ? Kernel::kPrefill : Kernel::kDecode;
+    }
+
     const Context& context_;
     cudaStream_t stream_;
 };

@@ -17,7 +17,7 @@ namespace ta::testing {
 enum class Kernel {
     kCpu,
     kDecode,   // of a GPU: 2^x in place of the CPU's cubic under TA_EXP_POLY
-    kPrefill,  // of sm_90
+    kPrefill,  // either: that of sm_90, or the finer one for all GPUs
 };
 inline constexpr int kKernels = 3;
 const char* name_of(Kernel kernel);

@@ -40,7 +40,8 @@ void set_p(ta_p p, int64_t rows, int32_t range_pages, AttendArgs& args) {
 
 ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& args) {
     set_p(p, cuda::kDecodeRows + 1, kPromptRangePages, args);
-    const auto* kernel = cuda::choose_prefill(device.kernel_generation(), device.properties().major, args);
+    const auto* kernel = cuda::choose_prefill(device.kernel_generation(), device.properties().major,
+                                              int(device.properties().sharedMemPerBlockOptin), args);
     ManyRowsKey key{args.group, args.causal, args.window, kernel};
     if (!kernel) return key;
     key.kv_heads = args.kv_heads;
@@ -100,7 +101,8 @@ int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
 ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, std::span<const cuda::BlockWalk> walks)
     : kernel(key.kernel), ctas(key.ctas) {
     if (kernel) {
-        tiles = kernel->plan(sequences, {key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every}, walks);
+        tiles = cuda::PrefillPlan(
+            sequences, {key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every, kernel->rows}, walks);
         bytes = tiles.bytes();
         return;
     }
@@ -141,7 +143,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
     if (rows.kernel) {
         work.kernel = rows.kernel;
         // A graph that this call becomes part of may be replayed with parts.
-        work.parts_bytes = rows.kernel->workspace_bytes(args.head_dim, rows.ctas);
+        work.parts_bytes = cuda::prefill_workspace_bytes(rows.kernel->rows, args.head_dim, rows.ctas);
         work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
         return {};
     }

@@ -5,13 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/sm90/prefill/prefill.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/prefill_support.h"
 
 namespace ta::cuda::testing {
 
-int bench(const std::string& only);
+int bench(const std::string& only, bool whole, const std::vector<const PrefillVariant*>& kernels);
 
 namespace {
 
@@ -31,8 +30,9 @@ struct Shape {
 // Pages repeat after kDistinct; addresses do not.
 class Bench {
   public:
-    Bench(const Shape& s, bool whole)
+    Bench(const Shape& s, const PrefillVariant& kernel, bool whole)
         : s_(s),
+          kernel_(kernel),
           pool_({s.d, kKvHeads, std::vector<uint8_t>(kKvHeads, uint8_t(s.bits)),
                  std::vector<uint8_t>(kKvHeads, uint8_t(s.bits))}) {
         constexpr int kDistinct = 16;
@@ -78,12 +78,12 @@ class Bench {
         d_lse_ = Device<float>(rows * kKvHeads * kGroup);
         d_signs_ = Device<float>(std::vector<float>(size_t(s.d), 1.0f));
         ctas_ = multiprocessors();
-        const PrefillPlan plan(sequences, kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_,
-                               s.exp == ExpMode::kSas ? kPromptRangePages : 2);
+        const int cut_every = s.exp == ExpMode::kSas ? kPromptRangePages : 2;
+        const PrefillPlan plan(sequences, {kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_, cut_every, kernel.rows});
         std::vector<uint8_t> schedule(plan.bytes());
         plan.write(schedule.data());
         d_schedule_ = Device<uint8_t>(schedule);
-        d_workspace_ = Device<uint8_t>(prefill_workspace_bytes(s.d, ctas_));
+        d_workspace_ = Device<uint8_t>(prefill_workspace_bytes(kernel.rows, s.d, ctas_));
         AttendArgs& a = args_;
         a.head_dim = s.d, a.kv_heads = kKvHeads, a.group = kGroup, a.batch = s.batch, a.table = d_table_.get();
         a.heads = cached ? d_heads_.get() : nullptr;
@@ -103,7 +103,7 @@ class Bench {
         for (int n = 0; n < runs + 2; ++n) {
             CHECK(cudaMemsetAsync(flush.get(), n, flush_bytes));
             CHECK(cudaEventRecord(begin));
-            CHECK(launch_prefill(args_, d_schedule_.get(), d_workspace_.get(), ctas_, nullptr));
+            CHECK(kernel_.launch(args_, d_schedule_.get(), d_workspace_.get(), ctas_, nullptr));
             CHECK(cudaEventRecord(end));
             CHECK(cudaEventSynchronize(end));
             float ms = 0.0f;
@@ -114,7 +114,8 @@ class Bench {
         const double ms = times[times.size() / 2];
         const double keys = s_.causal ? s_.n_keys - (s_.n_query - 1) / 2.0 : s_.n_keys;
         const double operations = 4.0 * s_.batch * kKvHeads * kGroup * double(s_.n_query) * keys * s_.d;
-        std::printf("%-36s %8.4f ms  %6.0f TOPS  (min %.4f)\n", s_.name, ms, operations / ms * 1e-9, double(times[0]));
+        std::printf("%-36s %-4s %8.4f ms  %6.0f TOPS  (min %.4f)\n", s_.name, kernel_.major ? "sm90" : "sm80", ms,
+                    operations / ms * 1e-9, double(times[0]));
         std::fflush(stdout);
         CHECK(cudaEventDestroy(begin));
         CHECK(cudaEventDestroy(end));
@@ -123,6 +124,7 @@ class Bench {
   private:
     static constexpr int kKvHeads = 8, kGroup = 4;
     Shape s_;
+    const PrefillVariant& kernel_;
     PagePool pool_;
     int ctas_ = 0;
     DevicePool d_pool_;
@@ -136,7 +138,7 @@ class Bench {
 
 }  // namespace
 
-int bench(const std::string& only, bool whole) {
+int bench(const std::string& only, bool whole, const std::vector<const PrefillVariant*>& kernels) {
     constexpr size_t kFlush = size_t(256) << 20;
     Device<uint8_t> flush(kFlush);
     const Shape shapes[] = {
@@ -159,13 +161,16 @@ int bench(const std::string& only, bool whole) {
         {"n16384 causal, SAS", 1, 16384, 16384, true, Pages::kToken, 4, 128, false, ExpMode::kSas},
         {"b1 h32/8 n16384 causal d64", 1, 16384, 16384, true, Pages::kToken, 4, 64},
         {"n16384 causal d64, a prompt", 1, 16384, 16384, true, Pages::kPrompt, 4, 64},
+        {"b1 h32/8 n16384 causal d256", 1, 16384, 16384, true, Pages::kToken, 4, 256},
+        {"b1 h32/8 n16384 causal d96", 1, 16384, 16384, true, Pages::kToken, 4, 96},
     };
     for (const Shape& s : shapes) {
         if (std::string(s.name).find(only) == std::string::npos) continue;
-        AttendArgs probe{};
-        probe.head_dim = s.d, probe.p_levels = 255;
-        if (prefill_refusal(probe)) continue;
-        Bench(s, whole).run(flush, kFlush, 15);
+        for (const PrefillVariant* kernel : kernels) {
+            AttendArgs probe{};
+            probe.head_dim = s.d, probe.p_levels = 255;
+            if (!kernel->refusal(probe)) Bench(s, *kernel, whole).run(flush, kFlush, 15);
+        }
     }
     return 0;
 }

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cuda/sm90/prefill/parts.h"
-#include "kernels/cuda/sm90/prefill/prefill.h"
+#include "kernels/cuda/common/prefill/parts.h"
+#include "kernels/cuda/common/prefill/schedule.h"
 #include "support/numbers.h"
 
 namespace ta::cuda {
@@ -35,12 +35,15 @@ std::vector<SequenceArgs> sequences_of(const std::vector<Lengths>& lengths) {
     return sequences;
 }
 
+constexpr int kRows = 192;  // of a tile
+
 struct Call {
     int group, kv_heads, ctas;
     bool causal;
     int window;
     int cut_every;
     int ranks = 1;
+    int rows = kRows;
 };
 
 // Of the first keys of a sequence, those in the walk's blocks.
@@ -55,9 +58,9 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
     const std::vector<SequenceArgs> sequences = sequences_of(lengths);
     std::vector<BlockWalk> walks;
     for (size_t n = 0; c.ranks > 1 && n < lengths.size(); ++n) walks.push_back({int32_t(n + 1) % c.ranks, c.ranks});
-    const PrefillPlan plan(sequences, c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every, walks);
+    const PrefillPlan plan(sequences, {c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every, c.rows}, walks);
     ASSERT_LE(plan.slots(), prefill_slots(c.ctas));
-    ASSERT_LE(size_t(plan.slots()) * kPrefillWarps * part_bytes(128), prefill_workspace_bytes(128, c.ctas));
+    ASSERT_LE(size_t(plan.slots()) * size_t(c.rows / 16) * part_bytes(128), prefill_workspace_bytes(c.rows, 128, c.ctas));
 
     std::map<std::pair<int, int>, std::map<int, const PrefillTile*>> parts;  // of (sequence, first row)
     for (const PrefillTile& t : plan.tiles()) {
@@ -69,13 +72,13 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
         const SequenceArgs& s = sequences[n];
         const BlockWalk walk = walks.empty() ? BlockWalk{} : walks[n];
         const int64_t rows = int64_t(s.n_query) * c.group;
-        for (int64_t row = 0; row < rows; row += kPrefillRows, ++tiles) {
+        for (int64_t row = 0; row < rows; row += c.rows, ++tiles) {
             const auto& of_tile = parts[{int(n), int(row)}];
             ASSERT_FALSE(of_tile.empty()) << "row " << row << " of sequence " << n << " is missing";
             const PrefillTile& first = *of_tile.begin()->second;
             ASSERT_EQ(first.parts, int(of_tile.size()));
             int32_t low = INT32_MAX, high = 0;  // what its rows see
-            for (int64_t r = row; r < std::min(row + kPrefillRows, rows); ++r) {
+            for (int64_t r = row; r < std::min(row + c.rows, rows); ++r) {
                 const KeyRange seen = visible_keys(c.causal, c.window, s.n_keys, s.n_keys - s.n_query + int(r / c.group));
                 low = std::min(low, count_keys(walk, seen.begin) / kPageTokens),
                 high = std::max(high, (count_keys(walk, seen.end) + kPageTokens - 1) / kPageTokens);
@@ -128,7 +131,8 @@ TEST(PrefillSchedule, HasEachRowOnce) {
                      random.chance(70),
                      random.chance(20) ? 1 + upto(3000) : 0,
                      random.chance(30) ? 64 : 2,
-                     random.chance(50) ? 1 : 2 + upto(6)};
+                     random.chance(50) ? 1 : 2 + upto(6),
+                     64 << upto(2)};
         std::vector<Lengths> lengths;
         for (int s = upto(5); s >= 0; --s) {
             const int keys = upto(random.chance(30) ? 40000 : 700);
@@ -140,7 +144,7 @@ TEST(PrefillSchedule, HasEachRowOnce) {
 
 TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {
     const auto plan = [](std::vector<Lengths> lengths, int ctas) {
-        return PrefillPlan(sequences_of(lengths), 4, true, 0, 8, ctas);
+        return PrefillPlan(sequences_of(lengths), {4, true, 0, 8, ctas, 2, kRows});
     };
     // 16 items of 512 pages on 132 CTAs.
     EXPECT_GT(plan({{32768, 64}}, 132).slots(), 100);
@@ -158,7 +162,7 @@ TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {
 TEST(PrefillSchedule, CtasAreDoneAtTheSameTime) {
     const auto wait_of_last = [](std::vector<Lengths> lengths, int cut_every) {
         constexpr int kCtas = 132, kHeads = 8;
-        const PrefillPlan plan(sequences_of(lengths), 4, true, 0, kHeads, kCtas, cut_every);
+        const PrefillPlan plan(sequences_of(lengths), {4, true, 0, kHeads, kCtas, cut_every, kRows});
         std::vector<int64_t> done(kCtas, 0);
         int64_t pages = 0;
         for (const PrefillTile& t : plan.tiles()) {

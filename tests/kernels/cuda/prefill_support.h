@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
+#include "kernels/cuda/common/generation.h"
+#include "kernels/cuda/variants.h"
 #include "src/attend/cpu/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/pages.h"
@@ -38,6 +40,19 @@ inline int multiprocessors() {
     int n = 0;
     CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0));
     return n;
+}
+
+// Those that run here; `sm80`: without those for one architecture.
+inline std::vector<const PrefillVariant*> kernels_here(bool sm80) {
+    int generation = 0, major = 0, shared_bytes = 0;
+    CHECK(kernel_generation(&generation));
+    CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    std::vector<const PrefillVariant*> kernels;
+    for (const PrefillVariant& v : kPrefillVariants) {
+        if (v.runs_on(generation, major, shared_bytes) && !(sm80 && v.major > 0)) kernels.push_back(&v);
+    }
+    return kernels;
 }
 
 // Slots must be 4096-byte aligned; cudaMalloc promises 256.

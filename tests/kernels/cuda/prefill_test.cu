@@ -1,8 +1,9 @@
-// The CUDA prefill kernel against attention in float64 over the same pages, next to the CPU kernel's error on them, and its
-// speed.
+// The CUDA prefill kernels against attention in float64 over the same pages, next to the CPU kernel's error on them, and their
+// speed. Every kernel of kPrefillVariants that the GPU runs takes every case that it does not refuse.
 //
-// usage: prefill_test [--quick] [--only TEXT]    correctness; prints a line per case, exits with 1 if one fails
-//        prefill_test --bench [--whole] [--only TEXT]   times, L2 flushed; whole: tiles are not split
+// usage: prefill_test [--quick] [--only TEXT] [--sm80]   correctness; prints a line per case, exits with 1 if one fails
+//        prefill_test --bench [--whole] [--only TEXT] [--sm80]   times, L2 flushed; whole: tiles are not split
+// --sm80: the kernel for every GPU alone
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -15,8 +16,8 @@
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
-#include "kernels/cuda/sm90/prefill/prefill.h"
-#include "kernels/cuda/sm90/prefill/query.cuh"
+#include "kernels/cuda/common/prefill/query.cuh"
+#include "kernels/cuda/variants.h"
 #include "support/data.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/gpu.h"
@@ -97,15 +98,17 @@ class Problem {
     }
 
     // O and LSE must be the same to the bit however many CTAs there are, wherever pages lie and whenever they arrive.
-    bool run(int rows_to_check, Errors* errors) {
+    bool run(const PrefillVariant& kernel, int rows_to_check, Errors* errors) {
+        kernel_ = &kernel;
         const int all = multiprocessors();
-        const auto run_plan = [&](const PrefillPlan& plan) { return run(plan, all, rows_to_check, errors); };
-        if (!run_plan(PrefillPlan(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, 0, 2, walks_))) return false;
+        const auto plan_for = [&](int ctas, int cut_every) {
+            return PrefillPlan(sequences_, {c_.group, c_.causal, c_.window, c_.kv_heads, ctas, cut_every, kernel.rows}, walks_);
+        };
+        if (!run(plan_for(0, 2), all, rows_to_check, errors)) return false;
         const bool sas = c_.exp == ExpMode::kSas;
         if (sas && c_.window > 0) return true;  // never split
-        const PrefillPlan split(sequences_, c_.group, c_.causal, c_.window, c_.kv_heads, all, sas ? kPromptRangePages : 2,
-                                walks_);
-        return split.slots() == 0 || run_plan(split);
+        const PrefillPlan split = plan_for(all, sas ? kPromptRangePages : 2);
+        return split.slots() == 0 || run(split, all, rows_to_check, errors);
     }
 
   private:
@@ -118,7 +121,7 @@ class Problem {
                             {2, true},    {all, true}, {5, false}, {all, true}};
         std::vector<uint8_t> schedule(plan.bytes());
         plan.write(schedule.data());
-        Device<uint8_t> d_schedule(schedule), workspace(prefill_workspace_bytes(c_.d, all));
+        Device<uint8_t> d_schedule(schedule), workspace(prefill_workspace_bytes(kernel_->rows, c_.d, all));
         Device<uint8_t> out(out_elements_ * dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
@@ -137,7 +140,7 @@ class Problem {
                 lse.poison();
                 workspace.poison();
                 args_.table = r.host ? d_mixed_table_.get() : d_table_.get();
-                CHECK(launch_prefill(args_, d_schedule.get(), workspace.get(), r.ctas, nullptr));
+                CHECK(kernel_->launch(args_, d_schedule.get(), workspace.get(), r.ctas, nullptr));
                 CHECK(cudaDeviceSynchronize());
                 const std::vector<uint8_t> got = out.copy();
                 const std::vector<float> got_lse = lse.copy();
@@ -474,6 +477,7 @@ class Problem {
     }
 
     Case c_;
+    const PrefillVariant* kernel_ = nullptr;
     PagePool pool_, low_pool_;  // low pages are the channel pages of a pool of 2 bits
     std::vector<AttentionData> data_;
     std::vector<uint64_t> table_;
@@ -522,6 +526,10 @@ std::vector<Case> all_cases(bool quick) {
     for (int n : {47, 48, 49, 96, 97}) {  // 192 rows are 48 tokens of a group of 4
         add("tiles, " + std::to_string(n) + " queries", [&](Case& c) { c.sequences = {{n + 200, n}, {n, n}}; });
     }
+    for (int n : {63, 64, 65, 128, 129}) {  // 256 rows are 64
+        add("tiles, " + std::to_string(n) + " queries", [&](Case& c) { c.sequences = {{n + 200, n}, {n, n}}; });
+    }
+    add("tiles, 255 ... 257 rows", [](Case& c) { c.sequences = {{300, 255}, {300, 256}, {300, 257}}, c.group = 1; });
     add("tiles, 191 ... 193 rows", [](Case& c) { c.sequences = {{300, 191}, {300, 192}, {300, 193}}, c.group = 1; });
     add("V outlier in a sink's shadow", [](Case& c) {
         c.sequences = {{1500, 300}}, c.data = DataKind::kOutliers, c.causal = false;
@@ -650,6 +658,25 @@ std::vector<Case> all_cases(bool quick) {
     add("token scales, logits of hundreds", [](Case& c) {
         c.sequences = {{800, 300}}, c.q_factor = 100.0f, c.pages = Pages::kTokenOwnScale;
     });
+    for (const int d : {96, 256}) {
+        const auto add_d = [&](const char* what, auto change) {
+            add("d" + std::to_string(d) + ", " + what, [&](Case& c) {
+                c.sequences = {{700, 500}, {129, 129}, {1, 1}, {300, 33}, {63, 63}}, c.d = d;
+                change(c);
+            });
+        };
+        add_d("causal", [](Case&) {});
+        add_d("full, f16", [](Case& c) { c.causal = false, c.q_type = c.out_type = DType::kF16; });
+        add_d("group 1, token scales",
+              [](Case& c) { c.group = 1, c.pages = Pages::kTokenOwnScale, c.out_type = DType::kBf16; });
+        add_d("a prompt, group 5", [](Case& c) { c.group = 5, c.pages = Pages::kPrompt; });
+        add_d("sas", [](Case& c) { c.exp = ExpMode::kSas; });
+        add_d("softcap, window", [](Case& c) { c.softcap = 5.0f, c.window = 150; });
+        add_d("split", [](Case& c) { c.sequences = {{9000, 70}, {65, 65}}; });
+        add_d("random pages", [](Case& c) { c.pages = Pages::kRandom, c.low = 20; });
+        add_d("4 and 2 bits", [](Case& c) { c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0, c.kv_heads = 4; });
+        add_d("sink, 4 bits", [](Case& c) { c.pages = Pages::kChannel, c.data = DataKind::kSink; });
+    }
     add("d64", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64; });
     add("d64 prefix", [](Case& c) {
         c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0;
@@ -712,21 +739,23 @@ std::vector<Case> all_cases(bool quick) {
 
 // ------------------------------------------------------------------------------------------------------------- stage 1
 
+struct PlainRows {
+    uint8_t* codes;  // [rows, 128]
+    TA_DEVICE void store(int, int at, int i, const uint32_t (&w)[2][4]) const {
+        for (int n = 0; n < 8; ++n)
+            *reinterpret_cast<uint32_t*>(codes + at * 128 + 32 * (n / 2) + 8 * i + n % 2 * 4) = w[n % 2][n / 2];
+    }
+};
+
 __global__ void quantize_kernel(const __grid_constant__ AttendArgs args, prefill::Tile tile, uint8_t* codes, float* scales) {
     constexpr int kD = 128;
-    __shared__ alignas(1024) uint8_t q[16 * kD];
     __shared__ uint4 masks[kD / 8];
     __shared__ prefill::RowInfo info[16];
     const int lane = int(threadIdx.x);
     if (lane < kD / 8) masks[lane] = prefill::sign_mask(args.signs, lane);
     __syncwarp();
-    prefill::start_rows<kD>(args, tile, lane / 4, lane, masks, q, info + lane / 4);
-    for (int row = 0; row < 16; ++row) {
-        for (int c = lane; c < kD; c += 32)
-            codes[row * kD + c] =
-                q[row * kD + sm90::swizzled_chunk<kD>(row, prefill::channel_chunk<kD>(c)) * 16 + prefill::channel_byte<kD>(c)];
-        scales[row] = info[row].scale;
-    }
+    prefill::start_rows<kD>(args, tile, lane / 4, lane, masks, PlainRows{codes}, info + lane / 4);
+    if (lane < 16) scales[lane] = info[lane].scale;
 }
 
 // The codes of queries: where a value lies half way between two of them, either will do.
@@ -767,30 +796,34 @@ bool stage1_agrees(DType type) {
     return differ <= 2;
 }
 
-int test(bool quick, const std::string& only) {
+int test(bool quick, const std::string& only, const std::vector<const PrefillVariant*>& kernels) {
     int failed = 0;
     for (const auto& [type, name] : {std::pair{DType::kF32, "f32"}, {DType::kF16, "f16"}, {DType::kBf16, "bf16"}}) {
         const bool agrees = stage1_agrees(type);
         std::printf("stage 1 of queries, %-14s %s\n", name, agrees ? "ok" : "FAILED");
         failed += !agrees;
     }
-    std::printf("%-34s %9s %9s %9s %9s %9s\n", "case", "O", "CPU's O", "running", "LSE", "CPU's LSE");
+    std::printf("%-34s %-4s %9s %9s %9s %9s %9s\n", "case", "", "O", "CPU's O", "running", "LSE", "CPU's LSE");
     for (const Case& c : all_cases(quick)) {
         if (c.name.find(only) == std::string::npos) continue;
-        AttendArgs probe{};
-        probe.head_dim = c.d, probe.p_levels = c.p_levels;
-        if (const char* why = prefill_refusal(probe)) {
-            std::printf("%-34s refused: %s\n", c.name.c_str(), why);
-            continue;
+        std::unique_ptr<Problem> problem;
+        for (const PrefillVariant* kernel : kernels) {
+            AttendArgs probe{};
+            probe.head_dim = c.d, probe.p_levels = c.p_levels;
+            const HeadArgs heads{};
+            if (!are_token_pages(c.pages) || c.low > 0) probe.heads = &heads;
+            if (kernel->refusal(probe)) continue;
+            if (!problem) problem = std::make_unique<Problem>(c);
+            Errors e;
+            const bool good = problem->run(*kernel, kRowsToCheck, &e);
+            const double norm = std::max(e.norm, 1e-300);
+            std::printf("%-34s %-4s %9.2e %9.2e %9.2e %9.2e %9.2e %s\n", c.name.c_str(), kernel->major ? "sm90" : "sm80",
+                        std::sqrt(e.o / norm), std::sqrt(e.cpu_o / norm), std::sqrt(e.running_o / norm), e.lse, e.cpu_lse,
+                        good ? "ok" : "FAILED");
+            std::fflush(stdout);
+            failed += !good;
         }
-        Problem problem(c);
-        Errors e;
-        const bool good = problem.run(kRowsToCheck, &e);
-        const double norm = std::max(e.norm, 1e-300);
-        std::printf("%-34s %9.2e %9.2e %9.2e %9.2e %9.2e %s\n", c.name.c_str(), std::sqrt(e.o / norm),
-                    std::sqrt(e.cpu_o / norm), std::sqrt(e.running_o / norm), e.lse, e.cpu_lse, good ? "ok" : "FAILED");
-        std::fflush(stdout);
-        failed += !good;
+        if (!problem) std::printf("%-34s refused by all\n", c.name.c_str());
     }
     std::printf(failed ? "%d FAILED\n" : "all ok\n", failed);
     return failed ? 1 : 0;
@@ -798,20 +831,22 @@ int test(bool quick, const std::string& only) {
 
 }  // namespace
 
-int bench(const std::string& only, bool whole);  // prefill_bench.cu
+int bench(const std::string& only, bool whole, const std::vector<const PrefillVariant*>& kernels);  // prefill_bench.cu
 
 }  // namespace ta::cuda::testing
 
 int main(int argc, char** argv) {
     if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
-    bool quick = false, is_bench = false, whole = false;
+    bool quick = false, is_bench = false, whole = false, sm80 = false;
     std::string only;
     for (int n = 1; n < argc; ++n) {
         const std::string a = argv[n];
         if (a == "--quick") quick = true;
         if (a == "--bench") is_bench = true;
         if (a == "--whole") whole = true;
+        if (a == "--sm80") sm80 = true;
         if (a == "--only" && n + 1 < argc) only = argv[++n];
     }
-    return is_bench ? ta::cuda::testing::bench(only, whole) : ta::cuda::testing::test(quick, only);
+    const auto kernels = ta::cuda::testing::kernels_here(sm80);
+    return is_bench ? ta::cuda::testing::bench(only, whole, kernels) : ta::cuda::testing::test(quick, only, kernels);
 }

@@ -4,11 +4,11 @@
 // with P and O in registers. A warpgroup waits for each of its products: the other two keep the tensor cores busy meanwhile.
 #pragma once
 
-#include "kernels/cuda/sm90/prefill/join.cuh"
+#include "kernels/cuda/common/prefill/join.cuh"
+#include "kernels/cuda/common/prefill/output.cuh"
 #include "kernels/cuda/sm90/prefill/loops/channel_blocks.cuh"
 #include "kernels/cuda/sm90/prefill/loops/long_blocks.cuh"
 #include "kernels/cuda/sm90/prefill/loops/other_blocks.cuh"
-#include "kernels/cuda/sm90/prefill/output.cuh"
 #include "kernels/cuda/sm90/prefill/pages.cuh"
 
 namespace ta::cuda::prefill {
@@ -40,7 +40,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             if constexpr (kChannels && kOptions) {
                 start_rows_apart<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, of);
             } else {
-                start_rows<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, shared.q, of);
+                start_rows<D>(args, tile, me.row_in_tile, me.lane, shared.sign_masks, SwizzledRows<D>{shared.q}, of);
             }
             shared.lanes[me.thread] = {{}, {of[0].scale, of[8].scale}, {kNever, kNever}, {}};
         }
@@ -48,7 +48,8 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         const ConsumerLane me;
         LaneRows& mine = shared.lanes[me.thread];
         settle(mine, {kNever, kNever}, consumer.o);
-        if (tile.rows.parts == 1 || join_parts<D>(schedule, workspace, tile, me.thread / 32, me.lane, mine, consumer.o)) {
+        if (tile.rows.parts == 1 ||
+            join_parts<D, kPrefillWarps>(schedule, workspace, tile, me.thread / 32, me.lane, mine, consumer.o)) {
             finish_rows<D>(args, tile, me.row_in_tile, me.lane, shared.rows + me.row_in_tile, mine, consumer.o,
                            shared.q + me.thread / 32 * 16 * D);
         }

@@ -1,72 +1,14 @@
-// Prefill on Hopper: attention of many query rows over pages, on the INT8 tensor cores (sm_90a). The rows of a call are cut
-// into tiles; a host function lists them in a buffer that is copied to the device, and CTAs take them from there one after the
-// other. Where there are too few tiles to keep all CTAs busy, their pages are split: each part leaves its result in memory, and
-// the warp that comes last joins them. The grid and the arguments do not depend on lengths, so a captured graph is replayed
-// after rewriting that buffer.
+// Prefill on Hopper: attention of many query rows over pages, on the INT8 tensor cores (sm_90a).
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <span>
-#include <vector>
-
-#include "kernels/cuda/common/attend_args.h"
-#include "kernels/cuda/common/block_walk.h"
+#include "kernels/cuda/common/prefill/schedule.h"
 
 namespace ta::cuda {
 
-inline constexpr int kPrefillRows = 192;  // query rows of a tile: query token * group + query head within the group
+inline constexpr int kPrefillRows = 192;  // query rows of a tile
 inline constexpr int kPrefillWarps = kPrefillRows / 16;
-inline constexpr int kLongTilePages = 64;  // tiles with as many pages, on the average, are AttendArgs::long_tiles
-
-// The same rows of each kv head.
-struct alignas(16) PrefillTile {
-    int32_t first_row, first_token;             // of the sequence's n_query * group; its query token
-    int32_t page_begin, page_end;               // pages of `walk` that at least one row sees; none: page_begin == page_end
-    int32_t n_keys, n_query, row, first_entry;  // of the sequence, as in SequenceArgs
-    BlockWalk walk;                             // the sequence's pages
-    int32_t own_keys;                           // in these pages
-    int32_t sequence;
-    int32_t part, parts;  // which part of these pages this is, of how many
-    int32_t first_slot;   // of several parts: that of kv head 0, part 0; a head's parts follow each other
-};
-static_assert(sizeof(PrefillTile) == 64);
-
-// The schedule begins with this; the tiles follow, those with the most pages first, then uint32 arrivals [slots][warps]. Item n
-// of a launch is tile n / kv_heads of head n % kv_heads. All counters are 0 between launches: the last to come sees to it.
-struct alignas(16) PrefillSchedule {
-    int32_t taken;     // items
-    int32_t finished;  // CTAs
-    int32_t tiles;
-    int32_t unused;
-};
-
-// The tiles of a call.
-class PrefillPlan {
-  public:
-    PrefillPlan() = default;
-    // `ctas`: of the launch; 0: tiles are not split. `cut_every`, even: parts begin so many pages, or a multiple, behind the
-    // first that the tile's rows see. `walks`: which blocks of each sequence are its pages; empty: all.
-    PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas,
-                int32_t cut_every = 2, std::span<const BlockWalk> walks = {});
-
-    size_t bytes() const;
-    // Writes the schedule, `bytes` long, to host memory.
-    void write(void* to) const;
-    std::span<const PrefillTile> tiles() const { return tiles_; }
-    int slots() const { return slots_; }
-    bool has_long_tiles() const { return !tiles_.empty() && pages_ >= kLongTilePages * int64_t(tiles_.size()); }
-
-  private:
-    std::vector<PrefillTile> tiles_;
-    int slots_ = 0;
-    int64_t pages_ = 0;  // of all tiles
-};
-
-// Memory that a launch needs for the parts of split tiles, whatever the schedule.
-size_t prefill_workspace_bytes(int head_dim, int ctas);
 
 // Why the kernel cannot run a call, or nullptr when it can. Its P has 255 levels and a unit per 128 keys: finer than P of 127 and
 // 119 levels and than P in units of the running maximum. So it serves calls that ask for those.

@@ -2,6 +2,7 @@
 // the barriers between them.
 #pragma once
 
+#include "kernels/cuda/common/prefill/rows.cuh"
 #include "kernels/cuda/common/turning.cuh"
 #include "kernels/cuda/sm90/prefill/stream.cuh"
 
@@ -56,11 +57,7 @@ TA_HD constexpr int v_chunk(int token) {
 TA_HD constexpr int v_byte(int token) {
     return token % 8 / 2 * 4 + token % 32 / 8;
 }
-// Channel (d/8) r + 2 t + h is row 16 t + 8 h + r of V's tile and a column of O: lane 4 g + i has columns 8 j + 2 i + e, which
-// are channels (d/8) out_octant(i, e) + j.
-TA_HD constexpr int out_octant(int i, int e) {
-    return 2 * i + e;
-}
+// Channel (d/8) r + 2 t + h is row 16 t + 8 h + r of V's tile.
 
 TA_DEVICE uint4 load_chunk(const uint8_t* from) {
     return *reinterpret_cast<const uint4*>(from);
@@ -77,9 +74,7 @@ TA_HD constexpr int v_fraction_byte(int row, int stage, int page) {
     return 16 * row + 4 * stage + 2 * page;
 }
 
-inline constexpr float kSumUnit = 0x1p-32f;  // of the sums of rows: so they are finite whatever V's scale
-inline constexpr float kNever = -3e38f;      // log2 of what no key has added to yet; scores reach 2^120
-inline constexpr float kNoLog = 1e30f;       // larger than any log2
+inline constexpr float kNoLog = 1e30f;  // larger than any log2
 inline constexpr int32_t kNoAddend = INT32_MIN;
 
 inline constexpr int kSettleKeys = 8192;         // O is settled (softmax.cuh) when so many more have been added to it
@@ -127,17 +122,6 @@ inline constexpr int kSumRows = 8;
 TA_HD constexpr int sum_row(int page, int digit) {
     return 1 + 4 * page + 2 * digit;
 }
-// What a query row needs once per block; registers are for the accumulators.
-struct alignas(16) RowInfo {
-    float scale;      // stage-1 scale * softmax scale, log2 units unless softcap is on
-    float magnitude;  // bound of the row's scores: 127 * the sum of |codes|, or a little more
-    int key_begin, key_end;
-    int position;
-    float slope;    // ALiBi, log2 units
-    float bias;     // from K's offset, in the unit of `scale`
-    float natural;  // running maximum of the scores (SAS)
-};
-
 // What a lane keeps between blocks beside O, of rows g and g + 8 of its warp. The sums are those of its columns.
 struct alignas(16) LaneSums {
     float p[2];  // of P, which O holds 128 times too often since V is stored plus 128; in O's units

@@ -542,12 +542,6 @@ TA_DEVICE void token_scores(const int32_t (&s)[64], const RowInfo* info, const B
     find_maxima<0>(kTokenBias, mask.masked, out);
 }
 
-TA_DEVICE float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // l in fp32 from the 16-bit scores.
 TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& scores, float (&out)[2]) {
     constexpr float kStep = 1.0f / kGrid;
@@ -575,10 +569,6 @@ TA_DEVICE void find_exact_sums(const BlockScales& scales, int i, const Scores& s
         out[row] = scores.m[row] == kNever ? 0.0f : l[row] * exp2_approx(-off) * 255.0f;
     }
 }
-
-// O as it is kept between blocks: times 255 kOutUnit / 2^m. An int32 below 2^23 is, bit by bit, a denormal fp32 of 2^-149 times
-// its value, so one FFMA adds a block to O.
-inline constexpr float kOutUnit = 0x1p-49f;
 
 // Takes the terms of 128 out of O, and makes m[row] the reference of a row where it is far above that.
 template <int N>

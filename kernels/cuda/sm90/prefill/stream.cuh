@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "kernels/cuda/common/prefill/tile.cuh"
 #include "kernels/cuda/ptx/wgmma.cuh"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 
@@ -11,17 +12,6 @@ namespace ta::cuda::prefill {
 inline constexpr int kProducerWarps = 4;  // expand pages into tiles
 inline constexpr int kTiles = 4;          // tiles of rows that some warp works on
 inline constexpr int kRawBlocks = 2;      // blocks of keys whose pages are on their way from memory
-
-// The bits of a channel page's K and V in a word; of a token page 0.
-TA_HD constexpr uint32_t page_bits(uint32_t k, uint32_t v) {
-    return k | v << 8;
-}
-TA_HD constexpr int k_bits_of(uint32_t bits) {
-    return int(bits & 0xff);
-}
-TA_HD constexpr int v_bits_of(uint32_t bits) {
-    return int(bits >> 8);
-}
 
 // Position in a ring of `N` slots and the parity of its barrier's phase.
 template <int N>
@@ -35,47 +25,6 @@ struct Ring {
         }
     }
 };
-
-// What all warps learn of a tile of rows.
-struct Tile {
-    PrefillTile rows;
-    int32_t head;            // kv head; -1: there are no more tiles
-    uint32_t head_of_first;  // of first_row, within the group
-    uint32_t per_group;      // kReciprocal / group, a little more
-    int32_t unused;
-};
-
-// A division by the group takes 30 instructions. The product with this is exact for rows of a tile.
-inline constexpr uint32_t kReciprocal = 1u << 20;
-static_assert((kPrefillRows + 16) * 16 < kReciprocal);
-
-// Row `row_in_tile` of a tile: its query token and query head.
-struct RowPlace {
-    int token, head;
-    TA_DEVICE RowPlace(const AttendArgs& args, const Tile& tile, int row_in_tile) {
-        const uint32_t row = tile.head_of_first + uint32_t(row_in_tile), tokens = row * tile.per_group / kReciprocal;
-        token = tile.rows.first_token + int(tokens);
-        head = tile.head * args.group + int(row - tokens * uint32_t(args.group));
-    }
-    // Where it begins in q or out.
-    TA_DEVICE int64_t offset(const TensorArgs& t, const Tile& tile) const {
-        return int64_t(uint64_t(uint32_t(tile.rows.row + token)) * uint64_t(t.stride_row) +
-                       uint64_t(uint32_t(head)) * uint64_t(t.stride_head));
-    }
-};
-
-// Has the row on its way to the L2 cache, and its first line to L1, which has no room for more: queries are read once, at a
-// moment when nothing else is left to do.
-template <int D>
-TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row_in_tile) {
-    const RowPlace at(args, tile, row_in_tile);
-    if (at.token >= tile.rows.n_query) return;
-    const uint32_t bytes = args.q.dtype == DType::kF32 ? 4 : 2;
-    const uint64_t from = reinterpret_cast<uint64_t>(args.q.data) + uint64_t(at.offset(args.q, tile)) * bytes;
-    for (uint32_t n = 128; n < D * bytes; n += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + n));
-    uint32_t unused;
-    asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(from / 4 * 4));
-}
 
 // The pages that a CTA reads, tile after tile, as a stream of bulk copies. Run by one warp, whose lane n knows the address of
 // page n of a batch of 32. The next tile is taken, in steps that wait for memory once each, while the copies of this one are
@@ -163,7 +112,6 @@ class PageStream {
 
     // So many before the end of a tile the next is taken: earlier, and a CTA with much left to do would take what others could.
     static constexpr int kPagesToLearn = 8;
-    static constexpr uint32_t kTokenBytes = TokenLayout(D).bytes(), kLowBytes = ChannelLayout(D, 2, 2).bytes();
 
     // One step: the item's number, the tile (which all warps are told of then), its first table entries. False: there is no
     // place to publish the tile in yet.
@@ -225,18 +173,9 @@ class PageStream {
     }
     TA_DEVICE void find_addresses(const AttendArgs& args, uint64_t entry, int lane) {
         const int head = head_;
-        uint64_t layer = args.token_layer_offset, in_page = uint64_t(head) * kTokenBytes;
-        uint32_t piece = kTokenBytes << 16;
-        if (entry & kEntryLow) {
-            layer = args.low_layer_offset, in_page = uint64_t(head) * kLowBytes;
-            piece = kLowBytes << 16 | page_bits(2, 2);
-        } else if (entry & kEntryChannel) {
-            const HeadArgs h = args.heads[head];
-            layer = args.channel_layer_offset, in_page = h.channel_offset;
-            piece = uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes()) << 16 | page_bits(h.k_bits, h.v_bits);
-        }
-        address_[lane] = (entry & ~kEntryFlags) + (entry & kEntrySingleLayer ? 0 : layer) + in_page;
-        piece_[lane] = piece;
+        const PagePlace at = find_page<D>(args, head, args.heads + head, entry);
+        address_[lane] = at.address;
+        piece_[lane] = at.piece;
         batch_ = page_;
         __syncwarp();
     }

@@ -1,20 +1,20 @@
 // Tiles whose pages are split: each part leaves what its warps have in memory, and the warp that comes last joins them.
 #pragma once
 
-#include "kernels/cuda/sm90/prefill/parts.h"
-#include "kernels/cuda/sm90/prefill/softmax.cuh"
+#include "kernels/cuda/common/prefill/parts.h"
+#include "kernels/cuda/common/prefill/rows.cuh"
 
 namespace ta::cuda::prefill {
 
-// `warp` is that of the tile. False: others will come. True: o, the sums and the references are now those of all parts, added
+// `warp`: which 16 of the tile's rows these are, of kWarps. False: others will come. True: o, the sums and the references are now those of all parts, added
 // in their order, whoever comes last.
-template <int D>
-TA_DEVICE bool join_parts(PrefillSchedule* schedule, uint8_t* workspace, const Tile& tile, int warp, int lane, LaneRows& rows,
+template <int D, int kWarps, class Rows>
+TA_DEVICE bool join_parts(PrefillSchedule* schedule, uint8_t* workspace, const Tile& tile, int warp, int lane, Rows& rows,
                           float (&o)[D / 2]) {
     constexpr int kSums = D / 8;
     const int parts = tile.rows.parts, first = tile.rows.first_slot + tile.head * parts;
     const auto place = [&](int part) {
-        return reinterpret_cast<float4*>(workspace + (int64_t(first + part) * kPrefillWarps + warp) * part_bytes(D)) + lane;
+        return reinterpret_cast<float4*>(workspace + (int64_t(first + part) * kWarps + warp) * part_bytes(D)) + lane;
     };
     float4* const to = place(tile.rows.part);
 #pragma unroll
@@ -24,7 +24,7 @@ TA_DEVICE bool join_parts(PrefillSchedule* schedule, uint8_t* workspace, const T
     __syncwarp();
     uint32_t* const arrivals =
         reinterpret_cast<uint32_t*>(reinterpret_cast<PrefillTile*>(schedule + 1) + __ldg(&schedule->tiles)) +
-        int64_t(first) * kPrefillWarps + warp;
+        int64_t(first) * kWarps + warp;
     int before = 0;
     if (lane == 0) before = int(atomicAdd(arrivals, 1u));
     if (__shfl_sync(~0u, before, 0) < parts - 1) return false;

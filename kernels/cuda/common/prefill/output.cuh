@@ -1,14 +1,14 @@
 // From O to results: what the prefill kernel does at the end of a tile.
 #pragma once
 
-#include "kernels/cuda/sm90/prefill/softmax.cuh"
+#include "kernels/cuda/common/prefill/query.cuh"
 
 namespace ta::cuda::prefill {
 
 template <typename T, int N>
 TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
     constexpr int kPer = 16 / sizeof(T);
-    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    if (N % kPer == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
 #pragma unroll
         for (int n = 0; n < N; n += kPer) {
             uint4 raw;
@@ -61,12 +61,14 @@ TA_DEVICE void store_eight_rows(uint64_t to, const float (&x)[2][D / 8], uint8_t
 }
 
 // O / l and LSE of a lane's two rows. `staging` is the warp's part of Q, which is done with.
-template <int D>
+template <int D, class Rows>
 TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_tile, int lane, const RowInfo* info,
-                           const LaneRows& rows, const float (&o)[D / 2], uint8_t* staging) {
+                           const Rows& rows, const float (&o)[D / 2], uint8_t* staging) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f, kUnit = 255.0f * kSumUnit * kOutUnit;
     const int i = lane & 3;
-    const bool whole_lines = args.out.dtype != DType::kF32 && reinterpret_cast<uintptr_t>(args.out.data) % 16 == 0 &&
+    constexpr bool kMayBeWhole = D % 64 == 0;
+    const bool whole_lines = kMayBeWhole && args.out.dtype != DType::kF32 &&
+                             reinterpret_cast<uintptr_t>(args.out.data) % 16 == 0 &&
                              (args.out.stride_row | args.out.stride_head) % 8 == 0;
     float l[2], m[2], shift[2], norm[2];
     int64_t offset[2];
@@ -95,14 +97,15 @@ TA_DEVICE void finish_rows(const AttendArgs& args, const Tile& tile, int row_in_
         float x[2][D / 8];
 #pragma unroll
         for (int n = 0; n < D / 4; ++n) x[n % 2][n / 2] = o[n / 2 * 4 + 2 * which + n % 2] * norm[which];
-        if (whole_lines) {
-            const uint64_t to = exists[which] ? __cvta_generic_to_global(args.out.data) + 2 * uint64_t(offset[which]) : 0;
-            if (args.out.dtype == DType::kF16) {
-                store_eight_rows<D, __half>(to, x, staging, lane);
-            } else {
-                store_eight_rows<D, __nv_bfloat16>(to, x, staging, lane);
+        if constexpr (kMayBeWhole)
+            if (whole_lines) {
+                const uint64_t to = exists[which] ? __cvta_generic_to_global(args.out.data) + 2 * uint64_t(offset[which]) : 0;
+                if (args.out.dtype == DType::kF16) {
+                    store_eight_rows<D, __half>(to, x, staging, lane);
+                } else {
+                    store_eight_rows<D, __nv_bfloat16>(to, x, staging, lane);
+                }
             }
-        }
         if (!exists[which]) continue;
 #pragma unroll
         for (int e = 0; e < 2 && !whole_lines; ++e) {

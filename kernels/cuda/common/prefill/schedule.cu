@@ -4,8 +4,8 @@
 #include <cstring>
 #include <queue>
 
-#include "kernels/cuda/sm90/prefill/parts.h"
-#include "kernels/cuda/sm90/prefill/prefill.h"
+#include "kernels/cuda/common/prefill/parts.h"
+#include "kernels/cuda/common/prefill/schedule.h"
 
 namespace ta::cuda {
 namespace {
@@ -163,8 +163,10 @@ std::vector<Cut> choose_cuts(std::span<const PrefillTile> tiles, const Shape& sh
 
 }  // namespace
 
-PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, bool causal, int window, int kv_heads, int ctas,
-                         int32_t cut_every, std::span<const BlockWalk> walks) {
+PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, const PrefillShape& shape, std::span<const BlockWalk> walks)
+    : rows_(shape.rows) {
+    const int group = shape.group, window = shape.window, kv_heads = shape.kv_heads;
+    const bool causal = shape.causal;
     // A counting sort by pages: this runs once per step, and the rows may be hundreds of thousands.
     constexpr int kClasses = 1024;
     std::array<int32_t, kClasses> place{};
@@ -194,8 +196,8 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
         const BlockWalk walk = walk_of(n);
         const int64_t rows = int64_t(s.n_query) * group;
         const int position = s.n_keys - s.n_query;
-        for (int64_t row = 0; row < rows; row += kPrefillRows) {
-            const int64_t last = std::min(row + kPrefillRows, rows) - 1;
+        for (int64_t row = 0; row < rows; row += shape.rows) {
+            const int64_t last = std::min(row + shape.rows, rows) - 1;
             // Both ends of the visible range grow with the position.
             const KeyRange low = visible_keys(causal, window, s.n_keys, position + int(row / group));
             const KeyRange high = visible_keys(causal, window, s.n_keys, position + int(last / group));
@@ -212,7 +214,7 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
         }
     }
     sort(tiles);
-    const std::vector<Cut> cuts = choose_cuts(tiles_, {kv_heads, ctas, cut_every});
+    const std::vector<Cut> cuts = choose_cuts(tiles_, {kv_heads, shape.ctas, shape.cut_every});
     if (cuts.empty()) return;
     tiles.clear();
     for (size_t n = 0; n < tiles_.size(); ++n) {
@@ -233,7 +235,8 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, int group, boo
 }
 
 size_t PrefillPlan::bytes() const {
-    return sizeof(PrefillSchedule) + tiles_.size() * sizeof(PrefillTile) + size_t(slots_) * kPrefillWarps * sizeof(uint32_t);
+    return sizeof(PrefillSchedule) + tiles_.size() * sizeof(PrefillTile) +
+           size_t(slots_) * size_t(rows_ / 16) * sizeof(uint32_t);
 }
 
 void PrefillPlan::write(void* to) const {
@@ -241,11 +244,11 @@ void PrefillPlan::write(void* to) const {
     *header = {0, 0, int32_t(tiles_.size()), 0};
     auto* out = reinterpret_cast<PrefillTile*>(header + 1);
     std::copy(tiles_.begin(), tiles_.end(), out);
-    std::memset(out + tiles_.size(), 0, size_t(slots_) * kPrefillWarps * sizeof(uint32_t));
+    std::memset(out + tiles_.size(), 0, size_t(slots_) * size_t(rows_ / 16) * sizeof(uint32_t));
 }
 
-size_t prefill_workspace_bytes(int head_dim, int ctas) {
-    return size_t(prefill_slots(ctas)) * kPrefillWarps * part_bytes(head_dim);
+size_t prefill_workspace_bytes(int rows, int head_dim, int ctas) {
+    return size_t(prefill_slots(ctas)) * size_t(rows / 16) * part_bytes(head_dim);
 }
 
 }  // namespace ta::cuda

@@ -1,4 +1,4 @@
-// Results of parts of tiles in the workspace: [slot][warp], each
+// Results of parts of tiles in the workspace: [slot][rows / 16], each, of 16 rows
 //   float4 o [head_dim / 8][32], the accumulators of a warp's lanes, four at a time
 //   float4 sums [32]: l of a lane's two rows, then their references
 #pragma once
