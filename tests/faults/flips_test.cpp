@@ -57,7 +57,7 @@ TEST_P(Flips, AreFoundAndNotServed) {
             if (i % 20 == 0) {
                 world.refuse_move(0, b, elsewhere);
                 if (GetParam() == TA_TIER_DISK) world.refuse_step({0}, {1});
-                EXPECT_EQ(TA_TIER_DEVICE + int(world.block(0, b)->tier()), GetParam()) << "it has moved";
+                EXPECT_EQ(code_of(world.block(0, b)->tier()), GetParam()) << "it has moved";
                 ++kept;
             }
             bytes.flip(at, bit);
