@@ -418,7 +418,7 @@ enum ta_eviction_code {
     TA_EVICT_ATTENTION = 2
 };
 
-/* Whether steps on a GPU copy what they read in host memory to device memory, each layer's pages while the layers before it
+/* Whether steps on a GPU copy what they read in the peer and the host tier to device memory, each layer's pages while the layers before it
  * run, into room that the device tier has free, or read it in place. Results are the same to the bit. TA_STAGING_AUTO:
  * whichever is predicted to be faster; in place a step with many query rows reads a page many times. Captured calls read in
  * place. */
@@ -839,7 +839,7 @@ typedef struct ta_move_stats {
     uint64_t staged_steps;     /* those of them that staged some of these: ta_tier_options.staging */
     uint64_t staged_pages;     /* that they copied; a page is what a block has of one layer */
     uint64_t staged_bytes;
-    uint64_t bytes_by_copy_engine, bytes_by_kernel; /* what carried moves between a GPU and the host */
+    uint64_t bytes_by_copy_engine, bytes_by_kernel; /* what carried the moves that a GPU makes */
     /* As measured: blocks of at least so many bytes go by copy engine to the host, and back; 0: not measured. */
     uint64_t copy_engine_from_down, copy_engine_from_up;
 } ta_move_stats;

@@ -230,7 +230,7 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
     w.value(double(moves.bytes_prefetched), "reason", "prefetch");
     w.value(double(moves.bytes_needed), "reason", "needed");
     w.value(double(moves.bytes_evicted), "reason", "eviction");
-    w.family("moved_by_route_bytes", "counter", "Bytes moved between a GPU and the host, by what carried them.");
+    w.family("moved_by_route_bytes", "counter", "Bytes that a GPU moved between memories, by what carried them.");
     w.value(double(moves.bytes_by_copy_engine), "route", "copy_engine");
     w.value(double(moves.bytes_by_kernel), "route", "kernel");
     w.family("copy_engine_from_bytes", "gauge", "Size of blocks from which on the copy engine carries them; 0: not measured.");

@@ -36,6 +36,7 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     Result<ta_tier_options> read = read_struct(given, "options.tiers", 1);
     if (!read.ok()) return std::move(read).status();
     const ta_tier_options& o = read.value();
+    TA_RETURN_IF_ERROR(check_aligned(o.peer, "options.tiers.peer", 1));
     if (o.peer) {
         TA_RETURN_IF_ERROR(check_process(*o.peer->impl));
         settings.peer = o.peer->impl;

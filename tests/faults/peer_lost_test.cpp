@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
 constexpr int64_t kRow = kHeads * kDim;
+constexpr int kHighPercent = 70;
 
 Context context_on(int ordinal, SimulatedDevice** device = nullptr) {
     auto made = std::make_unique<SimulatedDevice>(1, ordinal);
@@ -31,6 +32,7 @@ class PeerLost : public ::testing::Test {
         tiers.peer = peer.get();
         tiers.peer_bytes = 1 << 20;
         tiers.host_bytes = 4 << 20;
+        tiers.high_percent = kHighPercent;
         options.budget_bytes = 8 * sizes.token_block_bytes + 40 * sizes.channel_block_bytes;
         options.tiers = &tiers;
         pool = make_pool(own, options);
@@ -81,6 +83,9 @@ TEST_F(PeerLost, ItsBlocksAreAndNoOthers) {
 
     // What has none of them goes on, past the device's budget; nothing moves to the peer.
     for (int i = 0; i < 10; ++i) step(b, 320);
+    wait_for_moves(pool);
+    const ta_tier_stats device = tier_stats(pool, TA_TIER_DEVICE);
+    EXPECT_LE(device.bytes_used, device.bytes_budget / 100 * kHighPercent) << "background demotion has ended";
     verify(pool, b);
     EXPECT_GT(residency(pool, b).host_blocks, 10u);
     EXPECT_EQ(residency(pool, b).peer_blocks, 0u);

@@ -304,7 +304,9 @@ void Residency::keep_room(bool filled) {
     if (!mover_) return;
     constexpr std::chrono::seconds kPause{1};  // after an eviction that moved nothing, or where nothing might leave
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    const TierKind to = *tiers_.below(TierKind::kDevice);
+    std::optional<TierKind> to = tiers_.below(TierKind::kDevice);
+    while (to && tiers_[*to]->health().state == TierState::kFailed) to = tiers_.below(*to);
+    if (!to) return;
     const uint64_t used = store_.usage().used, budget = store_.budget();
     const auto part = [&](int percent) { return budget / 100 * uint64_t(percent) + budget % 100 * uint64_t(percent) / 100; };
     if (used <= part(settings_.high_percent)) return;
@@ -317,13 +319,13 @@ void Residency::keep_room(bool filled) {
     }
     if (in_vain && now.count() < keep_room_after_.load()) return;
     residents_.take_in_attention(false);
-    std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(settings_.low_percent), to == TierKind::kDisk);
+    std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(settings_.low_percent), *to == TierKind::kDisk);
     keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
     if (items.empty()) {
         keeping_room_.compare_exchange_strong(last, 0);  // another step's that found some stays
         return;
     }
-    if (Result<uint64_t> ticket = mover_->submit(std::move(items), to, MoveReason::kEviction); ticket.ok())
+    if (Result<uint64_t> ticket = mover_->submit(std::move(items), *to, MoveReason::kEviction); ticket.ok())
         keeping_room_ = ticket.value();
 }
 
