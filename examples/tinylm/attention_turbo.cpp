@@ -140,8 +140,22 @@ class TurboAttention final : public AttentionBackend {
         check("ta_attend", ta_attend(plan_.get(), layer, &query, &result, nullptr, nullptr, &err), err);
     }
 
+    // "4", or "4/2" where heads differ.
+    static std::string bits_text(const std::vector<uint8_t>& bits) {
+        std::string text;
+        for (const uint8_t b : {8, 4, 2}) {
+            if (std::find(bits.begin(), bits.end(), b) == bits.end()) continue;
+            if (!text.empty()) text += '/';
+            text += std::to_string(b);
+        }
+        return text;
+    }
     static std::string describe(const TurboOptions& options) {
-        const std::string bits = options.head_map.empty() ? std::to_string(options.bits) + " bits" : "mixed 4/2 bits";
+        const HeadMap& map = options.head_map;
+        const std::string k = bits_text(map.k_bits), v = bits_text(map.v_bits);
+        const std::string bits = map.empty() ? std::to_string(options.bits) + " bits"
+                                 : k == v    ? "mixed " + k + " bits"
+                                             : "K " + k + ", V " + v + " bits";
         return "turbo, " + options.profile + ", " + bits + (options.gpu ? ", on a GPU" : "");
     }
 
@@ -283,7 +297,7 @@ std::vector<uint8_t> parse_bits(const json& rows, const AttentionShape& shape) {
             throw std::runtime_error("one entry for each kv head is expected");
         }
         for (const json& b : row) {
-            if (b != 4 && b != 2) throw std::runtime_error("an entry must be 4 or 2");
+            if (b != 8 && b != 4 && b != 2) throw std::runtime_error("an entry must be 8, 4 or 2");
             bits.push_back(b.get<uint8_t>());
         }
     }
@@ -315,9 +329,15 @@ HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8
 
 HeadMap complement_of(HeadMap map) {
     for (std::vector<uint8_t>* bits : {&map.k_bits, &map.v_bits}) {
-        for (uint8_t& b : *bits) b = b == 4 ? 2 : 4;
+        for (uint8_t& b : *bits) b = b == 4 ? 2 : b == 2 ? 4 : b;
     }
     return map;
+}
+
+HeadMap same_head_map(const AttentionShape& shape, int k_bits, int v_bits) {
+    const std::size_t heads = static_cast<std::size_t>(shape.layers) * shape.kv_heads;
+    return {std::vector<uint8_t>(heads, static_cast<uint8_t>(k_bits)),
+            std::vector<uint8_t>(heads, static_cast<uint8_t>(v_bits))};
 }
 
 HeadMap random_head_map(const AttentionShape& shape, int low_heads, const std::string& seed_text) {

@@ -13,7 +13,7 @@ namespace tinylm {
 
 class Model;
 
-// Bits of K and of V for each [layer, kv head], 4 or 2. Empty: the same bits everywhere.
+// Bits of K and of V for each [layer, kv head], 8, 4 or 2. Empty: the same bits everywhere.
 struct HeadMap {
     std::vector<uint8_t> k_bits, v_bits;
     bool empty() const { return k_bits.empty(); }
@@ -33,6 +33,9 @@ std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& sha
 // Runs text through the model with exact attention and shows every K and V to a ta_calibrator: the low_heads heads of
 // each layer with the lowest priority get 2 bits, the others 4.
 HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads);
+
+// The same bits in every head.
+HeadMap same_head_map(const AttentionShape& shape, int k_bits, int v_bits);
 
 // 2 bits for 4 and 4 for 2.
 HeadMap complement_of(HeadMap map);

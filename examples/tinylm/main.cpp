@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "attention_turbo.h"
+#include "divergence.h"
 #include "model.h"
 #include "parallel.h"
 #include "safetensors.h"
@@ -38,6 +39,8 @@ struct Options {
     bool exact = false;
     TurboOptions turbo;
     std::string head_map, calibration_text, save_head_map;
+    int bits_k = 0, bits_v = 0;  // 0: turbo.bits
+    std::string exact_logits;
     bool complement = false;
     int low_heads = 1;
     int chunk = 0;  // 0: default_chunk
@@ -171,7 +174,11 @@ class Session {
 
   private:
     HeadMap head_map(const AttentionShape& shape) {
-        if (options_.head_map.empty()) return {};
+        if (options_.head_map.empty()) {
+            const int k = options_.bits_k > 0 ? options_.bits_k : options_.turbo.bits;
+            const int v = options_.bits_v > 0 ? options_.bits_v : options_.turbo.bits;
+            return options_.bits_k > 0 || options_.bits_v > 0 ? same_head_map(shape, k, v) : HeadMap{};
+        }
         HeadMap map;
         if (options_.head_map == "rank") {
             map = ranked_head_map();
@@ -209,9 +216,10 @@ Score score_byte(std::span<float> logits, uint8_t byte) {
     return {(std::log(exp_minus_max(logits.data(), logits.size())) + behind) / std::log(2.0), best == byte};
 }
 
-// Feeds text into an empty cache; the scores of bytes from, from + 1, ..., each given all bytes before it. from >= 1.
-std::vector<Score> score_text(Session& session, Bytes text, std::size_t from) {
-    std::vector<Score> scores;
+// Feeds text into an empty cache; seen(i, logits [kVocab]) for the predictions of bytes from, from + 1, ..., each given all bytes
+// before it: i is the byte before the predicted one. from >= 1.
+template <typename Seen>
+void predict_text(Session& session, Bytes text, std::size_t from, Seen seen) {
     session.reset();
     session.feed(text, 0, [&](std::size_t at, std::span<const float> hidden) {
         const std::size_t width = session.config().hidden;
@@ -219,11 +227,15 @@ std::vector<Score> score_text(Session& session, Bytes text, std::size_t from) {
         const std::size_t begin = std::max(at, from - 1);
         if (begin >= end) return;
         const std::span<float> logits = session.logits(hidden.subspan((begin - at) * width, (end - begin) * width));
-        for (std::size_t i = begin; i < end; ++i) {
-            scores.push_back(score_byte(logits.subspan((i - begin) * kVocab, kVocab), text[i + 1]));
-        }
+        for (std::size_t i = begin; i < end; ++i) seen(i, logits.subspan((i - begin) * kVocab, kVocab));
     });
     session.count_cache();
+}
+
+std::vector<Score> score_text(Session& session, Bytes text, std::size_t from) {
+    std::vector<Score> scores;
+    predict_text(session, text, from,
+                 [&](std::size_t i, std::span<float> logits) { scores.push_back(score_byte(logits, text[i + 1])); });
     return scores;
 }
 
@@ -245,25 +257,70 @@ struct Windows {
         if (options.windows > 0) count = std::min<std::size_t>(count, options.windows);
     }
     Bytes window(std::size_t w) const { return as_bytes(text).subspan(w * size, size); }
+    Bytes whole() const { return as_bytes(text).first(count * size); }
     std::size_t scored_bytes() const { return count * (size - 1); }
+};
+
+// What exact attention predicts for the windows, by a session of its own.
+class Reference {
+  public:
+    Reference(const Options& options, const Windows& windows)
+        : options_(exact(options)),
+          session_(options_),
+          logits_(windows.whole(), windows.size, options.exact_logits, [this](Bytes bytes) { return compute(bytes); }) {}
+    std::span<const float> logits(std::size_t w) { return logits_.window(w); }
+
+  private:
+    static Options exact(Options options) {
+        options.exact = true;
+        options.chunk = 0;
+        return options;
+    }
+    std::vector<float> compute(Bytes bytes) {
+        session_.prepare(static_cast<int>(bytes.size()));
+        std::vector<float> out;
+        predict_text(session_, bytes, 1,
+                     [&](std::size_t, std::span<float> logits) { out.insert(out.end(), logits.begin(), logits.end()); });
+        return out;
+    }
+
+    const Options options_;
+    Session session_;
+    ExactLogits logits_;
 };
 
 json run_eval(const Options& options) {
     Session session(options);
     const Windows windows(options, session);
+    std::optional<Reference> reference;
+    if (!options.exact || !options.exact_logits.empty()) reference.emplace(options, windows);
     session.prepare(static_cast<int>(windows.size));
 
     Progress progress;
     std::vector<double> per_window;
     double bits = 0;
+    Divergence kl;
     for (std::size_t w = 0; w < windows.count; ++w) {
-        const double window_bits = total_bits(score_text(session, windows.window(w), 1));
+        const Bytes text = windows.window(w);
+        const std::span<const float> exact = reference ? reference->logits(w) : std::span<const float>();
+        double window_bits = 0;
+        predict_text(session, text, 1, [&](std::size_t i, std::span<float> logits) {
+            if (reference) kl.add(kl_bits(exact.subspan(i * kVocab, kVocab), logits));
+            window_bits += score_byte(logits, text[i + 1]).bits;
+        });
+        kl.end_window();
         bits += window_bits;
         per_window.push_back(window_bits / static_cast<double>(windows.size - 1));
         progress.show("window " + std::to_string(w + 1) + " of " + std::to_string(windows.count) + ": " +
                       std::to_string(bits / static_cast<double>((w + 1) * (windows.size - 1))) + " bits per byte");
     }
-    json out{{"bits_per_byte", bits / static_cast<double>(windows.scored_bytes())}, {"windows", windows.count}};
+    json out{{"bits_per_byte", bits / static_cast<double>(windows.scored_bytes())}};
+    if (reference) {
+        out["kl_bits_per_byte"] = kl.mean();
+        out["kl_standard_error"] = kl.standard_error();
+        if (options.json) out["kl_of_block"] = kl.blocks();
+    }
+    out["windows"] = windows.count;
     out["scored_bytes"] = windows.scored_bytes();
     out["bits_per_byte_of_window"] = per_window;
     out.update(session.report());
@@ -463,6 +520,9 @@ void add_attention_options(CLI::App* command, Options& o) {
     auto* map = command->add_option("--head-map", o.head_map,
                                     "4 or 2 bits head by head: a file, 'rank' (the library's ranking) or 'random:SEED'");
     map->excludes(exact)->excludes(bits);
+    auto* k = command->add_option("--bits-k", o.bits_k, "bits of K in every head; default: --bits");
+    auto* v = command->add_option("--bits-v", o.bits_v, "bits of V in every head; default: --bits");
+    for (CLI::Option* option : {k, v}) option->check(CLI::IsMember({8, 4, 2}))->excludes(exact)->excludes(map);
     command->add_flag("--gpu", o.turbo.gpu, "attention on the first GPU")->excludes(exact);
     command->add_flag("--complement", o.complement, "2 bits where the map has 4 and the reverse")->needs(map);
     add_map_options(command, o);
@@ -483,9 +543,12 @@ int run(int argc, char** argv) {
             "goes to disk")
         ->check(CLI::Range(1, 100));
     generate->add_flag("--logits", o.logits, "report the 256 logits after the prompt");
-    auto* eval = app.add_subcommand("eval", "bits per byte of a text, in windows of 4096 bytes, each from an empty cache");
+    auto* eval = app.add_subcommand(
+        "eval", "bits per byte of a text and KL to exact attention, in windows of 4096 bytes, each from an empty cache");
     eval->add_option("--text", o.text, "the text")->required();
     eval->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
+    eval->add_option("--exact-logits", o.exact_logits,
+                     "a file that keeps what exact attention predicts: read, or written where there is none");
     auto* retrieval = app.add_subcommand("retrieval", "how many answers are found in long prompts");
     retrieval->add_option("--prompts", o.prompts, "JSON lines with prompt, answer and bucket")->required();
     retrieval->add_option("--limit", o.limit, "only the first N prompts")->check(CLI::Range(1, 1 << 24));

@@ -1,0 +1,58 @@
+// How far the model's predictions are from those of exact attention: KL(exact || attention) in bits per byte.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace tinylm {
+
+// Sum over the vocabulary of p * log2(p / q), p and q the softmax of logits [kVocab] each.
+double kl_bits(std::span<const float> exact, std::span<const float> logits);
+
+// The mean over positions, and its standard error from the means of blocks of positions: single positions of a text are
+// correlated. A block ends with its window.
+class Divergence {
+  public:
+    static constexpr std::size_t kBlock = 256;  // positions
+
+    void add(double kl);
+    void end_window() { close(); }
+    double mean() const;
+    double standard_error() const;                                // of the mean; infinite below two blocks
+    const std::vector<double>& blocks() const { return means_; }  // of two runs over one text they can be compared in pairs
+
+  private:
+    void close();
+    std::vector<double> means_, counts_;  // of each block
+    double sum_ = 0, count_ = 0;          // of the open one
+};
+
+// Logits of exact attention for windows of a text, [windows, window - 1, kVocab]: the last byte of a window predicts nothing.
+// They are computed once: `compute` gives those of window w, and may be asked for only its first bytes. With a file they are
+// read from it, or written to it where it does not exist. What was written for another model or text is refused.
+class ExactLogits {
+  public:
+    using Compute = std::function<std::vector<float>(std::span<const uint8_t> bytes)>;
+
+    ExactLogits(std::span<const uint8_t> text, std::size_t window, std::filesystem::path file, Compute compute);
+    // Valid until the next call.
+    std::span<const float> window(std::size_t w);
+
+  private:
+    bool read();
+    void write();
+
+    std::span<const uint8_t> text_;  // whole windows
+    std::size_t window_;
+    std::filesystem::path file_;  // empty: none, and window after window is computed
+    Compute compute_;
+    std::vector<float> logits_;
+};
+
+}  // namespace tinylm
