@@ -1170,7 +1170,11 @@ enum ta_dense_variant_code {
     TA_DENSE_INT8_PAGE = 0, /* TurboAttention: K, V one scale for 64 tokens, levels +-119; P U8, exp POLY */
     TA_DENSE_INT_FLASH = 1, /* INT-FlashAttention, full INT8: K per token, V per tensor, levels +-127; P S8_127, exp EXACT */
     /* INT-FlashAttention, half INT8: Q, K as above, P, V in float whatever p and v_granularity say */
-    TA_DENSE_INT_FLASH_HALF = 2
+    TA_DENSE_INT_FLASH_HALF = 2,
+    /* DistrAttention: scores of d / group_size channels. For each 128 query tokens of a head, channels are put into groups of
+     * alike ones; one channel of q stands for its group, whose channels of k are summed. Nothing is quantized, P and V are float
+     * whatever p and v_granularity say; exp EXACT. The error does not fall with the length: docs/numerics.md */
+    TA_DENSE_DISTR = 3
 };
 
 typedef struct ta_dense_options {
@@ -1183,13 +1187,17 @@ typedef struct ta_dense_options {
     ta_nonfinite nonfinite;
     const ta_attend_options* attend; /* mask, scale, softcap, window, slopes, sinks, exp, p; NULL: defaults */
     ta_stream stream;                /* of a GPU context: where the work is enqueued; NULL on a CPU */
+    uint32_t group_size;             /* of TA_DENSE_DISTR: channels that share a score, 2, 3 or 4; default 2; else 0 */
 } ta_dense_options;
 
-/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way. Synchronous on a CPU; on a GPU it enqueues on
+/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way, or groups channels (TA_DENSE_DISTR). Synchronous on a CPU; on a GPU it enqueues on
  * options.stream and returns. The offsets are read, in host memory, before it returns, so a capturing stream is TA_E_STATE.
  *   q, out   [sum of query tokens, q_heads, head_dim]
- *   k, v     [sum of keys, kv_heads, head_dim]; q_heads = kv_heads x 1..16; head_dim 64, 96, 128 or 256
+ *   k, v     [sum of keys, kv_heads, head_dim]; q_heads = kv_heads x 1..16; head_dim 64, 96, 128 or 256, of
+ *            TA_DENSE_DISTR 32, 64 or 128
  *   lse      [q.tokens, q_heads] or NULL
+ * TA_DENSE_DISTR on a GPU rounds q, k, v and sums of k to 16 bits: F16 where all three tensors are, sums then limited to 65504,
+ * else BF16.
  * A GPU takes values that are not finite as 0. Under TA_NONFINITE_REJECT it counts them, and the context's next rejecting call
  * that finds any counted fails once with TA_E_NONFINITE: to ask about calls that are complete, call with no query tokens.
  * Errors: as ta_attend, TA_E_INVALID also for offsets that are no prefix sums, TA_E_NONFINITE also on a GPU, TA_E_UNSUPPORTED

@@ -19,12 +19,13 @@ type DenseOptions struct {
 	NonFinite    NonFinite
 	Attend       AttendOptions
 	Stream       unsafe.Pointer // cudaStream_t of a GPU context
+	GroupSize    int            // of DenseDistr: channels that share a score, 2, 3 or 4; default 2
 }
 
 var errOffsets = refuse(ErrInvalid, "offsets need one number more than there are sequences")
 
 // AttendDense is attention over plain tensors, without a pool: q and out [query tokens, query heads, head dim], k and v [keys,
-// kv heads, head dim]. It is quantized to INT8 on the way. options may be nil.
+// kv heads, head dim]. It is quantized to INT8 on the way, or channels are grouped (DenseDistr). options may be nil.
 func (c *Context) AttendDense(q, k, v, out Tensor, options *DenseOptions) error {
 	if !c.enter() {
 		return errClosedContext
@@ -56,7 +57,8 @@ func (c *Context) AttendDense(q, k, v, out Tensor, options *DenseOptions) error 
 		return err
 	}
 	co := C.ta_dense_options{variant: C.ta_dense_variant(o.Variant), batch: uint32Of(o.Batch),
-		v_granularity: C.ta_granularity(o.VGranularity), nonfinite: C.ta_nonfinite(o.NonFinite), stream: C.ta_stream(o.Stream)}
+		v_granularity: C.ta_granularity(o.VGranularity), nonfinite: C.ta_nonfinite(o.NonFinite), stream: C.ta_stream(o.Stream),
+		group_size: uint32Of(o.GroupSize)}
 	var ca C.ta_attend_options
 	o.Attend.fill(&ca)
 	a := &o.Attend

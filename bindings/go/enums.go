@@ -237,11 +237,12 @@ const (
 	OutputOne   Output = C.TA_OUTPUT_ONE
 )
 
-// DenseVariant says how [Context.AttendDense] quantizes.
+// DenseVariant says how [Context.AttendDense] quantizes, or that it groups channels.
 type DenseVariant int32
 
 const (
 	DenseInt8Page     DenseVariant = C.TA_DENSE_INT8_PAGE
 	DenseIntFlash     DenseVariant = C.TA_DENSE_INT_FLASH
 	DenseIntFlashHalf DenseVariant = C.TA_DENSE_INT_FLASH_HALF
+	DenseDistr        DenseVariant = C.TA_DENSE_DISTR
 )

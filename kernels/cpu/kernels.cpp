@@ -44,15 +44,16 @@ const Kernels* find_kernels(ta_cpu_isa isa) {
     // TA_HAVE_*: the build has the kernels (kernels/CMakeLists.txt).
     static const Kernels all[] = {
 #if TA_HAVE_AVX512
-        {TA_CPU_ISA_AVX512, "avx512-vnni", attend_avx512, join_avx512, merge_avx512, &page_codec_avx512()},
+        {TA_CPU_ISA_AVX512, "avx512-vnni", attend_avx512, join_avx512, merge_avx512, &page_codec_avx512(),
+         &distr_kernel_avx512()},
 #endif
 #if TA_HAVE_AVXVNNI
-        {TA_CPU_ISA_AVX_VNNI, "avx-vnni", attend_avxvnni, join_avx2, merge_avx2, &page_codec_avx2()},
+        {TA_CPU_ISA_AVX_VNNI, "avx-vnni", attend_avxvnni, join_avx2, merge_avx2, &page_codec_avx2(), &distr_kernel_avx2()},
 #endif
 #if TA_HAVE_AVX2
-        {TA_CPU_ISA_AVX2, "avx2", attend_avx2, join_avx2, merge_avx2, &page_codec_avx2()},
+        {TA_CPU_ISA_AVX2, "avx2", attend_avx2, join_avx2, merge_avx2, &page_codec_avx2(), &distr_kernel_avx2()},
 #endif
-        {TA_CPU_ISA_SCALAR, "scalar", attend_scalar, join_scalar, merge_scalar, &page_codec_scalar()},
+        {TA_CPU_ISA_SCALAR, "scalar", attend_scalar, join_scalar, merge_scalar, &page_codec_scalar(), &distr_kernel_scalar()},
     };
     for (const Kernels& k : all) {
         if ((isa == TA_CPU_ISA_AUTO || k.isa == isa) && runs_here(k.isa)) return &k;

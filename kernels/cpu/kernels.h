@@ -3,6 +3,7 @@
 
 #include "include/turboattention.h"
 #include "kernels/cpu/attend.h"
+#include "kernels/cpu/distr.h"
 #include "kernels/cpu/merge_states.h"
 #include "kernels/cpu/page_codec.h"
 
@@ -15,6 +16,7 @@ struct Kernels {
     JoinFn join;
     MergeFn merge;
     const PageCodec* codec;
+    const DistrKernel* distr;
 };
 
 // The kernels for an instruction set, the best available for TA_CPU_ISA_AUTO; nullptr when this CPU or build lacks them.

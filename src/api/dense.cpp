@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "kernels/format/distr.h"
 #include "src/api/api.h"
 
 using namespace ta;
@@ -36,8 +37,11 @@ Status check_dense_shapes(const DenseCall& c) {
     // The channels of q, but of k where those of q may be the wrong ones.
     const bool from_k = c.k.head_dim == c.v.head_dim && c.out.head_dim != c.q.head_dim;
     const int64_t d = from_k ? c.k.head_dim : c.q.head_dim, kv_heads = c.k.heads;
-    if (!is_supported_head_dim(int(std::min<int64_t>(d, 1 << 20)))) {
-        return fail(TA_E_UNSUPPORTED, "%s.head_dim is %lld; it takes 64, 96, 128 or 256", from_k ? "k" : "q", (long long)d)
+    const bool distr = c.variant == TA_DENSE_DISTR;
+    const int small_d = int(std::min<int64_t>(d, 1 << 20));
+    if (distr ? !is_distr_head_dim(small_d) : !is_supported_head_dim(small_d)) {
+        return fail(TA_E_UNSUPPORTED, "%s.head_dim is %lld; it takes %s", from_k ? "k" : "q", (long long)d,
+                    distr ? "32, 64 or 128 with TA_DENSE_DISTR" : "64, 96, 128 or 256")
             .argument(from_k ? 2 : 1);
     }
     if (kv_heads > kMaxKvHeads) {
@@ -63,8 +67,11 @@ Status check_dense_outputs(const DenseCall& c, const ta_attend_options* attend) 
 }
 
 Status check_dense_options(const ta_dense_options& o) {
-    if (o.variant < TA_DENSE_INT8_PAGE || o.variant > TA_DENSE_INT_FLASH_HALF) {
+    if (o.variant < TA_DENSE_INT8_PAGE || o.variant > TA_DENSE_DISTR) {
         return fail(TA_E_INVALID, "options.variant is %d; it takes a ta_dense_variant", o.variant);
+    }
+    if (o.group_size != 0 && (o.variant != TA_DENSE_DISTR || o.group_size < 2 || o.group_size > 4)) {
+        return fail(TA_E_INVALID, "options.group_size is %u; it takes 2, 3 or 4 with TA_DENSE_DISTR, else 0", o.group_size);
     }
     if (o.v_granularity < TA_GRANULARITY_DEFAULT || o.v_granularity > TA_GRANULARITY_TENSOR) {
         return fail(TA_E_INVALID, "options.v_granularity is %d; it takes a ta_granularity", o.v_granularity);
@@ -94,14 +101,15 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
             if (!view.ok()) return std::move(view).status();
             *views[i] = view.value();
         }
-        TA_RETURN_IF_ERROR(check_dense_shapes(call));
-        TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 5));
         ta_dense_options o{};
         if (options) {
             Result<ta_dense_options> known = read_struct(options, "options", 6);
             if (!known.ok()) return std::move(known).status();
             o = known.value();
         }
+        call.variant = o.variant;
+        TA_RETURN_IF_ERROR(check_dense_shapes(call));
+        TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 5));
         if (Status s = check_dense_options(o); !s.ok()) return std::move(s).argument(6);
         TA_RETURN_IF_ERROR(check_aligned(o.q_offsets, "options.q_offsets", 6));
         TA_RETURN_IF_ERROR(check_aligned(o.k_offsets, "options.k_offsets", 6));
@@ -126,8 +134,8 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
         if (!settings.ok()) return std::move(settings).status().argument(6);
         call.q_offsets = q_offsets.value();
         call.k_offsets = k_offsets.value();
-        call.variant = o.variant;
         call.v_granularity = o.v_granularity;
+        call.group_size = o.group_size ? int(o.group_size) : 2;
         call.saturate = o.nonfinite == TA_NONFINITE_SATURATE;
         call.settings = settings.value();
         call.stream = o.stream;

@@ -606,8 +606,19 @@ TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
         {"no k", null_at(2), TA_E_INVALID, 2, "k is null"},
         {"no v", null_at(3), TA_E_INVALID, 3, "v is null"},
         {"no out", null_at(4), TA_E_INVALID, 4, "out is null"},
-        {"variant", dense([](O& o) { o.variant = 3; }), TA_E_INVALID, 6, "variant is 3"},
+        {"variant", dense([](O& o) { o.variant = 4; }), TA_E_INVALID, 6, "variant is 4"},
         {"negative variant", dense([](O& o) { o.variant = -1; }), TA_E_INVALID, 6, "variant is -1"},
+        {"group_size", dense([](O& o) {
+             o.variant = TA_DENSE_DISTR;
+             o.group_size = 5;
+         }),
+         TA_E_INVALID, 6, "group_size is 5"},
+        {"group_size of 1", dense([](O& o) {
+             o.variant = TA_DENSE_DISTR;
+             o.group_size = 1;
+         }),
+         TA_E_INVALID, 6, "group_size is 1"},
+        {"group_size of INT8", dense([](O& o) { o.group_size = 2; }), TA_E_INVALID, 6, "with TA_DENSE_DISTR, else 0"},
         {"v_granularity", dense([](O& o) { o.v_granularity = 4; }), TA_E_INVALID, 6, "v_granularity is 4"},
         {"nonfinite", dense([](O& o) { o.nonfinite = 9; }), TA_E_INVALID, 6, "nonfinite is 9"},
         {"stream", dense([](O& o) { o.stream = reinterpret_cast<ta_stream>(&o); }), TA_E_UNSUPPORTED, 6, "has no streams"},

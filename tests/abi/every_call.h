@@ -178,7 +178,7 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         const ta_status s = ta_seq_load(pool, "/nowhere/at/all", nullptr, &loaded, e);
         return s == TA_E_IO ? TA_OK : TA_E_INTERNAL;
     });
-    for (const ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF}) {
+    for (const ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF, TA_DENSE_DISTR}) {
         Tensor q(random.normals(300 * 2 * head_dim), 300, 2, head_dim), k(random.normals(300 * 2 * head_dim), 300, 2, head_dim),
             out(300, 2, head_dim);
         auto dense = sized<ta_dense_options>();

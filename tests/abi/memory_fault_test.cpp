@@ -350,28 +350,28 @@ TEST_P(MemoryFaults, Inspection) {
 }
 
 TEST_P(MemoryFaults, DenseAttention) {
-    for_every_fault([](Life& r) { r.make_context(); },
-                    [](Life& r) {
-                        const int64_t q_offsets[] = {0, 1, 30}, k_offsets[] = {0, 70, 170};
-                        for (ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF}) {
-                            Tensor q(r.random.normals(30 * kQHeads * kDim), 30, kQHeads, kDim), out(30, kQHeads, kDim);
-                            Tensor k(r.random.normals(170 * kRow), 170, kHeads, kDim),
-                                v(r.random.normals(170 * kRow), 170, kHeads, kDim);
-                            auto options = sized<ta_dense_options>();
-                            options.variant = variant;
-                            options.batch = 2;
-                            options.q_offsets = q_offsets;
-                            options.k_offsets = k_offsets;
-                            r.call("ta_attend_dense", [&](ta_error* err) {
-                                const ta_status status = ta_attend_dense(r.context.get(), q.view(), k.view(), v.view(),
-                                                                         out.view(), nullptr, &options, err);
-                                EXPECT_TRUE(status == TA_OK || out.all_poison()) << "a call that failed has written its output";
-                                return status;
-                            });
-                            r.keep(out.values());
-                        }
-                    },
-                    10);
+    for_every_fault(
+        [](Life& r) { r.make_context(); },
+        [](Life& r) {
+            const int64_t q_offsets[] = {0, 1, 30}, k_offsets[] = {0, 70, 170};
+            for (ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF, TA_DENSE_DISTR}) {
+                Tensor q(r.random.normals(30 * kQHeads * kDim), 30, kQHeads, kDim), out(30, kQHeads, kDim);
+                Tensor k(r.random.normals(170 * kRow), 170, kHeads, kDim), v(r.random.normals(170 * kRow), 170, kHeads, kDim);
+                auto options = sized<ta_dense_options>();
+                options.variant = variant;
+                options.batch = 2;
+                options.q_offsets = q_offsets;
+                options.k_offsets = k_offsets;
+                r.call("ta_attend_dense", [&](ta_error* err) {
+                    const ta_status status =
+                        ta_attend_dense(r.context.get(), q.view(), k.view(), v.view(), out.view(), nullptr, &options, err);
+                    EXPECT_TRUE(status == TA_OK || out.all_poison()) << "a call that failed has written its output";
+                    return status;
+                });
+                r.keep(out.values());
+            }
+        },
+        10);
 }
 
 TEST_P(MemoryFaults, MergingNeedsNone) {

@@ -469,6 +469,8 @@ class Program {
         o.nonfinite = ta_nonfinite(number(0));
         o.attend = odd() ? attend_options() : nullptr;
         if (odd()) o.stream = reinterpret_cast<ta_stream>(this);
+        if (odd()) o.variant = TA_DENSE_DISTR;
+        o.group_size = uint32_t(number(0));
         const ta_tensor *q = tensor(3, kQHeads, kDim), *k = tensor(5, kHeads, kDim), *v = tensor(5, kHeads, kDim);
         const ta_tensor* out = tensor(3, kQHeads, kDim);
         return ta_attend_dense(context(), q, k, v, out, lse(), sized(o), err);

@@ -305,6 +305,7 @@ struct DenseOptions {
     ta_nonfinite nonfinite = TA_NONFINITE_DEFAULT;
     AttendOptions attend = {};
     ta_stream stream = nullptr;
+    uint32_t group_size = 0;
 };
 
 struct GroupOptions {
@@ -1198,6 +1199,7 @@ class BasicContext {
         c.nonfinite = options.nonfinite;
         c.attend = &attend;
         c.stream = options.stream;
+        c.group_size = options.group_size;
         const size_t offsets = size_t{options.batch == 0 ? 1 : options.batch} + 1;
         return E::run([&](ta_error* e) {
             if ((c.q_offsets && options.q_offsets.size() != offsets) || (c.k_offsets && options.k_offsets.size() != offsets))

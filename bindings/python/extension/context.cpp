@@ -11,7 +11,7 @@ namespace {
 nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, nb::handle v, nb::object out, nb::handle lse,
                         int32_t variant, nb::handle q_offsets, nb::handle k_offsets, int32_t v_granularity, int32_t nonfinite,
                         int32_t mask, float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks,
-                        int32_t exp, int32_t p, uintptr_t stream) {
+                        int32_t exp, int32_t p, uintptr_t stream, uint32_t group_size) {
     const auto context = self.handle.get();
     const Place place{self.cuda, to_stream(stream)};
     const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
@@ -33,6 +33,7 @@ nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, n
     options.nonfinite = nonfinite;
     options.attend = &attend_options;
     options.stream = place.stream;
+    options.group_size = group_size;
     const ta_tensor k_tensor = k_array.tensor(), v_tensor = v_array.tensor();
     call([&](ta_error* e) {
         return ta_attend_dense(context.get(), &to.q_tensor, &k_tensor, &v_tensor, &to.out_tensor, to.lse_data, &options, e);
@@ -143,7 +144,7 @@ Raises:
         "attend_dense", &attend_dense, "q"_a, "k"_a, "v"_a, "out"_a = nb::none(), "lse"_a = nb::none(), nb::kw_only(),
         "variant"_a = 0, "q_offsets"_a = nb::none(), "k_offsets"_a = nb::none(), "v_granularity"_a = 0, "nonfinite"_a = 0,
         "mask"_a = 0, "scale"_a = 0.0f, "softcap"_a = 0.0f, "window"_a = 0, "alibi_slopes"_a = nb::none(),
-        "sinks"_a = nb::none(), "exp"_a = 0, "p"_a = 0, "stream"_a = 0,
+        "sinks"_a = nb::none(), "exp"_a = 0, "p"_a = 0, "stream"_a = 0, "group_size"_a = 0,
         nb::sig("def attend_dense(self, q: Array, k: Array, v: Array, out: Array | None = None, lse: Array | None = None, *, "
                 "variant: DenseVariant = turboattention._enums.DenseVariant.INT8_PAGE, q_offsets: typing.Sequence[int] | None "
                 "= None, k_offsets: "
@@ -153,15 +154,17 @@ Raises:
                 "softcap: float = 0.0, window: int = 0, "
                 "alibi_slopes: Array | None = None, sinks: Array | None = None, exp: Exp = turboattention._enums.Exp.DEFAULT, "
                 "p: P = turboattention._enums.P.DEFAULT, "
-                "stream: int = 0) -> typing.Any"),
-        R"(Attention over plain arrays, no pool: Q, K and V are quantized to INT8 on the way.
+                "stream: int = 0, group_size: int = 0) -> typing.Any"),
+        R"(Attention over plain arrays, no pool: Q, K and V are quantized to INT8 on the way, or channels are grouped (DISTR).
 
 Args:
-    q: [query tokens, q_heads, head_dim]; q_heads is kv_heads x 1..16; head_dim 64, 96, 128 or 256
+    q: [query tokens, q_heads, head_dim]; q_heads is kv_heads x 1..16; head_dim 64, 96, 128 or 256, of DISTR 32, 64 or
+        128
     k, v: [keys, kv_heads, head_dim]
     out: as q, of any element type; None: a new float32 array of numpy (on a CPU)
     lse: float32 [query tokens, q_heads] without gaps: gets the natural log of the denominator
-    variant: how Q, K and V are quantized
+    variant: how Q, K and V are quantized, or DISTR
+    group_size: of DISTR, channels that share a score: 2, 3 or 4; 0: 2
     q_offsets, k_offsets: [batch + 1] prefix sums of the sequences' tokens; None: one sequence, or all as long
     stream: of a GPU context: address of the CUDA stream
 

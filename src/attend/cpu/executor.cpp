@@ -7,6 +7,7 @@
 #include "kernels/cpu/attend.h"
 #include "kernels/cpu/math.h"
 #include "kernels/format/visible.h"
+#include "src/attend/cpu/row_end.h"
 #include "src/core/checked.h"
 
 namespace ta {
@@ -439,21 +440,11 @@ float AttendExecutor::finish_row(const AttendCall& call, const Job& job, int64_t
     const int d = call.head_dim;
     const float m = rows.m[r], l = rows.l[r];
     const float* o = rows.o + r * d;
-    double denominator = l, top = m;  // the denominator is denominator * 2^top
-    float weight = 1.0f;
-    if (call.settings.sinks) {
-        const double sink = double(call.settings.sinks[q_head]) * double(cpu::kLog2e);
-        top = std::max(double(m), sink);
-        weight = m == cpu::kMinusInf ? 0.0f : float(std::exp2(double(m) - top));
-        denominator = double(l) * double(weight) + std::exp2(sink - top);
-    }
-    const float factor = denominator > 0.0 ? float(double(weight) / denominator) : 0.0f;
-    for (int c = 0; c < d; ++c) scratch.row[c] = o[c] * factor;
+    const cpu::RowEnd end = cpu::end_row(m, l, call.settings.sinks ? call.settings.sinks + q_head : nullptr);
+    for (int c = 0; c < d; ++c) scratch.row[c] = o[c] * end.factor;
     context_.kernels().codec->from_float(scratch.row, d, call.out.dtype, call.out.at(token, q_head));
-    if (!call.lse) return factor;
-    call.lse[token * call.kv_heads * call.group + q_head] =
-        denominator > 0.0 ? float((top + std::log2(denominator)) / double(cpu::kLog2e)) : cpu::kMinusInf;
-    return factor;
+    if (call.lse) call.lse[token * call.kv_heads * call.group + q_head] = end.lse;
+    return end.factor;
 }
 
 }  // namespace ta

@@ -6,6 +6,7 @@
 
 #include "src/attend/cpu/executor.h"
 #include "src/attend/cpu/stage1.h"
+#include "src/attend/dense/distr.h"
 
 namespace ta {
 namespace {
@@ -160,7 +161,10 @@ class DenseRun {
 Status attend_dense(Context& context, const DenseCall& call) {
 #ifdef TA_HAVE_CUDA
     Device* device = context.device();
-    if (CudaDevice* cuda = device ? device->cuda() : nullptr) return attend_dense_on_gpu(*cuda, call);
+    if (CudaDevice* cuda = device ? device->cuda() : nullptr) {
+        if (call.variant == TA_DENSE_DISTR) return fail(TA_E_UNSUPPORTED, "TA_DENSE_DISTR runs on a CPU alone").argument(6);
+        return attend_dense_on_gpu(*cuda, call);
+    }
 #endif
     if (!call.saturate) {
         const cpu::PageCodec& codec = *context.kernels().codec;
@@ -175,6 +179,7 @@ Status attend_dense(Context& context, const DenseCall& call) {
             return std::move(s).argument(i + 1).sequence(behind - offsets.begin() - 1);
         }
     }
+    if (call.variant == TA_DENSE_DISTR) return attend_distr(context, call);
     return DenseRun(context, call).run();
 }
 

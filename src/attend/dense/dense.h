@@ -19,6 +19,7 @@ struct DenseCall {
     std::span<const int64_t> q_offsets, k_offsets;  // [batch + 1]
     ta_dense_variant variant = TA_DENSE_INT8_PAGE;
     ta_granularity v_granularity = TA_GRANULARITY_DEFAULT;
+    int group_size = 0;  // of TA_DENSE_DISTR
     bool saturate = false;
     AttendSettings settings;
     ta_stream stream = nullptr;  // of a GPU

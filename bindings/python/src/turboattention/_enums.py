@@ -242,8 +242,9 @@ class PartitionOutput(IntEnum):
 
 
 class DenseVariant(IntEnum):
-    """How ``Context.attend_dense`` quantizes."""
+    """How ``Context.attend_dense`` quantizes, or that it groups channels."""
 
     INT8_PAGE = 0
     INT_FLASH = 1
     INT_FLASH_HALF = 2
+    DISTR = 3

@@ -637,6 +637,7 @@ pub type ta_dense_variant = i32;
 pub const TA_DENSE_INT8_PAGE: ta_dense_variant_code = 0;
 pub const TA_DENSE_INT_FLASH: ta_dense_variant_code = 1;
 pub const TA_DENSE_INT_FLASH_HALF: ta_dense_variant_code = 2;
+pub const TA_DENSE_DISTR: ta_dense_variant_code = 3;
 pub type ta_dense_variant_code = i32;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -650,6 +651,7 @@ pub struct ta_dense_options {
     pub nonfinite: ta_nonfinite,
     pub attend: *const ta_attend_options,
     pub stream: ta_stream,
+    pub group_size: u32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -26,6 +26,8 @@ pub struct DenseOptions<'a> {
     pub attend: AttendOptions<'a>,
     /// Of a GPU context.
     pub stream: Stream,
+    /// Of [`DenseVariant::Distr`]: channels that share a score, 2, 3 or 4; 0: 2.
+    pub group_size: u32,
 }
 
 /// Attention of some queries over a set of keys, with its LSE.
@@ -39,7 +41,7 @@ pub struct State<'a> {
 
 impl Context {
     /// Attention over plain tensors, without a pool: q and out [query tokens, query heads, channels], k and v [keys, kv heads,
-    /// channels]. Values are quantized to INT8 on the way.
+    /// channels]. Values are quantized to INT8 on the way, or channels are grouped ([`DenseVariant::Distr`]).
     pub fn attend_dense(
         &self,
         q: Tensor<'_>,
@@ -71,6 +73,7 @@ impl Context {
             nonfinite: options.nonfinite as i32,
             attend: &attend,
             stream: options.stream.0,
+            group_size: options.group_size,
             ..ffi::ta_dense_options::new()
         };
         let (q, k, v, out) = (q.get(device)?, k.get(device)?, v.get(device)?, out.get(device)?);

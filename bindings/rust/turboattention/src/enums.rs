@@ -303,7 +303,7 @@ enums! {
         /// One rank gets all of them.
         One = TA_OUTPUT_ONE,
     }
-    /// How dense attention quantizes.
+    /// How dense attention quantizes, or that it groups channels.
     #[derive(Default)]
     DenseVariant {
         /// TurboAttention.
@@ -313,5 +313,7 @@ enums! {
         IntFlash = TA_DENSE_INT_FLASH,
         /// INT-FlashAttention, half INT8.
         IntFlashHalf = TA_DENSE_INT_FLASH_HALF,
+        /// DistrAttention: channels are grouped, nothing is quantized.
+        Distr = TA_DENSE_DISTR,
     }
 }

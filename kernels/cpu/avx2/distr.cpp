@@ -1,0 +1,7 @@
+#include "kernels/cpu/distr_impl.h"
+
+namespace ta::cpu {
+const DistrKernel& distr_kernel_avx2() {
+    return kDistrKernel;
+}
+}  // namespace ta::cpu
