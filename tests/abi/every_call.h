@@ -1,6 +1,7 @@
 // One call of each kind that the ABI has, on a pool of a CPU with all tiers. `run` decides what each runs on.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <thread>
@@ -179,8 +180,8 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         return s == TA_E_IO ? TA_OK : TA_E_INTERNAL;
     });
     for (const ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_INT_FLASH, TA_DENSE_INT_FLASH_HALF, TA_DENSE_DISTR}) {
-        Tensor q(random.normals(300 * 2 * head_dim), 300, 2, head_dim), k(random.normals(300 * 2 * head_dim), 300, 2, head_dim),
-            out(300, 2, head_dim);
+        const uint32_t d = variant == TA_DENSE_DISTR ? std::min(head_dim, 128u) : head_dim;
+        Tensor q(random.normals(300 * 2 * d), 300, 2, d), k(random.normals(300 * 2 * d), 300, 2, d), out(300, 2, d);
         auto dense = sized<ta_dense_options>();
         dense.variant = variant;
         run("ta_attend_dense", [&](ta_error* e) {
