@@ -125,25 +125,36 @@ TEST(ManyRows, SeeWhatTheirSequencesDo) {
 
 // The table of kernels for many rows: which GPUs and calls take which.
 TEST(ManyRows, VariantRunsOnItsGpuAndMayRefuse) {
+    constexpr int kHopperBytes = 227 * 1024, kSmallBytes = 99 * 1024;  // of shared memory
+    const auto launch_of = [](int generation, int major, int shared_bytes, const cuda::AttendArgs& args) {
+        const cuda::PrefillVariant* variant = cuda::choose_prefill(generation, major, shared_bytes, args);
+        return variant ? variant->launch : nullptr;
+    };
+    const auto hopper = &cuda::launch_prefill, ampere = &cuda::prefill::sm80::launch;
     cuda::AttendArgs args{};
     args.head_dim = 128;
     args.p_levels = 255;
-    const cuda::PrefillVariant* hopper = cuda::choose_prefill(9, 9, args);
-    ASSERT_NE(hopper, nullptr);
-    EXPECT_EQ(hopper->launch, cuda::launch_prefill);
-    EXPECT_EQ(cuda::choose_prefill(8, 9, args), nullptr) << "a Hopper that runs code of sm_80";
-    EXPECT_EQ(cuda::choose_prefill(9, 10, args), nullptr) << "a newer GPU that runs code of generation 9";
-    EXPECT_EQ(cuda::choose_prefill(8, 8, args), nullptr);
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), hopper);
+    EXPECT_EQ(launch_of(8, 9, kHopperBytes, args), ampere) << "a Hopper that runs code of sm_80";
+    EXPECT_EQ(launch_of(9, 10, kHopperBytes, args), ampere) << "a newer GPU that runs code of generation 9";
+    EXPECT_EQ(launch_of(8, 8, kSmallBytes, args), ampere);
+    EXPECT_EQ(launch_of(8, 7, kSmallBytes - 1, args), nullptr) << "too little shared memory";
     args.p_levels = 127, args.p_running = true;
-    EXPECT_EQ(cuda::choose_prefill(9, 9, args), hopper) << "its P is finer";
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), hopper) << "its P is finer";
     args.may_lack_pages = true;
-    EXPECT_EQ(cuda::choose_prefill(9, 9, args), nullptr);
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), nullptr);
     args.may_lack_pages = false, args.head_dim = 96;
-    EXPECT_EQ(cuda::choose_prefill(9, 9, args), nullptr);
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), ampere);
+    const cuda::HeadArgs heads{};
+    args.heads = &heads;
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), nullptr) << "channel pages of head_dim 96";
+    args.head_dim = 256;
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), ampere);
+    EXPECT_EQ(launch_of(8, 8, kSmallBytes, args), nullptr) << "too little shared memory for head_dim 256";
     args.head_dim = 64;
-    EXPECT_EQ(cuda::choose_prefill(9, 9, args), hopper);
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), hopper);
     args.p_levels = 65535;
-    EXPECT_EQ(cuda::choose_prefill(9, 9, args), nullptr);
+    EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), nullptr);
 }
 
 TEST(ManyRows, PromptsAreWhatDecodeDoesNotTake) {
