@@ -1172,8 +1172,8 @@ enum ta_dense_variant_code {
     /* INT-FlashAttention, half INT8: Q, K as above, P, V in float whatever p and v_granularity say */
     TA_DENSE_INT_FLASH_HALF = 2,
     /* DistrAttention: scores of d / group_size channels. For each 128 query tokens of a head, channels are put into groups of
-     * alike ones; one channel of q stands for its group, whose channels of k are summed. Nothing is quantized, P and V are float
-     * whatever p and v_granularity say; exp EXACT. The error does not fall with the length: docs/numerics.md */
+     * alike ones; one channel of q stands for its group, whose channels of k are summed. Nothing is quantized; P and V are float
+     * whatever p and v_granularity say; exp EXACT. docs/numerics.md, section 8, defines it. */
     TA_DENSE_DISTR = 3
 };
 

@@ -518,7 +518,7 @@ void add_attention_options(CLI::App* command, Options& o) {
                      ->capture_default_str()
                      ->excludes(exact);
     auto* map = command->add_option("--head-map", o.head_map,
-                                    "4 or 2 bits head by head: a file, 'rank' (the library's ranking) or 'random:SEED'");
+                                    "bits head by head: a file, 'rank' (the library's ranking) or 'random:SEED'");
     map->excludes(exact)->excludes(bits);
     auto* k = command->add_option("--bits-k", o.bits_k, "bits of K in every head; default: --bits");
     auto* v = command->add_option("--bits-v", o.bits_v, "bits of V in every head; default: --bits");
