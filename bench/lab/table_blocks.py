@@ -1,0 +1,86 @@
+"""DistrAttention (arXiv 2507.17245), section 3.3.1: rows l and keys m of a block for a device's figures."""
+
+from dataclasses import dataclass
+
+from .report import Table
+
+TILE = 16  # N': rows and columns of a tensor core's tile, and bits of a hash
+ELEMENT = 2  # bytes of float16
+
+
+@dataclass(frozen=True)
+class Device:
+    """shared_block: bytes of shared memory that a block may have. warps: of a streaming multiprocessor. registers: 32-bit ones of
+    it. schedulers: of it, each of which issues one warp at a time."""
+
+    name: str
+    capability: str
+    shared_block: int
+    warps: int
+    registers: int = 65536
+    schedulers: int = 4
+
+
+# CUDA C++ Programming Guide, "Features and technical specifications"
+DEVICES = [Device("RTX 4090", "8.9", 99 << 10, 48), Device("RTX 3090", "8.6", 99 << 10, 48), Device("L40", "8.9", 99 << 10, 48),
+           Device("A100", "8.0", 163 << 10, 64), Device("H100", "9.0", 227 << 10, 64)]
+
+
+def shared_bytes(l, m, d):
+    """A block's q, and k and v of one step."""
+    return ELEMENT * d * (l + 2 * m)
+
+
+def registers(l, m, d, group_size):
+    """Of a thread, if a warp has TILE rows: O and S in float32, P and the sampled q in float16, 40 for the rest."""
+    lanes = 32
+    return TILE * (d * 4 + m * 4 + m * ELEMENT + d // group_size * ELEMENT) // (lanes * 4) + 40
+
+
+def moved_bytes(l, d, tokens):
+    """Of a head, from and to global memory: q and o once, k and v once for each block of l rows."""
+    return ELEMENT * d * (2 * tokens + 2 * tokens * tokens / l)
+
+
+def fits(device, l, m, d, group_size):
+    warps = l // TILE
+    each = registers(l, m, d, group_size)
+    return (shared_bytes(l, m, d) <= device.shared_block and device.schedulers <= warps <= min(device.warps, 32) and each <= 255
+            and 32 * each * warps <= device.registers)
+
+
+def choose(device, d, group_size=2, least_m=2 * TILE):
+    """(l, m), both multiples of TILE: the largest l, then the largest m, since moved_bytes falls with l and steps with m. None: nothing
+    fits. m is at least least_m."""
+    sizes = range(TILE, 1025, TILE)
+    return max(((l, m) for l in sizes for m in sizes if m >= least_m and fits(device, l, m, d, group_size)), default=None)
+
+
+def add_options(parser):
+    parser.add_argument("--tokens", type=int, default=16384, help="for the bytes moved (16384)")
+
+
+def run(options):
+    rows = []
+    for device in DEVICES:
+        for d in (32, 64, 128):
+            for group_size in (2, 4):
+                l, m = choose(device, d, group_size)
+                rows.append({"device": device.name, "capability": device.capability, "d": d, "g": group_size, "l": l, "m": m,
+                             "warps": l // TILE, "shared": shared_bytes(l, m, d) / 1024, "registers": registers(l, m, d, group_size),
+                             "moved": moved_bytes(l, d, options.tokens) / moved_bytes(128, d, options.tokens)})
+    columns = {"device": ("device", ""), "capability": ("capability", ""), "d": ("d", "d"), "g": ("G*", "d"), "l": ("l", "d"),
+               "m": ("m", "d"), "warps": ("warps", "d"), "shared": ("shared, KiB", ".0f"), "registers": ("registers", "d"),
+               "moved": ("bytes moved, l 128 = 1", ".2f")}
+    return [Table("blocks", "DistrAttention: block sizes by its model", columns, rows, TEXT, NOTES)]
+
+
+TEXT = """`lab.table_blocks.choose(device, d, group_size)`: l rows of q and m keys in a block, multiples of N' = 16. A head moves 2 d (2 N + 2
+N^2 / l) bytes, so the largest l is taken, then the largest m that fits: q, k and v in shared memory, a warp for every 16 rows (at
+least one for each scheduler), O, S, P and q in the registers of its threads."""
+NOTES = [
+    "The paper's text was not at hand, so its table 2 is not reproduced and nothing here is checked against it. The constraints on shared "
+    "memory and warps and the order (l first) are the paper's; how much of shared memory k and v take, the registers and the least m "
+    "of 32 are assumptions of this table. The published code has l 128 and m 64 for every d.",
+    "By these figures RTX 4090, RTX 3090 and L40 are alike, so that the model gives them the same blocks.",
+    "The library's DistrAttention runs on CPUs alone and has blocks of 128 rows."]

@@ -1,0 +1,81 @@
+"""KV formats at equal true bits on a small language model: KL of its predictions to those of exact attention."""
+
+import json
+from functools import cache
+
+import numpy as np
+
+from . import evaluate, formats, tinylm
+from .attention import FloatAttention, LibraryAttention
+from .report import Table
+
+OURS = ["ours, 8 bits", "ours, 4 bits", "ours, mixed 4/2", "ours, 2 bits"]
+TEXT = """KL(exact || this cache) of the predictions in bits per byte, the mean over {positions:,} positions; +- is its standard error, from the
+means of blocks of 256 positions. Change of the loss of {exact:.5f} bits per byte. Retrieval: prompts of which every byte of the answer
+is the likeliest one. Bits per element with all scales, zero points, norms and padding, and with the tokens that are still float (KIVI's
+residual) or stay at 8 bits (our first block), after {tokens} tokens; "long context" is without these. Text: {windows} windows of {tokens}
+bytes of {text}. Every query sees the cache that a decoding engine has at its position (ours: in steps of 64 tokens, which see their own
+keys and values at 8 bits)."""
+
+
+def add_options(parser):
+    tinylm.add_options(parser)
+    parser.add_argument("--only", default="", help="rows whose name has this text, and exact")
+
+
+@cache
+def scales():
+    """Largest magnitude of K and of V in each layer on another text, for formats that have one scale for all."""
+    largest = ([], [])
+
+    class Watched(FloatAttention):
+        def _attend(self, layer, q, k, v):
+            for of_layer, x in zip(largest, (k, v)):
+                of_layer.append(float(np.abs(x).max()))
+            return super()._attend(layer, q, k, v)
+
+    tinylm.predict(tinylm.Model(), Watched(), tinylm.read_windows(tinylm.MODEL / "sample.txt", 1)[0])
+    return largest
+
+
+def published(head_dim=64, of_scales=((), ())):
+    return [formats.fp8(of_scales), formats.kivi(4, 32), formats.kivi(4, 64), formats.kivi(4, 64, residual=64),
+            formats.int4_per_token(head_dim), formats.turboquant(4, head_dim, qjl=False), formats.turboquant(4, head_dim, qjl=True),
+            formats.nvfp4(of_scales), formats.kivi(2, 32), formats.kivi(2, 64), formats.kivi(2, 64, residual=64),
+            formats.turboquant(2, head_dim, qjl=False), formats.turboquant(2, head_dim, qjl=True)]
+
+
+def make_attention(name, model):
+    if name not in OURS:
+        return FloatAttention(next(f for f in published(model.head_dim, scales()) if f.name == name))
+    import turboattention as ta
+
+    bits = {"bits": int(name.split()[1])} if "mixed" not in name else {
+        key: np.array(value, np.uint8) for key, value in json.loads((tinylm.MODEL / "head_map.json").read_text()).items()}
+    return LibraryAttention(model, ta.Context(threads=1), max_tokens=tinylm.WINDOW, **bits)
+
+
+def run(options):
+    windows, prompts = tinylm.texts(options)
+    others = {f.name: f for f in published()}
+    names = [name for name in [*OURS, *others] if options.only in name]
+    rows = evaluate.rows(__name__, names, windows, prompts, options.jobs)
+    for row in rows:
+        row["retrieval"] = f"{row['found']}/{row['prompts']}"
+    columns = {"name": ("format", ""), "bits": ("bits", ".2f"), "bits_long": ("long context", ".2f"), "kl": ("KL to exact", ".5f"),
+               "kl_error": ("+-", ".5f"), "change": ("loss, %", "+.2f"), "retrieval": ("retrieval", ">")}
+    text = TEXT.format(positions=sum(len(w) - 1 for w in windows), exact=rows[0]["loss"], tokens=len(windows[0]), windows=len(windows),
+                       text=options.text.name)
+    notes = dict.fromkeys(f"{f.family}: {f.source}. Left out: {f.left_out}." for f in others.values() if f.name in names)
+    return [Table("formats", "Formats at equal true bits", columns, rows, text, list(notes), lambda figure: draw(rows, figure))]
+
+
+def draw(rows, figure):
+    axes = figure.subplots()
+    for row in rows[1:]:
+        axes.errorbar(row["bits"], row["kl"], row["kl_error"], fmt="o", color="C3" if row["name"] in OURS else "C0", markersize=4)
+        axes.annotate(row["name"], (row["bits"], row["kl"]), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per element, all metadata")
+    axes.set_ylabel("KL to exact, bits per byte")
+    axes.grid(color="#ddd")

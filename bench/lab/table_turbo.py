@@ -1,0 +1,133 @@
+"""TurboAttention (arXiv 2412.08585): FlashQ and SAS apart, block sizes, head ranking, buffer, by error and compression."""
+
+import json
+from functools import cache, partial
+
+import numpy as np
+
+from . import evaluate, formats, tinylm
+from .attention import FloatAttention, LibraryAttention
+from .report import Table
+
+PARTS = ["SAS alone", "FlashQ 4 bits alone", "FlashQ 4 bits and SAS", "FlashQ 2 bits alone", "FlashQ 2 bits and SAS",
+         "FlashQ 4/2 bits and SAS", "profile accurate, 4 bits"]
+BLOCKS = [f"FlashQ {bits} bits, blocks of {block}" for bits in (4, 2) for block in (32, 64, 128)]
+RANKINGS = ["priority", "priority, reversed", "range", "spread of ranges", "random 1", "random 2", "random 3", "found by tinylm calibrate"]
+BUFFERS = ["universal scale, token by token", "a scale for each token, token by token", "universal scale, 64 at a time",
+           "a scale for each token, 64 at a time"]
+
+
+def add_options(parser):
+    tinylm.add_options(parser)
+
+
+def sas(x):
+    """SAS, section 4 of the paper, as the library has it (docs/numerics.md, 7): e^x for x <= 0, in place."""
+    y = np.minimum(-x, 7)  # whatever is above 6 is 0
+    whole = np.floor(y)
+    f = y - whole
+    table = np.where(whole > 6, 0, np.exp(-whole)).astype(np.float32)
+    np.multiply(table, ((-0.1025 * f + 0.4626) * f - 0.9922) * f + 0.9996, out=x)
+    x[y > 6] = 0
+    return x
+
+
+@cache
+def observed():
+    """K and V of each layer over a text."""
+    seen = []
+
+    class Watched(FloatAttention):
+        def _attend(self, layer, q, k, v):
+            seen.append((np.ascontiguousarray(k), np.ascontiguousarray(v)))
+            return super()._attend(layer, q, k, v)
+
+    tinylm.predict(tinylm.Model(), Watched(), tinylm.read_windows(tinylm.MODEL / "sample.txt", 1)[0])
+    return seen
+
+
+def head_map(ranking):
+    """Half of each layer's heads at 2 bits, those that rank lowest: k_bits and v_bits uint8 [layers, kv_heads]."""
+    import turboattention as ta
+
+    if ranking == "found by tinylm calibrate":
+        stored = json.loads((tinylm.MODEL / "head_map.json").read_text())
+        return {name: np.array(bits, np.uint8) for name, bits in stored.items()}
+    layers, (heads, head_dim) = len(observed()), observed()[0][0].shape[1:]
+    if ranking.startswith("priority"):
+        calibrator = ta.Context(threads=1).create_calibrator(layers=layers, kv_heads=heads, head_dim=head_dim)
+        for layer, (k, v) in enumerate(observed()):
+            calibrator.observe(layer, k, v)
+        maps = dict(zip(("k_bits", "v_bits"), calibrator.finish(heads // 2)))
+        return maps if ranking == "priority" else {name: 6 - bits for name, bits in maps.items()}
+    random = np.random.default_rng(int(ranking.split()[1]) if ranking.startswith("random") else 0)
+    maps = {}
+    for i, name in enumerate(("k_bits", "v_bits")):
+        x = np.stack([layer[i] for layer in observed()])  # [layers, tokens, heads, head_dim]
+        rank = {"range": lambda: x.max(axis=(1, 3)) - x.min(axis=(1, 3)),
+                "spread of ranges": lambda: (x.max(axis=1) - x.min(axis=1)).std(axis=-1)}.get(
+                    ranking, lambda: random.random((layers, heads)))()
+        maps[name] = np.where(rank.argsort(axis=-1).argsort(axis=-1) < heads // 2, 2, 4).astype(np.uint8)
+    return maps
+
+
+def make_attention(name, model):
+    import turboattention as ta
+
+    paper = partial(ta.Numerics, profile=ta.Profile.PAPER)
+
+    def library(numerics, chunk=64, **bits):
+        return LibraryAttention(model, ta.Context(threads=1), max_tokens=tinylm.WINDOW, chunk=chunk, numerics=numerics, **bits)
+
+    if name == "SAS alone":
+        return FloatAttention(exp=sas)
+    if name in BLOCKS:
+        bits, block = int(name.split()[1]), int(name.split()[-1])
+        return FloatAttention(formats.flashq(bits, block, model.head_dim))
+    if name in RANKINGS:
+        return library(paper(), **head_map(name))
+    if name in BUFFERS:
+        scale = ta.OpenScale.UNIVERSAL if name.startswith("universal") else ta.OpenScale.TOKEN
+        return library(paper(open_scale=scale), chunk=1 if name.endswith("token by token") else 64, bits=4)
+    if name == "profile accurate, 4 bits":
+        return library(ta.Numerics(), bits=4)
+    exp = ta.Exp.EXACT if name.endswith("alone") else ta.Exp.SAS
+    return library(paper(exp=exp), **({"bits": int(name.split()[1])} if "4/2" not in name else head_map("priority")))
+
+
+def run(options):
+    windows, prompts = tinylm.texts(options)
+    groups = [("turbo", "TurboAttention: FlashQ and SAS apart", PARTS), ("turbo_blocks", "Block sizes", BLOCKS),
+              ("turbo_ranking", "Head ranking: half of the heads at 2 bits", RANKINGS),
+              ("turbo_buffer", "Buffer: the newest tokens at 8 bits, 4 bits", BUFFERS)]
+    names = [name for *_, group in groups for name in group]
+    rows = {row["name"]: row for row in evaluate.rows(__name__, names, windows, [], options.jobs)}
+    columns = {"name": ("", ""), "bits": ("bits", ".2f"), "compression": ("times fp16", ".2f"), "kl": ("KL to exact", ".5f"),
+               "kl_error": ("+-", ".5f"), "change": ("loss, %", "+.2f")}
+    for row in rows.values():
+        row["compression"] = 16 / row["bits"]
+    exact = rows[evaluate.EXACT]["loss"]
+    text = TEXT.format(positions=sum(len(w) - 1 for w in windows), exact=exact, windows=len(windows), tokens=len(windows[0]),
+                       text=options.text.name)
+    tables = [Table(name, title, columns, [rows[one] for one in group], NOTES[name], draw=lambda figure, group=group: draw(
+        [rows[one] for one in group], figure)) for name, title, group in groups]
+    tables[0].text = text + "\n\n" + tables[0].text
+    return tables
+
+
+TEXT = """On a small language model: KL(exact || this cache) in bits per byte, the mean over {positions:,} positions with its standard error,
+change of the loss of {exact:.5f} bits per byte, bits per element with all metadata. Text: {windows} windows of {tokens} bytes of {text}.
+Steps of 64 tokens and `TA_PROFILE_PAPER` where nothing else is said."""
+NOTES = {
+    "turbo": "SAS alone: over float K and V. FlashQ alone: with the exact exponential. 4/2: the published ranking gives half of the heads 2 bits.",
+    "turbo_blocks": "FlashQ in numpy, exact exponential: the library has blocks of 64 tokens alone. The open block is at 8 bits.",
+    "turbo_ranking": "With SAS. The lower half of each layer's heads has 2 bits, K and V apart. This model has two kv heads in each layer.",
+    "turbo_buffer": "With SAS. Universal scale: of all tokens so far, for those that join a block that is not full, as published."}
+
+
+def draw(rows, figure):
+    axes = figure.subplots()
+    axes.barh([row["name"] for row in rows], [row["kl"] for row in rows], xerr=[row["kl_error"] for row in rows], color="C0")
+    axes.invert_yaxis()
+    axes.set_xlabel("KL to exact, bits per byte")
+    axes.grid(axis="x", color="#ddd")
