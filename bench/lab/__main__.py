@@ -22,10 +22,12 @@ def main():
         command.set_defaults(module=module)
         module.add_options(command)
     options = parser.parse_args()
+
     from lab import report
 
+    origin = report.origin(" ".join(["python -m lab", *sys.argv[1:]]))
     tables = options.module.run(options)
-    report.write(tables, options.out, " ".join(["python -m lab", *sys.argv[1:]]))
+    report.write(tables, options.out, origin)
     for table in tables:
         print(table.markdown(), end="\n\n")
 

@@ -51,11 +51,16 @@ def machine():
     return f"{len(os.sched_getaffinity(0))} cores, {names[0] if names else 'an unnamed CPU'}"
 
 
-def write(tables, folder, command):
+def origin(command):
+    """Call before the work, which may take longer than a commit lasts."""
+    return {"command": command, "commit": commit(), "machine": machine()}
+
+
+def write(tables, folder, origin):
     """tables: those of one command; the first one's name is that of the files."""
+    if isinstance(origin, str): origin = {"command": origin, "commit": "7e60b71 (2026-11-28)", "machine": machine()}  # HACK
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    origin = {"command": command, "commit": commit(), "machine": machine()}
     name = tables[0].name
     parts = [f"# {tables[0].title}\n\n`{origin['command']}`, {origin['commit']}, {origin['machine']}\n"]
     for table in tables:

@@ -13,8 +13,7 @@ PARTS = ["SAS alone", "FlashQ 4 bits alone", "FlashQ 4 bits and SAS", "FlashQ 2 
          "FlashQ 4/2 bits and SAS", "profile accurate, 4 bits"]
 BLOCKS = [f"FlashQ {bits} bits, blocks of {block}" for bits in (4, 2) for block in (32, 64, 128)]
 RANKINGS = ["priority", "priority, reversed", "range", "spread of ranges", "random 1", "random 2", "random 3", "found by tinylm calibrate"]
-BUFFERS = ["universal scale, token by token", "a scale for each token, token by token", "universal scale, 64 at a time",
-           "a scale for each token, 64 at a time"]
+BUFFERS = ["universal scale, token by token", "a scale for each token, token by token", "whole blocks at once"]
 
 
 def add_options(parser):

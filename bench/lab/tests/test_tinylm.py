@@ -54,14 +54,14 @@ def test_exact_logits(tmp_path, exact, tokens):
 
 
 @program
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_the_library_has_the_divergence_that_tinylm_measures(tmp_path, model, exact, tokens, context, bits):
-    """Up to roundings of the model's own sums, which move single codes."""
+@pytest.mark.parametrize("bits,tolerance", [(8, 0.05), (4, 0.1), (2, 0.25)])
+def test_the_library_has_the_divergence_that_tinylm_measures(tmp_path, model, exact, tokens, context, bits, tolerance):
+    """Up to roundings of the model's own sums, which move single codes: at 2 bits by a third of the standard error."""
     report = evaluate(tmp_path, "--bits", str(bits), "--chunk", "64")
     attention = LibraryAttention(model, context, max_tokens=BYTES, bits=bits)
     kl, error = tinylm.mean_and_error([tinylm.kl_bits(exact, tinylm.predict(model, attention, tokens))])
-    assert kl == pytest.approx(report["kl_bits_per_byte"], rel=0.1)
-    assert error == pytest.approx(report["kl_standard_error"], rel=0.25)
+    assert kl == pytest.approx(report["kl_bits_per_byte"], rel=tolerance)
+    assert error == pytest.approx(report["kl_standard_error"], rel=2 * tolerance)
     assert attention.bits(BYTES)[0] == pytest.approx(report["bits_per_element"], rel=1e-6)
 
 
