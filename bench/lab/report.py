@@ -58,7 +58,6 @@ def origin(command):
 
 def write(tables, folder, origin):
     """tables: those of one command; the first one's name is that of the files."""
-    if isinstance(origin, str): origin = {"command": origin, "commit": "7e60b71 (2026-11-28)", "machine": machine()}  # HACK
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = tables[0].name
