@@ -68,7 +68,8 @@ def fp8(scales):
 
         return quantize
 
-    return Format("FP8 e4m3", "FP8 e4m3", "arXiv 2209.05433; one scale for a layer's K and one for its V, of sample.txt, as vLLM's calibrated ones", "-",
+    return Format("FP8 e4m3", "FP8 e4m3",
+                  "arXiv 2209.05433; one scale for a layer's K and one for its V, of sample.txt, as vLLM's calibrated ones", "-",
                   *map(quantizer, scales), bits=lambda tokens: 8.0)
 
 
@@ -84,8 +85,9 @@ def nvfp4(scales):
 
         return quantize
 
-    return Format("NVFP4", "NVFP4", "arXiv 2509.25149: e2m1, blocks of 16 channels with an e4m3 scale, a float32 scale for a layer's K and one for "
-                  "its V, of sample.txt", "random rotation and stochastic rounding, which are for training",
+    return Format("NVFP4", "NVFP4",
+                  "arXiv 2509.25149: e2m1, blocks of 16 channels with an e4m3 scale, a float32 scale for a layer's K and one for its V, of "
+                  "sample.txt", "random rotation and stochastic rounding, which are for training",
                   *map(quantizer, scales), bits=lambda tokens: 4 + 8 / 16)
 
 
@@ -121,7 +123,8 @@ def int4_per_token(head_dim):
     def quantize(x, layer):
         return asymmetric(x, 4, axis=-1)
 
-    return Format("INT4 per token", "INT4 per token", "KV4 of QServe, arXiv 2405.04532: each token's head has a float16 scale and zero point",
+    return Format("INT4 per token", "INT4 per token",
+                  "KV4 of QServe, arXiv 2405.04532: each token's head has a float16 scale and zero point",
                   "SmoothAttention, which scales channels of K by a calibration", quantize, quantize, lambda tokens: 4 + 32 / head_dim)
 
 
@@ -209,4 +212,5 @@ def flashq(bits, block, head_dim):
         share = float(stored(tokens) / tokens)  # 8 bits of step and 8 of zero point for each channel, float32 for the block
         return share * (bits + 16 / block + 32 / (block * head_dim)) + (1 - share) * (8 + 32 / head_dim)
 
-    return Format(f"FlashQ {bits} bits, blocks of {block}", "FlashQ", "arXiv 2412.08585", "-", quantize, quantize, size, kept, stored, stored)
+    return Format(f"FlashQ {bits} bits, blocks of {block}", "FlashQ", "arXiv 2412.08585", "-", quantize, quantize, size, kept,
+                  stored, stored)

@@ -3,12 +3,14 @@
 import json
 import os
 import subprocess
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "svg")
 
 HERE = Path(__file__).parent
+WIDTH = 130  # columns
 
 
 @dataclass
@@ -66,13 +68,13 @@ def write(tables, folder, origin):
         if table is not tables[0]:
             parts.append(f"## {table.title}\n")
         if table.text:
-            parts.append(table.text.strip() + "\n")
+            parts.append("\n\n".join(textwrap.fill(paragraph, WIDTH) for paragraph in table.text.split("\n\n")) + "\n")
         parts.append(table.markdown() + "\n")
         if table.draw:
             parts.append(f"![{table.title}]({table.name}.svg)\n")
             draw(table, folder / f"{table.name}.svg")
         if table.notes:
-            parts.append("\n".join(f"- {note}" for note in table.notes) + "\n")
+            parts.append("\n".join(textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in table.notes) + "\n")
     (folder / f"{name}.md").write_text("\n".join(parts))
     rows = {table.name: {"title": table.title, "rows": table.rows} for table in tables}
     (folder / f"{name}.json").write_text(json.dumps({**origin, "tables": rows}, indent=1) + "\n")

@@ -45,13 +45,13 @@ def moved_bytes(l, d, tokens):
 def fits(device, l, m, d, group_size):
     warps = l // TILE
     each = registers(l, m, d, group_size)
-    return (shared_bytes(l, m, d) <= device.shared_block and device.schedulers <= warps <= min(device.warps, 32) and each <= 255
+    return (shared_bytes(l, m, d) <= device.shared_block and warps % device.schedulers == 0 and warps <= min(device.warps, 32) and each <= 255
             and 32 * each * warps <= device.registers)
 
 
 def choose(device, d, group_size=2, least_m=2 * TILE):
-    """(l, m), both multiples of TILE: the largest l, then the largest m, since moved_bytes falls with l and steps with m. None: nothing
-    fits. m is at least least_m."""
+    """(l, m), both multiples of TILE, m at least least_m: the largest l, since moved_bytes falls with it, then the largest m, since the
+    steps fall with that. None: nothing fits."""
     sizes = range(TILE, 1025, TILE)
     return max(((l, m) for l in sizes for m in sizes if m >= least_m and fits(device, l, m, d, group_size)), default=None)
 
@@ -75,12 +75,12 @@ def run(options):
     return [Table("blocks", "DistrAttention: block sizes by its model", columns, rows, TEXT, NOTES)]
 
 
-TEXT = """`lab.table_blocks.choose(device, d, group_size)`: l rows of q and m keys in a block, multiples of N' = 16. A head moves 2 d (2 N + 2
-N^2 / l) bytes, so the largest l is taken, then the largest m that fits: q, k and v in shared memory, a warp for every 16 rows (at
-least one for each scheduler), O, S, P and q in the registers of its threads."""
+TEXT = """`lab.table_blocks.choose(device, d, group_size)`: l rows of q and m keys in a block, multiples of N' = 16. A head moves
+2 d (2 N + 2 N^2 / l) bytes, so the largest l is taken, then the largest m that fits: q, k and v in shared memory, a warp for every
+16 rows (as many for each scheduler), O, S, P and q in the registers of its threads."""
 NOTES = [
-    "The paper's text was not at hand, so its table 2 is not reproduced and nothing here is checked against it. The constraints on shared "
-    "memory and warps and the order (l first) are the paper's; how much of shared memory k and v take, the registers and the least m "
-    "of 32 are assumptions of this table. The published code has l 128 and m 64 for every d.",
+    "The paper's text was not at hand, so its table 2 is not reproduced and nothing here is checked against it. Constraints on shared "
+    "memory and warps and the order (l first) are the paper's; how much of shared memory q, k and v take, warps in equal parts, the "
+    "registers and the least m of 32 are assumptions of this table. The published code has l 128 and m 64 for every d.",
     "By these figures RTX 4090, RTX 3090 and L40 are alike, so that the model gives them the same blocks.",
     "The library's DistrAttention runs on CPUs alone and has blocks of 128 rows."]

@@ -86,8 +86,8 @@ def run(options):
             by_group.append({**start, **{f"g{g}": found[kind, d, g, rows_list[-1]][i] for g in GROUPS}})
     head = {"inputs": ("inputs", ""), "d": ("d", "d"), "of": ("error of", ""), "alike": ("all weights alike", ".2f")}
     return [
-        Table("distr", "DistrAttention: error by the rows of a block, G* 2 (table 3)", {**head, **{f"l{r}": (f"l {r}", ".2f") for r in rows_list}},
-              by_rows, TEXT.format(tokens=tokens, count=count), NOTES),
+        Table("distr", "DistrAttention: error by the rows of a block, G* 2 (table 3)",
+              {**head, **{f"l{r}": (f"l {r}", ".2f") for r in rows_list}}, by_rows, TEXT.format(tokens=tokens, count=count), NOTES),
         Table("distr_groups", f"Error by the channels of a group (table 4), blocks of {rows_list[-1]} rows",
               {**head, **{f"g{g}": (f"G* {g}", ".2f") for g in GROUPS}}, by_group),
         Table("distr_dims", "Both, per head_dim", {"inputs": ("inputs", ""), "d": ("d", "d"), "g": ("G*", "d"),
@@ -100,12 +100,12 @@ TEXT = """Error in percent: sum |difference| / sum |exact|, of scores S (before 
 share groups of G* channels. {tokens} tokens, {count} draws; the language model: {tokens} tokens, all layers and kv heads, causal. "All
 weights alike" is the error of the mean of V: with V from U(0, 1) O is near 0.5 whatever the scores are."""
 NOTES = [
-    "O is that of the library (`TA_DENSE_DISTR`), S that of the same groups in numpy (`lab.distr`), which a test compares with the library.",
+    "O is that of the library (`TA_DENSE_DISTR`), S that of the same groups in numpy (`lab.distr`), which a test compares with it.",
     "The paper's tables and figure were not at hand, so nothing is compared with its figures. The script that its authors published for "
     "them draws Q and K from U(0, 1), 100 times 64 x 32, measures S, and has l 1, 2, 4, 8 with G* 2, and G* 2, 4, 8, 16 with l 2. The "
     "library has G* up to 4.",
-    "Figure 9 is drawn by a script that times a GPU kernel per head_dim; the library's DistrAttention runs on CPUs alone. Below is the error "
-    "per head_dim in its place."]
+    "Figure 9 is drawn by a script that times a GPU kernel per head_dim; the library's DistrAttention runs on CPUs alone. Below is the "
+    "error per head_dim in its place."]
 
 
 def draw(found, dims, rows_list, figure):

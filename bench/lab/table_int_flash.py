@@ -90,7 +90,7 @@ def run(options):
                             draw=lambda figure, rows=table_rows: draw_lines(rows, figure)))
     less = [[100 * (1 - row["full"] / row["fp8"]) for row in table.rows] for table in tables]
     claim = ", ".join(f"{min(values):.0f} to {max(values):.0f}% with {kind} inputs" for values, kind in zip(less, INPUTS))
-    tables[-1].notes = [*NOTES, "Full INT8 by the running maximum has less error than FP8 e4m3 by " + claim + "; the paper's abstract says 82%."]
+    tables[-1].notes = [*NOTES, f"Full INT8 by the running maximum has less error than FP8 e4m3 by {claim}; the paper's abstract says 82%."]
     return tables
 
 

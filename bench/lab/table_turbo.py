@@ -108,17 +108,20 @@ def run(options):
     exact = rows[evaluate.EXACT]["loss"]
     text = TEXT.format(positions=sum(len(w) - 1 for w in windows), exact=exact, windows=len(windows), tokens=len(windows[0]),
                        text=options.text.name)
-    tables = [Table(name, title, columns, [rows[one] for one in group], NOTES[name], draw=lambda figure, group=group: draw(
-        [rows[one] for one in group], figure)) for name, title, group in groups]
+    tables = []
+    for name, title, group in groups:
+        of_group = [rows[one] for one in group]
+        tables.append(Table(name, title, columns, of_group, NOTES[name], draw=lambda figure, of_group=of_group: draw(of_group, figure)))
     tables[0].text = text + "\n\n" + tables[0].text
     return tables
 
 
-TEXT = """On a small language model: KL(exact || this cache) in bits per byte, the mean over {positions:,} positions with its standard error,
-change of the loss of {exact:.5f} bits per byte, bits per element with all metadata. Text: {windows} windows of {tokens} bytes of {text}.
-Steps of 64 tokens and `TA_PROFILE_PAPER` where nothing else is said."""
+TEXT = """On a small language model: KL(exact || this cache) in bits per byte, the mean over {positions:,} positions with its standard
+error, change of the loss of {exact:.5f} bits per byte, bits per element with all metadata. Text: {windows} windows of
+{tokens} bytes of {text}. Steps of 64 tokens and `TA_PROFILE_PAPER` where nothing else is said."""
 NOTES = {
-    "turbo": "SAS alone: over float K and V. FlashQ alone: with the exact exponential. 4/2: the published ranking gives half of the heads 2 bits.",
+    "turbo": "SAS alone: over float K and V. FlashQ alone: with the exact exponential. 4/2: the published ranking gives half of the "
+             "heads 2 bits.",
     "turbo_blocks": "FlashQ in numpy, exact exponential: the library has blocks of 64 tokens alone. The open block is at 8 bits.",
     "turbo_ranking": "With SAS. The lower half of each layer's heads has 2 bits, K and V apart. This model has two kv heads in each layer.",
     "turbo_buffer": "With SAS. Universal scale: of all tokens so far, for those that join a block that is not full, as published."}

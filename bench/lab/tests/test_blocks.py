@@ -23,6 +23,6 @@ def test_nothing_better_fits(device, d):
 
 
 def test_what_limits():
-    assert choose(Device("little shared memory", "", 40 << 10, 48), 128) == (96, 32)  # 2 * 128 * (96 + 64) bytes
-    assert choose(Device("few warps", "", 1 << 20, 5), 32)[0] == 80
+    assert choose(Device("little shared memory", "", 40 << 10, 48), 128) == (64, 48)  # 2 * 128 * (64 + 96) bytes
+    assert choose(Device("few warps", "", 1 << 20, 5), 32)[0] == 64
     assert choose(Device("nothing fits", "", 8 << 10, 48), 128) is None

@@ -130,7 +130,8 @@ def test_turboquant_has_the_distortion_of_its_paper(bits, distortion):
 def test_qjl_has_no_bias():
     """Theorem 2: inner products with what turbo_prod gives back are right in the mean over projections; turbo_mse's are too small."""
     random = np.random.default_rng(4)
-    x, rotation = random.standard_normal((1, 1, 64)).astype(np.float32), np.linalg.qr(random.standard_normal((64, 64)))[0].astype(np.float32)
+    x = random.standard_normal((1, 1, 64)).astype(np.float32)
+    rotation = np.linalg.qr(random.standard_normal((64, 64)))[0].astype(np.float32)
     products = [float((formats.turbo_prod(x, 2, rotation, random.standard_normal((64, 64)).astype(np.float32)) * x).sum() / (x * x).sum())
                 for _ in range(1000)]
     assert np.mean(products) == pytest.approx(1, abs=4 * np.std(products) / np.sqrt(1000))
