@@ -45,8 +45,8 @@ def moved_bytes(l, d, tokens):
 def fits(device, l, m, d, group_size):
     warps = l // TILE
     each = registers(l, m, d, group_size)
-    return (shared_bytes(l, m, d) <= device.shared_block and warps % device.schedulers == 0 and warps <= min(device.warps, 32) and each <= 255
-            and 32 * each * warps <= device.registers)
+    return (shared_bytes(l, m, d) <= device.shared_block and warps % device.schedulers == 0 and warps <= min(device.warps, 32)
+            and each <= 255 and 32 * each * warps <= device.registers)
 
 
 def choose(device, d, group_size=2, least_m=2 * TILE):
