@@ -1190,7 +1190,7 @@ typedef struct ta_dense_options {
     uint32_t group_size;             /* of TA_DENSE_DISTR: channels that share a score, 2, 3 or 4; default 2; else 0 */
 } ta_dense_options;
 
-/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way, or groups channels (TA_DENSE_DISTR, CPUs alone).
+/* Attention over plain tensors, no pool: quantizes Q, K, V to INT8 on the way, or groups channels (TA_DENSE_DISTR).
  * Synchronous on a CPU; on a GPU it enqueues on options.stream and returns. The offsets are read, in host memory, before it
  * returns, so a capturing stream is TA_E_STATE.
  *   q, out   [sum of query tokens, q_heads, head_dim]
@@ -1200,7 +1200,7 @@ typedef struct ta_dense_options {
  * A GPU takes values that are not finite as 0. Under TA_NONFINITE_REJECT it counts them, and the context's next rejecting call
  * that finds any counted fails once with TA_E_NONFINITE: to ask about calls that are complete, call with no query tokens.
  * Errors: as ta_attend, TA_E_INVALID also for offsets that are no prefix sums, TA_E_NONFINITE also on a GPU, TA_E_UNSUPPORTED
- * (head_dim; a stream on a CPU; TA_DENSE_DISTR on a GPU; a driver without memory pools). */
+ * (head_dim; a stream on a CPU; a driver without memory pools). */
 TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
                                  const ta_tensor* out, float* lse, const ta_dense_options* options, ta_error* err);
 

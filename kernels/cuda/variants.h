@@ -1,5 +1,5 @@
 // The kernels that attend to many query rows, and which of them a call takes. A kernel for another architecture is a folder beside
-// sm90 and one row of kPrefillVariants.
+// sm90 and one row of kPrefillVariants, or of kDistrVariants for DistrAttention.
 //
 // Up to 16 query rows of a sequence and kv head take the decode kernel (any/decode) on every GPU. More rows take the first variant
 // that runs on the GPU and does not refuse the call. If there is none, the decode kernel takes the rows 16 at a time.
@@ -8,8 +8,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <iterator>
 
+#include "kernels/cuda/sm80/distr/distr.h"
 #include "kernels/cuda/sm80/prefill/prefill.h"
+#include "kernels/cuda/sm90/distr/distr.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 
 namespace ta::cuda {
@@ -46,6 +49,25 @@ inline const PrefillVariant* choose_prefill(int generation, int major, int share
         if (v.runs_on(generation, major, shared_bytes) && !v.refusal(args)) return &v;
     }
     return nullptr;
+}
+
+struct DistrVariant {
+    int generation, major;  // as PrefillVariant's
+    const char* (*refusal)(const DistrArgs& args);
+    cudaError_t (*launch)(const DistrArgs& args, cudaStream_t stream);
+};
+
+inline constexpr DistrVariant kDistrVariants[] = {
+    {9, 9, distr::sm90::refusal, distr::sm90::launch},
+    {8, 0, distr::sm80::refusal, distr::sm80::launch},
+};
+
+// The variant for a call. The last runs on every GPU that the library runs on, and takes every call.
+inline const DistrVariant& choose_distr(int generation, int major, const DistrArgs& args) {
+    for (const DistrVariant& v : kDistrVariants) {
+        if (generation >= v.generation && (v.major == 0 || major == v.major) && !v.refusal(args)) return v;
+    }
+    return kDistrVariants[std::size(kDistrVariants) - 1];
 }
 
 }  // namespace ta::cuda

@@ -28,6 +28,23 @@ __device__ __forceinline__ void mma_u8_u8_k16(int32_t (&c)[4], const uint32_t (&
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
+// c += a b with a [16, 16] and b [16, 8] of F16, c [16, 8] fp32. With lane = 4 r + i: a[0] is row r, columns 2i and 2i + 1, a[1] row
+// r + 8, a[2], a[3] the same 8 columns further on; b0, b1 are column r, rows 2i, 2i + 1 and 8 + 2i, 9 + 2i; c[0], c[1] are row r,
+// columns 2i and 2i + 1, c[2], c[3] row r + 8.
+__device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices of 16 bits, transposed: lane 8 n + r says where row r of the n-th is; lane 4 r + i gets of each, in w[n], column
+// r, rows 2i and 2i + 1.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&w)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 // Bytes of lo (0..3) and hi (4..7) by the nibbles of the selector, the lowest first; with 8 added to a nibble, that byte's sign
 // in all bits.
 template <uint32_t kSelector>

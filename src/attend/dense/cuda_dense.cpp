@@ -1,12 +1,13 @@
 #include "src/attend/dense/cuda_dense.h"
 
 #include <atomic>
-#include <cstring>
+#include <memory>
 #include <vector>
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/dense/dense.h"
 #include "src/attend/cuda/attend.h"
+#include "src/attend/dense/cuda_run.h"
 
 namespace ta {
 namespace {
@@ -17,32 +18,14 @@ using cuda::DenseScale;
 using cuda::HalfTile;
 using cuda::SequenceArgs;
 
-// Where the parts of a call's device memory lie, one after the other.
-class Layout {
+// K and V become INT8 pages.
+class PagesRun final : public CudaDenseRun {
   public:
-    size_t take(size_t bytes, size_t alignment = 16) {
-        const size_t at = round_up(bytes_, alignment);
-        bytes_ = at + bytes;
-        return at;
-    }
-    size_t bytes() const { return bytes_; }
+    using CudaDenseRun::CudaDenseRun;
 
-  private:
-    size_t bytes_ = 0;
-};
-
-class DenseRun {
-  public:
-    DenseRun(const CudaDevice& device, const DenseCall& call) : device_(device), call_(call) {}
-
-    // Everything that can be refused, and the layout.
-    Status prepare();
-    size_t bytes() const { return layout_.bytes(); }
-    size_t staged_bytes() const { return staged_end_; }
-    // What the device reads, into host memory; `base` is where it will be.
-    void write(uint8_t* staged, uint8_t* base) const;
-    // `replaced`: host memory mapped into the device.
-    Status launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream);
+    Status prepare() override;
+    void write(uint8_t* staged, uint8_t* base) const override;
+    Status launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) override;
 
   private:
     bool half() const { return call_.variant == TA_DENSE_INT_FLASH_HALF; }
@@ -52,17 +35,7 @@ class DenseRun {
     AttendArgs attend_args() const;
     cuda::DensePagesArgs pages_args(uint8_t* base) const;
     Status launch_half(const AttendArgs& args, uint8_t* base, cudaStream_t stream) const;
-    template <class T>
-    static T* at(uint8_t* base, size_t offset) {
-        return reinterpret_cast<T*>(base + offset);
-    }
-    template <class T>
-    static void put(uint8_t* base, size_t offset, const std::vector<T>& values) {
-        if (!values.empty()) std::memcpy(base + offset, values.data(), values.size() * sizeof(T));
-    }
 
-    const CudaDevice& device_;
-    const DenseCall& call_;
     const int d_ = int(call_.k.head_dim), kv_heads_ = int(call_.k.heads), group_ = int(call_.q.heads / call_.k.heads);
     std::vector<SequenceArgs> few_, many_;  // by the kernel that takes their queries; half INT8: all in few_
     std::vector<DensePage> pages_;
@@ -73,13 +46,11 @@ class DenseRun {
     ManyRowsKey many_key_{};
     ManyRows many_rows_;
 
-    Layout layout_;
-    size_t table_at_ = 0, pages_at_ = 0, few_at_ = 0, counts_at_ = 0, many_at_ = 0, tiles_at_ = 0, v_rows_at_ = 0,
-           staged_end_ = 0;
+    size_t table_at_ = 0, pages_at_ = 0, few_at_ = 0, counts_at_ = 0, many_at_ = 0, tiles_at_ = 0, v_rows_at_ = 0;
     size_t nonfinite_at_ = 0, n_nonfinite_ = 0, amax_at_ = 0, zeros_end_ = 0, data_at_ = 0, workspace_at_ = 0, parts_at_ = 0;
 };
 
-Status DenseRun::list_sequences() {
+Status PagesRun::list_sequences() {
     const int64_t most = std::max(call_.q.tokens, call_.k.tokens);
     if (most > kMaxCudaKeys) return fail(TA_E_LIMIT, "the call has %lld tokens; on a GPU the limit is 2^30", (long long)most);
     const size_t batch = call_.k_offsets.size() - 1;
@@ -112,14 +83,14 @@ Status DenseRun::list_sequences() {
     return {};
 }
 
-void DenseRun::list_tiles() {
+void PagesRun::list_tiles() {
     for (size_t b = 0; b < few_.size(); ++b) {
         const int64_t rows = int64_t(few_[b].n_query) * group_;
         for (int64_t row = 0; row < rows; row += cuda::kHalfRows) tiles_.push_back({int32_t(b), int32_t(row)});
     }
 }
 
-AttendArgs DenseRun::attend_args() const {
+AttendArgs PagesRun::attend_args() const {
     AttendArgs a{};
     a.head_dim = d_;
     a.kv_heads = kv_heads_;
@@ -134,7 +105,7 @@ AttendArgs DenseRun::attend_args() const {
     return a;
 }
 
-Status DenseRun::prepare() {
+Status PagesRun::prepare() {
     TA_RETURN_IF_ERROR(list_sequences());
     AttendArgs a = attend_args();
     if (half()) {
@@ -172,7 +143,7 @@ Status DenseRun::prepare() {
     return {};
 }
 
-void DenseRun::write(uint8_t* staged, uint8_t* base) const {
+void PagesRun::write(uint8_t* staged, uint8_t* base) const {
     for (size_t n = 0; n < pages_.size(); ++n) {
         at<uint64_t>(staged, table_at_)[n] = uint64_t(uintptr_t(base + data_at_)) + n * page_stride();
     }
@@ -184,7 +155,7 @@ void DenseRun::write(uint8_t* staged, uint8_t* base) const {
     put(staged, v_rows_at_, v_rows_);
 }
 
-cuda::DensePagesArgs DenseRun::pages_args(uint8_t* base) const {
+cuda::DensePagesArgs PagesRun::pages_args(uint8_t* base) const {
     cuda::DensePagesArgs p{};
     p.head_dim = d_;
     p.kv_heads = kv_heads_;
@@ -206,7 +177,7 @@ cuda::DensePagesArgs DenseRun::pages_args(uint8_t* base) const {
     return p;
 }
 
-Status DenseRun::launch_half(const AttendArgs& args, uint8_t* base, cudaStream_t stream) const {
+Status PagesRun::launch_half(const AttendArgs& args, uint8_t* base, cudaStream_t stream) const {
     cuda::DenseHalfArgs h{};
     h.attend = args;
     h.v = tensor_args(call_.v);
@@ -216,14 +187,10 @@ Status DenseRun::launch_half(const AttendArgs& args, uint8_t* base, cudaStream_t
     return device_.check(cudaError_t(cuda::launch_dense_half(h, stream)), "attention with V in float");
 }
 
-Status DenseRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) {
+Status PagesRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) {
     const auto check = [this](int error, const char* what) { return device_.check(cudaError_t(error), what); };
-    TA_RETURN_IF_ERROR(
-        check(cudaMemcpyAsync(base, staged, staged_end_, cudaMemcpyHostToDevice, stream), "copying a dense call's tables"));
-    if (zeros_end_ > nonfinite_at_) {
-        TA_RETURN_IF_ERROR(check(cudaMemsetAsync(base + nonfinite_at_, 0, zeros_end_ - nonfinite_at_, stream),
-                                 "clearing a dense call's counts"));
-    }
+    TA_RETURN_IF_ERROR(copy_tables(staged, base, stream));
+    TA_RETURN_IF_ERROR(clear(base + nonfinite_at_, zeros_end_ - nonfinite_at_, stream));
     const cuda::DensePagesArgs pages = pages_args(base);
     if (pages.v_scale == DenseScale::kTensor) {
         TA_RETURN_IF_ERROR(check(cuda::launch_dense_amax(pages, stream), "finding scales of V"));
@@ -314,7 +281,9 @@ Status CudaDense::attend(const DenseCall& call) {
     if (captured) {
         return fail(TA_E_STATE, "the stream is being captured; a dense call depends on lengths in host memory").argument(6);
     }
-    DenseRun run(device_, call);
+    const std::unique_ptr<CudaDenseRun> of_call =
+        call.variant == TA_DENSE_DISTR ? make_distr_run(device_, call) : std::make_unique<PagesRun>(device_, call);
+    CudaDenseRun& run = *of_call;
     TA_RETURN_IF_ERROR(run.prepare());
 
     const std::lock_guard lock(mutex_);
@@ -326,8 +295,7 @@ Status CudaDense::attend(const DenseCall& call) {
     void* memory = nullptr;
     const cudaError_t taken = cudaMallocFromPoolAsync(&memory, run.bytes() + cuda::kEntryFlags, memory_, call.stream);
     if (taken == cudaErrorMemoryAllocation) {
-        return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for the INT8 pages of this call", device_.ordinal(), run.bytes())
-            .bytes(run.bytes());
+        return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for this call", device_.ordinal(), run.bytes()).bytes(run.bytes());
     }
     TA_RETURN_IF_ERROR(device_.check(taken, "the workspace of a dense call"));
     ++calls_;

@@ -1,5 +1,5 @@
-// ta_attend_dense on a GPU: K and V become INT8 token pages in device memory, to which the kernels of steps attend. One for
-// each device. Only CUDA builds include this.
+// ta_attend_dense on a GPU. K and V become INT8 token pages in device memory, to which the kernels of steps attend; DistrAttention is
+// cuda_distr.cpp. One for each device. Only CUDA builds include this.
 #pragma once
 
 #include <mutex>

@@ -161,10 +161,7 @@ class DenseRun {
 Status attend_dense(Context& context, const DenseCall& call) {
 #ifdef TA_HAVE_CUDA
     Device* device = context.device();
-    if (CudaDevice* cuda = device ? device->cuda() : nullptr) {
-        if (call.variant == TA_DENSE_DISTR) return fail(TA_E_UNSUPPORTED, "TA_DENSE_DISTR runs on a CPU alone").argument(6);
-        return attend_dense_on_gpu(*cuda, call);
-    }
+    if (CudaDevice* cuda = device ? device->cuda() : nullptr) return attend_dense_on_gpu(*cuda, call);
 #endif
     if (!call.saturate) {
         const cpu::PageCodec& codec = *context.kernels().codec;

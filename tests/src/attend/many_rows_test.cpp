@@ -157,6 +157,23 @@ TEST(ManyRows, VariantRunsOnItsGpuAndMayRefuse) {
     EXPECT_EQ(launch_of(9, 9, kHopperBytes, args), nullptr);
 }
 
+TEST(ManyRows, KernelsOfDistrAttention) {
+    const auto hopper = &cuda::distr::sm90::launch, ampere = &cuda::distr::sm80::launch;
+    cuda::DistrArgs args{};
+    const auto launch_of = [&](int generation, int major) { return cuda::choose_distr(generation, major, args).launch; };
+    args.attend.head_dim = 128;
+    EXPECT_EQ(launch_of(9, 9), hopper);
+    EXPECT_EQ(launch_of(8, 9), ampere) << "a Hopper that runs code of sm_80";
+    EXPECT_EQ(launch_of(9, 10), ampere) << "a newer GPU that runs code of generation 9";
+    EXPECT_EQ(launch_of(8, 8), ampere);
+    args.attend.softcap = 30.0f;
+    EXPECT_EQ(launch_of(9, 9), ampere);
+    args.attend.softcap = 0.0f, args.attend.exp = ExpMode::kSas;
+    EXPECT_EQ(launch_of(9, 9), ampere);
+    args.attend.exp = ExpMode::kExact, args.attend.head_dim = 32;
+    EXPECT_EQ(launch_of(9, 9), ampere);
+}
+
 TEST(ManyRows, PromptsAreWhatDecodeDoesNotTake) {
     std::vector<cuda::SequenceArgs> sequences(4);
     const int32_t n_query[] = {0, 4, 5, 40};
