@@ -69,7 +69,7 @@ def fp8(scales):
         return quantize
 
     return Format("FP8 e4m3", "FP8 e4m3",
-                  "arXiv 2209.05433; one scale for a layer's K and one for its V, of sample.txt, as vLLM's calibrated ones", "-",
+                  "arXiv 2209.05433; one scale for a layer's K and one for its V, of sample.txt, as vLLM's calibrated ones", "",
                   *map(quantizer, scales), bits=lambda tokens: 8.0)
 
 
@@ -212,5 +212,5 @@ def flashq(bits, block, head_dim):
         share = float(stored(tokens) / tokens)  # 8 bits of step and 8 of zero point for each channel, float32 for the block
         return share * (bits + 16 / block + 32 / (block * head_dim)) + (1 - share) * (8 + 32 / head_dim)
 
-    return Format(f"FlashQ {bits} bits, blocks of {block}", "FlashQ", "arXiv 2412.08585", "-", quantize, quantize, size, kept,
+    return Format(f"FlashQ {bits} bits, blocks of {block}", "FlashQ", "arXiv 2412.08585", "", quantize, quantize, size, kept,
                   stored, stored)

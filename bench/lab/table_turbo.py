@@ -1,13 +1,14 @@
 """TurboAttention (arXiv 2412.08585): FlashQ and SAS apart, block sizes, head ranking, buffer, by error and compression."""
 
 import json
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
 from . import evaluate, formats, tinylm
 from .attention import FloatAttention, LibraryAttention
 from .report import Table
+from .table_formats import observed
 
 PARTS = ["SAS alone", "FlashQ 4 bits alone", "FlashQ 4 bits and SAS", "FlashQ 2 bits alone", "FlashQ 2 bits and SAS",
          "FlashQ 4/2 bits and SAS", "profile accurate, 4 bits"]
@@ -31,20 +32,6 @@ def sas(x):
     return x
 
 
-@cache
-def observed():
-    """K and V of each layer over a text."""
-    seen = []
-
-    class Watched(FloatAttention):
-        def _attend(self, layer, q, k, v):
-            seen.append((np.ascontiguousarray(k), np.ascontiguousarray(v)))
-            return super()._attend(layer, q, k, v)
-
-    tinylm.predict(tinylm.Model(), Watched(), tinylm.read_windows(tinylm.MODEL / "sample.txt", 1)[0])
-    return seen
-
-
 def head_map(ranking):
     """Half of each layer's heads at 2 bits, those that rank lowest: k_bits and v_bits uint8 [layers, kv_heads]."""
     import turboattention as ta
@@ -56,7 +43,7 @@ def head_map(ranking):
     if ranking.startswith("priority"):
         calibrator = ta.Context(threads=1).create_calibrator(layers=layers, kv_heads=heads, head_dim=head_dim)
         for layer, (k, v) in enumerate(observed()):
-            calibrator.observe(layer, k, v)
+            calibrator.observe(layer, np.ascontiguousarray(k), np.ascontiguousarray(v))
         maps = dict(zip(("k_bits", "v_bits"), calibrator.finish(heads // 2)))
         return maps if ranking == "priority" else {name: 6 - bits for name, bits in maps.items()}
     random = np.random.default_rng(int(ranking.split()[1]) if ranking.startswith("random") else 0)
