@@ -83,4 +83,5 @@ NOTES = [
     "memory and warps and the order (l first) are the paper's; how much of shared memory q, k and v take, warps in equal parts, the "
     "registers and the least m of 32 are assumptions of this table. The published code has l 128 and m 64 for every d.",
     "By these figures RTX 4090, RTX 3090 and L40 are alike, so that the model gives them the same blocks.",
-    "The library's DistrAttention runs on CPUs alone and has blocks of 128 rows."]
+    "The library does not use this: l rows share their groups of channels, so l decides results, and it is 128 on every device. Its "
+    "GPU kernels have m 64 with two blocks on a multiprocessor and, on sm_90a, m 128."]

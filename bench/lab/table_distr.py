@@ -41,7 +41,7 @@ def exact(q, k, v, causal):
 
 
 def by_library(context, q, k, v, group_size, rows, causal):
-    """The library's blocks have 128 rows, and fewer at a sequence's end: calls of fewer query tokens make smaller blocks."""
+    """The library's blocks have 128 rows, and fewer at a sequence's end: calls with fewer query tokens make smaller blocks."""
     import turboattention as ta
 
     out = np.empty_like(q)
@@ -104,8 +104,8 @@ NOTES = [
     "The paper's tables and figure were not at hand, so nothing is compared with its figures. The script that its authors published for "
     "them draws Q and K from U(0, 1), 100 times 64 x 32, measures S, and has l 1, 2, 4, 8 with G* 2, and G* 2, 4, 8, 16 with l 2. The "
     "library has G* up to 4.",
-    "Figure 9 is drawn by a script that times a GPU kernel per head_dim; the library's DistrAttention runs on CPUs alone. Below is the "
-    "error per head_dim in its place."]
+    "Figure 9 is drawn by a script that times a GPU kernel per head_dim. This table is made on a CPU and has the error per head_dim in "
+    "its place."]
 
 
 def draw(found, dims, rows_list, figure):

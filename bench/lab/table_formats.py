@@ -79,7 +79,8 @@ def run(options):
                "kl_error": ("+-", ".5f"), "change": ("loss, %", "+.2f"), "retrieval": ("retrieval", ">")}
     text = TEXT.format(positions=sum(len(w) - 1 for w in windows), exact=rows[0]["loss"], tokens=len(windows[0]), windows=len(windows),
                        text=options.text.name)
-    notes = dict.fromkeys(f"{f.family}: {f.source}." + (f" Left out: {f.left_out}." if f.left_out else "") for f in others.values() if f.name in names)
+    notes = dict.fromkeys(f"{f.family}: {f.source}." + (f" Left out: {f.left_out}." if f.left_out else "")
+                          for f in others.values() if f.name in names)
     notes = [*notes,
              f"{100 * constant_share():.0f}% of the square of this model's keys is a constant of each channel. Formats with a scale or "
              "norm for each token pay for it, those with one for each channel do not.", STUDY]
@@ -87,10 +88,16 @@ def run(options):
 
 
 def draw(rows, figure):
+    figure.set_size_inches(9, 5.5)
     axes = figure.subplots()
+    families = {f.name: f.family for f in published()}
+    points = {}
     for row in rows[1:]:
-        axes.errorbar(row["bits"], row["kl"], row["kl_error"], fmt="o", color="C3" if row["name"] in OURS else "C0", markersize=4)
-        axes.annotate(row["name"], (row["bits"], row["kl"]), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        points.setdefault(families.get(row["name"], "ours"), []).append((row["bits"], row["kl"], row["kl_error"]))
+    for (family, values), marker in zip(points.items(), "osD^v<>"):
+        x, y, error = zip(*values)
+        axes.errorbar(x, y, error, fmt=marker, markersize=5, label=family, color="black" if family == "ours" else None)
+    axes.legend()
     axes.set_yscale("log")
     axes.set_xlabel("bits per element, all metadata")
     axes.set_ylabel("KL to exact, bits per byte")
