@@ -7,13 +7,18 @@ import numpy as np
 ROWS = 128  # query tokens of one matrix product
 
 
+def exact_weights(s):
+    s -= s.max(axis=-1, keepdims=True)
+    np.exp(s, out=s)
+
+
 class FloatAttention:
     """Attention in float32 over a whole text at once, in which each query sees the cache that a decoding engine would have at its
     position: `format` (formats.Format) says which of the earlier tokens are stored as it has them, and which are still float.
-    format None: exact attention. exp(x) in place: of scores less their maximum."""
+    format None: exact attention. weights(s): what a softmax divides by its sum, of scores s [..., keys], in their place."""
 
-    def __init__(self, format=None, exp=lambda x: np.exp(x, out=x)):
-        self.format, self.exp = format, exp
+    def __init__(self, format=None, weights=exact_weights):
+        self.format, self.weights = format, weights
         self.chunk = 1 << 30
 
     def reset(self):
@@ -30,13 +35,13 @@ class FloatAttention:
 
     def _attend(self, layer, q, k, v):
         if self.format is None:
-            return attend(q, k, v, exp=self.exp)
+            return attend(q, k, v, weights=self.weights)
         f, positions = self.format, np.arange(len(q))
         return attend(q, f.k(k, layer), f.v(v, layer), f.kept(k), f.kept(v), f.k_stored(positions), f.v_stored(positions),
-                      self.exp)
+                      self.weights)
 
 
-def attend(q, k, v, k_float=None, v_float=None, k_stored=None, v_stored=None, exp=lambda x: np.exp(x, out=x)):
+def attend(q, k, v, k_float=None, v_float=None, k_stored=None, v_stored=None, weights=exact_weights):
     """Causal attention of q [n, heads, d] over k, v [n, kv_heads, d], float32. Query i sees tokens j < k_stored[i] of k and the rest of
     k_float, likewise for v; stored is None: all of k and v."""
     n, heads, d = q.shape
@@ -57,8 +62,7 @@ def attend(q, k, v, k_float=None, v_float=None, k_stored=None, v_stored=None, ex
                 fresh = np.arange(at, end) >= k_stored[begin:end, None]
                 s[:, :, at:] = np.where(fresh, x @ k_float[h, at:end].T, s[:, :, at:])
             s[:, :, begin:][:, future] = -np.inf
-            s -= s.max(axis=-1, keepdims=True)
-            exp(s)
+            weights(s)
             total = s.sum(axis=-1, keepdims=True)
             if v_stored is None:
                 o = s @ v[h, :end]

@@ -22,14 +22,20 @@ def add_options(parser):
 
 
 def sas(x):
-    """SAS, section 4 of the paper, as the library has it (docs/numerics.md, 7): e^x for x <= 0, in place."""
-    y = np.minimum(-x, 7)  # whatever is above 6 is 0
+    """SAS, section 4 of the paper, with the constants of docs/numerics.md, 7: about e^x for -6 <= x <= 0, else 0."""
+    y = np.minimum(-x, 7)  # 7: -inf, too, is beyond 6
     whole = np.floor(y)
     f = y - whole
-    table = np.where(whole > 6, 0, np.exp(-whole)).astype(np.float32)
-    np.multiply(table, ((-0.1025 * f + 0.4626) * f - 0.9922) * f + 0.9996, out=x)
-    x[y > 6] = 0
-    return x
+    power = ((np.float32(-0.1025) * f + np.float32(0.4626)) * f - np.float32(0.9922)) * f + np.float32(0.9996)
+    return np.where(y > 6, 0, np.exp(-whole) * power)
+
+
+def sas_weights(s, tile=64):
+    """As online softmax takes it: below the maximum of the tiles of keys so far, and the exact exponential rescales earlier tiles."""
+    parts = [s[..., at:at + tile] for at in range(0, s.shape[-1], tile)]
+    tops = np.maximum.accumulate([part.max(axis=-1, keepdims=True) for part in parts], axis=0)
+    for part, top in zip(parts, tops):
+        part[:] = sas(part - top) * np.exp(top - tops[-1])
 
 
 def head_map(ranking):
@@ -66,7 +72,7 @@ def make_attention(name, model):
         return LibraryAttention(model, ta.Context(threads=1), max_tokens=tinylm.WINDOW, chunk=chunk, numerics=numerics, **bits)
 
     if name == "SAS alone":
-        return FloatAttention(exp=sas)
+        return FloatAttention(weights=sas_weights)
     if name in BLOCKS:
         bits, block = int(name.split()[1]), int(name.split()[-1])
         return FloatAttention(formats.flashq(bits, block, model.head_dim))
