@@ -45,10 +45,10 @@ Status DistrRun::list_sequences() {
             tiles_.push_back({int32_t(first + key), int32_t(std::min<int64_t>(cuda::kDistrKeyTile, n_keys - key))});
         for (int64_t r = 0; r < n_query; r += kDistrRows) blocks_.push_back({int32_t(b), int32_t(r)});
     }
-    if (2 * int64_t(tiles_.size()) * kv_heads_ > INT32_MAX || int64_t(blocks_.size()) * q_heads_ > INT32_MAX) {
+    if (int64_t(tiles_.size()) * kv_heads_ > INT32_MAX || int64_t(blocks_.size()) * q_heads_ > INT32_MAX) {
         return fail(TA_E_LIMIT,
                     "the call has %zu tiles of 128 keys and %zu blocks of 128 query tokens; on a GPU their products "
-                    "with the heads of k and q are at most 2^30 and 2^31 - 1",
+                    "with the heads of k and q are at most 2^31 - 1",
                     tiles_.size(), blocks_.size());
     }
     return {};

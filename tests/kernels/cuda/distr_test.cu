@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/cpu/distr.h"
@@ -15,6 +16,11 @@
 #include "tests/support/numbers.h"
 
 namespace ta::cuda {
+namespace testing {
+
+int attend_distr(bool bench);  // distr_attend.cu
+
+}
 namespace {
 
 using testing::Device;
@@ -272,7 +278,10 @@ int run_all() {
 }  // namespace
 }  // namespace ta::cuda
 
-int main() {
+// --bench: times in place of the tests. --attend: the kernels that attend alone.
+int main(int argc, char** argv) {
     if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
-    return ta::cuda::run_all();
+    const std::string option = argc > 1 ? argv[1] : "";
+    if (option == "--bench" || option == "--attend") return ta::cuda::testing::attend_distr(option == "--bench");
+    return ta::cuda::run_all() | ta::cuda::testing::attend_distr(false);
 }

@@ -21,28 +21,38 @@ int launch(Kernel kernel, int64_t ctas, int threads, int shared_bytes, const Dis
     return cudaLaunchKernel(entry, dim3(unsigned(ctas)), dim3(unsigned(threads)), parameters, size_t(shared_bytes), stream);
 }
 
+// call<head_dim, type>() for a tensor of this type.
+template <class Call>
+int for_type(DType type, int d, const Call& call) {
+    const auto of_type = [&]<int D>() -> int {
+        return type == DType::kF16    ? call.template operator()<D, DType::kF16>()
+               : type == DType::kBf16 ? call.template operator()<D, DType::kBf16>()
+                                      : call.template operator()<D, DType::kF32>();
+    };
+    return d == 32    ? of_type.template operator()<32>()
+           : d == 64  ? of_type.template operator()<64>()
+           : d == 128 ? of_type.template operator()<128>()
+                      : int(cudaErrorInvalidValue);
+}
+
 }  // namespace
 
 int launch_distr_keys(const DistrArgs& args, CUstream_st* stream) {
-    const int d = args.attend.head_dim;
-    const Kernel kernel = d == 32    ? distr_keys_kernel<32>
-                          : d == 64  ? distr_keys_kernel<64>
-                          : d == 128 ? distr_keys_kernel<128>
-                                     : Kernel(nullptr);
-    return launch(kernel, 2 * int64_t(args.n_tiles) * args.attend.kv_heads, distr_keys_threads(d), 0, args, stream);
+    const int64_t ctas = int64_t(args.n_tiles) * args.attend.kv_heads;
+    const auto of = [&]<bool kOfK>() {
+        return for_type(kOfK ? args.k.dtype : args.v.dtype, args.attend.head_dim, [&]<int D, DType kType>() {
+            return launch(distr_keys_kernel<D, kType, kOfK>, ctas, distr_keys_threads(D), 0, args, stream);
+        });
+    };
+    const int e = of.template operator()<true>();
+    return e != cudaSuccess ? e : of.template operator()<false>();
 }
 
 int launch_distr_rows(const DistrArgs& args, CUstream_st* stream) {
-    const int d = args.attend.head_dim;
-    const Kernel kernel = d == 32    ? distr_rows_kernel<32>
-                          : d == 64  ? distr_rows_kernel<64>
-                          : d == 128 ? distr_rows_kernel<128>
-                                     : Kernel(nullptr);
-    const size_t shared_bytes = d == 32   ? sizeof(DistrRowsMemory<32>)
-                                : d == 64 ? sizeof(DistrRowsMemory<64>)
-                                          : sizeof(DistrRowsMemory<128>);
-    return launch(kernel, int64_t(args.n_blocks) * args.attend.kv_heads * args.attend.group, kDistrRowsThreads,
-                  int(shared_bytes), args, stream);
+    return for_type(args.attend.q.dtype, args.attend.head_dim, [&]<int D, DType kType>() {
+        return launch(distr_rows_kernel<D, kType>, int64_t(args.n_blocks) * args.attend.kv_heads * args.attend.group,
+                      kDistrRowsThreads, int(sizeof(DistrRowsMemory<D, kType>)), args, stream);
+    });
 }
 
 }  // namespace ta::cuda

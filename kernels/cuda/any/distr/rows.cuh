@@ -11,9 +11,9 @@ namespace ta::cuda {
 
 inline constexpr int kDistrRowsThreads = 256;
 
-template <int D>
+template <int D, DType kType>
 struct DistrRowsMemory {
-    alignas(16) float q[kDistrRows][D];
+    alignas(16) typename KeptValue<kType>::Word q[kDistrRows][D];
     alignas(16) float sign[kDistrRows][kDistrProjections];
     float factor[kDistrRows];  // 1 / q_unit
     uint32_t code[D];
@@ -23,10 +23,11 @@ struct DistrRowsMemory {
 
 static __device__ constexpr DistrSigns kSignsOnDevice = make_distr_signs();
 
-template <int D>
+template <int D, DType kType>
 __global__ void __launch_bounds__(kDistrRowsThreads) distr_rows_kernel(const __grid_constant__ DistrArgs args) {
     extern __shared__ __align__(16) uint8_t shared[];
-    DistrRowsMemory<D>& memory = *reinterpret_cast<DistrRowsMemory<D>*>(shared);
+    using Value = KeptValue<kType>;
+    auto& memory = *reinterpret_cast<DistrRowsMemory<D, kType>*>(shared);
     constexpr int kLanes = D / 8, kSlots = kDistrRowsThreads / kLanes;
     const AttendArgs& a = args.attend;
     const int q_heads = a.kv_heads * a.group, head = int(blockIdx.x) % q_heads, thread = int(threadIdx.x);
@@ -42,20 +43,33 @@ __global__ void __launch_bounds__(kDistrRowsThreads) distr_rows_kernel(const __g
     if (thread < D) memory.code[thread] = 0;
     const int lane = thread % kLanes, slot = thread / kLanes;
     int replaced = 0;
-#pragma unroll 4
-    for (int r = slot; r < kDistrRows; r += kSlots) {
-        float x[1][8], amax[1];
-        replaced +=
-            read_rows<1>({a.q, int64_t(s.row) + block.first_row + r, 0, head, int(r < rows)}, lane, a.saturate, x, amax);
-        float4* const to = reinterpret_cast<float4*>(&memory.q[r][8 * lane]);
-        to[0] = make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
-        to[1] = make_float4(x[0][4], x[0][5], x[0][6], x[0][7]);
+    constexpr int kAtOnce = kDistrRows / kSlots < 4 ? kDistrRows / kSlots : 4;  // rows that a thread reads
+#pragma unroll 1
+    for (int first = slot; first < kDistrRows; first += kAtOnce * kSlots) {
+        RawRow<kType> raw[kAtOnce] = {};
+        float x[kAtOnce][8], amax[kAtOnce];
+        const int count = (rows - first + kSlots - 1) / kSlots;
+        load_rows({a.q, int64_t(s.row) + block.first_row + first, kSlots, head, count}, lane, raw);
+        replaced += widen_rows(raw, a.saturate, x, amax);
 #pragma unroll
-        for (int h = 1; h < kLanes; h *= 2) amax[0] = fmaxf(amax[0], __shfl_xor_sync(kWholeWarp, amax[0], h));
-        if (lane == 0) {
-            const int exponent = distr_exponent(__float_as_uint(amax[0]));
-            memory.factor[r] = power_of_two(-exponent);
-            args.q_unit[item * kDistrRows + r] = power_of_two(exponent);
+        for (int p = 0; p < kAtOnce; ++p) {
+            const int r = first + p * kSlots;
+            if constexpr (kType == DType::kF32) {
+                float4* const to = reinterpret_cast<float4*>(&memory.q[r][8 * lane]);
+                to[0] = make_float4(x[p][0], x[p][1], x[p][2], x[p][3]);
+                to[1] = make_float4(x[p][4], x[p][5], x[p][6], x[p][7]);
+            } else {
+                *reinterpret_cast<uint4*>(&memory.q[r][8 * lane]) =
+                    make_uint4(Value::pack(x[p][0], x[p][1]), Value::pack(x[p][2], x[p][3]), Value::pack(x[p][4], x[p][5]),
+                               Value::pack(x[p][6], x[p][7]));
+            }
+#pragma unroll
+            for (int h = 1; h < kLanes; h *= 2) amax[p] = fmaxf(amax[p], __shfl_xor_sync(kWholeWarp, amax[p], h));
+            if (lane == 0) {
+                const int exponent = distr_exponent(__float_as_uint(amax[p]));
+                memory.factor[r] = power_of_two(-exponent);
+                args.q_unit[item * kDistrRows + r] = power_of_two(exponent);
+            }
         }
     }
     if (replaced && a.nonfinite) atomicAdd(a.nonfinite, uint32_t(replaced));
@@ -67,7 +81,13 @@ __global__ void __launch_bounds__(kDistrRowsThreads) distr_rows_kernel(const __g
     float sums[kSums][2] = {};
 #pragma unroll 4
     for (int r = 0; r < kDistrRows; ++r) {
-        const float2 x = *reinterpret_cast<const float2*>(&memory.q[r][channel]);
+        float2 x;
+        if constexpr (kType == DType::kF32) {
+            x = *reinterpret_cast<const float2*>(&memory.q[r][channel]);
+        } else {
+            const uint32_t two = *reinterpret_cast<const uint32_t*>(&memory.q[r][channel]);
+            x = make_float2(Value::widen(two & 0xffff), Value::widen(two >> 16));
+        }
 #pragma unroll
         for (int n = 0; n < kSums; ++n) {
             const float sign = memory.sign[r][first + n];
@@ -111,7 +131,8 @@ __global__ void __launch_bounds__(kDistrRowsThreads) distr_rows_kernel(const __g
     for (int row = thread / 32; row < kDistrRows; row += kDistrRowsThreads / 32) {
         float x[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) x[e] = channels[e] < 0 ? 0.0f : memory.q[row][channels[e]] * memory.factor[row];
+        for (int e = 0; e < 2; ++e)
+            x[e] = channels[e] < 0 ? 0.0f : Value::widen(memory.q[row][channels[e]]) * memory.factor[row];
         to[row * pairs + of_warp] = bits_of(__floats2half2_rn(x[0], x[1]));
     }
 }
