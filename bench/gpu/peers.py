@@ -1,6 +1,7 @@
-"""Other libraries' attention on the shapes of bench_decode, bench_prefill and bench_throughput, cold L2, medians of 25: PyTorch
-with cuDNN and with FlashAttention-2 in F16, and FlashInfer, where it can be imported, in F16 and FP8 (E4M3). --json prints what
-Google Benchmark prints. Outputs are checked against float32 over the stored values; a peer whose output is wrong gets no time.
+"""Other libraries' attention on the shapes of bench_decode, bench_prefill, bench_distr and bench_throughput, cold L2, medians of
+25: PyTorch with cuDNN and with FlashAttention-2 in F16, and FlashInfer, where it can be imported, in F16 and FP8 (E4M3). --json
+prints what Google Benchmark prints. Outputs are checked against float32 over the stored values; a peer whose output is wrong gets no
+time.
 
 usage: peers.py [--json] [--only TEXT] [--sweep]
 
@@ -75,6 +76,13 @@ def shapes(sweep):
         yield f"prefill b{batch} h32/8 n{n} causal", batch, 32, 8, n, n, True
     for d in 64, 256:
         yield f"prefill b1 h32/8 d{d} n16384 causal", 1, 32, 8, 16384, 16384, True, d
+    for d in 128, 64:
+        for n in 4096, 16384, 20480:
+            for causal in False, True:
+                yield f"distr h32/32 d{d} n{n} {'causal' if causal else 'full'}", 1, 32, 32, n, n, causal, d
+    yield "distr h32/32 d32 n16384 full", 1, 32, 32, 16384, 16384, False, 32
+    for causal in False, True:
+        yield f"distr h32/8 d128 n16384 {'causal' if causal else 'full'}", 1, 32, 8, 16384, 16384, causal
     for n in 2048, 512, 64:
         yield f"chunk of {n} over {32768 - n}", 1, 32, 8, n, 32768, False  # all keys: cuDNN's causal mask is top-left aligned
 

@@ -387,40 +387,44 @@ TEST_F(GpuDense, ValuesThatAreNotFinite) {
 }
 
 TEST_F(GpuDense, WrongMemoryAndStreams) {
-    Problem p;
-    p.items = {{3, 70}};
-    Twin twin(p);
-    ta_error err;
-    ASSERT_EQ(twin.enqueue(gpu, stream, &err), TA_OK) << err.message;
-    const int64_t q_heads = p.kv_heads * p.group;
-    Tensor out(3, q_heads, p.head_dim);
-    DeviceCopy q(twin.q()), k(twin.k()), v(twin.v()), o(out);
-    auto attend = sized<ta_attend_options>();
-    auto options = sized<ta_dense_options>();
-    options.stream = stream;
-    std::vector<float> array(64, 1.0f);
-    for (int which = 1; which <= 7; ++which) {
-        attend.alibi_slopes = which == 6 ? array.data() : nullptr;
-        attend.sinks = which == 7 ? array.data() : nullptr;
-        options.attend = which > 5 ? &attend : nullptr;
-        EXPECT_EQ(ta_attend_dense(gpu.get(), which == 1 ? twin.q().view() : q.view(), which == 2 ? twin.k().view() : k.view(),
-                                  which == 3 ? twin.v().view() : v.view(), which == 4 ? out.view() : o.view(),
-                                  which == 5 ? array.data() : nullptr, &options, &err),
-                  TA_E_INVALID);
-        EXPECT_EQ(err.argument, std::min(which, 6)) << err.message;
-        EXPECT_NE(std::string(err.message).find("pageable"), std::string::npos) << err.message;
+    for (const ta_dense_variant variant : {TA_DENSE_INT8_PAGE, TA_DENSE_DISTR}) {
+        Problem p;
+        p.items = {{3, 70}};
+        p.variant = variant;
+        Twin twin(p);
+        ta_error err;
+        ASSERT_EQ(twin.enqueue(gpu, stream, &err), TA_OK) << err.message;
+        const int64_t q_heads = p.kv_heads * p.group;
+        Tensor out(3, q_heads, p.head_dim);
+        DeviceCopy q(twin.q()), k(twin.k()), v(twin.v()), o(out);
+        auto attend = sized<ta_attend_options>();
+        auto options = sized<ta_dense_options>();
+        options.variant = variant;
+        options.stream = stream;
+        std::vector<float> array(64, 1.0f);
+        for (int which = 1; which <= 7; ++which) {
+            attend.alibi_slopes = which == 6 ? array.data() : nullptr;
+            attend.sinks = which == 7 ? array.data() : nullptr;
+            options.attend = which > 5 ? &attend : nullptr;
+            EXPECT_EQ(ta_attend_dense(gpu.get(), which == 1 ? twin.q().view() : q.view(),
+                                      which == 2 ? twin.k().view() : k.view(), which == 3 ? twin.v().view() : v.view(),
+                                      which == 4 ? out.view() : o.view(), which == 5 ? array.data() : nullptr, &options, &err),
+                      TA_E_INVALID);
+            EXPECT_EQ(err.argument, std::min(which, 6)) << err.message;
+            EXPECT_NE(std::string(err.message).find("pageable"), std::string::npos) << err.message;
+        }
+        options.attend = nullptr;
+        ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        EXPECT_EQ(ta_attend_dense(gpu.get(), q.view(), k.view(), v.view(), o.view(), nullptr, &options, &err), TA_E_STATE);
+        cudaGraph_t graph = nullptr;
+        ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "the capture was disturbed";
+        cudaGraphDestroy(graph);
+        EXPECT_EQ(
+            ta_attend_dense(cpu.get(), twin.q().view(), twin.k().view(), twin.v().view(), out.view(), nullptr, &options, &err),
+            TA_E_UNSUPPORTED);
+        EXPECT_EQ(err.argument, 6);
+        EXPECT_TRUE(out.all_poison());
     }
-    options.attend = nullptr;
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    EXPECT_EQ(ta_attend_dense(gpu.get(), q.view(), k.view(), v.view(), o.view(), nullptr, &options, &err), TA_E_STATE);
-    cudaGraph_t graph = nullptr;
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "the capture was disturbed";
-    cudaGraphDestroy(graph);
-    EXPECT_EQ(
-        ta_attend_dense(cpu.get(), twin.q().view(), twin.k().view(), twin.v().view(), out.view(), nullptr, &options, &err),
-        TA_E_UNSUPPORTED);
-    EXPECT_EQ(err.argument, 6);
-    EXPECT_TRUE(out.all_poison());
 }
 
 // Memory goes from call to call and from stream to stream while others are still at work with theirs.
