@@ -58,14 +58,24 @@ def choose(device, d, group_size=2, least_m=2 * TILE):
 
 def add_options(parser):
     parser.add_argument("--tokens", type=int, default=16384, help="for the bytes moved (16384)")
+    parser.add_argument("--device", nargs=3, metavar=("NAME", "SHARED", "WARPS"),
+                        help="another device: KiB of shared memory that a block may have, warps of a multiprocessor")
 
 
 def run(options):
+    devices = DEVICES
+    if options.device:
+        name, shared, warps = options.device
+        devices = [Device(name, "-", int(shared) << 10, int(warps))]
     rows = []
-    for device in DEVICES:
+    for device in devices:
         for d in (32, 64, 128):
             for group_size in (2, 4):
-                l, m = choose(device, d, group_size)
+                chosen = choose(device, d, group_size)
+                if chosen is None:
+                    rows.append({"device": device.name, "capability": device.capability, "d": d, "g": group_size})
+                    continue
+                l, m = chosen
                 rows.append({"device": device.name, "capability": device.capability, "d": d, "g": group_size, "l": l, "m": m,
                              "warps": l // TILE, "shared": shared_bytes(l, m, d) / 1024, "registers": registers(l, m, d, group_size),
                              "moved": moved_bytes(l, d, options.tokens) / moved_bytes(128, d, options.tokens)})
