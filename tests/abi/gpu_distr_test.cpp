@@ -24,7 +24,7 @@ struct Problem {
     std::vector<AttentionData> items;
     AttentionRules rules;
     int group_size = 2;
-    ta_dtype dtype = TA_DTYPE_F32;
+    ta_dtype dtype = TA_DTYPE_F32, v_dtype = TA_DTYPE_F32;
     Layout layout = Layout::kPlain;
 };
 
@@ -65,18 +65,18 @@ class GpuDistr : public GpuTest {
         std::vector<int64_t> q_offsets = {0}, k_offsets = {0};
         std::vector<float> q_values, k_values, v_values;
         for (AttentionData& x : p.items) {
-            const auto append = [&](std::vector<float>& from, std::vector<float>& to) {
-                for (float& value : from) value = round_to(value, p.dtype);
+            const auto append = [](std::vector<float>& from, ta_dtype dtype, std::vector<float>& to) {
+                for (float& value : from) value = round_to(value, dtype);
                 to.insert(to.end(), from.begin(), from.end());
             };
-            append(x.q, q_values), append(x.k, k_values), append(x.v, v_values);
+            append(x.q, p.dtype, q_values), append(x.k, p.dtype, k_values), append(x.v, p.v_dtype, v_values);
             q_offsets.push_back(q_offsets.back() + x.shape.n_query);
             k_offsets.push_back(k_offsets.back() + x.shape.n_keys);
         }
         const AttentionShape& s = p.items.front().shape;
         const int64_t n_query = q_offsets.back(), n_keys = k_offsets.back(), d = s.head_dim;
         Tensor q(q_values, n_query, s.q_heads, d, p.dtype, p.layout), k(k_values, n_keys, s.kv_heads, d, p.dtype, p.layout),
-            v(v_values, n_keys, s.kv_heads, d, p.dtype, p.layout), out(n_query, s.q_heads, d, TA_DTYPE_F32, p.layout);
+            v(v_values, n_keys, s.kv_heads, d, p.v_dtype, p.layout), out(n_query, s.q_heads, d, TA_DTYPE_F32, p.layout);
         const DeviceCopy gq(q), gk(k), gv(v), gout(out);
         std::vector<float> lse(size_t(n_query * s.q_heads) + 1, -777.0f);
         const size_t array = size_t(s.q_heads) * sizeof(float);
@@ -204,6 +204,7 @@ TEST_F(GpuDistr, HeadsTypesAndStrides) {
         for (const ta_dtype dtype : kDtypes) {
             Problem p = batch_of({{130, 200}, {1, 65}}, 2 * group, 2, 64, DataKind::kNormal, seed);
             p.dtype = dtype;
+            p.v_dtype = group % 4 == 0 ? dtype : kDtypes[seed % 3];
             p.layout = kLayouts[seed++ % 4];
             check(p);
             if (HasFatalFailure()) return;
