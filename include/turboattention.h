@@ -396,6 +396,10 @@ typedef struct ta_numerics {
      * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. It does not
      * help where positions jump or repeat within a page (docs/numerics.md, 4.7). */
     ta_switch k_turning;
+    ta_switch k_search; /* v_search for K's 2-bit heads. accurate: on */
+    /* Rounding to 4 or 2 bits shrinks values, v_search more: steps and page scales are widened until stored values have slope 1 on
+     * the INT8 ones (docs/numerics.md, 4.9). accurate: on */
+    ta_switch unit_slope;
 } ta_numerics;
 
 /* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */

@@ -27,6 +27,8 @@ type Numerics struct {
 	HadamardSeed   uint64
 	KOffset        []float32 // [layers, kv heads, head dim] subtracted from K
 	KTurning       Switch
+	KSearch        Switch
+	UnitSlope      Switch
 }
 
 // TierOptions are the memory below the device tier; docs/tiers.md explains them.
@@ -90,7 +92,8 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 		v_exponents: C.ta_switch(n.VExponents), fractional_zero: C.ta_switch(n.FractionalZero),
 		v_search: C.ta_switch(n.VSearch), hadamard: C.ta_switch(n.Hadamard), sink_blocks: limited(n.SinkBlocks),
 		exp: C.ta_exp(n.Exp), p: C.ta_p(n.P), nonfinite: C.ta_nonfinite(n.NonFinite),
-		hadamard_seed: C.uint64_t(n.HadamardSeed), k_turning: C.ta_switch(n.KTurning)}
+		hadamard_seed: C.uint64_t(n.HadamardSeed), k_turning: C.ta_switch(n.KTurning),
+		k_search: C.ta_switch(n.KSearch), unit_slope: C.ta_switch(n.UnitSlope)}
 	var ct *C.ta_tier_options
 	var folder, path *C.char
 	if t := options.Tiers; t != nil {
@@ -221,7 +224,8 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 				VGranularity: Granularity(n.v_granularity), OpenScale: OpenScale(n.open_scale),
 				VExponents: Switch(n.v_exponents), FractionalZero: Switch(n.fractional_zero), VSearch: Switch(n.v_search),
 				Hadamard: Switch(n.hadamard), SinkBlocks: int(n.sink_blocks), Exp: Exp(n.exp), P: P(n.p),
-				NonFinite: NonFinite(n.nonfinite), HadamardSeed: uint64(n.hadamard_seed), KTurning: Switch(n.k_turning)}},
+				NonFinite: NonFinite(n.nonfinite), HadamardSeed: uint64(n.hadamard_seed), KTurning: Switch(n.k_turning),
+				KSearch: Switch(n.k_search), UnitSlope: Switch(n.unit_slope)}},
 		Device: Device(d.device), DeviceOrdinal: int(d.device_ordinal), Fingerprint: uint64(d.fingerprint),
 		TokenBlockBytes: uint64(d.token_block_bytes), ChannelBlockBytes: uint64(d.channel_block_bytes),
 		LowBlockBytes: uint64(d.low_block_bytes),

@@ -21,13 +21,6 @@ struct HeadStage1 {
     float v_scale[kPageTokens];
 };
 
-struct EncodeOptions {
-    bool v_exponents = false;
-    bool fractional_zero = false;
-    bool v_search = false;
-    bool k_turning = false;  // the lowest bytes of K's scales are turning pairs
-};
-
 struct PageCodec {
     // Index of the first value that is NaN, Inf or above kMaxMagnitude in magnitude; n if there is none.
     int64_t (*find_nonfinite)(const void* x, DType type, int64_t n);

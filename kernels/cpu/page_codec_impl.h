@@ -248,7 +248,12 @@ struct ChannelSlice {
     alignas(64) uint8_t code[kPageTokens * kSlice];  // [token, channel]
     alignas(64) float x[kPageTokens * kSlice];       // merged stage-1 codes as floats
     float step[kSlice], zero[kSlice];
-    int32_t zero8[kSlice];
+};
+
+// What the codes of a head's channels leave: sums over the page's tokens of values q and codes c, all exact.
+struct HeadSums {
+    float step[kMaxHeadDim], zero[kMaxHeadDim];
+    float q[kMaxHeadDim], c[kMaxHeadDim], qq[kMaxHeadDim], qc[kMaxHeadDim], max_code[kMaxHeadDim];
 };
 
 // Squared error of the slice under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a
@@ -293,10 +298,11 @@ void search(ChannelSlice& p, int bits, const float* min, const float* max) {
     }
 }
 
-// Encodes p.x into p.code, p.step, p.zero8: encode_channel of codec.h for all of its channels.
-void encode_channels(ChannelSlice& p, int bits, Stage2Options options) {
+// Encodes p.x, channels from `first` on, into p.code and sums: encode_channel of codec.h for all of its channels, up to the zero
+// points.
+void encode_channels(ChannelSlice& p, int bits, bool searched, int first, HeadSums& sums) {
     const int levels = (1 << bits) - 1;
-    float min[kSlice], max[kSlice], residual[kSlice], max_code[kSlice];
+    float min[kSlice], max[kSlice], q[kSlice] = {}, codes[kSlice] = {}, qq[kSlice] = {}, qc[kSlice] = {}, max_code[kSlice] = {};
     for (int c = 0; c < kSlice; ++c) min[c] = max[c] = p.x[c];
     for (int j = 1; j < kPageTokens; ++j) {
         const float* x = p.x + j * kSlice;
@@ -308,9 +314,8 @@ void encode_channels(ChannelSlice& p, int bits, Stage2Options options) {
     for (int c = 0; c < kSlice; ++c) {
         p.step[c] = float(stage2_step(int(min[c]), int(max[c]), levels));
         p.zero[c] = min[c];
-        residual[c] = max_code[c] = 0.0f;
     }
-    if (options.search) search(p, bits, min, max);
+    if (searched) search(p, bits, min, max);
     for (int j = 0; j < kPageTokens; ++j) {
         const float* x = p.x + j * kSlice;
         uint8_t* code = p.code + j * kSlice;
@@ -321,21 +326,49 @@ void encode_channels(ChannelSlice& p, int bits, Stage2Options options) {
             r = r > float(levels) ? float(levels) : r;
             code[c] = uint8_t(int32_t(r));
             max_code[c] = r > max_code[c] ? r : max_code[c];
-            residual[c] += x[c] - (r * p.step[c] + p.zero[c]);
+            q[c] += x[c];
+            codes[c] += r;
+            qq[c] += x[c] * x[c];
+            qc[c] += x[c] * r;
         }
     }
-    for (int c = 0; c < kSlice; ++c) {
-        p.zero8[c] = options.fractional_zero
-                         ? fractional_zero8(int(p.zero[c]), int(residual[c]), int(p.step[c]), int(max_code[c]), bits)
-                         : 8 * int(p.zero[c]);
-    }
+    constexpr size_t kBytes = kSlice * sizeof(float);
+    std::memcpy(sums.step + first, p.step, kBytes);
+    std::memcpy(sums.zero + first, p.zero, kBytes);
+    std::memcpy(sums.q + first, q, kBytes);
+    std::memcpy(sums.c + first, codes, kBytes);
+    std::memcpy(sums.qq + first, qq, kBytes);
+    std::memcpy(sums.qc + first, qc, kBytes);
+    std::memcpy(sums.max_code + first, max_code, kBytes);
 }
 
-void store_metadata(const ChannelSlice& p, int bits, uint8_t* step, uint8_t* zero) {
-    for (int c = 0; c < kSlice; ++c) {
-        step[c] = step_byte(int(p.step[c]), zero_fraction8(p.zero8[c]), bits);
-        zero[c] = uint8_t(int8_t(zero_floor(p.zero8[c])));
+// Writes the steps and zero points of a head. Returns what its page scale is to be multiplied with.
+float store_metadata(HeadSums& sums, int d, int bits, Stage2Options options, uint8_t* step_at, uint8_t* zero_at) {
+    float gain = 1.0f;
+    if (options.unit_slope) {  // give_unit_slope of codec.h
+        int64_t variance = 0, covariance = 0;
+        for (int c = 0; c < d; ++c) {
+            const ChannelSlope slope = channel_slope(int(sums.q[c]), int(sums.c[c]), int(sums.qq[c]), int(sums.qc[c]));
+            const int step = unit_slope_step(int(sums.step[c]), slope, bits);
+            sums.step[c] = float(step);
+            variance += slope.variance;
+            covariance += int64_t(slope.covariance) * step;
+        }
+        gain = unit_slope_gain(variance, covariance);
     }
+    for (int c = 0; c < d; ++c) {
+        const int step = int(sums.step[c]), zero = int(sums.zero[c]), q = int(sums.q[c]), codes = int(sums.c[c]);
+        const int max_code = int(sums.max_code[c]);
+        int zero8 = 8 * zero;
+        if (options.unit_slope) {
+            zero8 = unit_slope_zero8(zero, q, codes, gain, step, max_code, options.fractional_zero ? fraction_unit(bits) : 8);
+        } else if (options.fractional_zero) {
+            zero8 = fractional_zero8(zero, q - (codes * step + kPageTokens * zero), step, max_code, bits);
+        }
+        step_at[c] = step_byte(step, zero_fraction8(zero8), bits);
+        zero_at[c] = uint8_t(int8_t(zero_floor(zero8)));
+    }
+    return gain;
 }
 
 // What the codes of each token of K or V are multiplied with; `exponent` [64] or all zeros.
@@ -360,24 +393,27 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
     const int d = layout.d;
     const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
     ChannelSlice p;
+    HeadSums sums;
     uint8_t exponent[kPageTokens] = {};
     float ratio[kPageTokens];
     std::memset(piece, 0, layout.bytes());
 
-    const float k_scale = largest(in.k_scale);
+    float k_scale = largest(in.k_scale);
     merge_ratios(in.k_scale, exponent, k_scale, ratio);
+    const Stage2Options of_k = k_stage2(options, layout.k_bits);
     for (int first = 0; first < d; first += kSlice) {
         merge_tokens(in.k + first, ratio, d, p.x);
-        encode_channels(p, layout.k_bits, {.search = false, .fractional_zero = options.fractional_zero});
-        store_metadata(p, layout.k_bits, piece + layout.k_step() + first, piece + layout.k_zero() + first);
+        encode_channels(p, layout.k_bits, of_k.search, first, sums);
         for (int j = 0; j < kPageTokens; ++j) {
             uint8_t* k = piece + layout.k_codes() + t.k_token[j];
             const uint16_t* at = t.k_channel + first;
             for (int c = 0; c < kSlice; ++c) k[at[c]] = uint8_t(k[at[c]] | p.code[j * kSlice + c] << t.k_shift[j]);
         }
     }
+    const float k_gain = store_metadata(sums, d, layout.k_bits, of_k, piece + layout.k_step(), piece + layout.k_zero());
+    if (of_k.unit_slope) k_scale = unit_slope_scale(k_scale, k_gain, options.k_turning);
 
-    const float v_scale = largest(in.v_scale);
+    float v_scale = largest(in.v_scale);
     if (options.v_exponents) {
         float magnitude[kPageTokens];
         for (int j = 0; j < kPageTokens; ++j) {
@@ -389,10 +425,10 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
         for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], v_scale, magnitude[j], most));
     }
     merge_ratios(in.v_scale, exponent, v_scale, ratio);
+    const Stage2Options of_v = v_stage2(options);
     for (int first = 0; first < d; first += kSlice) {
         merge_tokens(in.v + first, ratio, d, p.x);
-        encode_channels(p, layout.v_bits, {.search = options.v_search, .fractional_zero = options.fractional_zero});
-        store_metadata(p, layout.v_bits, piece + layout.v_step() + first, piece + layout.v_zero() + first);
+        encode_channels(p, layout.v_bits, of_v.search, first, sums);
         for (int j = 0; j < kPageTokens; ++j) {
             uint8_t* v = piece + layout.v_codes() + t.v_token[j];
             const uint16_t* at = t.v_channel + first;
@@ -400,6 +436,8 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
             for (int c = 0; c < kSlice; ++c) v[at[c]] = uint8_t(v[at[c]] | p.code[j * kSlice + c] << shift[c]);
         }
     }
+    const float v_gain = store_metadata(sums, d, layout.v_bits, of_v, piece + layout.v_step(), piece + layout.v_zero());
+    if (of_v.unit_slope) v_scale = unit_slope_scale(v_scale, v_gain, false);
     for (int j = 0; j < kPageTokens; ++j) piece[layout.v_exponents() + j / 2] |= uint8_t(exponent[j] << (j % 2 * 4));
     std::memcpy(piece + layout.k_scale(), &k_scale, sizeof k_scale);
     std::memcpy(piece + layout.v_scale(), &v_scale, sizeof v_scale);

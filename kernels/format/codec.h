@@ -3,6 +3,7 @@
 // contraction (-ffp-contract=off, nvcc -fmad=false where they are inlined).
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -15,6 +16,7 @@ inline constexpr int kIntFlashLevels = 127;      // INT-FlashAttention's R
 inline constexpr float kMinAmax = 0x1p-118f;     // below it a scale could be denormal: everything is zero
 inline constexpr float kMaxMagnitude = 0x1p56f;  // inputs above it are treated as non-finite, so that no score overflows
 inline constexpr int kMaxExponent = 15;          // of a V token
+inline constexpr int kMaxStep2Bits = 80;         // of stage 2
 
 // ---------------------------------------------------------------------------------------------------------------- stage 1
 
@@ -149,11 +151,9 @@ TA_HD inline StepZero search_candidate(int min, int max, int bits, int i, int pl
     return {s, z};
 }
 
-// Mean-preserving zero point: moves z by the mean of the residuals q - (c s + z) over the page, in steps of 1/8 (4 bits) or 1/2
-// (2 bits) of an INT8 step, while c s + floor(z) stays within INT8.
-// `max_code` is the largest code of the channel.
-TA_HD inline int fractional_zero8(int zero, int residual_sum, int step, int max_code, int bits) {
-    const int unit = bits == 4 ? 1 : 4;          // eighths
+// Mean-preserving zero point: moves z by the mean of the residuals q - (c s + z) over the page, in steps of `unit` eighths of an
+// INT8 step, while c s + floor(z) stays within INT8. `max_code` is the largest code of the channel.
+TA_HD inline int moved_zero8(int zero, int residual_sum, int step, int max_code, int unit) {
     const int divisor = kPageTokens / 8 * unit;  // residual_sum / 64 in units
     const int floor_div = residual_sum >= 0 ? residual_sum / divisor : -((-residual_sum + divisor - 1) / divisor);
     const int rest2 = 2 * (residual_sum - floor_div * divisor);
@@ -165,13 +165,72 @@ TA_HD inline int fractional_zero8(int zero, int residual_sum, int step, int max_
     return zero8;
 }
 
+// What a zero point is a multiple of, in eighths of an INT8 step: 1/8 at 4 bits, 1/2 at 2 bits.
+TA_HD constexpr int fraction_unit(int bits) {
+    return bits == 4 ? 1 : 4;
+}
+TA_HD inline int fractional_zero8(int zero, int residual_sum, int step, int max_code, int bits) {
+    return moved_zero8(zero, residual_sum, step, max_code, fraction_unit(bits));
+}
+
+// How pages are closed; a pool's settings of these names.
+struct EncodeOptions {
+    bool v_exponents = false;
+    bool fractional_zero = false;
+    bool v_search = false;
+    bool k_search = false;  // of 2-bit heads
+    bool unit_slope = false;
+    bool k_turning = false;  // the lowest bytes of K's scales are turning pairs
+};
+
+// What of these a channel takes.
 struct Stage2Options {
     bool search = false;
     bool fractional_zero = false;
+    bool unit_slope = false;
 };
+TA_HD constexpr Stage2Options k_stage2(const EncodeOptions& o, int bits) {
+    return {o.k_search && bits == 2, o.fractional_zero, o.unit_slope};
+}
+TA_HD constexpr Stage2Options v_stage2(const EncodeOptions& o) {
+    return {o.v_search, o.fractional_zero, o.unit_slope};
+}
 
-// Encodes one channel of a page: q [64] with stride `stride`, codes [64] with the same stride. The definition; the CPU encoder
-// does the same for many channels at once.
+// Unit slope. Nearest codes shrink values, the search shrinks them more: the line that fits c s over q best has a slope below 1.
+// These are 64^2 times the variance of a channel's q over the page, and the covariance of its q and c.
+struct ChannelSlope {
+    int variance, covariance;
+};
+TA_HD constexpr ChannelSlope channel_slope(int sum_q, int sum_c, int sum_qq, int sum_qc) {
+    return {kPageTokens * sum_qq - sum_q * sum_q, kPageTokens * sum_qc - sum_q * sum_c};
+}
+// The step of slope 1, to the nearest integer, halves up. Steps of 4 bits are too small to be moved.
+TA_HD inline int unit_slope_step(int step, ChannelSlope slope, int bits) {
+    if (bits != 2 || slope.covariance <= 0) return step;
+    const int s = (2 * slope.variance + slope.covariance) / (2 * slope.covariance);
+    return s < 1 ? 1 : s > kMaxStep2Bits ? kMaxStep2Bits : s;
+}
+// What the page scale is multiplied with for the slope that the steps leave. The sums over the head's channels: of variances, and
+// of covariances times steps.
+TA_HD inline float unit_slope_gain(int64_t variance, int64_t covariance) {
+    if (covariance <= 0) return 1.0f;
+    const float gain = float(variance) / float(covariance);
+    return gain < 0.5f ? 0.5f : gain > 2.0f ? 2.0f : gain;
+}
+// The page scale then. `turning`: of K where scales have turning pairs in their lowest bytes. A page without pairs gives its scale back
+// to its tokens, so that its lowest byte has to be 0.
+TA_HD inline float unit_slope_scale(float scale, float gain, bool turning) {
+    const float gained = scale * gain;
+    return turning ? std::bit_cast<float>(std::bit_cast<uint32_t>(gained) & ~255u) : gained;
+}
+// The zero point under that scale which keeps the channel's mean. `unit` is 8 without fractions.
+TA_HD inline int unit_slope_zero8(int zero, int sum_q, int sum_c, float gain, int step, int max_code, int unit) {
+    const int sum = int(rintf(float(sum_q) / gain));
+    return moved_zero8(zero, sum - step * sum_c - kPageTokens * zero, step, max_code, unit);
+}
+
+// Encodes one channel of a page, all but unit slope: q [64] with stride `stride`, codes [64] with the same stride. The definition;
+// the CPU encoder does the same for many channels at once.
 TA_HD inline ChannelCode encode_channel(const int8_t* q, uint8_t* codes, int stride, int bits, Stage2Options options) {
     const int levels = (1 << bits) - 1;
     int min = q[0], max = q[0];
@@ -209,6 +268,34 @@ TA_HD inline ChannelCode encode_channel(const int8_t* q, uint8_t* codes, int str
     }
     if (!options.fractional_zero) return {best.step, 8 * best.zero};
     return {best.step, fractional_zero8(best.zero, residual_sum, best.step, max_code, bits)};
+}
+
+// Unit slope of a head's channels: q and codes [64, d] as encode_channel left them. Changes channels [d]; returns the gain.
+inline float give_unit_slope(const int8_t* q, const uint8_t* codes, int d, int bits, bool fractional_zero,
+                             ChannelCode* channels) {
+    int64_t variance = 0, covariance = 0;
+    float gain = 1.0f;
+    for (int pass = 0; pass < 2; ++pass) {  // steps, then zero points
+        for (int c = 0; c < d; ++c) {
+            int sum_q = 0, sum_c = 0, sum_qq = 0, sum_qc = 0, max_code = 0;
+            for (int t = 0; t < kPageTokens; ++t) {
+                const int x = q[t * d + c], y = codes[t * d + c];
+                sum_q += x, sum_c += y, sum_qq += x * x, sum_qc += x * y;
+                max_code = y > max_code ? y : max_code;
+            }
+            if (pass == 0) {
+                const ChannelSlope slope = channel_slope(sum_q, sum_c, sum_qq, sum_qc);
+                channels[c].step = unit_slope_step(channels[c].step, slope, bits);
+                variance += slope.variance;
+                covariance += int64_t(slope.covariance) * channels[c].step;
+            } else {
+                channels[c].zero8 = unit_slope_zero8(channels[c].zero8 >> 3, sum_q, sum_c, gain, channels[c].step, max_code,
+                                                     fractional_zero ? fraction_unit(bits) : 8);
+            }
+        }
+        gain = unit_slope_gain(variance, covariance);
+    }
+    return gain;
 }
 
 // Splits a zero point in eighths into the stored integer and the stored fraction.

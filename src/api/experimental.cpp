@@ -78,7 +78,7 @@ void dequantize_head(const Pool& pool, const Page& page, uint32_t layer, uint32_
     const PageKind kind = page.kind;
     const uint8_t* piece = page.data + g.head_offset(kind, layer, head);
     const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, head) * g.head_dim;
-    const TurningPairs turning = !n.k_turning               ? TurningPairs{}
+    const TurningPairs turning = !n.encode.k_turning        ? TurningPairs{}
                                  : kind == PageKind::kToken ? turning_of_tokens(piece, TokenLayout(d))
                                                             : turning_of_channel(piece, g.channel_layout(kind, layer, head));
     for (int t = first; t < last; ++t) {

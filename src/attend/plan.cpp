@@ -188,7 +188,7 @@ void Plan::list_touched(StepMember& m) {
         t.end = int(std::min<int64_t>(kPageTokens, total - b * kPageTokens));
         t.stays_8_bits = g.all_8_bits || b < sinks;
         t.closes = t.end == kPageTokens && !t.stays_8_bits;
-        t.begins_anew = n.k_turning && !n.universal_open_scale && t.have > 0 &&
+        t.begins_anew = n.encode.k_turning && !n.universal_open_scale && t.have > 0 &&
                         (t.closes || (b == 0 && turning_begins_anew(t.have, t.end)));
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
@@ -357,7 +357,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.settings = settings.value();
     call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
-    call.k_turning = n.k_turning;
+    call.k_turning = n.encode.k_turning;
     call.saturate = n.saturate;
     Status s = partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call);
     if (!s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);

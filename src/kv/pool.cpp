@@ -29,7 +29,7 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     add(uint32_t(n.hadamard));
     add(n.hadamard ? n.hadamard_seed : uint64_t{0});
     add(n.sink_blocks);
-    add(uint32_t(n.k_turning));
+    add(uint32_t(n.encode.k_turning));
     for (const float x : n.k_offset) add(x);
     if (g.falls) add(uint32_t(g.all_8_bits ? 8 : 4));
     if (g.keeps_own_scales) add(uint32_t(kPageTokens));

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "include/turboattention.h"
+#include "kernels/format/codec.h"
 #include "kernels/format/types.h"
 #include "src/core/status.h"
 
@@ -17,11 +18,8 @@ struct Numerics {
     bool k_page_scale_at_8_bits = false;  // also on pages that stay at 8 bits
     bool v_page_scale_at_8_bits = false;
     bool universal_open_scale = false;
-    bool v_exponents = true;
-    bool fractional_zero = true;
-    bool v_search = true;
+    EncodeOptions encode{true, true, true, true, true, true};
     bool hadamard = true;
-    bool k_turning = true;
     bool saturate = false;
     uint64_t hadamard_seed = 0;
     uint32_t sink_blocks = 1;

@@ -157,6 +157,8 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"k_turning", create([](O&, N& n) { n.k_turning = 3; }), TA_E_INVALID, 1, "k_turning is 3"},
         {"fractional_zero", create([](O&, N& n) { n.fractional_zero = -1; }), TA_E_INVALID, 1, "fractional_zero is -1"},
         {"v_search", create([](O&, N& n) { n.v_search = 17; }), TA_E_INVALID, 1, "v_search is 17"},
+        {"k_search", create([](O&, N& n) { n.k_search = 3; }), TA_E_INVALID, 1, "k_search is 3"},
+        {"unit_slope", create([](O&, N& n) { n.unit_slope = -1; }), TA_E_INVALID, 1, "unit_slope is -1"},
         {"hadamard", create([](O&, N& n) { n.hadamard = 3; }), TA_E_INVALID, 1, "hadamard is 3"},
         {"hadamard at 96", create([](O& o, N& n) {
              o.head_dim = 96;

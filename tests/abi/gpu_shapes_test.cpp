@@ -280,7 +280,7 @@ TEST_F(GpuShapes, SettingsOfPools) {
     }
     for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
         for (const uint32_t bits : {4u, 2u, 8u}) {
-            for (int which = 0; which < 14; ++which) {
+            for (int which = 0; which < 16; ++which) {
                 SCOPED_TRACE("profile " + std::to_string(profile) + ", " + std::to_string(bits) + " bits, setting " +
                              std::to_string(which));
                 auto n = sized<ta_numerics>();
@@ -298,6 +298,8 @@ TEST_F(GpuShapes, SettingsOfPools) {
                 if (which == 11) n.hadamard_seed = 12345, n.hadamard = TA_ON;
                 if (which == 12) n.k_offset = offsets.data();
                 if (which == 13) n.nonfinite = TA_NONFINITE_SATURATE;
+                if (which == 14) n.k_search = profile == TA_PROFILE_PAPER ? TA_ON : TA_OFF;
+                if (which == 15) n.unit_slope = profile == TA_PROFILE_PAPER ? TA_ON : TA_OFF;
                 Pair pair(gpu, cpu, pool(2, 2, 64, bits, &n), 4, stream, uint64_t(which + 1));
                 const size_t a = pair.add(), b = pair.add();
                 const bool paper = profile == TA_PROFILE_PAPER;

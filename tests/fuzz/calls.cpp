@@ -242,8 +242,9 @@ class Program {
     ta_numerics numerics() {
         ta_numerics n{};
         n.profile = ta_profile(number(TA_PROFILE_ACCURATE));
-        for (int32_t* setting : {&n.k_granularity, &n.v_granularity, &n.open_scale, &n.v_exponents, &n.fractional_zero,
-                                 &n.v_search, &n.hadamard, &n.sink_blocks, &n.exp, &n.p, &n.nonfinite})
+        for (int32_t* setting :
+             {&n.k_granularity, &n.v_granularity, &n.open_scale, &n.v_exponents, &n.fractional_zero, &n.v_search, &n.k_search,
+              &n.unit_slope, &n.hadamard, &n.sink_blocks, &n.exp, &n.p, &n.nonfinite})
             *setting = int32_t(number(0));
         n.hadamard_seed = in_.bits(plain_ ? 0 : 1);
         return n;

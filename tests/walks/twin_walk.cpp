@@ -52,6 +52,8 @@ Settings draw_settings(Random& random) {
         if (random.chance(20)) n.v_exponents = on_or_off();
         if (random.chance(20)) n.fractional_zero = on_or_off();
         if (random.chance(20)) n.v_search = on_or_off();
+        if (random.chance(20)) n.k_search = on_or_off();
+        if (random.chance(20)) n.unit_slope = on_or_off();
         if (random.chance(30) && s.head_dim != 96) n.hadamard = on_or_off();
         if (random.chance(50)) n.k_turning = on_or_off();
         if (random.chance(30)) n.sink_blocks = int32_t(random.pick(std::vector<int64_t>{-1, 1, 2, 3}));
@@ -76,7 +78,7 @@ std::string text_of(const Settings& s, const ta_numerics& n) {
          << n.v_granularity << ", open scale " << n.open_scale << ", V exponents " << n.v_exponents << ", fractional zero "
          << n.fractional_zero << ", V search " << n.v_search << ", hadamard " << n.hadamard << ", seed " << n.hadamard_seed
          << ", sink blocks " << n.sink_blocks << ", exp " << n.exp << ", P " << n.p << ", K offset " << (n.k_offset != nullptr)
-         << ", K turning " << n.k_turning;
+         << ", K turning " << n.k_turning << ", K search " << n.k_search << ", unit slope " << n.unit_slope;
     return text.str();
 }
 

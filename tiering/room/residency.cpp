@@ -101,7 +101,7 @@ Status Residency::open_disk_tier(const TierSettings& settings) {
     for (size_t kind = 0; kind < kPageKinds; ++kind) o.slot_bytes[kind] = geometry_.slot_bytes(PageKind(kind));
     o.fingerprint = pages_.fingerprint;
     o.check = make_block_check(geometry_, pages_.fingerprint);
-    o.check_found = make_value_check(geometry_, numerics_.k_turning);
+    o.check_found = make_value_check(geometry_, numerics_.encode.k_turning);
     o.device = context_.device();
     const Seams& seams = context_.seams();
     o.deadline = seams.io_deadline;

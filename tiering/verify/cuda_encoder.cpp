@@ -25,14 +25,10 @@ class CudaEncoder final : public BlockEncoder {
         }
         TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
         const Geometry& g = pages_.geometry;
-        const Numerics& n = pages_.numerics;
         cuda::LowerArgs args{};
         args.head_dim = int32_t(g.head_dim);
         args.pieces = int32_t(g.layers * g.kv_heads);
-        args.v_exponents = n.v_exponents;
-        args.fractional_zero = n.fractional_zero;
-        args.v_search = n.v_search;
-        args.k_turning = n.k_turning;
+        args.encode = pages_.numerics.encode;
         if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
         std::vector<PlacedBlock> made;
         for (size_t first = 0; first < blocks.size(); first += size_t(args.blocks)) {

@@ -247,6 +247,8 @@ struct Numerics {
     uint64_t hadamard_seed = 0;
     std::span<const float> k_offset = {};
     ta_switch k_turning = TA_DEFAULT;
+    ta_switch k_search = TA_DEFAULT;
+    ta_switch unit_slope = TA_DEFAULT;
 };
 
 struct TierOptions {
@@ -361,6 +363,8 @@ inline ta_numerics to_c(const Numerics& o) {
     c.hadamard_seed = o.hadamard_seed;
     c.k_offset = o.k_offset.empty() ? nullptr : o.k_offset.data();
     c.k_turning = o.k_turning;
+    c.k_search = o.k_search;
+    c.unit_slope = o.unit_slope;
     return c;
 }
 

@@ -40,7 +40,9 @@ ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
             .nonfinite = field<int32_t>(o, "nonfinite"),
             .hadamard_seed = field<uint64_t>(o, "hadamard_seed"),
             .k_offset = k_offset,
-            .k_turning = to_switch(o.attr("k_turning"))};
+            .k_turning = to_switch(o.attr("k_turning")),
+            .k_search = to_switch(o.attr("k_search")),
+            .unit_slope = to_switch(o.attr("unit_slope"))};
 }
 
 // What the options point to.
@@ -123,6 +125,8 @@ nb::object describe(const PoolObject& self) {
     numerics["k_offset"] =
         n.k_offset ? array(n.k_offset, heads * d.head_dim * sizeof(float), "float32") : nb::object(nb::none());
     numerics["k_turning"] = flag(n.k_turning);
+    numerics["k_search"] = flag(n.k_search);
+    numerics["unit_slope"] = flag(n.unit_slope);
     all["device"] = d.device;
     all["device_ordinal"] = d.device_ordinal;
     all["layers"] = d.layers;

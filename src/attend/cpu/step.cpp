@@ -182,8 +182,9 @@ Status CpuStep::recall_scales(StepMember& m) {
         uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
         cpu::HeadStage1& codes = append_scratch(worker).codes;
         codec.load_token_piece(piece, d, t.have, codes);
-        const TurningPairs turning = pool_.numerics().k_turning ? turning_of_tokens(piece, TokenLayout(d)) : TurningPairs{};
-        settle_page(codes.k, codes.k_scale, d, t.have, largest[0], pool_.numerics().k_turning ? &turning : nullptr);
+        const TurningPairs turning =
+            pool_.numerics().encode.k_turning ? turning_of_tokens(piece, TokenLayout(d)) : TurningPairs{};
+        settle_page(codes.k, codes.k_scale, d, t.have, largest[0], pool_.numerics().encode.k_turning ? &turning : nullptr);
         settle_page(codes.v, codes.v_scale, d, t.have, largest[1]);
         codec.store_token_piece(codes, d, 0, t.have, piece);
     });
@@ -194,7 +195,7 @@ Status CpuStep::recall_scales(StepMember& m) {
 // pairs of the last on those of the one before it.
 void CpuStep::make_append_tasks() {
     append_tasks_.clear();
-    const bool in_order = pool_.numerics().universal_open_scale, turning = pool_.numerics().k_turning;
+    const bool in_order = pool_.numerics().universal_open_scale, turning = pool_.numerics().encode.k_turning;
     for (size_t i = 0; i < step_->members.size(); ++i) {
         const size_t blocks = step_->members[i].touched.size();
         size_t last = 0;
@@ -284,7 +285,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     read_rows(v, row, n, head, nullptr, s.v);
     TurningPairs turning;
     int first_k = t.have;  // from which on K is encoded
-    if (num.k_turning) {
+    if (num.encode.k_turning) {
         if (stored) turning = turning_of_tokens(stored, TokenLayout(d));
         if (t.begins_anew) {
             const bool stays = t.index > 0 && turning.any() && all_turning_helps(turning, s.k, t.end, d);
@@ -317,21 +318,20 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const ScaleRule k_rule =
         scale_rule(whole, t.stays_8_bits, {num.k_page_scale, num.k_page_scale_at_8_bits, false, universal});
     const ScaleRule v_rule =
-        scale_rule(whole, t.stays_8_bits, {num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents, universal});
-    const TokenScaling k_scaling{k_rule, universal_scales.k, num.k_turning ? &turning : nullptr};
+        scale_rule(whole, t.stays_8_bits, {num.v_page_scale, num.v_page_scale_at_8_bits, num.encode.v_exponents, universal});
+    const TokenScaling k_scaling{k_rule, universal_scales.k, num.encode.k_turning ? &turning : nullptr};
     const TokenScaling v_scaling{v_rule, universal_scales.v};
     const int64_t clamped = quantize_tokens(codec, {s.k, s.k_amax, d, first_k, t.end}, k_scaling, s.codes.k, s.codes.k_scale) +
                             quantize_tokens(codec, {s.v, s.v_amax, d, t.have, t.end}, v_scaling, s.codes.v, s.codes.v_scale);
     if (clamped) clamped_.fetch_add(uint64_t(clamped), std::memory_order_relaxed);
     codec.store_token_piece(s.codes, d, t.workspace_page < 0 ? first_k : 0, t.end, piece);
-    if (num.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
+    if (num.encode.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
 
     if (!t.channel) return;
     uint8_t* closed =
         t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
-    const cpu::EncodeOptions options{num.v_exponents, num.fractional_zero, num.v_search, num.k_turning};
     const ChannelLayout layout = g.channel_layout(PageKind::kChannel, layer, head);
-    codec.encode_channel_piece(s.codes, layout, options, closed);
+    codec.encode_channel_piece(s.codes, layout, num.encode, closed);
     if (num.universal_open_scale) std::memcpy(closed + layout.own_scales(), universal_scales.own, sizeof universal_scales.own);
 }
 
@@ -397,7 +397,7 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
                 reopen_own_scales(values.k, values.k_scale, int(g.head_dim), tokens, own);
                 reopen_own_scales(values.v, values.v_scale, int(g.head_dim), tokens, own + kPageTokens);
             }
-            if (!pool_.numerics().k_turning) continue;
+            if (!pool_.numerics().encode.k_turning) continue;
             const TurningPairs turning = turning_of_channel(at.slot + piece_of(at.kind), closed);
             store_turning_of_missing(turning, tokens, TokenLayout(int(g.head_dim)), piece);
         }

@@ -167,7 +167,7 @@ Status CudaStep::recall_scales(const Step& step) {
             args.low_heads = constants_.heads(PageKind::kLow, 0);
         }
         args.token_own_scales = g.own_scales_offset(0, 0);
-        args.k_turning = pool_.numerics().k_turning;
+        args.k_turning = pool_.numerics().encode.k_turning;
         args.token_page_bytes = g.token_page_bytes;
         args.largest_scales = pool_.largest_scales();
         return device_.check(cudaError_t(cuda::launch_recall(args, stream_)), "finding universal scales");
@@ -250,7 +250,7 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     args.channel_layer_offset = constants_.layer_offsets(at.kind);
     args.heads = constants_.heads(at.kind, 0);
     args.token_page_bytes = g.token_page_bytes;
-    args.k_turning = pool_.numerics().k_turning;
+    args.k_turning = pool_.numerics().encode.k_turning;
     if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
     return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
 }
@@ -283,10 +283,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.v_page_scale = n.v_page_scale;
     a.k_page_scale_at_8_bits = n.k_page_scale_at_8_bits;
     a.v_page_scale_at_8_bits = n.v_page_scale_at_8_bits;
-    a.v_exponents = n.v_exponents;
-    a.fractional_zero = n.fractional_zero;
-    a.v_search = n.v_search;
-    a.k_turning = n.k_turning;
+    a.encode = n.encode;
     a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
     a.saturate = n.saturate;
     a.universal_open_scale = n.universal_open_scale;
@@ -299,7 +296,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     }
     a.nonfinite = pool_.nonfinite_counters();
     a.clamped = pool_.clamped_counter();
-    if (n.k_turning && (capture.captured() || tables_.pages_begin()))
+    if (n.encode.k_turning && (capture.captured() || tables_.pages_begin()))
         TA_RETURN_IF_ERROR(
             device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));

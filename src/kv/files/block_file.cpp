@@ -117,7 +117,7 @@ void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
             const TurningPairs turning = turning_of_tokens(piece, layout);
             std::memset(piece, 0, layout.bytes());
             codec.store_token_piece(*codes, int(g.head_dim), 0, int(tokens), piece);
-            if (pool.numerics().k_turning) store_turning_of_missing(turning, int(tokens), layout, piece);
+            if (pool.numerics().encode.k_turning) store_turning_of_missing(turning, int(tokens), layout, piece);
             if (!g.keeps_own_scales) continue;
             auto* own = reinterpret_cast<float*>(slot + g.own_scales_offset(layer, head));
             for (int which = 0; which < 2; ++which)
@@ -236,7 +236,7 @@ Status check_block(const Pool& pool, const StoredBlock& b, std::span<const uint8
     const Geometry& g = pool.geometry();
     const auto kind = PageKind(b.kind);
     TA_RETURN_IF_ERROR(verify_slot(g, kind, slot.data(), pool.fingerprint(), b.index, b.content_id, b.tokens));
-    TA_RETURN_IF_ERROR(check_values(g, pool.numerics().k_turning, kind, slot.data(), b.index));
+    TA_RETURN_IF_ERROR(check_values(g, pool.numerics().encode.k_turning, kind, slot.data(), b.index));
     if (b.tokens == uint32_t(kPageTokens)) return {};
     std::vector<uint8_t> cleared(slot.begin(), slot.end());
     clear_missing_tokens(pool, b.tokens, cleared.data());

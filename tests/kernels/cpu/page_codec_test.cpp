@@ -371,9 +371,14 @@ std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLay
                 byte = uint8_t(byte | (t % 2 ? e << 4 : e));
             }
         }
+        const Stage2Options stage2 = is_v ? v_stage2(options) : k_stage2(options, bits);
+        std::vector<ChannelCode> channels(d);
+        for (int c = 0; c < d; ++c) channels[c] = encode_channel(merged.data() + c, codes.data() + c, d, bits, stage2);
+        const float gain = options.unit_slope
+                               ? give_unit_slope(merged.data(), codes.data(), d, bits, options.fractional_zero, channels.data())
+                               : 1.0f;
         for (int c = 0; c < d; ++c) {
-            const ChannelCode code = encode_channel(merged.data() + c, codes.data() + c, d, bits,
-                                                    {is_v && options.v_search, options.fractional_zero});
+            const ChannelCode code = channels[c];
             piece[(is_v ? layout.v_step() : layout.k_step()) + c] = step_byte(code.step, zero_fraction8(code.zero8), bits);
             piece[(is_v ? layout.v_zero() : layout.k_zero()) + c] = uint8_t(int8_t(zero_floor(code.zero8)));
             for (int t = 0; t < kPageTokens; ++t) {
@@ -382,12 +387,14 @@ std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLay
                 byte = uint8_t(byte | codes[size_t(t) * d + c] << p.shift);
             }
         }
-        std::memcpy(&piece[is_v ? layout.v_scale() : layout.k_scale()], &page_scale, 4);
+        const float stored_scale = page_scale * gain;
+        std::memcpy(&piece[is_v ? layout.v_scale() : layout.k_scale()], &stored_scale, 4);
     }
     return piece;
 }
 
-constexpr EncodeOptions kOptions[] = {{}, {true, true, false}, {true, true, true}};
+constexpr EncodeOptions kOptions[] = {
+    {}, {true, true}, {true, true, true, true, true}, {.fractional_zero = false, .v_search = true, .unit_slope = true}};
 
 TEST_P(PageCodecTest, EncodesChannelPiecesAsDefined) {
     std::mt19937 random(5);
@@ -398,7 +405,7 @@ TEST_P(PageCodecTest, EncodesChannelPiecesAsDefined) {
                 for (int data = 0; data < int(Data::kEnd); ++data) {
                     // Everything on, and in turn with parts off: all combinations meet all data over the head sizes.
                     const auto head = draw_head(Data(data), d, random);
-                    for (const EncodeOptions& options : {kOptions[2], kOptions[(data + d / 32 + k_bits) % 2]}) {
+                    for (const EncodeOptions& options : {kOptions[2], kOptions[(data + d / 32 + k_bits) % 2], kOptions[3]}) {
                         const std::vector<uint8_t> expected = encode_by_definition(*head, layout, options);
                         Piece piece(layout.bytes(), 0xA5);
                         codec->encode_channel_piece(*head, layout, options, piece.data.get());
@@ -410,6 +417,21 @@ TEST_P(PageCodecTest, EncodesChannelPiecesAsDefined) {
                 }
             }
         }
+    }
+}
+
+// A page without turning pairs gives scales back whose lowest bytes are no pairs.
+TEST_P(PageCodecTest, UnitSlopeLeavesNoTurningPairs) {
+    std::mt19937 random(12);
+    for (const bool search : {false, true}) {
+        const auto head = draw_head(Data::kRandom, 64, random);
+        for (float& scale : head->k_scale) scale = std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & ~255u);
+        const ChannelLayout layout(64, 2, 2);
+        Piece piece(layout.bytes(), 0xA5);
+        codec->encode_channel_piece(*head, layout, {.k_search = search, .unit_slope = true, .k_turning = true}, piece.data.get());
+        auto out = std::make_unique<HeadStage1>();
+        codec->decode_channel_piece(piece.data.get(), layout, 40, *out);
+        for (int t = 0; t < 40; ++t) ASSERT_EQ(std::bit_cast<uint32_t>(out->k_scale[t]) & 255u, 0u);
     }
 }
 
@@ -435,7 +457,9 @@ TEST_P(PageCodecTest, TokensOfZerosOfVTakeTheLargestExponent) {
                 codec->encode_channel_piece(*head, layout, kOptions[2], piece.data.get());
                 auto out = std::make_unique<HeadStage1>();
                 codec->decode_channel_piece(piece.data.get(), layout, kPageTokens, *out);
-                const float page_scale = present ? *std::max_element(head->v_scale, head->v_scale + present) : 0.0f;
+                float page_scale;
+                std::memcpy(&page_scale, piece.data.get() + layout.v_scale(), sizeof page_scale);
+                ASSERT_EQ(page_scale == 0.0f, present == 0);
                 for (int t = 0; t < kPageTokens; ++t) {
                     const int e = piece.data[layout.v_exponents() + t / 2] >> (t % 2 * 4) & 15;
                     if (t < present) {

@@ -22,6 +22,7 @@ struct Bench {
     int d, heads, bits;
     int sequences, have, n_new;
     bool search;
+    bool slope = true, k_search = true;
 };
 
 float median_us(const AppendPlan& plan, const AppendArgs& a) {
@@ -133,26 +134,40 @@ void bench_one(const Bench& b, double copy) {
     a.k = {k.get(), int64_t(row_elements), b.d, DType::kBf16};
     a.v = {v.get(), int64_t(row_elements), b.d, DType::kBf16};
     a.signs = can_rotate(b.d) ? signs.get() : nullptr;
-    a.k_page_scale = a.v_page_scale = a.v_exponents = a.fractional_zero = true;
-    a.v_search = b.search;
+    a.k_page_scale = a.v_page_scale = true;
+    a.encode = {true, true, b.search, b.search && b.k_search, b.slope};
     AppendPlan plan;
     CHECK(plan_append(0, b.d, b.heads, int64_t(tasks.size()), &plan));
     const double us = median_us(plan, a);
-    std::printf("%-24s d %3d heads %d bits %d search %d  ctas %4d  %8.2f us  %7.0f GB/s  %5.1f%% of copy\n", b.name, b.d,
-                b.heads, b.bits, int(b.search), plan.ctas, us, bytes / us / 1e3, 100.0 * bytes / us / 1e3 / copy);
+    std::printf(
+        "%-24s d %3d heads %d bits %d search %d slope %d K search %d  ctas %4d  %8.2f us  %7.0f GB/s  %5.1f%% of copy\n",
+        b.name, b.d, b.heads, b.bits, int(b.search), int(b.slope), int(b.search && b.k_search), plan.ctas, us, bytes / us / 1e3,
+        100.0 * bytes / us / 1e3 / copy);
 }
 
 void bench(const char* only) {
     const double copy = copy_gb_per_s();
     std::printf("device copy: %.0f GB/s read and written; a launch is one of 10 in a graph\n", copy);
     const Bench all[] = {
-        {"decode, none closes", 128, 8, 4, 64, 20, 1, true}, {"decode, 4 sequences", 128, 8, 4, 4, 20, 1, true},
-        {"decode, all close", 128, 8, 4, 64, 63, 1, true},   {"decode, all close", 128, 8, 4, 64, 63, 1, false},
-        {"decode, all close", 128, 8, 2, 64, 63, 1, true},   {"decode, one closes", 128, 8, 4, 1, 63, 1, true},
-        {"decode, one closes", 128, 8, 2, 1, 63, 1, true},   {"bulk 16384", 128, 8, 4, 1, 0, 16384, true},
-        {"bulk 16384", 128, 8, 4, 1, 0, 16384, false},       {"bulk 16384", 128, 8, 2, 1, 0, 16384, true},
-        {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},       {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
-        {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},         {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
+        {"decode, none closes", 128, 8, 4, 64, 20, 1, true},
+        {"decode, 4 sequences", 128, 8, 4, 4, 20, 1, true},
+        {"decode, all close", 128, 8, 4, 64, 63, 1, true},
+        {"decode, all close", 128, 8, 4, 64, 63, 1, false},
+        {"decode, all close", 128, 8, 2, 64, 63, 1, true},
+        {"decode, one closes", 128, 8, 4, 1, 63, 1, true},
+        {"decode, one closes", 128, 8, 2, 1, 63, 1, true},
+        {"bulk 16384", 128, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 4, 1, 0, 16384, false},
+        {"bulk 16384", 128, 8, 2, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 2, 1, 0, 16384, false},
+        {"bulk 16384", 64, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 96, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 256, 8, 4, 1, 0, 16384, true},
+        {"bulk 16384", 128, 8, 4, 1, 0, 16384, true, false},
+        {"bulk 16384", 128, 8, 2, 1, 0, 16384, true, true, false},
+        {"bulk 16384", 128, 8, 2, 1, 0, 16384, true, false, false},
+        {"decode, all close", 128, 8, 4, 64, 63, 1, true, false},
+        {"decode, all close", 128, 8, 2, 64, 63, 1, true, false, false},
     };
     for (const Bench& b : all) {
         if (std::strstr(b.name, only)) bench_one(b, copy);

@@ -49,11 +49,13 @@ enum class Data {
 struct Settings {
     bool hadamard = true, k_offset = false;
     bool k_page_scale = true, v_page_scale = true, k_page_scale_at_8_bits = false, v_page_scale_at_8_bits = false;
-    bool universal_open_scale = false, v_exponents = true, fractional_zero = true, v_search = true, saturate = false;
+    bool universal_open_scale = false, saturate = false;
+    EncodeOptions encode{true, true, true, true, true};
 };
 Settings paper() {
     Settings s;
-    s.hadamard = s.v_exponents = s.fractional_zero = s.v_search = false;
+    s.hadamard = false;
+    s.encode = {};
     s.k_page_scale_at_8_bits = s.v_page_scale_at_8_bits = s.universal_open_scale = true;
     return s;
 }
@@ -341,9 +343,7 @@ class Problem {
         a.k_page_scale_at_8_bits = s.k_page_scale_at_8_bits;
         a.v_page_scale_at_8_bits = s.v_page_scale_at_8_bits;
         a.universal_open_scale = s.universal_open_scale;
-        a.v_exponents = s.v_exponents;
-        a.fractional_zero = s.fractional_zero;
-        a.v_search = s.v_search;
+        a.encode = s.encode;
         a.saturate = s.saturate;
         return a;
     }
@@ -403,7 +403,8 @@ class Problem {
                 return num.universal_open_scale ? ScaleRule::kUniversal : ScaleRule::kToken;
             };
             const TokenScaling k_scaling{rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0]};
-            const TokenScaling v_scaling{rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.v_exponents), universal[1]};
+            const TokenScaling v_scaling{rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.encode.v_exponents),
+                                         universal[1]};
             clamped +=
                 uint64_t(quantize_tokens(codec_, {x[0].data(), amax[0], d, t.have, t.end}, k_scaling, codes.k, codes.k_scale));
             clamped +=
@@ -413,7 +414,7 @@ class Problem {
             const HeadArgs& h = heads_[size_t(head)];
             const ChannelLayout layout(d, h.k_bits, h.v_bits);
             uint8_t* closed = &arena_[t.channel_slot + kChannelLayer + h.channel_offset];
-            codec_.encode_channel_piece(codes, layout, {num.v_exponents, num.fractional_zero, num.v_search}, closed);
+            codec_.encode_channel_piece(codes, layout, num.encode, closed);
             std::memcpy(closed + layout.own_scales(), own, sizeof own);
         }
     }
@@ -548,9 +549,11 @@ std::vector<Case> fixed_cases() {
     with("k offset", [](Case& c) { c.set.k_offset = true; });
     with("token scales of K", [](Case& c) { c.set.k_page_scale = false; });
     with("token scales of V", [](Case& c) { c.set.v_page_scale = false; });
-    with("no exponents", [](Case& c) { c.set.v_exponents = false; });
-    with("no fractional zero", [](Case& c) { c.set.fractional_zero = false; });
-    with("no search", [](Case& c) { c.set.v_search = false; });
+    with("no exponents", [](Case& c) { c.set.encode.v_exponents = false; });
+    with("no fractional zero", [](Case& c) { c.set.encode.fractional_zero = false; });
+    with("no search", [](Case& c) { c.set.encode.v_search = c.set.encode.k_search = false; });
+    with("no unit slope", [](Case& c) { c.set.encode.unit_slope = false; });
+    with("unit slope alone", [](Case& c) { c.set.encode = {.unit_slope = true}; });
     with("universal", [](Case& c) { c.set.universal_open_scale = true; });
     with("paper, many pages", [](Case& c) {
         c.set = paper();
@@ -608,9 +611,11 @@ Case random_case(uint64_t seed) {
     c.set.k_page_scale_at_8_bits = coin();
     c.set.v_page_scale_at_8_bits = coin();
     c.set.universal_open_scale = !coin();
-    c.set.v_exponents = coin();
-    c.set.fractional_zero = coin();
-    c.set.v_search = coin();
+    c.set.encode.v_exponents = coin();
+    c.set.encode.fractional_zero = coin();
+    c.set.encode.v_search = coin();
+    c.set.encode.k_search = coin();
+    c.set.encode.unit_slope = coin();
     c.set.saturate = !coin();
     c.sequences.clear();
     for (int n = 1 + below(5); n > 0; --n) c.sequences.push_back({below(200), below(3) ? below(70) : below(300)});

@@ -360,6 +360,77 @@ TEST(EncodeChannel, FractionalZeroPreservesTheMeanWithinHalfAUnit) {
     }
 }
 
+// The line that fits the stored values of a head over the true ones best has slope 1, and every channel keeps its mean.
+TEST(UnitSlope, StoredValuesHaveIt) {
+    std::mt19937 random(11);
+    int64_t clamped = 0, channels_in_all = 0;
+    for (int n = 0; n < 200; ++n) {
+        for (int bits : {4, 2}) {
+            for (bool search : {false, true}) {
+                constexpr int kD = 64;
+                std::vector<int8_t> q(size_t(kPageTokens) * kD);
+                for (int c = 0; c < kD; ++c) {
+                    const std::vector<int8_t> channel = draw_channel(random, n % 6);
+                    for (int t = 0; t < kPageTokens; ++t) q[t * kD + c] = channel[t];
+                }
+                std::vector<uint8_t> codes(q.size());
+                std::vector<ChannelCode> channels(kD);
+                for (int c = 0; c < kD; ++c) channels[c] = encode_channel(&q[c], &codes[c], kD, bits, {search, true});
+                const double gain = double(give_unit_slope(q.data(), codes.data(), kD, bits, true, channels.data()));
+                double covariance = 0.0, variance = 0.0;
+                for (int c = 0; c < kD; ++c) {
+                    const int unit = fraction_unit(bits);
+                    double mean_q = 0.0, mean_c = 0.0;
+                    int max_code = 0;
+                    for (int t = 0; t < kPageTokens; ++t) {
+                        mean_q += q[t * kD + c] / 64.0;
+                        mean_c += codes[t * kD + c] / 64.0;
+                        max_code = std::max<int>(max_code, codes[t * kD + c]);
+                    }
+                    for (int t = 0; t < kPageTokens; ++t) {
+                        const double x = q[t * kD + c] - mean_q;
+                        covariance += x * gain * channels[c].step * codes[t * kD + c];
+                        variance += x * x;
+                    }
+                    const int zero8 = channels[c].zero8, highest = 8 * (127 - max_code * channels[c].step) + 8 - unit;
+                    ASSERT_GE(channels[c].step, 1);
+                    ASSERT_LE(channels[c].step, bits == 4 ? 16 : 80);
+                    ASSERT_EQ(zero8 % unit, 0);
+                    ASSERT_GE(zero_floor(zero8), -128);
+                    ASSERT_LE(zero8, highest);
+                    ++channels_in_all;
+                    const double off = gain * (channels[c].step * mean_c + zero8 / 8.0) - mean_q;
+                    if (zero8 == 8 * -128 || zero8 == highest) {
+                        ++clamped;
+                    } else {
+                        ASSERT_LE(std::fabs(off), gain * (unit / 16.0 + 1 / 128.0) + 1e-4);
+                    }
+                }
+                if (covariance > 0.0 && gain > 0.5 && gain < 2.0) {
+                    ASSERT_NEAR(covariance / variance, 1.0, 1e-6) << n << " bits " << bits << " search " << search;
+                }
+            }
+        }
+    }
+    EXPECT_LT(5 * clamped, channels_in_all);
+}
+
+TEST(UnitSlope, StepsAndGainsStayInTheirRange) {
+    EXPECT_EQ(unit_slope_step(7, {0, 0}, 2), 7) << "a constant channel";
+    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 4), 7) << "steps of 4 bits stay";
+    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 2), 10);
+    EXPECT_EQ(unit_slope_step(7, {1050, 100}, 2), 11) << "halves go up";
+    EXPECT_EQ(unit_slope_step(7, {1049, 100}, 2), 10);
+    EXPECT_EQ(unit_slope_step(7, {1, 100}, 2), 1);
+    EXPECT_EQ(unit_slope_step(7, {100000, 100}, 2), 80);
+    EXPECT_EQ(unit_slope_gain(0, 0), 1.0f);
+    EXPECT_EQ(unit_slope_gain(5, 4), 1.25f);
+    EXPECT_EQ(unit_slope_gain(1, 4), 0.5f);
+    EXPECT_EQ(unit_slope_gain(9, 4), 2.0f);
+    EXPECT_EQ(unit_slope_zero8(-20, 64 * 30, 0, 1.5f, 3, 3, 1), 8 * 20) << "the mean under the gain";
+    EXPECT_EQ(unit_slope_zero8(-20, 64 * 30, 0, 1.6f, 3, 3, 8), 8 * 19) << "without fractions: 18.75";
+}
+
 TEST(EncodeChannel, StrideOfTheSourceIsTheStrideOfTheCodes) {
     std::mt19937 random(7);
     const std::vector<int8_t> q = draw_channel(random, 1);

@@ -49,6 +49,8 @@ class Numerics:
         hadamard_seed: which signs; 0: the default
         k_offset: float32 [layers, kv_heads, head_dim], subtracted from K; copied
         k_turning: pairs of K channels that turn from token to token are kept apart
+        k_search: v_search for K's 2-bit heads
+        unit_slope: 4- and 2-bit values have slope 1 on the INT8 ones
     """
 
     profile: Profile = Profile.ACCURATE
@@ -66,6 +68,8 @@ class Numerics:
     hadamard_seed: int = 0
     k_offset: Array | None = None
     k_turning: bool | None = None
+    k_search: bool | None = None
+    unit_slope: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

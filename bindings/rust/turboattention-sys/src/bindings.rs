@@ -230,6 +230,8 @@ pub struct ta_numerics {
     pub hadamard_seed: u64,
     pub k_offset: *const f32,
     pub k_turning: ta_switch,
+    pub k_search: ta_switch,
+    pub unit_slope: ta_switch,
 }
 pub type ta_tier = i32;
 pub const TA_TIER_DEVICE: ta_tier_code = 0;

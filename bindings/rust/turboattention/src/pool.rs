@@ -47,6 +47,10 @@ pub struct Numerics {
     pub k_offset: Option<Vec<f32>>,
     /// Pairs of K channels that turn from token to token are kept apart.
     pub k_turning: Switch,
+    /// `v_search` for K's 2-bit heads.
+    pub k_search: Switch,
+    /// 4- and 2-bit values have slope 1 on the INT8 ones.
+    pub unit_slope: Switch,
 }
 
 /// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None`
@@ -194,6 +198,8 @@ impl Pool {
             hadamard_seed: n.hadamard_seed,
             k_offset: pointer(&n.k_offset, heads * u128::from(options.head_dim))?,
             k_turning: n.k_turning as i32,
+            k_search: n.k_search as i32,
+            unit_slope: n.unit_slope as i32,
             ..ffi::ta_numerics::new()
         };
         let (mut folder, mut path, mut tiers) = (None, None, None);
@@ -286,6 +292,8 @@ impl Pool {
                 k_offset: (!n.k_offset.is_null())
                     .then(|| std::slice::from_raw_parts(n.k_offset, heads * d.head_dim as usize).to_vec()),
                 k_turning: Switch::known(n.k_turning)?,
+                k_search: Switch::known(n.k_search)?,
+                unit_slope: Switch::known(n.unit_slope)?,
             };
             let path = |path: *const c_char| {
                 (!path.is_null()).then(|| PathBuf::from(OsStr::from_bytes(CStr::from_ptr(path).to_bytes())))

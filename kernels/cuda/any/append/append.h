@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/attend_args.h"
+#include "kernels/format/codec.h"
 
 struct CUstream_st;
 
@@ -55,9 +56,9 @@ struct AppendArgs {
 
     bool k_page_scale, v_page_scale;  // as in Numerics
     bool k_page_scale_at_8_bits, v_page_scale_at_8_bits;
-    bool universal_open_scale, v_exponents, fractional_zero, v_search;
-    bool k_turning;  // launch_turning comes before the append of a step in which pages begin
-    bool saturate;   // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
+    bool universal_open_scale;
+    EncodeOptions encode;  // with k_turning launch_turning comes before the append of a step in which pages begin
+    bool saturate;         // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 
     // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest scales of K and V, scales_stride elements
     // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
@@ -127,7 +128,7 @@ int launch_recall(const RecallArgs& args, CUstream_st* stream);
 struct LowerArgs {
     static constexpr int kMostBlocks = 128;
     int32_t head_dim, pieces, blocks;  // pieces of a block: layers x heads
-    bool v_exponents, fractional_zero, v_search, k_turning;
+    EncodeOptions encode;
     uint64_t token_own_scales;                    // where token blocks have them; 0: they have not
     uint64_t from[kMostBlocks], to[kMostBlocks];  // addresses
 };

@@ -13,6 +13,13 @@
 
 namespace ta::cuda {
 
+// A channel that was encoded, all but its final zero point. `sum_q`, `sum_c`: of the values and codes of 64 tokens.
+struct EncodedChannel {
+    uint8_t step, max_code;
+    int8_t zero;
+    int16_t sum_q, sum_c;
+};
+
 template <int D>
 struct PageImage {
     static constexpr int kChunks = 4 * D;     // 16 bytes of K or V each
@@ -22,6 +29,10 @@ struct PageImage {
     float own[2][kPageTokens];                // universal scales: those that the tokens would have alone
     int32_t v_sum[kPageTokens];               // of a token's |V codes|
     bool merge[2][2];                         // by half of the tokens: some ratio is not 1
+    float page_scale[2];
+    EncodedChannel channels[2][D];
+    int64_t variance[2][D / 16], covariance[2][D / 16];  // unit_slope: sums over the channels that a warp encodes
+    StepZero searched[D];                                // k_search: what was found
 
     // Chunks are permuted so that lanes which write different loads, in natural order, and lanes which read one load meet all
     // banks.
@@ -132,23 +143,61 @@ struct PieceOffsets {
           bytes(int(layout.bytes())) {}
 };
 
-__device__ __forceinline__ void store_channel(uint8_t* step_at, uint8_t* zero_at, int bits, bool fractional, int step, int zero,
-                                              int residual, int max_code) {
-    int zero8 = 8 * zero;
-    if (fractional) {
-        zero8 = bits == 4 ? fractional_zero8(zero, residual, step, max_code, 4)
-                          : fractional_zero8(zero, residual, step, max_code, 2);
-    }
-    *step_at = step_byte(step, zero_fraction8(zero8), bits);
-    *zero_at = uint8_t(zero_floor(zero8));
+// A sum over the warp of numbers below 2^31.
+__device__ __forceinline__ int64_t warp_sum(int x) {
+    const int high = __reduce_add_sync(kWholeWarp, x >> 16), low = __reduce_add_sync(kWholeWarp, x & 0xffff);
+    return (int64_t(high) << 16) + low;
 }
 
-// A lane's share of the 32 channels of K of one step of the loads, scales merged: [tile][2 w1 + w0] are token
+// Unit slope: the step of a lane's channel, and the warp's share of the sums. `mine`: no other lane has the channel. The sums are of
+// values plus 128 and of codes.
+template <int D>
+__device__ __forceinline__ int give_slope(PageImage<D>& page, int tensor, int unit, int bits, bool mine, int step, int sum_u,
+                                          int sum_c, int sum_uu, int sum_uc, int lane) {
+    const ChannelSlope slope = channel_slope(sum_u, sum_c, sum_uu, sum_uc);
+    step = unit_slope_step(step, slope, bits);
+    const int64_t variance = warp_sum(mine ? slope.variance : 0);
+    const int64_t covariance = warp_sum(mine ? slope.covariance * step : 0);
+    if (lane == 0) {
+        page.variance[tensor][unit] = variance;
+        page.covariance[tensor][unit] = covariance;
+    }
+    return step;
+}
+
+// Steps and zero points of K (tensor 0) or V, and the page scale, when all of its channels are encoded. The whole CTA does.
+template <int D>
+__device__ __forceinline__ void store_channels(const PageImage<D>& page, int tensor, int bits, const EncodeOptions& options,
+                                               uint8_t* steps, uint8_t* zeros, float* page_scale) {
+    const int unit = options.fractional_zero ? fraction_unit(bits) : 8;
+    float gain = 1.0f;
+    if (options.unit_slope) {
+        int64_t variance = 0, covariance = 0;
+        for (int n = 0; n < D / (tensor == 0 ? 32 : 16); ++n) {
+            variance += page.variance[tensor][n];
+            covariance += page.covariance[tensor][n];
+        }
+        gain = unit_slope_gain(variance, covariance);
+    }
+    for (int c = threadIdx.x; c < D; c += RowShape<D>::kThreads) {
+        const EncodedChannel e = page.channels[tensor][c];
+        int zero8 = 8 * e.zero;
+        if (options.unit_slope || options.fractional_zero)
+            zero8 = unit_slope_zero8(e.zero, e.sum_q, e.sum_c, gain, e.step, e.max_code, unit);
+        steps[c] = step_byte(e.step, zero_fraction8(zero8), bits);
+        zeros[c] = uint8_t(zero_floor(zero8));
+    }
+    if (threadIdx.x != 0) return;
+    const float scale = page.page_scale[tensor];
+    *page_scale = options.unit_slope ? unit_slope_scale(scale, gain, tensor == 0 && options.k_turning) : scale;
+}
+
+// A lane's share of the 32 channels of K of one step of the loads, scales merged (`merged`: they are already): [tile][2 w1 + w0] are token
 // 16 tile + r + 8 w0, channels 4 w1 ..
 template <int D>
-__device__ __forceinline__ void load_k(const PageImage<D>& page, int step, uint32_t (&u)[4][4], int lane) {
+__device__ __forceinline__ void load_k(const PageImage<D>& page, int step, bool merged, uint32_t (&u)[4][4], int lane) {
     const int r = lane / 4, i = lane % 4;
-    const bool merge = page.merge[0][0] || page.merge[0][1];
+    const bool merge = !merged && (page.merge[0][0] || page.merge[0][1]);
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
         const uint4 chunk = page.k[PageImage<D>::k_chunk(tile, step, r, i)];
@@ -163,15 +212,38 @@ __device__ __forceinline__ void load_k(const PageImage<D>& page, int step, uint3
     }
 }
 
-// A warp encodes these channels.
+// The sums of eight lanes r = lane / 4, channel by channel; lane r gets that of channel r.
+__device__ __forceinline__ int scatter_sum(const int (&x)[8], int r) {
+    int four[4], two[2];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const bool up = r & 4;
+        four[n] = (up ? x[n + 4] : x[n]) + __shfl_xor_sync(kWholeWarp, up ? x[n] : x[n + 4], 16);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const bool up = r & 2;
+        two[n] = (up ? four[n + 2] : four[n]) + __shfl_xor_sync(kWholeWarp, up ? four[n] : four[n + 2], 8);
+    }
+    const bool up = r & 1;
+    return (up ? two[1] : two[0]) + __shfl_xor_sync(kWholeWarp, up ? two[0] : two[1], 4);
+}
+
+// Byte b of four words.
+__device__ __forceinline__ uint32_t gather_bytes(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int b) {
+    const uint32_t pick = uint32_t(0x40 + 0x11 * b);
+    return __byte_perm(__byte_perm(w0, w1, pick), __byte_perm(w2, w3, pick), 0x5410);
+}
+
+// A warp encodes these channels. `searched`: with the steps and zero points in page.searched.
 template <int D>
-__device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits, bool fractional, uint8_t* piece,
-                                         const PieceOffsets& at, int lane) {
+__device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits, bool searched, bool unit_slope, uint8_t* piece,
+                                         int lane) {
     const int r = lane / 4, i = lane % 4;
     uint32_t u[4][4];
     uint32_t sum[2][2] = {};        // [w1]: of channels 0 and 2, 1 and 3
     __half2 low[2][2], high[2][2];  // [w1]: of channels 0 and 1, 2 and 3
-    load_k(page, step, u, lane);
+    load_k(page, step, searched, u, lane);
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
@@ -188,8 +260,9 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits,
         }
     }
     // Lane r finishes channel r of its eight.
-    int my_low = 0, my_high = 0, my_step = 0, my_sum = 0, my_codes = 0;
-    __half2 inverse[2][2];
+    const int first_channel = D / 4 * i + 8 * step;
+    int my_zero = 0, my_high = 0, my_step = 0, my_sum = 0, my_codes = 0;
+    __half2 inverse[2][2], zeros[2][2];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
         __half2 &lo = low[n / 2][n % 2], &hi = high[n / 2][n % 2];
@@ -201,29 +274,40 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits,
             total += __shfl_xor_sync(kWholeWarp, total, h);
         }
         __half reciprocals[2];
+        int zero[2];
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             const int from = int(bits_of(lo) >> 16 * b & 0xff), to = int(bits_of(hi) >> 16 * b & 0xff);
-            const int s = step_of_range(to - from, bits);
+            StepZero sz{step_of_range(to - from, bits), from};
+            if (searched) {
+                sz = page.searched[first_channel + 2 * n + b];
+                sz.zero += 128;
+            }
+            const int s = sz.step;
+            zero[b] = sz.zero;
             reciprocals[b] = reciprocal(s);
-            my_low = r == 2 * n + b ? from : my_low;
+            my_zero = r == 2 * n + b ? sz.zero : my_zero;
             my_high = r == 2 * n + b ? to : my_high;
             my_step = r == 2 * n + b ? s : my_step;
             const int summed = 4 * (n / 2) + n % 2 + 2 * b;  // of bytes 0 and 2, then 1 and 3
             my_sum = r == summed ? int(total >> 16 * b & 0xffff) : my_sum;
         }
         inverse[n / 2][n % 2] = __halves2half2(reciprocals[0], reciprocals[1]);
+        zeros[n / 2][n % 2] = half2_of(0x64006400u + uint32_t(zero[0]) + (uint32_t(zero[1]) << 16));
     }
-    uint32_t code_sum[2] = {};  // bytes: 8 tokens of at most 15
+    const __half2 levels = half2_of(bits == 4 ? 0x4b804b80u : 0x42004200u);  // 15, 3
+    uint32_t code_sum[2] = {};                                               // bytes: 8 tokens of at most 15
+    uint32_t codes_of[4][4];
     uint32_t packed[4] = {};
     uint4* to = reinterpret_cast<uint4*>(piece) + step * 32 + lane;
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            const uint32_t a = step_codes(__hsub2(bytes01(u[tile][w]), low[w / 2][0]), inverse[w / 2][0]);
-            const uint32_t b = step_codes(__hsub2(bytes23(u[tile][w]), low[w / 2][1]), inverse[w / 2][1]);
+            const uint32_t a = step_codes_clamped(__hsub2(bytes01(u[tile][w]), zeros[w / 2][0]), inverse[w / 2][0], levels);
+            const uint32_t b = step_codes_clamped(__hsub2(bytes23(u[tile][w]), zeros[w / 2][1]), inverse[w / 2][1], levels);
             const uint32_t code = __byte_perm(a, b, 0x6420);
+            codes_of[tile][w] = code;
             code_sum[w / 2] += code;
             packed[w] |= code << (tile * bits & 7);
         }
@@ -240,9 +324,27 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits,
 #pragma unroll
         for (int b = 0; b < 2; ++b) my_codes = r == 4 * (n / 2) + n % 2 + 2 * b ? int(codes >> 16 * b & 0xffff) : my_codes;
     }
-    const int channel = D / 4 * i + 8 * step + r;
-    store_channel(piece + at.k_step + channel, piece + at.k_zero + channel, bits, fractional, my_step, my_low - 128,
-                  my_sum - my_step * my_codes - kPageTokens * my_low, code_of(my_high - my_low, my_step, bits == 4 ? 15 : 3));
+    int slope_step = my_step;
+    if (unit_slope) {
+        int squares[8] = {}, products[8] = {};
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+#pragma unroll
+            for (int tile = 0; tile < 4; tile += 2) {
+                const int w = 2 * (c / 4);
+                const uint32_t x = gather_bytes(u[tile][w], u[tile][w + 1], u[tile + 1][w], u[tile + 1][w + 1], c % 4);
+                const uint32_t y = gather_bytes(codes_of[tile][w], codes_of[tile][w + 1], codes_of[tile + 1][w],
+                                                codes_of[tile + 1][w + 1], c % 4);
+                squares[c] = int(__dp4a(x, x, uint32_t(squares[c])));
+                products[c] = int(__dp4a(x, y, uint32_t(products[c])));
+            }
+        }
+        slope_step = give_slope(page, 0, step, bits, true, my_step, my_sum, my_codes, scatter_sum(squares, r),
+                                scatter_sum(products, r), lane);
+    }
+    page.channels[0][first_channel + r] = {uint8_t(slope_step),
+                                           uint8_t(code_of(my_high - my_zero, my_step, bits == 4 ? 15 : 3)),
+                                           int8_t(my_zero - 128), int16_t(my_sum - kPageTokens * 128), int16_t(my_codes)};
 }
 
 // The candidates of codec.h's encoder search for one channel; number 0 is the full range. The numbers of steps and places and
@@ -292,34 +394,37 @@ __device__ __forceinline__ void merge_v(PageImage<D>& page, int tile, int lane) 
     }
 }
 
-// A warp encodes 16 channels of V, those of one tile, and leaves a byte per code where the stage-1 codes were. A channel is two
-// lanes' work: they share the candidates of the search and the final codes.
-template <int D>
-__device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits, bool search, bool fractional, uint8_t* piece,
-                                         const PieceOffsets& at, int lane) {
-    using Page = PageImage<D>;
-    constexpr int kWords = 16;
-    const int r = lane / 4, top = bits == 4 ? 15 : 3;
-    merge_v(page, tile, lane);
-    const int w0 = lane & 1, half = lane >> 1 & 1;
-    // Word n: tokens of its own half first.
-    const auto word_at = [&](int n) -> uint32_t& {
-        return page.v_words(Page::v_chunk(tile, half ^ n / 8, r, n % 8 / 2))[2 * (n % 2) + w0];
-    };
-    uint32_t u[kWords];
-    __half2 x[2 * kWords];
-    const __half2 bias = halves_1024(128);
+// A channel's 64 values, which two lanes have, each its own 32 first: as bytes plus 128 and as halves.
+inline constexpr int kChannelWords = kPageTokens / 4;
+struct ChannelValues {
+    uint32_t u[kChannelWords];
+    __half2 x[2 * kChannelWords];
+
+    template <class WordAt>
+    __device__ __forceinline__ explicit ChannelValues(const WordAt& word_at) {
+        const __half2 bias = halves_1024(128);
 #pragma unroll
-    for (int n = 0; n < kWords; ++n) {
-        u[n] = word_at(n) ^ kSignBits;
-        x[2 * n] = __hsub2(bytes01(u[n]), bias);
-        x[2 * n + 1] = __hsub2(bytes23(u[n]), bias);
+        for (int n = 0; n < kChannelWords; ++n) {
+            u[n] = word_at(n) ^ kSignBits;
+            x[2 * n] = __hsub2(bytes01(u[n]), bias);
+            x[2 * n + 1] = __hsub2(bytes23(u[n]), bias);
+        }
     }
-    __half2 low = x[0], high = x[0];
+};
+
+// The (step, zero) of encode_channel for the channel of lanes `lane` and `lane ^ 2`, and its largest value.
+struct FoundCode {
+    StepZero best;
+    int largest;
+};
+__device__ __forceinline__ FoundCode find_code(const ChannelValues& of, int bits, bool search, int lane) {
+    const __half2 bias = halves_1024(128);
+    const int half = lane >> 1 & 1;
+    __half2 low = of.x[0], high = of.x[0];
 #pragma unroll
-    for (int n = 1; n < kWords; ++n) {
-        low = __hmin2(low, x[n]);
-        high = __hmax2(high, x[n]);
+    for (int n = 1; n < kChannelWords; ++n) {
+        low = __hmin2(low, of.x[n]);
+        high = __hmax2(high, of.x[n]);
     }
     low = __hmin2(low, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(low), 2)));
     high = __hmax2(high, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(high), 2)));
@@ -328,48 +433,102 @@ __device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits,
     const int largest = int(max(high_bits & 0xff, high_bits >> 16 & 0xff)) - 128;
 
     const Candidates candidates(smallest, largest, bits);
-    StepZero best = candidates(0);
+    if (!search) return {candidates(0), largest};
     const __half2 levels = half2_of(bits == 4 ? 0x4b804b80u : 0x42004200u);  // 15, 3
-    if (search) {
-        const int last = search_steps(bits) * search_places(bits);
-        int32_t least = INT32_MAX;  // error, then the candidate's number: the first of equals wins
+    const int last = search_steps(bits) * search_places(bits), top = bits == 4 ? 15 : 3;
+    int32_t least = INT32_MAX;  // error, then the candidate's number: the first of equals wins
 #pragma unroll 1
-        for (int m = 0; m <= last; m += 2) {
-            const int number = min(m + half, last);
-            const StepZero sz = candidates(number);
-            const Candidate c(sz, top);
-            const uint32_t zero = uint32_t(sz.zero + 128) * 0x01010101u;
-            uint32_t error[2] = {};
+    for (int m = 0; m <= last; m += 2) {
+        const int number = min(m + half, last);
+        const StepZero sz = candidates(number);
+        const Candidate c(sz, top);
+        const uint32_t zero = uint32_t(sz.zero + 128) * 0x01010101u;
+        uint32_t error[2] = {};
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) {
-                const uint32_t code = __byte_perm(c.codes(x[2 * w], levels), c.codes(x[2 * w + 1], levels), 0x6420);
-                const uint32_t e = __vabsdiffu4(u[w], code * uint32_t(sz.step) + zero);
-                error[w % 2] = __dp4a(e, e, error[w % 2]);
-            }
-            least = min(least, int32_t((error[0] + error[1]) * 32 + uint32_t(number)));
+        for (int w = 0; w < kChannelWords; ++w) {
+            const uint32_t code = __byte_perm(c.codes(of.x[2 * w], levels), c.codes(of.x[2 * w + 1], levels), 0x6420);
+            const uint32_t e = __vabsdiffu4(of.u[w], code * uint32_t(sz.step) + zero);
+            error[w % 2] = __dp4a(e, e, error[w % 2]);
         }
-        least = min(least, __shfl_xor_sync(kWholeWarp, least, 2));
-        best = candidates(least & 31);
+        least = min(least, int32_t((error[0] + error[1]) * 32 + uint32_t(number)));
     }
-    const __half2 inverse = __half2half2(reciprocal(best.step));
+    least = min(least, __shfl_xor_sync(kWholeWarp, least, 2));
+    return {candidates(least & 31), largest};
+}
+
+// k_search: a warp finds the steps and zero points of half of the channels of encode_k, and merges their scales in place. A call, since
+// its registers would make those who call it spill.
+template <int D>
+__device__ __noinline__ void search_k(PageImage<D>& page, int unit, int bits, int lane) {
+    using Page = PageImage<D>;
+    const int step = unit / 2, first_i = unit % 2 * 2;
+    if (page.merge[0][0] || page.merge[0][1]) {
+        const int r = lane / 4, i = first_i + lane % 2;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int tile = 2 * n + lane / 2 % 2;
+            uint4& chunk = page.k[Page::k_chunk(tile, step, r, i)];
+            const float r0 = page.ratio[0][16 * tile + r], r1 = page.ratio[0][16 * tile + r + 8];
+            uint4 c = chunk;
+            c.x = merge_word(c.x, r0, r0, r0, r0);
+            c.y = merge_word(c.y, r1, r1, r1, r1);
+            c.z = merge_word(c.z, r0, r0, r0, r0);
+            c.w = merge_word(c.w, r1, r1, r1, r1);
+            chunk = c;
+        }
+        __syncwarp();
+    }
+    const int half = lane >> 1 & 1, c = 2 * (lane / 4) + (lane & 1), i = first_i + c / 8, w = c / 4 % 2 * 2;
+    const ChannelValues values([&](int n) {
+        const int tile = 2 * (half ^ n / 8) + n % 8 / 4, r = n % 4 * 2;
+        const uint32_t* even = page.k_words(Page::k_chunk(tile, step, r, i)) + w;
+        const uint32_t* odd = page.k_words(Page::k_chunk(tile, step, r + 1, i)) + w;
+        return gather_bytes(even[0], even[1], odd[0], odd[1], c % 4);
+    });
+    const FoundCode found = find_code(values, bits, true, lane);
+    if (half == 0) page.searched[D / 4 * i + 8 * step + c % 8] = found.best;
+}
+
+// A warp encodes 16 channels of V, those of one tile, and leaves a byte per code where the stage-1 codes were. A channel is two
+// lanes' work: they share the candidates of the search and the final codes.
+template <int D>
+__device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits, bool search, bool unit_slope, int lane) {
+    using Page = PageImage<D>;
+    const int r = lane / 4;
+    merge_v(page, tile, lane);
+    const int w0 = lane & 1, half = lane >> 1 & 1;
+    const auto word_at = [&](int n) -> uint32_t& {
+        return page.v_words(Page::v_chunk(tile, half ^ n / 8, r, n % 8 / 2))[2 * (n % 2) + w0];
+    };
+    const ChannelValues of(word_at);
+    const auto [best, largest] = find_code(of, bits, search, lane);
+    const __half2 inverse = __half2half2(reciprocal(best.step)), bias = halves_1024(128);
     const __half2 zero = __hsub2(halves_1024(best.zero + 128), bias);
-    uint32_t sum = 0, codes = 0;
+    const __half2 levels = half2_of(bits == 4 ? 0x4b804b80u : 0x42004200u);  // 15, 3
+    uint32_t sum = 0, codes = 0, squares = 0, products = 0;
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < kWords / 2; ++n) {
+    for (int n = 0; n < kChannelWords / 2; ++n) {
         const auto encode = [&](__half2 v) { return step_codes_clamped(__hsub2(v, zero), inverse, levels); };
-        const uint32_t code = __byte_perm(encode(x[2 * n]), encode(x[2 * n + 1]), 0x6420);
+        const uint32_t code = __byte_perm(encode(of.x[2 * n]), encode(of.x[2 * n + 1]), 0x6420);
         word_at(n) = code;
-        sum = __dp4a(u[n], 0x01010101u, sum);
+        sum = __dp4a(of.u[n], 0x01010101u, sum);
         codes = __dp4a(code, 0x01010101u, codes);
+        squares = __dp4a(of.u[n], of.u[n], squares);
+        products = __dp4a(of.u[n], code, products);
     }
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
     codes += __shfl_xor_sync(kWholeWarp, codes, 2);
+    int step = best.step;
+    if (unit_slope) {
+        squares += __shfl_xor_sync(kWholeWarp, squares, 2);
+        products += __shfl_xor_sync(kWholeWarp, products, 2);
+        step = give_slope(page, 1, tile, bits, half == 0, step, int(sum), int(codes), int(squares), int(products), lane);
+    }
     if (half == 0) {
-        const int channel = D / 8 * r + 2 * tile + w0;
-        const int residual = int(sum) - best.step * int(codes) - kPageTokens * (best.zero + 128);
-        store_channel(piece + at.v_step + channel, piece + at.v_zero + channel, bits, fractional, best.step, best.zero,
-                      residual, code_of(largest - best.zero, best.step, top));
+        page.channels[1][D / 8 * r + 2 * tile + w0] = {uint8_t(step),
+                                                       uint8_t(code_of(largest - best.zero, best.step, bits == 4 ? 15 : 3)),
+                                                       int8_t(best.zero), int16_t(sum - kPageTokens * 128), int16_t(codes)};
     }
 }
 
@@ -429,13 +588,13 @@ __device__ __forceinline__ void sum_v(PageImage<D>& page) {
 
 // Token t of the page, by thread t: the ratios that merge scales, V's exponents, and the end of the piece.
 template <int D>
-__device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponents, bool k_turning, bool keeps_own_scales,
+__device__ __forceinline__ void merge_scales(PageImage<D>& page, const EncodeOptions& options, bool keeps_own_scales,
                                              uint8_t* piece, const PieceOffsets& at, int t) {
     const int lane = t % 32;
     const float k_max = page_max(page.scale[0], lane), v_max = page_max(page.scale[1], lane);
     const float k_ratio = merge_ratio(page.scale[0][t], k_max, 0);
     int exponent = 0;
-    if (v_exponents) {
+    if (options.v_exponents) {
         const auto magnitude = [&](int j) { return token_magnitude(page.v_sum[j], page.scale[1][j]); };
         const float most = warp_max(fmaxf(magnitude(lane), magnitude(lane + 32)));
         const float own = magnitude(t);  // v_exponent of codec.h
@@ -455,14 +614,15 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, bool v_exponent
     auto* end = reinterpret_cast<uint32_t*>(piece + at.k_scale);
     constexpr int kOwn = 2 + kTurningBytes / 4;  // ChannelLayout::own_scales()
     const int words = (at.bytes - at.k_scale) / 4, pairs = t - 2;
-    uint32_t word = t == 0 ? __float_as_uint(k_max) : t == 1 ? __float_as_uint(v_max) : 0;
-    if (k_turning && pairs >= 0 && 4 * pairs < kTurningBytes)
+    uint32_t word = 0;
+    if (t < 2) page.page_scale[t] = t == 0 ? k_max : v_max;  // stored with the last channels
+    if (options.k_turning && pairs >= 0 && 4 * pairs < kTurningBytes)
         word = lowest_bytes(reinterpret_cast<const uint4*>(page.scale[0])[pairs]);
     if (keeps_own_scales) {
         const float k_own = page_max(page.own[0], lane), v_own = page_max(page.own[1], lane);
         word = t == kOwn ? __float_as_uint(k_own) : t == kOwn + 1 ? __float_as_uint(v_own) : word;
     }
-    if (t < words) end[t] = word;
+    if (t >= 2 && t < words) end[t] = word;
 }
 
 // Closes the page. All threads of the CTA, after the image is complete; v_sum is zero if exponents are wanted.
@@ -470,18 +630,26 @@ template <int D, class Args>
 __device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const Args& a, uint8_t* piece) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const PieceOffsets at(ChannelLayout(D, k_bits, v_bits));
-    if (a.v_exponents) {
+    const EncodeOptions& options = a.encode;
+    if (options.v_exponents) {
         sum_v(page);
         __syncthreads();
     }
-    if (threadIdx.x < kPageTokens)
-        merge_scales(page, a.v_exponents, a.k_turning, a.token_own_scales != 0, piece, at, threadIdx.x);
+    if (threadIdx.x < kPageTokens) merge_scales(page, options, a.token_own_scales != 0, piece, at, threadIdx.x);
     __syncthreads();
     static_assert(RowShape<D>::kWarps >= D / 16, "a warp takes one unit of V and at most one of K");
-    if (warp < D / 16) encode_v(page, warp, v_bits, a.v_search, a.fractional_zero, piece, at, lane);
-    const int step = RowShape<D>::kWarps - 1 - warp;
-    if (step < D / 32) encode_k(page, step, k_bits, a.fractional_zero, piece, at, lane);
+    const bool k_search = options.k_search && k_bits == 2;
+    if (k_search) {
+        if (warp < D / 16) search_k(page, warp, k_bits, lane);
+        __syncthreads();
+    }
+    if (warp < D / 16) encode_v(page, warp, v_bits, options.v_search, options.unit_slope, lane);
+    const int k_unit = RowShape<D>::kWarps - 1 - warp;
+    if (k_unit < D / 32) encode_k(page, k_unit, k_bits, k_search, options.unit_slope, piece, lane);
     __syncthreads();
+    auto* scales = reinterpret_cast<float*>(piece + at.k_scale);
+    store_channels(page, 0, k_bits, options, piece + at.k_step, piece + at.k_zero, scales);
+    store_channels(page, 1, v_bits, options, piece + at.v_step, piece + at.v_zero, scales + 1);
     pack_v(page, v_bits, piece, at);
 }
 

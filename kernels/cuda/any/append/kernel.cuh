@@ -39,11 +39,11 @@ class Appender {
         uint8_t* piece = token_piece(task);
         auto* to = reinterpret_cast<uint4*>(piece);
         if (threadIdx.x < kPageTokens) page_.v_sum[threadIdx.x] = 0;
-        if (a_.k_turning) make_table(piece + TokenLayout(D).k_scale());
+        if (a_.encode.k_turning) make_table(piece + TokenLayout(D).k_scale());
 #pragma unroll 1
         for (int tensor = 0; tensor < 2; ++tensor) {
             float x[4][8], amax[4];
-            const uint8_t* turning = tensor == 0 && a_.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
+            const uint8_t* turning = tensor == 0 && a_.encode.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
             read_rows({tensor, task.sequence, int64_t(task.row) + t0 - task.have, turning, t0}, active(), true, x, amax);
             const ScaleOf scale_of = page_scales(tensor, task, t0, amax);
             // Each lane finds the scale of one of the four rows.
@@ -150,7 +150,7 @@ class Appender {
         }
         if (closes || universal) __syncthreads();
         const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
-        const uint8_t* turning = tensor == 0 && a_.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
+        const uint8_t* turning = tensor == 0 && a_.encode.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
         float shared = 0.0f;
         // Where the page's scale depends on the rows they are read twice.
 #pragma unroll 1
@@ -402,9 +402,9 @@ class Appender {
     // The scales of a whole page whose rows have these largest magnitudes.
     __device__ ScaleOf page_scales(int tensor, const AppendTask& task, int t0, const float (&amax)[4]) {
         const bool universal = a_.universal_open_scale;
-        const ScaleOptions options = tensor
-                                         ? ScaleOptions{a_.v_page_scale, a_.v_page_scale_at_8_bits, a_.v_exponents, universal}
-                                         : ScaleOptions{a_.k_page_scale, a_.k_page_scale_at_8_bits, false, universal};
+        const ScaleOptions options =
+            tensor ? ScaleOptions{a_.v_page_scale, a_.v_page_scale_at_8_bits, a_.encode.v_exponents, universal}
+                   : ScaleOptions{a_.k_page_scale, a_.k_page_scale_at_8_bits, false, universal};
         ScaleOf s{scale_rule(true, task.stays_8_bits, options), 0.0f};
         if (s.rule == ScaleRule::kToken) return s;
         if (lane_ == 0) {
