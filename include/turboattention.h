@@ -1242,8 +1242,7 @@ TA_API ta_status ta_merge_states(ta_context* context, uint32_t n, const ta_tenso
 /* Ranks the kv heads of each layer for 4 or 2 bits (TurboAttention, head-wise mixed precision): priority = (max - min over the
  * head) * standard deviation over its channels of (max - min of the channel); the n_low lowest of a layer get 2 bits. K and V
  * are ranked apart. This is the published ranking, from the ranges of K and V alone. On the model in examples/tinylm its maps
- * are no better than random ones; a map that was found by measuring the loss with heads exchanged, as `tinylm calibrate`
- * does, is. Exclusive: one thread at a time. */
+ * are no better than random ones; maps by measured costs are (ta_calibrator_choose). Exclusive: one thread at a time. */
 typedef struct ta_calibrator ta_calibrator;
 
 /* Errors: TA_E_INVALID (layers, kv_heads), TA_E_UNSUPPORTED (head_dim). */
@@ -1262,6 +1261,15 @@ TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer
  * Errors: TA_E_INVALID (n_low), TA_E_STATE (a layer was never observed). */
 TA_API ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
                                       float* k_priority, float* v_priority, ta_error* err);
+/* Writes the maps of least total cost whose blocks are small enough, from what each head costs; nothing needs to have been observed.
+ * Costs may be in any unit in which those of several heads add up, as the divergence from exact predictions does that one head
+ * makes with 2 bits while all others have 4 (`tinylm calibrate`). The choice is exact, over all layers at once.
+ *   k_cost, v_cost   [layers, kv_heads, 2]: of K and of V with 4 bits, and with 2 bits; finite
+ *   block_bytes      the most that a block may have, as ta_kv_pool_stats.channel_block_bytes says it of a pool
+ *   k_bits, v_bits   [layers, kv_heads]
+ * Errors: TA_E_INVALID (a cost; block_bytes below that of 2 bits in all heads: ta_error.bytes says by how much). */
+TA_API ta_status ta_calibrator_choose(const ta_calibrator* calibrator, const float* k_cost, const float* v_cost,
+                                      uint64_t block_bytes, uint8_t* k_bits, uint8_t* v_bits, ta_error* err);
 
 #ifdef __cplusplus
 }

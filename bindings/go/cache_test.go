@@ -281,6 +281,15 @@ func TestCalibrator(t *testing.T) {
 		t.Errorf("%+v", maps)
 	}
 	newPool(t, func(o *PoolOptions) { o.KBits, o.VBits = maps.KBits, maps.VBits })
+	costs := make([]float32, 2*layers*kvHeads)
+	maps = must(c.Choose(costs, costs, 1<<30))(t)
+	if maps.KBits[0] != 2 || maps.VBits[layers*kvHeads-1] != 2 {
+		t.Errorf("what costs nothing: %+v", maps)
+	}
+	_, err = c.Choose(costs, costs, 1)
+	wants(t, err, ErrInvalid)
+	_, err = c.Choose(costs[1:], costs, 1<<30)
+	wants(t, err, ErrInvalid)
 	check(t, c.Close())
 	check(t, c.Close())
 	wants(t, c.Observe(0, TensorOf(k, 1, kvHeads, dim), TensorOf(v, 1, kvHeads, dim)), ErrClosed)

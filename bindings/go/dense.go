@@ -184,6 +184,29 @@ func (k *Calibrator) Observe(layer int, keys, values Tensor) error {
 	return result(C.tago_calibrator_observe(k.c, uint32Of(layer), &shapes[0], keys.chars(), values.chars(), e), e)
 }
 
+var errCosts = refuse(ErrInvalid, "costs are [layers, kv heads, 2]")
+
+// Choose gives the maps of least total cost whose blocks have at most blockBytes; their priorities are empty. Costs are
+// [layers, kv heads, 2]: with 4 bits, and with 2 bits.
+func (k *Calibrator) Choose(keyCost, valueCost []float32, blockBytes uint64) (*BitMaps, error) {
+	if err := k.take(); err != nil {
+		return nil, err
+	}
+	defer k.busy.Store(false)
+	n := k.layers * k.heads
+	if len(keyCost) != 2*n || len(valueCost) != 2*n {
+		return nil, errCosts
+	}
+	m := &BitMaps{KBits: make([]uint8, n), VBits: make([]uint8, n)}
+	e := newError()
+	status := C.ta_calibrator_choose(k.c, first[C.float](keyCost), first[C.float](valueCost), C.uint64_t(blockBytes),
+		first[C.uint8_t](m.KBits), first[C.uint8_t](m.VBits), e)
+	if err := result(status, e); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 // BitMaps are maps for [PoolOptions] and the priorities behind them, each [layers, kv heads].
 type BitMaps struct {
 	KBits, VBits         []uint8

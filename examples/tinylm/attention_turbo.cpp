@@ -223,18 +223,28 @@ class TurboAttention final : public AttentionBackend {
     int32_t n_new_ = 0;
 };
 
+Handle<ta_calibrator> make_calibrator(const Handle<ta_context>& context, const AttentionShape& shape) {
+    ta_calibrator* calibrator = nullptr;
+    ta_error err{};
+    const ta_status status =
+        ta_calibrator_create(context.get(), shape.layers, shape.kv_heads, shape.head_dim, &calibrator, &err);
+    check("ta_calibrator_create", status, err);
+    return Handle<ta_calibrator>(calibrator);
+}
+
+HeadMap empty_map(const AttentionShape& shape) {
+    const std::size_t heads = static_cast<std::size_t>(shape.layers) * shape.kv_heads;
+    return {std::vector<uint8_t>(heads), std::vector<uint8_t>(heads)};
+}
+
 // Exact attention that shows what passes through it to a calibrator.
 class ObservedAttention final : public AttentionBackend {
   public:
     ObservedAttention(const AttentionShape& shape, Workers& workers)
-        : shape_(shape), exact_(make_exact_attention(shape, workers)), context_(make_context(workers.count())) {
-        ta_calibrator* calibrator = nullptr;
-        ta_error err{};
-        const ta_status status =
-            ta_calibrator_create(context_.get(), shape.layers, shape.kv_heads, shape.head_dim, &calibrator, &err);
-        check("ta_calibrator_create", status, err);
-        calibrator_.reset(calibrator);
-    }
+        : shape_(shape),
+          exact_(make_exact_attention(shape, workers)),
+          context_(make_context(workers.count())),
+          calibrator_(make_calibrator(context_, shape)) {}
 
     void reset() override { exact_->reset(); }
     void begin(int n_new) override {
@@ -252,7 +262,7 @@ class ObservedAttention final : public AttentionBackend {
     KvStats stats() const override { return exact_->stats(); }
 
     HeadMap finish(int low_heads) const {
-        HeadMap map = empty_map();
+        HeadMap map = empty_map(shape_);
         ta_error err{};
         const ta_status status =
             ta_calibrator_finish(calibrator_.get(), low_heads, map.k_bits.data(), map.v_bits.data(), nullptr, nullptr, &err);
@@ -261,11 +271,6 @@ class ObservedAttention final : public AttentionBackend {
     }
 
   private:
-    HeadMap empty_map() const {
-        const std::size_t heads = static_cast<std::size_t>(shape_.layers) * shape_.kv_heads;
-        return {std::vector<uint8_t>(heads), std::vector<uint8_t>(heads)};
-    }
-
     AttentionShape shape_;
     std::unique_ptr<AttentionBackend> exact_;
     Handle<ta_context> context_;
@@ -331,6 +336,38 @@ HeadMap complement_of(HeadMap map) {
     for (std::vector<uint8_t>* bits : {&map.k_bits, &map.v_bits}) {
         for (uint8_t& b : *bits) b = b == 4 ? 2 : b == 2 ? 4 : b;
     }
+    return map;
+}
+
+HeadMap choose_head_map(const AttentionShape& shape, const HeadCosts& costs, int low_heads) {
+    check_low_heads(shape, low_heads);
+    const auto context = make_context(1);
+    const HeadMap like = random_head_map(shape, low_heads, "0");
+    ta_kv_pool_options po{};
+    po.struct_size = sizeof po;
+    po.layers = shape.layers;
+    po.kv_heads = shape.kv_heads;
+    po.head_dim = shape.head_dim;
+    po.k_bits = like.k_bits.data();
+    po.v_bits = like.v_bits.data();
+    po.budget_bytes = pool_budget(shape);
+    ta_kv_pool* made = nullptr;
+    ta_error err{};
+    check("ta_kv_pool_create", ta_kv_pool_create(context.get(), &po, &made, &err), err);
+    const Handle<ta_kv_pool> pool(made);
+    ta_kv_pool_stats s{};
+    s.struct_size = sizeof s;
+    check("ta_kv_pool_get_stats", ta_kv_pool_get_stats(pool.get(), &s, &err), err);
+
+    std::vector<float> of[2];  // with 4 bits nothing, with 2 bits what was given
+    for (int t = 0; t < 2; ++t) {
+        for (const float cost : t == 0 ? costs.k : costs.v) of[t].insert(of[t].end(), {0.0f, cost});
+    }
+    HeadMap map = empty_map(shape);
+    const auto calibrator = make_calibrator(context, shape);
+    const ta_status status = ta_calibrator_choose(calibrator.get(), of[0].data(), of[1].data(), s.channel_block_bytes,
+                                                  map.k_bits.data(), map.v_bits.data(), &err);
+    check("ta_calibrator_choose", status, err);
     return map;
 }
 

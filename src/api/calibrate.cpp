@@ -65,4 +65,15 @@ ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, 
     });
 }
 
+ta_status ta_calibrator_choose(const ta_calibrator* calibrator, const float* k_cost, const float* v_cost, uint64_t block_bytes,
+                               uint8_t* k_bits, uint8_t* v_bits, ta_error* err) {
+    return call(calibrator, err, [&](const Calibrator& c) -> Status {
+        TA_RETURN_IF_ERROR(check_pointer(k_cost, "k_cost", 1));
+        TA_RETURN_IF_ERROR(check_pointer(v_cost, "v_cost", 2));
+        TA_RETURN_IF_ERROR(check_pointer(k_bits, "k_bits", 4));
+        TA_RETURN_IF_ERROR(check_pointer(v_bits, "v_bits", 5));
+        return c.choose(k_cost, v_cost, block_bytes, k_bits, v_bits);
+    });
+}
+
 }  // extern "C"

@@ -5,6 +5,8 @@
 #include <limits>
 #include <numeric>
 
+#include "kernels/format/slot.h"
+
 namespace ta {
 
 Calibrator::Calibrator(std::shared_ptr<Context> context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
@@ -124,6 +126,74 @@ Status Calibrator::finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, floa
     std::copy(v.begin(), v.end(), v_bits);
     if (k_priority) std::copy(k_score.begin(), k_score.end(), k_priority);
     if (v_priority) std::copy(v_score.begin(), v_score.end(), v_priority);
+    return {};
+}
+
+namespace {
+
+// The heads of K or of V in the order in which they give up 2 of their 4 bits, those first that it costs least, and what so many cost.
+struct Reductions {
+    std::vector<uint32_t> order;
+    std::vector<double> cost;  // [heads + 1]
+    size_t free = 0;           // so many cost nothing or less
+
+    explicit Reductions(std::span<const float> costs) : order(costs.size() / 2), cost(costs.size() / 2 + 1) {
+        const auto of = [&](uint32_t head) { return double(costs[2 * head + 1]) - double(costs[2 * head]); };
+        std::iota(order.begin(), order.end(), 0u);
+        std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return of(a) < of(b); });
+        for (size_t i = 0; i < order.size(); ++i) cost[i + 1] = cost[i] + of(order[i]);
+        while (free < order.size() && of(order[free]) <= 0.0) ++free;
+    }
+    void write(size_t n, uint8_t* bits) const {
+        for (size_t i = 0; i < order.size(); ++i) bits[order[i]] = i < n ? 2 : 4;
+    }
+};
+
+Status check_costs(std::span<const float> costs, const char* name, int argument, uint32_t kv_heads) {
+    for (size_t i = 0; i < costs.size(); ++i) {
+        if (std::isfinite(costs[i])) continue;
+        const uint32_t head = uint32_t(i / 2);
+        return fail(TA_E_INVALID, "%s[%u, %u, %u] is not finite", name, head / kv_heads, head % kv_heads, unsigned(i % 2))
+            .argument(argument)
+            .layer(head / kv_heads);
+    }
+    return {};
+}
+
+}  // namespace
+
+Status Calibrator::choose(const float* k_cost, const float* v_cost, uint64_t block_bytes, uint8_t* k_bits,
+                          uint8_t* v_bits) const {
+    const size_t heads = size_t(layers_) * kv_heads_;
+    const std::span<const float> k_costs(k_cost, 2 * heads), v_costs(v_cost, 2 * heads);
+    TA_RETURN_IF_ERROR(check_costs(k_costs, "k_cost", 1, kv_heads_));
+    TA_RETURN_IF_ERROR(check_costs(v_costs, "v_cost", 2, kv_heads_));
+    const auto piece = [&](int k, int v) { return ChannelLayout(int(head_dim_), k, v).bytes(); };
+    const size_t all = piece(4, 4) * heads, of_k = piece(4, 4) - piece(2, 4), of_v = piece(4, 4) - piece(4, 2);
+    const auto bytes = [&](size_t k, size_t v) { return slot_bytes(all - k * of_k - v * of_v, layers_); };
+    if (const size_t least = bytes(heads, heads); block_bytes < least) {
+        return fail(TA_E_INVALID, "block_bytes is %llu; a block of 2 bits in all heads has %zu",
+                    (unsigned long long)block_bytes, least)
+            .argument(3)
+            .bytes(least - block_bytes);
+    }
+    const Reductions k(k_costs), v(v_costs);
+    size_t best_k = 0, best_v = 0;
+    double best = std::numeric_limits<double>::infinity();
+    // For each number of reduced K, as few V as it then takes: more would cost more.
+    size_t n_v = heads;
+    for (size_t n_k = 0; n_k <= heads; ++n_k) {
+        if (bytes(n_k, n_v) > block_bytes) continue;
+        while (n_v > 0 && bytes(n_k, n_v - 1) <= block_bytes) --n_v;
+        const size_t of_n_v = std::max(n_v, v.free);
+        const double cost = k.cost[n_k] + v.cost[of_n_v];
+        if (cost >= best) continue;
+        best = cost;
+        best_k = n_k;
+        best_v = of_n_v;
+    }
+    k.write(best_k, k_bits);
+    v.write(best_v, v_bits);
     return {};
 }
 

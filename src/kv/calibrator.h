@@ -1,4 +1,4 @@
-// Ranks kv heads for 4 or 2 bits from the ranges of their channels (TurboAttention, head-wise mixed precision).
+// Which kv heads get 4 bits and which 2: by the ranges of their channels (TurboAttention, head-wise mixed precision), or by costs.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,8 @@ class Calibrator {
     Status observe(uint32_t layer, TensorView k, TensorView v);
     // Outputs [layers, kv_heads]; the priorities may be nullptr.
     Status finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const;
+    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 2], with 4 and with 2 bits.
+    Status choose(const float* k_cost, const float* v_cost, uint64_t block_bytes, uint8_t* k_bits, uint8_t* v_bits) const;
 
   private:
     struct Ranges {  // of a layer: [kv_heads, head_dim], or empty before it is observed

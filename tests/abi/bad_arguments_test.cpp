@@ -736,6 +736,13 @@ TEST_F(BadArguments, CalibratorRefuses) {
     const auto finish = [&](uint32_t n_low, uint8_t* kb, uint8_t* vb, float* kp = nullptr, float* vp = nullptr) {
         return [&, n_low, kb, vb, kp, vp](ta_error* err) { return ta_calibrator_finish(made, n_low, kb, vb, kp, vp, err); };
     };
+    constexpr uint64_t kRoom = 1 << 30;
+    const float costs[2 * kLayers * kHeads] = {};
+    float nan_costs[2 * kLayers * kHeads] = {};
+    nan_costs[2 * kHeads + 1] = kNan;
+    const auto choose = [&](const float* kc, const float* vc, uint64_t bytes, uint8_t* kb, uint8_t* vb) {
+        return [&, kc, vc, bytes, kb, vb](ta_error* err) { return ta_calibrator_choose(made, kc, vc, bytes, kb, vb, err); };
+    };
     expect_success(observe(0, k.view(), v.view()));
     expect_failures({
         {"observe null", [&](ta_error* err) { return ta_calibrator_observe(nullptr, 0, k.view(), v.view(), err); },
@@ -753,6 +760,15 @@ TEST_F(BadArguments, CalibratorRefuses) {
         {"n_low", finish(kHeads + 1, k_bits, v_bits), TA_E_INVALID, 1, "n_low is 3"},
         {"misaligned k_priority", finish(0, k_bits, v_bits, odd), TA_E_ALIGNMENT, 4, "k_priority is not aligned"},
         {"misaligned v_priority", finish(0, k_bits, v_bits, priority, odd), TA_E_ALIGNMENT, 5, "v_priority is not aligned"},
+        {"choose null", [&](ta_error* err) { return ta_calibrator_choose(nullptr, costs, costs, kRoom, k_bits, v_bits, err); },
+         TA_E_INVALID, 0, "calibrator is null"},
+        {"no k_cost", choose(nullptr, costs, kRoom, k_bits, v_bits), TA_E_INVALID, 1, "k_cost is null"},
+        {"no v_cost", choose(costs, nullptr, kRoom, k_bits, v_bits), TA_E_INVALID, 2, "v_cost is null"},
+        {"misaligned v_cost", choose(costs, odd, kRoom, k_bits, v_bits), TA_E_ALIGNMENT, 2, "v_cost is not aligned"},
+        {"a cost of NaN", choose(costs, nan_costs, kRoom, k_bits, v_bits), TA_E_INVALID, 2, "v_cost[1, 0, 1] is not finite"},
+        {"small blocks", choose(costs, costs, 100, k_bits, v_bits), TA_E_INVALID, 3, "block_bytes is 100"},
+        {"choose without k_bits", choose(costs, costs, kRoom, nullptr, v_bits), TA_E_INVALID, 4, "k_bits is null"},
+        {"choose without v_bits", choose(costs, costs, kRoom, k_bits, nullptr), TA_E_INVALID, 5, "v_bits is null"},
         {"a layer that a failed call would have observed", finish(1, k_bits, v_bits, priority), TA_E_STATE, -1,
          "layer 1 was never observed"},
     });

@@ -208,6 +208,11 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         std::vector<uint8_t> k_bits(kHeads), v_bits(kHeads);
         return ta_calibrator_finish(calibrator, 1, k_bits.data(), v_bits.data(), nullptr, nullptr, e);
     });
+    run("ta_calibrator_choose", [&](ta_error* e) {
+        std::vector<uint8_t> k_bits(kHeads), v_bits(kHeads);
+        const std::vector<float> costs(2 * kHeads);
+        return ta_calibrator_choose(calibrator, costs.data(), costs.data(), 1 << 30, k_bits.data(), v_bits.data(), e);
+    });
     run("ta_calibrator_destroy", [&](ta_error*) { return ta_calibrator_destroy(calibrator), TA_OK; });
     run("ta_plan_destroy", [&](ta_error*) { return ta_plan_destroy(plan), TA_OK; });
     run("ta_kv_pool_destroy", [&](ta_error*) { return ta_kv_pool_destroy(pool), TA_OK; });

@@ -238,6 +238,8 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_calibrator_create(f.context.get(), 1, 1, 64, &calibrator, &err));
         forked(ta_calibrator_observe(f.calibrator.get(), 0, f.k.view(), f.k.view(), &err));
         forked(ta_calibrator_finish(f.calibrator.get(), 0, bits, bits, nullptr, nullptr, &err));
+        const float costs[2] = {};
+        forked(ta_calibrator_choose(f.calibrator.get(), costs, costs, 1 << 30, bits, bits, &err));
         ta_group* joined = nullptr;
         ta_group_state state = 0;
         auto gi = sized<ta_group_info>();

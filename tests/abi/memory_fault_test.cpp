@@ -413,6 +413,13 @@ TEST_P(MemoryFaults, Calibration) {
                 EXPECT_TRUE(status == TA_OK || untouched) << "a call that failed has written its output";
                 return status;
             });
+            r.call("ta_calibrator_choose", [&](ta_error* err) {
+                const float costs[2 * kHeads] = {0, 1, 0, 2};
+                std::fill(k_bits, k_bits + kHeads, uint8_t{0});
+                const ta_status status = ta_calibrator_choose(r.calibrator.get(), costs, costs, 1 << 30, k_bits, v_bits, err);
+                EXPECT_TRUE(status == TA_OK || k_bits[0] == 0) << "a call that failed has written its output";
+                return status;
+            });
             r.keep(priorities);
         },
         5);

@@ -518,6 +518,11 @@ class Program {
                                     or_null(items<uint8_t>(kMost)), array(items<float>(kMost)), array(items<float>(kMost)),
                                     err);
     }
+    ta_status calibrator_choose(ta_error* err) {
+        constexpr size_t kMost = 64;
+        return ta_calibrator_choose(calibrator(), or_null(items<float>(2 * kMost)), or_null(items<float>(2 * kMost)),
+                                    number(1 << 20), or_null(items<uint8_t>(kMost)), or_null(items<uint8_t>(kMost)), err);
+    }
 
     ta_status x_seq_block(ta_error* err) {
         const size_t bytes = odd() ? in_.below(65536) : 65536;
@@ -664,6 +669,7 @@ const Program::Call Program::kCalls[] = {
     {"calibrator_destroy", &Program::calibrator_destroy},
     {"calibrator_observe", &Program::calibrator_observe},
     {"calibrator_finish", &Program::calibrator_finish},
+    {"calibrator_choose", &Program::calibrator_choose},
     {"x_seq_block", &Program::x_seq_block},
     {"x_seq_dequantize", &Program::x_seq_dequantize},
     {"x_seq_attention", &Program::x_seq_attention},

@@ -1111,6 +1111,18 @@ class BasicCalibrator {
             },
             [&] { return std::move(map); });
     }
+    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 2]: with 4 bits, with 2 bits.
+    // Priorities are empty.
+    Result<HeadMap> choose(const std::vector<float>& k_cost, const std::vector<float>& v_cost, uint64_t block_bytes) const {
+        HeadMap map{std::vector<uint8_t>(heads_), std::vector<uint8_t>(heads_), {}, {}};
+        const auto costs = [&](const std::vector<float>& cost) { return cost.size() == 2 * heads_ ? cost.data() : nullptr; };
+        return E::run(
+            [&](ta_error* e) {
+                return ta_calibrator_choose(handle_.get(), costs(k_cost), costs(v_cost), block_bytes, map.k_bits.data(),
+                                            map.v_bits.data(), e);
+            },
+            [&] { return std::move(map); });
+    }
 
   private:
     std::shared_ptr<ta_calibrator> handle_;

@@ -333,6 +333,10 @@ TEST(Hpp, DenseMergedCalibrated) {
     const auto map = calibrator.finish(1);
     EXPECT_EQ(map.k_bits[0] + map.k_bits[1], 6);
     EXPECT_EQ(map.v_priority.size(), 2u);
+    const std::vector<float> k_costs{0, 3, 0, 1}, v_costs{0, 4, 0, 2};
+    EXPECT_EQ(calibrator.choose(k_costs, v_costs, 1 << 30).k_bits, (std::vector<uint8_t>{4, 4}));
+    EXPECT_EQ(status_of([&] { calibrator.choose(k_costs, v_costs, 1); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { calibrator.choose({}, v_costs, 1 << 30); }), TA_E_INVALID);
 }
 
 TEST(Hpp, Groups) {

@@ -234,13 +234,8 @@ Raises:
         [](const CalibratorObject& self, uint32_t n_low) {
             const ta::Calibrator handle = self.handle.get();
             const ta::HeadMap map = unlocked([&] { return handle.finish(n_low); });
-            const auto array = [&](const auto& numbers, const char* type) {
-                return package("numpy", "frombuffer")(nb::bytes(numbers.data(), numbers.size() * sizeof numbers[0]),
-                                                      nb::str(type))
-                    .attr("reshape")(self.layers, self.kv_heads);
-            };
-            return nb::make_tuple(array(map.k_bits, "uint8"), array(map.v_bits, "uint8"), array(map.k_priority, "float32"),
-                                  array(map.v_priority, "float32"));
+            return nb::make_tuple(self.array(map.k_bits, "uint8"), self.array(map.v_bits, "uint8"),
+                                  self.array(map.k_priority, "float32"), self.array(map.v_priority, "float32"));
         },
         "n_low"_a, nb::sig("def finish(self, n_low: int) -> tuple[typing.Any, typing.Any, typing.Any, typing.Any]"),
         R"(Gives n_low heads of each layer 2 bits, the others 4.
@@ -251,6 +246,37 @@ Returns:
 Raises:
     ArgumentError: n_low is above kv_heads (INVALID)
     StateError: a layer was never observed (STATE)
+)");
+    calibrator.def(
+        "choose",
+        [](const CalibratorObject& self, nb::handle k_cost, nb::handle v_cost, uint64_t block_bytes) {
+            const ta::Calibrator handle = self.handle.get();
+            const auto costs = [&](nb::handle from) {
+                const nb::object all = package("numpy", "ascontiguousarray")(from, nb::str("float32"));
+                if (!all.attr("shape").equal(nb::make_tuple(self.layers, self.kv_heads, 2)))
+                    throw ta::Error(TA_E_SHAPE, "costs are [layers, kv_heads, 2]");
+                const std::string bytes = to_bytes(all);
+                std::vector<float> numbers(bytes.size() / sizeof(float));
+                std::memcpy(numbers.data(), bytes.data(), bytes.size());
+                return numbers;
+            };
+            const std::vector<float> k = costs(k_cost), v = costs(v_cost);
+            const ta::HeadMap map = unlocked([&] { return handle.choose(k, v, block_bytes); });
+            return nb::make_tuple(self.array(map.k_bits, "uint8"), self.array(map.v_bits, "uint8"));
+        },
+        "k_cost"_a, "v_cost"_a, "block_bytes"_a,
+        nb::sig("def choose(self, k_cost: Array, v_cost: Array, block_bytes: int) -> tuple[typing.Any, typing.Any]"),
+        R"(Chooses the maps of least total cost whose blocks have at most block_bytes.
+
+Args:
+    k_cost, v_cost: [layers, kv_heads, 2], what K and V of a head cost with 4 bits and with 2 bits
+    block_bytes: as ``Pool.stats().channel_block_bytes``
+
+Returns:
+    k_bits, v_bits: [layers, kv_heads], for ``Context.create_pool``
+
+Raises:
+    ArgumentError: SHAPE; INVALID (a cost that is not finite, block_bytes below that of 2 bits in all heads)
 )");
     return context;
 }

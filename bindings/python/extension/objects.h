@@ -92,4 +92,11 @@ struct CalibratorObject {
     Handle<ta::Calibrator> handle;
     bool cuda;
     int64_t layers, kv_heads;
+
+    // Numbers [layers, kv_heads] as a NumPy array.
+    template <class T>
+    nb::object array(const std::vector<T>& numbers, const char* type) const {
+        return package("numpy", "frombuffer")(nb::bytes(numbers.data(), numbers.size() * sizeof(T)), nb::str(type))
+            .attr("reshape")(layers, kv_heads);
+    }
 };

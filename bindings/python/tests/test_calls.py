@@ -263,6 +263,14 @@ def test_dense_merged_calibrated(context, numbers):
     calibrator.observe(0, k, v)
     k_bits, v_bits, k_priority, _ = calibrator.finish(1)
     assert sorted(k_bits[0]) == [2, 4] == sorted(v_bits[0]) and k_priority.shape == (1, HEADS)
+    least = calibrator.choose(np.zeros((1, HEADS, 2)), np.zeros((1, HEADS, 2)), 1 << 30)
+    assert (np.array(least) == 2).all(), "what costs nothing"
+    k_bits, v_bits = calibrator.choose([[[0, 1], [0, 9]]], [[[0, 5], [0, 7]]], 1 << 30)
+    assert (k_bits == 4).all() and (v_bits == 4).all()
+    with pytest.raises(ta.ArgumentError, match="costs are"):
+        calibrator.choose([1, 2], [3], 1 << 30)
+    with pytest.raises(ta.ArgumentError, match="block_bytes is 1"):
+        calibrator.choose(np.zeros((1, HEADS, 2)), np.zeros((1, HEADS, 2)), 1)
 
 
 def test_groups(make_pool):

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "src/page/geometry.h"
 #include "support/handles.h"
 
 namespace ta::testing {
@@ -178,6 +179,49 @@ TEST(CalibratorTest, TheLargestValuesDoNotOverflow) {
     Tensor t(x, 2, kHeads, kDim);
     for (uint32_t layer = 0; layer < kLayers; ++layer) observe(c, layer, t, t);
     for (float p : finish(c, 1).k_priority) EXPECT_TRUE(std::isfinite(p));
+}
+
+// Against all maps of a small shape: none that fits costs less.
+TEST(Calibrator, ChoosesTheMapOfLeastCost) {
+    constexpr uint32_t kFew = 2;
+    const Context context = make_context(1);
+    Random random(4);
+    for (const uint32_t dim : {64u, 96u}) {  // at 96 K and V of 2 bits have other sizes
+        ta_calibrator* made = nullptr;
+        ta_error err;
+        require(ta_calibrator_create(context.get(), kFew, kFew, dim, &made, &err), err);
+        const Calibrator calibrator(made);
+        const auto block_bytes = [&](const uint8_t* k_bits, const uint8_t* v_bits) {
+            Result<Geometry> g = Geometry::make(kFew, kFew, dim, 0, k_bits, v_bits);
+            return uint64_t(g.value().channel_slot_bytes);
+        };
+        constexpr uint32_t kUnits = kFew * kFew;
+        for (int draw = 0; draw < 20; ++draw) {
+            std::vector<float> costs[2];
+            for (auto& of : costs) of = random.normals(2 * kUnits);
+            const uint8_t twos[kUnits] = {2, 2, 2, 2}, fours[kUnits] = {4, 4, 4, 4};
+            const uint64_t least = block_bytes(twos, twos), most = block_bytes(fours, fours);
+            for (uint64_t room = least; room <= most + 512; room += 128) {
+                uint8_t bits[2][kUnits];
+                require(ta_calibrator_choose(made, costs[0].data(), costs[1].data(), room, bits[0], bits[1], &err), err);
+                const auto cost_of = [&](const uint8_t(&map)[2][kUnits]) {
+                    double sum = 0.0;
+                    for (int t = 0; t < 2; ++t) {
+                        for (uint32_t u = 0; u < kUnits; ++u) sum += double(costs[t][2 * u + (map[t][u] == 2)]);
+                    }
+                    return sum;
+                };
+                double best = 1e300;
+                for (uint32_t choice = 0; choice < 1 << 2 * kUnits; ++choice) {
+                    uint8_t tried[2][kUnits];
+                    for (uint32_t u = 0; u < 2 * kUnits; ++u) tried[u / kUnits][u % kUnits] = choice >> u & 1 ? 2 : 4;
+                    if (block_bytes(tried[0], tried[1]) <= room) best = std::min(best, cost_of(tried));
+                }
+                ASSERT_LE(block_bytes(bits[0], bits[1]), room);
+                ASSERT_NEAR(cost_of(bits), best, 1e-9) << "head_dim " << dim << ", " << room << " bytes";
+            }
+        }
+    }
 }
 
 }  // namespace

@@ -1122,4 +1122,13 @@ functions! {
         v_priority: *mut f32,
         err: *mut ta_error,
     ) -> ta_status;
+    pub fn ta_calibrator_choose(
+        calibrator: *const ta_calibrator,
+        k_cost: *const f32,
+        v_cost: *const f32,
+        block_bytes: u64,
+        k_bits: *mut u8,
+        v_bits: *mut u8,
+        err: *mut ta_error,
+    ) -> ta_status;
 }

@@ -164,4 +164,21 @@ impl Calibrator {
         })?;
         Ok(maps)
     }
+
+    /// The maps of least total cost whose blocks have at most `block_bytes`; their priorities are empty. Costs are
+    /// [layers, kv heads, 2]: with 4 bits, and with 2 bits.
+    pub fn choose(&self, k_cost: &[f32], v_cost: &[f32], block_bytes: u64) -> Result<BitMaps> {
+        let n = self.heads;
+        if k_cost.len() != 2 * n || v_cost.len() != 2 * n {
+            return Err(Error::new(ErrorKind::Invalid, "costs are [layers, kv heads, 2]"));
+        }
+        let mut maps = BitMaps { k_bits: vec![0; n], v_bits: vec![0; n], k_priority: vec![], v_priority: vec![] };
+        // SAFETY: the handle is alive, and not used by another thread, as it is not Sync; the lists have as many elements as the
+        // call takes.
+        call(|err| unsafe {
+            let (k, v) = (maps.k_bits.as_mut_ptr(), maps.v_bits.as_mut_ptr());
+            ffi::ta_calibrator_choose(self.raw.as_ptr(), k_cost.as_ptr(), v_cost.as_ptr(), block_bytes, k, v, err)
+        })?;
+        Ok(maps)
+    }
 }

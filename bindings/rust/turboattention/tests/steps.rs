@@ -177,6 +177,11 @@ fn calibration() {
     let maps = calibrator.finish(1).unwrap();
     assert_eq!(maps.k_bits[..2].iter().sum::<u8>(), 6);
     assert!(maps.k_priority[0] > 0.0);
+    let costs = vec![0.0; 2 * maps.k_bits.len()];
+    let free = calibrator.choose(&costs, &costs, 1 << 30).unwrap();
+    assert!(free.k_bits.iter().chain(&free.v_bits).all(|&bits| bits == 2));
+    assert_eq!(kind(calibrator.choose(&costs, &costs, 1)), ErrorKind::Invalid);
+    assert_eq!(kind(calibrator.choose(&costs[1..], &costs, 1 << 30)), ErrorKind::Invalid);
     let pool = Pool::new(&context, PoolOptions { k_bits: Some(maps.k_bits), v_bits: Some(maps.v_bits), ..options() }).unwrap();
     assert_eq!(pool.describe().unwrap().options.bits, 0);
 }
