@@ -415,10 +415,11 @@ enum ta_tier_state_code { TA_TIER_OK = 0, TA_TIER_READ_ONLY = 1, TA_TIER_FAILED 
 typedef int32_t ta_eviction;
 enum ta_eviction_code {
     TA_EVICT_LRU = 0,      /* those of the sequence that no plan used, and no call moved to the device, for longest, spread
-                            * evenly over it */
+                            * evenly over it; those that are dropped: the oldest */
     TA_EVICT_PRIORITY = 1, /* those of the sequence of lowest ta_seq_set_priority; among equals as LRU */
     /* blocks with the least attention, of whatever sequence: the mean weight that a block had in steps, over the layers that
-     * the step observes, query heads and the last 16 query tokens, summed, halving with the pool's steps (docs/tiers.md) */
+     * the step observes, query heads and the last 16 query tokens, summed, halving with the pool's steps, as a part of what a
+     * block of its age can have (docs/tiers.md) */
     TA_EVICT_ATTENTION = 2
 };
 

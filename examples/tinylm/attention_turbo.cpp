@@ -1,6 +1,7 @@
 #include "attention_turbo.h"
 
 #include <turboattention.h>
+#include <turboattention_experimental.h>
 
 #include <algorithm>
 #include <charconv>
@@ -182,18 +183,28 @@ class TurboAttention final : public AttentionBackend {
             pool_.reset(pool);
         };
         create();
-        if (options.device_percent == 0) return;
+        if (options.device_percent == 0 && options.keep_percent == 0) return;
         // Again with tiers, now that the size of a block is known: a share of the context, and the blocks that stay at 8 bits.
         const ta_kv_pool_stats s = pool_stats();
         const uint64_t block = options.bits == 8 ? s.token_block_bytes : s.channel_block_bytes,
                        blocks = shape_.max_tokens / 64 + 1;
         ta_tier_options tiers{};
         tiers.struct_size = sizeof tiers;
-        tiers.host_bytes = tiers.disk_bytes = (blocks + 64) * (block + 8192) * 5 / 4;
-        po.budget_bytes = blocks * block * options.device_percent / 100 + 4 * s.token_block_bytes;
+        ta_x_tier_tuning tuning{};
+        tuning.struct_size = sizeof tuning;
+        tuning.attention_half_life = options.half_life;
+        tiers.tuning = &tuning;
+        tiers.eviction = options.eviction == "attention" ? TA_EVICT_ATTENTION : TA_EVICT_LRU;
+        tiers_ = options.device_percent > 0;
+        if (tiers_) {
+            tiers.host_bytes = tiers.disk_bytes = (blocks + 64) * (block + 8192) * 5 / 4;
+        } else {
+            tiers.drop_coldest = TA_ON;
+        }
+        const int percent = tiers_ ? options.device_percent : options.keep_percent;
+        po.budget_bytes = blocks * block * percent / 100 + 4 * s.token_block_bytes;
         po.tiers = &tiers;
         create();
-        tiers_ = true;
     }
 
     ta_kv_pool_stats pool_stats() const {

@@ -24,8 +24,11 @@ struct TurboOptions {
     int bits = 4;                      // 8, 4 or 2; ignored where head_map is given
     HeadMap head_map;
     int threads = 1;
-    bool gpu = false;        // attention there, the rest of the model here
-    int device_percent = 0;  // of the context that the device tier holds, the rest on the host and on disk; 0: all of it
+    bool gpu = false;              // attention there, the rest of the model here
+    int device_percent = 0;        // of the context that the device tier holds, the rest on the host and on disk; 0: all of it
+    int keep_percent = 0;          // of the context that is kept, the rest is dropped; 0: all of it
+    std::string eviction = "lru";  // what is dropped first; or "attention"
+    int half_life = 0;             // of attention, in steps; 0: the default
 };
 
 std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& shape, const TurboOptions& options);

@@ -572,6 +572,15 @@ int run(int argc, char** argv) {
     eval->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
     eval->add_option("--exact-logits", o.exact_logits,
                      "a file that keeps what exact attention predicts: read, or written where there is none");
+    auto* keep = eval->add_option("--keep-percent", o.turbo.keep_percent, "of the context that is kept; the rest is dropped")
+                     ->check(CLI::Range(1, 100));
+    eval->add_option("--eviction", o.turbo.eviction, "what is dropped first")
+        ->check(CLI::IsMember({"lru", "attention"}))
+        ->capture_default_str()
+        ->needs(keep);
+    eval->add_option("--half-life", o.turbo.half_life, "steps in which attention halves; default: the library's")
+        ->check(CLI::Range(1, 1 << 24))
+        ->needs(keep);
     auto* retrieval = app.add_subcommand("retrieval", "how many answers are found in long prompts");
     retrieval->add_option("--prompts", o.prompts, "JSON lines with prompt, answer and bucket")->required();
     retrieval->add_option("--limit", o.limit, "only the first N prompts")->check(CLI::Range(1, 1 << 24));

@@ -547,7 +547,7 @@ void Pool::add_attention(uint32_t slot, uint32_t generation, std::span<const flo
     const size_t n = std::min(weights.size(), s.blocks.size());
     for (size_t b = 0; b < n; ++b) {
         if (b + kAhead < n) __builtin_prefetch(s.blocks[b + kAhead].get(), 1);
-        s.blocks[b]->add_mass(weights[b] * faded, now);
+        s.blocks[b]->add_mass(weights[b] * faded, at, now);
     }
 }
 

@@ -19,7 +19,7 @@ namespace ta::testing {
 namespace {
 
 constexpr uint64_t kBlocks = 8;
-constexpr FallingShape kShape{2, 1, 64, {true, true, true}};
+constexpr FallingShape kShape{2, 1, 64};
 
 struct Life {
     std::shared_ptr<FaultyFiles> files = std::make_shared<FaultyFiles>();

@@ -9,12 +9,12 @@ class Attention final : public EvictionPolicy {
   public:
     explicit Attention(uint32_t half_life) : half_life_(half_life) {}
 
-    std::vector<Victim> choose(const EvictionView& view, uint64_t bytes) const override {
+    std::vector<Victim> choose(const EvictionView& view, uint64_t bytes, Loss loss) const override {
         struct Candidate {
-            // The mass, whose bits are ordered as it is, and below it the last use: blocks that nobody attends to any more are
-            // all at zero, and leave as under LRU.
+            // The share of attention, whose bits are ordered as it is, and below it the last use: blocks that nobody attends to any
+            // more are all at zero, and leave as under LRU. Above both whether it is a recent block that would be dropped.
             uint64_t heat;
-            uint32_t owner, key;  // reversed bits of the block
+            uint32_t owner, key;
             bool operator<(const Candidate& other) const {
                 return heat != other.heat ? heat < other.heat : owner != other.owner ? owner < other.owner : key < other.key;
             }
@@ -31,8 +31,10 @@ class Attention final : public EvictionPolicy {
                 const uint64_t size = view.bytes(owner, b);
                 if (size == 0) continue;
                 least = std::min(least, size);
-                const float mass = decay.at_now(view.mass(owner, b));
-                const uint64_t heat = uint64_t{std::bit_cast<uint32_t>(mass)} << 32 | uint32_t(owners[owner].last_used);
+                const float share = decay.share(view.mass(owner, b), view.since(owner, b));
+                const bool last = loss == Loss::kDropped && owners[owner].in_step && b + kRecentBlocks >= owners[owner].end;
+                const uint64_t heat =
+                    uint64_t{std::bit_cast<uint32_t>(share) | uint32_t(last) << 31} << 32 | uint32_t(owners[owner].last_used);
                 if (heat > limit) continue;
                 if (coldest.size() == room) {
                     const size_t n = wanted();
@@ -45,7 +47,7 @@ class Attention final : public EvictionPolicy {
                         coldest.reserve(room);
                     }
                 }
-                coldest.push_back({heat, uint32_t(owner), reversed_bits(b)});
+                coldest.push_back({heat, uint32_t(owner), leave_key(b, loss)});
             }
         }
         const auto end = coldest.begin() + ptrdiff_t(wanted());
@@ -54,7 +56,7 @@ class Attention final : public EvictionPolicy {
         std::vector<Victim> victims;
         uint64_t found = 0;
         for (auto c = coldest.begin(); c < end && found < bytes; ++c) {
-            victims.push_back({c->owner, reversed_bits(c->key)});
+            victims.push_back({c->owner, block_of_key(c->key, loss)});
             found += view.bytes(c->owner, victims.back().block);
         }
         return victims;

@@ -5,8 +5,8 @@ namespace {
 
 class Lru final : public EvictionPolicy {
   public:
-    std::vector<Victim> choose(const EvictionView& view, uint64_t bytes) const override {
-        return choose_owner_by_owner(view, bytes,
+    std::vector<Victim> choose(const EvictionView& view, uint64_t bytes, Loss loss) const override {
+        return choose_owner_by_owner(view, bytes, loss,
                                      [](const BlockOwner& a, const BlockOwner& b) { return a.last_used < b.last_used; });
     }
 };

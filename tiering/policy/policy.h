@@ -17,7 +17,12 @@ struct BlockOwner {
     uint64_t last_used = 0;  // grows with every use
     int32_t priority = 0;    // the lower leaves first
     uint32_t first = 0, end = 0;
+    bool in_step = false;  // of the step that wants room
 };
+
+// Blocks at the end of a step's sequence that are dropped only where others are not enough: what was said last is looked at next, as
+// H2O and SnapKV have it.
+inline constexpr uint32_t kRecentBlocks = 8;
 
 // Attention that a block got: the sum of weights, faded to step `at`.
 struct alignas(8) AttentionMass {  // its size: clang asks libatomic for what is aligned to less
@@ -34,17 +39,30 @@ class Decay {
         if (mass.at != at_) {
             at_ = mass.at;
             // Another plan may have begun, and left its weights, since this step was counted.
-            constexpr uint32_t kLater = 1 << 20;
-            left_ = at_ - now_ < kLater ? 1.0f : std::exp2(float(now_ - at_) * per_step_);
+            left_ = at_ - now_ < 1 << 20 ? 1.0f : std::exp2(float(now_ - at_) * per_step_);
         }
         return mass.sum * left_;
     }
+    // The share that it is of what a block can have had that is there since step `since`: a weight of 1 in each step.
+    float share(AttentionMass mass, uint32_t since) {
+        const uint32_t age = now_ - since;
+        if (age != age_ || most_ == 0.0f) {
+            age_ = age;
+            const float steps = age < kLater ? float(age) + 1.0f : 1.0f;
+            most_ = std::expm1(steps * per_step_ * kLn2) / std::expm1(per_step_ * kLn2);  // a geometric series
+        }
+        return at_now(mass) / most_;
+    }
 
   private:
+    static constexpr float kLn2 = 0.693147181f;
+    // Further ahead than plans can be that began after this step was counted, and left their weights.
+    static constexpr uint32_t kLater = 1u << 31;
+
     const float per_step_;
     const uint32_t now_;
-    uint32_t at_;
-    float left_ = 1.0f;
+    uint32_t at_, age_ = 0;
+    float left_ = 1.0f, most_ = 0.0f;
 };
 
 class EvictionView {
@@ -54,7 +72,8 @@ class EvictionView {
     // What a tier gains when the block leaves it; 0 where the block stays.
     virtual uint64_t bytes(size_t owner, uint32_t block) const = 0;
     virtual AttentionMass mass(size_t owner, uint32_t block) const = 0;
-    virtual uint32_t now() const = 0;  // the present step
+    virtual uint32_t since(size_t owner, uint32_t block) const = 0;  // the step in which it got attention first
+    virtual uint32_t now() const = 0;                                // the present step
 };
 
 struct Victim {
@@ -62,18 +81,22 @@ struct Victim {
     bool operator==(const Victim&) const = default;
 };
 
+// What becomes of the victims. Those that move down come up again: they are spread over a sequence, so that the work of reading them
+// from below is spread over all that attend. Those that are dropped are lost: the oldest of a sequence go first.
+enum class Loss : uint8_t { kMoved, kDropped };
+
 // Without state: the same view gives the same victims.
 class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
     // Blocks of at least so many bytes, or all that may leave, the coldest first.
-    virtual std::vector<Victim> choose(const EvictionView& view, uint64_t bytes) const = 0;
+    virtual std::vector<Victim> choose(const EvictionView& view, uint64_t bytes, Loss loss) const = 0;
 };
 
 std::unique_ptr<EvictionPolicy> make_lru_policy();
 // Sequences of lower priority first, among equals the one that was not used for longest.
 std::unique_ptr<EvictionPolicy> make_priority_policy();
-// Blocks with the least attention first, of whatever sequence. `half_life`: steps after which a weight counts half.
+// Blocks with the least attention since they came first, of whatever sequence. `half_life`: steps after which a weight counts half.
 std::unique_ptr<EvictionPolicy> make_attention_policy(uint32_t half_life);
 
 }  // namespace ta

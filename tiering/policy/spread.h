@@ -1,4 +1,4 @@
-// What policies share that choose among sequences: all that a sequence has, spread evenly over it.
+// What policies share that choose among sequences: all that a sequence has, in the order in which its blocks leave.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,7 @@
 
 namespace ta {
 
-// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart, so that the work of reading
-// them from below is spread over all that attend.
+// Spreads any first n of 0, 1, 2, ... evenly: blocks that leave one after the other lie far apart.
 inline uint32_t reversed_bits(uint32_t x) {
     x = (x & 0x55555555) << 1 | (x >> 1 & 0x55555555);
     x = (x & 0x33333333) << 2 | (x >> 2 & 0x33333333);
@@ -18,9 +17,17 @@ inline uint32_t reversed_bits(uint32_t x) {
     return __builtin_bswap32(x);
 }
 
+// What a sequence's blocks are sorted by, and the block again.
+inline uint32_t leave_key(uint32_t block, Loss loss) {
+    return loss == Loss::kDropped ? block : reversed_bits(block);
+}
+inline uint32_t block_of_key(uint32_t key, Loss loss) {
+    return leave_key(key, loss);  // both are their own inverse
+}
+
 // Owners one after the other, those first that `before` puts first, until the bytes are there.
 template <class Before>
-std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t bytes, Before before) {
+std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t bytes, Loss loss, Before before) {
     const std::span<const BlockOwner> owners = view.owners();
     std::vector<uint32_t> heap(owners.size());
     for (size_t i = 0; i < heap.size(); ++i) heap[i] = uint32_t(i);
@@ -28,7 +35,7 @@ std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t byt
     const auto last = [&](uint32_t a, uint32_t b) { return before(owners[b], owners[a]); };
     std::make_heap(heap.begin(), heap.end(), last);
     std::vector<Victim> victims;
-    std::vector<uint32_t> keys;  // reversed bits of the blocks that may leave
+    std::vector<uint32_t> keys;  // of the blocks that may leave
     for (uint64_t found = 0; found < bytes && !heap.empty(); heap.pop_back()) {
         std::pop_heap(heap.begin(), heap.end(), last);
         const uint32_t owner = heap.back();
@@ -38,7 +45,7 @@ std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t byt
         for (uint32_t b = owners[owner].first; b < owners[owner].end; ++b) {
             const uint64_t size = view.bytes(owner, b);
             if (size == 0) continue;
-            keys.push_back(reversed_bits(b));
+            keys.push_back(leave_key(b, loss));
             least = std::min(least, size);
         }
         // No more than these can be wanted.
@@ -46,7 +53,7 @@ std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t byt
         std::nth_element(keys.begin(), most, keys.end());
         std::sort(keys.begin(), most);
         for (auto key = keys.begin(); key < most && found < bytes; ++key) {
-            victims.push_back({owner, reversed_bits(*key)});
+            victims.push_back({owner, block_of_key(*key, loss)});
             found += view.bytes(owner, victims.back().block);
         }
     }

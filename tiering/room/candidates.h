@@ -28,7 +28,7 @@ class Candidates final : public EvictionView {
     // `slowest`: what lies in the tiers down to it too.
     void add(const Resident& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
         const uint32_t end = uint32_t(blocks);
-        owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end});
+        owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end, s.in_plan});
         sequences_.push_back(&s);
         slowest_.push_back(std::max(tier_, slowest));
     }
@@ -55,6 +55,7 @@ class Candidates final : public EvictionView {
         return geometry_.slot_bytes(block->kind());
     }
     AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
+    uint32_t since(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->since(); }
     uint32_t now() const override { return now_; }
     MoveItem item(Victim v) const { return {sequences_[v.owner]->blocks[v.block], v.block, sequences_[v.owner]->last_used_at}; }
     std::vector<MoveItem> items(std::span<const Victim> victims) const {

@@ -168,12 +168,12 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     };
     residents_.visit(std::cref(see));
     // NOTES: an item is an owner too: both choices come before the first item.
-    const std::vector<Victim> alone = policy_->choose(candidates, bytes);
+    const std::vector<Victim> alone = policy_->choose(candidates, bytes, Loss::kMoved);
     for (const Victim v : alone) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
         candidates.set_shared(for_disk ? shared_in_plans(residents_) : std::unordered_set<const Block*>());
-        shared = policy_->choose(candidates, bytes);
+        shared = policy_->choose(candidates, bytes, Loss::kMoved);
     }
     items.reserve(items.size() + alone.size() + shared.size());
     for (const Victim v : alone) items.push_back(candidates.item(v));

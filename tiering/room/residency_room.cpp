@@ -261,7 +261,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
         if (may_lose_blocks(s, mine)) candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? lowest : from);
     };
     residents_.visit(std::cref(add));
-    drop(candidates.items(policy_->choose(candidates, missing)));
+    drop(candidates.items(policy_->choose(candidates, missing, Loss::kDropped)));
     return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }
 
@@ -290,7 +290,7 @@ bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<
     // Nothing is lost for a step whose new blocks have no room then.
     if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
     if (come_up <= free) return false;  // lost blocks would not help: what has room is fragmented, or others take it
-    drop(candidates.items(policy_->choose(candidates, come_up - free)));
+    drop(candidates.items(policy_->choose(candidates, come_up - free, Loss::kDropped)));
     return true;
 }
 

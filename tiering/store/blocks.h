@@ -100,7 +100,11 @@ class Block {
     uint32_t pins() const { return pins_.load(std::memory_order_relaxed); }
     // Attention that the block got, of all sequences that share it; several may add at once.
     AttentionMass mass() const { return mass_.load(std::memory_order_relaxed); }
-    void add_mass(float weight, Decay& decay) {
+    // The step in which it got attention first.
+    uint32_t since() const { return since_.load(std::memory_order_relaxed) - 1; }
+    // `step`: in which it got the weight.
+    void add_mass(float weight, uint32_t step, Decay& decay) {
+        if (since_.load(std::memory_order_relaxed) == 0) since_.store(step + 1, std::memory_order_relaxed);
         AttentionMass now = mass();
         while (!mass_.compare_exchange_weak(now, {decay.at_now(now) + weight, decay.now()}, std::memory_order_relaxed)) {
         }
@@ -108,7 +112,10 @@ class Block {
     PrefetchMark& prefetch() { return prefetch_; }
     const PrefetchMark& prefetch() const { return prefetch_; }
     // It takes the place of `from` in a sequence.
-    void take_mass(const Block& from) { mass_.store(from.mass(), std::memory_order_relaxed); }
+    void take_mass(const Block& from) {
+        mass_.store(from.mass(), std::memory_order_relaxed);
+        since_.store(from.since_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    }
 
     // Memory that this block leaves is zeroed before another tenant's block gets it.
     void set_tenant(Tenant tenant) { tenant_.store(tenant, std::memory_order_relaxed); }
@@ -135,6 +142,7 @@ class Block {
     BlockStore& store_;
     // What a choice of blocks to evict looks at comes first, to be in one cache line with the count of owners.
     std::atomic<AttentionMass> mass_{AttentionMass{}};
+    std::atomic<uint32_t> since_{0};  // and 1; 0: it got none yet
     std::atomic<uint32_t> pins_{0};
     std::atomic<PageKind> kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};

@@ -477,13 +477,13 @@ void CpuStep::add_masses() {
         const int64_t observed = std::min(m.n_query, kObservedTokens) * heads_observed_;
         const float each = observed > 0 ? 1.0f / float(observed) : 0.0f;
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++mass) {
-            if (observed > 0) m.sequence->blocks[size_t(b)]->add_mass(*mass * each, decay);
+            if (observed > 0) m.sequence->blocks[size_t(b)]->add_mass(*mass * each, decay.now(), decay);
         }
         for (const StepBlock& t : m.touched) {
             Block& block = t.channel ? *t.channel : *t.token;
             if (t.have > 0 && m.sequence->blocks[size_t(t.index)].get() != &block)
                 block.take_mass(*m.sequence->blocks[size_t(t.index)]);
-            block.add_mass(*mass++ * each, decay);
+            block.add_mass(*mass++ * each, decay.now(), decay);
         }
     }
 }

@@ -428,7 +428,8 @@ TEST_P(PageCodecTest, UnitSlopeLeavesNoTurningPairs) {
         for (float& scale : head->k_scale) scale = std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & ~255u);
         const ChannelLayout layout(64, 2, 2);
         Piece piece(layout.bytes(), 0xA5);
-        codec->encode_channel_piece(*head, layout, {.k_search = search, .unit_slope = true, .k_turning = true}, piece.data.get());
+        codec->encode_channel_piece(*head, layout, {.k_search = search, .unit_slope = true, .k_turning = true},
+                                    piece.data.get());
         auto out = std::make_unique<HeadStage1>();
         codec->decode_channel_piece(piece.data.get(), layout, 40, *out);
         for (int t = 0; t < 40; ++t) ASSERT_EQ(std::bit_cast<uint32_t>(out->k_scale[t]) & 255u, 0u);

@@ -36,7 +36,7 @@ std::vector<ta_seq> add_sequences(Pool& pool, size_t sequences, size_t blocks) {
             Result<std::vector<BlockPtr>> block = pool.blocks().acquire({&kind, 1});
             EXPECT_TRUE(block.ok());
             block.value()[0]->mark_sealed();
-            block.value()[0]->add_mass(masses(random), decay);
+            block.value()[0]->add_mass(masses(random), decay.now(), decay);
             s.blocks.push_back(block.value()[0]);
             s.length += kPageTokens;
         }

@@ -13,7 +13,7 @@ namespace ta::testing {
 
 struct FallingShape {
     uint32_t layers = 2, kv_heads = 2, head_dim = 64;
-    EncodeOptions encode{true, true, true, true, true};
+    EncodeOptions encode{true, true, true, true, true, true};
     bool own_scales = false;  // of universal open scales
 
     size_t piece_bytes(uint32_t bits) const;

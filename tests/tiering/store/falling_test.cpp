@@ -590,7 +590,7 @@ TEST(FallingAccuracy, ErrorByWhereBlocksAre) {
     const Context context = make_context(2);
     const AttentionShape shape{16, 2048, 8, 2, 128};
     Settings settings;
-    settings.shape = {1, 2, 128, {true, true, true}};
+    settings.shape = {1, 2, 128};
     std::printf("%-20s", "error of O, %");
     for (const DataKind kind : kKinds) std::printf(" %8s", name_of(kind));
     std::printf("\n");
