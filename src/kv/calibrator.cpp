@@ -187,7 +187,7 @@ Status Calibrator::choose(const float* k_cost, const float* v_cost, uint64_t blo
         while (n_v > 0 && bytes(n_k, n_v - 1) <= block_bytes) --n_v;
         const size_t of_n_v = std::max(n_v, v.free);
         const double cost = k.cost[n_k] + v.cost[of_n_v];
-        if (cost >= best) continue;
+        if (cost > best) continue;  // of equal ones the later: what costs nothing gets 2 bits
         best = cost;
         best_k = n_k;
         best_v = of_n_v;
