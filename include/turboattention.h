@@ -397,8 +397,8 @@ typedef struct ta_numerics {
      * help where positions jump or repeat within a page (docs/numerics.md, 4.7). */
     ta_switch k_turning;
     ta_switch k_search; /* v_search for K's 2-bit heads. accurate: on */
-    /* Rounding to 4 or 2 bits shrinks values, v_search more: steps and page scales are widened until stored values have slope 1 on
-     * the INT8 ones (docs/numerics.md, 4.9). accurate: on */
+    /* Rounding to 4 or 2 bits shrinks values, and a search shrinks them more. On: steps and page scales are widened until stored
+     * values have slope 1 on the INT8 ones (docs/numerics.md, 4.9). accurate: on */
     ta_switch unit_slope;
 } ta_numerics;
 
@@ -1262,9 +1262,9 @@ TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer
  * Errors: TA_E_INVALID (n_low), TA_E_STATE (a layer was never observed). */
 TA_API ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
                                       float* k_priority, float* v_priority, ta_error* err);
-/* Writes the maps of least total cost whose blocks are small enough, from what each head costs; nothing needs to have been observed.
- * Costs may be in any unit in which those of several heads add up, as the divergence from exact predictions does that one head
- * makes with 2 bits while all others have 4 (`tinylm calibrate`). The choice is exact, over all layers at once.
+/* Writes the maps of least total cost whose blocks have at most block_bytes, over all layers at once. The choice is exact. Nothing
+ * needs to have been observed. The total is the sum of the heads' costs, in any unit. `tinylm calibrate` takes as a head's cost how far
+ * 2 bits in this head alone take the model's predictions from those with 4 bits in all heads.
  *   k_cost, v_cost   [layers, kv_heads, 2]: of K and of V with 4 bits, and with 2 bits; finite
  *   block_bytes      the most that a block may have, as ta_kv_pool_stats.channel_block_bytes says it of a pool
  *   k_bits, v_bits   [layers, kv_heads]

@@ -37,7 +37,7 @@ std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& sha
 // each layer with the lowest priority get 2 bits, the others 4.
 HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads);
 
-// What K and V of each [layer, kv head] cost with 2 bits in place of 4, in units that add up.
+// What K and V of each [layer, kv head] cost with 2 bits in place of 4.
 struct HeadCosts {
     std::vector<float> k, v;
 };

@@ -328,7 +328,7 @@ json run_eval(const Options& options) {
 }
 
 // Finds out which heads bear 2 bits: gives K and V of each head 2 bits alone, where all others have 4, and measures how far that takes
-// the predictions from those of 4 bits. These divergences add up, more or less, so the map of least sum is chosen.
+// the predictions from those of 4 bits. The map of least sum is chosen.
 json run_calibrate(const Options& options) {
     Session session(options);
     const Windows windows(options, session);

@@ -356,15 +356,12 @@ float store_metadata(HeadSums& sums, int d, int bits, Stage2Options options, uin
         }
         gain = unit_slope_gain(variance, covariance);
     }
+    const int unit = options.fractional_zero ? fraction_unit(bits) : 8;
     for (int c = 0; c < d; ++c) {
-        const int step = int(sums.step[c]), zero = int(sums.zero[c]), q = int(sums.q[c]), codes = int(sums.c[c]);
-        const int max_code = int(sums.max_code[c]);
+        const int step = int(sums.step[c]), zero = int(sums.zero[c]);
         int zero8 = 8 * zero;
-        if (options.unit_slope) {
-            zero8 = unit_slope_zero8(zero, q, codes, gain, step, max_code, options.fractional_zero ? fraction_unit(bits) : 8);
-        } else if (options.fractional_zero) {
-            zero8 = fractional_zero8(zero, q - (codes * step + kPageTokens * zero), step, max_code, bits);
-        }
+        if (options.unit_slope || options.fractional_zero)
+            zero8 = unit_slope_zero8(zero, int(sums.q[c]), int(sums.c[c]), gain, step, int(sums.max_code[c]), unit);
         step_at[c] = step_byte(step, zero_fraction8(zero8), bits);
         zero_at[c] = uint8_t(int8_t(zero_floor(zero8)));
     }

@@ -223,7 +223,8 @@ TA_HD inline float unit_slope_scale(float scale, float gain, bool turning) {
     const float gained = scale * gain;
     return turning ? std::bit_cast<float>(std::bit_cast<uint32_t>(gained) & ~255u) : gained;
 }
-// The zero point under that scale which keeps the channel's mean. `unit` is 8 without fractions.
+// The zero point under that scale which keeps the channel's mean: with a gain of 1 that of fractional_zero8. `unit` is 8 without
+// fractions.
 TA_HD inline int unit_slope_zero8(int zero, int sum_q, int sum_c, float gain, int step, int max_code, int unit) {
     const int sum = int(rintf(float(sum_q) / gain));
     return moved_zero8(zero, sum - step * sum_c - kPageTokens * zero, step, max_code, unit);

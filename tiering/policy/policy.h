@@ -38,17 +38,15 @@ class Decay {
     float at_now(AttentionMass mass) {
         if (mass.at != at_) {
             at_ = mass.at;
-            // Another plan may have begun, and left its weights, since this step was counted.
-            left_ = at_ - now_ < 1 << 20 ? 1.0f : std::exp2(float(now_ - at_) * per_step_);
+            left_ = is_later(at_) ? 1.0f : std::exp2(float(now_ - at_) * per_step_);
         }
         return mass.sum * left_;
     }
     // The share that it is of what a block can have had that is there since step `since`: a weight of 1 in each step.
     float share(AttentionMass mass, uint32_t since) {
-        const uint32_t age = now_ - since;
-        if (age != age_ || most_ == 0.0f) {
-            age_ = age;
-            const float steps = age < kLater ? float(age) + 1.0f : 1.0f;
+        if (since != since_ || most_ == 0.0f) {
+            since_ = since;
+            const float steps = is_later(since) ? 1.0f : float(now_ - since) + 1.0f;
             most_ = std::expm1(steps * per_step_ * kLn2) / std::expm1(per_step_ * kLn2);  // a geometric series
         }
         return at_now(mass) / most_;
@@ -56,12 +54,12 @@ class Decay {
 
   private:
     static constexpr float kLn2 = 0.693147181f;
-    // Further ahead than plans can be that began after this step was counted, and left their weights.
-    static constexpr uint32_t kLater = 1u << 31;
+    // Another plan may have begun, and left its weights, since this step was counted. The count goes around.
+    bool is_later(uint32_t step) const { return step - now_ < 1 << 20; }
 
     const float per_step_;
     const uint32_t now_;
-    uint32_t at_, age_ = 0;
+    uint32_t at_, since_ = 0;
     float left_ = 1.0f, most_ = 0.0f;
 };
 

@@ -1,5 +1,6 @@
 #include "src/attend/dense/cuda_dense.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -51,8 +52,6 @@ class PagesRun final : public CudaDenseRun {
 };
 
 Status PagesRun::list_sequences() {
-    const int64_t most = std::max(call_.q.tokens, call_.k.tokens);
-    if (most > kMaxCudaKeys) return fail(TA_E_LIMIT, "the call has %lld tokens; on a GPU the limit is 2^30", (long long)most);
     const size_t batch = call_.k_offsets.size() - 1;
     for (size_t b = 0; b < batch; ++b) {
         const int64_t first = call_.k_offsets[b], n_keys = call_.k_offsets[b + 1] - first;
@@ -281,6 +280,8 @@ Status CudaDense::attend(const DenseCall& call) {
     if (captured) {
         return fail(TA_E_STATE, "the stream is being captured; a dense call depends on lengths in host memory").argument(6);
     }
+    const int64_t most = std::max(call.q.tokens, call.k.tokens);
+    if (most > kMaxCudaKeys) return fail(TA_E_LIMIT, "the call has %lld tokens; on a GPU the limit is 2^30", (long long)most);
     const std::unique_ptr<CudaDenseRun> of_call =
         call.variant == TA_DENSE_DISTR ? make_distr_run(device_, call) : std::make_unique<PagesRun>(device_, call);
     CudaDenseRun& run = *of_call;

@@ -35,8 +35,6 @@ class DistrRun final : public CudaDenseRun {
 };
 
 Status DistrRun::list_sequences() {
-    const int64_t most = std::max(call_.q.tokens, call_.k.tokens);
-    if (most > kMaxCudaKeys) return fail(TA_E_LIMIT, "the call has %lld tokens; on a GPU the limit is 2^30", (long long)most);
     for (size_t b = 0; b + 1 < call_.k_offsets.size(); ++b) {
         const int64_t first = call_.k_offsets[b], n_keys = call_.k_offsets[b + 1] - first, row = call_.q_offsets[b],
                       n_query = call_.q_offsets[b + 1] - row;

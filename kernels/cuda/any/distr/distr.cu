@@ -5,21 +5,19 @@
 #include "kernels/cuda/any/distr/rows.cuh"
 
 namespace ta::cuda {
-namespace {
 
-using Kernel = void (*)(DistrArgs);
-
-int launch(Kernel kernel, int64_t ctas, int threads, int shared_bytes, const DistrArgs& args, CUstream_st* stream) {
+int launch_distr(const void* kernel, int64_t ctas, int threads, int shared_bytes, const DistrArgs& args, CUstream_st* stream) {
     if (!kernel || ctas > INT32_MAX) return cudaErrorInvalidValue;
     if (ctas == 0) return cudaSuccess;
-    const void* entry = reinterpret_cast<const void*>(kernel);
-    if (cudaError_t e = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         e != cudaSuccess)
         return e;
     DistrArgs copy = args;
     void* parameters[] = {&copy};
-    return cudaLaunchKernel(entry, dim3(unsigned(ctas)), dim3(unsigned(threads)), parameters, size_t(shared_bytes), stream);
+    return cudaLaunchKernel(kernel, dim3(unsigned(ctas)), dim3(unsigned(threads)), parameters, size_t(shared_bytes), stream);
 }
+
+namespace {
 
 // call<head_dim, type>() for a tensor of this type.
 template <class Call>
@@ -41,7 +39,8 @@ int launch_distr_keys(const DistrArgs& args, CUstream_st* stream) {
     const int64_t ctas = int64_t(args.n_tiles) * args.attend.kv_heads;
     const auto of = [&]<bool kOfK>() {
         return for_type(kOfK ? args.k.dtype : args.v.dtype, args.attend.head_dim, [&]<int D, DType kType>() {
-            return launch(distr_keys_kernel<D, kType, kOfK>, ctas, distr_keys_threads(D), 0, args, stream);
+            return launch_distr(reinterpret_cast<const void*>(&distr_keys_kernel<D, kType, kOfK>), ctas, distr_keys_threads(D),
+                                0, args, stream);
         });
     };
     const int e = of.template operator()<true>();
@@ -50,8 +49,9 @@ int launch_distr_keys(const DistrArgs& args, CUstream_st* stream) {
 
 int launch_distr_rows(const DistrArgs& args, CUstream_st* stream) {
     return for_type(args.attend.q.dtype, args.attend.head_dim, [&]<int D, DType kType>() {
-        return launch(distr_rows_kernel<D, kType>, int64_t(args.n_blocks) * args.attend.kv_heads * args.attend.group,
-                      kDistrRowsThreads, int(sizeof(DistrRowsMemory<D, kType>)), args, stream);
+        return launch_distr(reinterpret_cast<const void*>(&distr_rows_kernel<D, kType>),
+                            int64_t(args.n_blocks) * args.attend.kv_heads * args.attend.group, kDistrRowsThreads,
+                            int(sizeof(DistrRowsMemory<D, kType>)), args, stream);
     });
 }
 

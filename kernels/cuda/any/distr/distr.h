@@ -67,6 +67,9 @@ TA_HD constexpr int distr_exponent(uint32_t bits_of_amax) {
     return e < kDistrLeastExponent ? kDistrLeastExponent : e;
 }
 
+// Enqueues a kernel of DistrAttention, which takes DistrArgs; nothing where there are no CTAs. Returns a cudaError_t.
+int launch_distr(const void* kernel, int64_t ctas, int threads, int shared_bytes, const DistrArgs& args, CUstream_st* stream);
+
 // K, V and q's blocks. Returns a cudaError_t.
 int launch_distr_keys(const DistrArgs& args, CUstream_st* stream);
 int launch_distr_rows(const DistrArgs& args, CUstream_st* stream);

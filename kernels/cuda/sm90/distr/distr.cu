@@ -15,18 +15,11 @@ const char* refusal(const DistrArgs& args) {
 cudaError_t launch(const DistrArgs& args, cudaStream_t stream) {
     const AttendArgs& a = args.attend;
     const int64_t ctas = int64_t(args.n_blocks) * a.kv_heads * a.group;
-    if (refusal(args) || args.group_size < 2 || args.group_size > 4 || ctas > INT32_MAX) return cudaErrorInvalidValue;
-    if (ctas == 0) return cudaSuccess;
+    if (refusal(args) || args.group_size < 2 || args.group_size > 4) return cudaErrorInvalidValue;
     const Kernels kernels = a.head_dim == 64 ? kernels_d64() : kernels_d128();
     const int shared_bytes = kernels.shared_bytes[args.group_size - 2];
     const void* kernel = kernels.attend[args.group_size - 2];
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        e != cudaSuccess)
-        return e;
-    DistrArgs copy = args;
-    void* parameters[] = {&copy};
-    return cudaLaunchKernel(kernel, dim3(unsigned(ctas)), dim3(unsigned(kernels.threads)), parameters, size_t(shared_bytes),
-                            stream);
+    return cudaError_t(launch_distr(kernel, ctas, kernels.threads, shared_bytes, args, stream));
 }
 
 }  // namespace ta::cuda::distr::sm90
